@@ -1,0 +1,54 @@
+"""Fixtures for all tests: a clock, the log, and a clean start and end."""
+
+import random
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+from torchhooks import SummaryWriterCache
+from torchhooks.testing import FakeClock, log_lines
+
+settings.register_profile("torchhooks", derandomize=True, deadline=None)
+settings.load_profile("torchhooks")
+
+
+@pytest.fixture
+def clock() -> Iterator[FakeClock]:
+    """In place of ``time.monotonic``; it stands at 1000.0 until it is advanced."""
+    with FakeClock() as clock:
+        yield clock
+
+
+@pytest.fixture
+def lines() -> Iterator[list[tuple[str, str]]]:
+    """What is logged under ``"torchhooks"``, as ``(level, text)``."""
+    with log_lines() as lines:
+        yield lines
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_stray_threads() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    started = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    for thread in started:
+        thread.join(timeout=1)
+    stray = [thread.name for thread in started if thread.is_alive()]
+    assert not stray, f"threads that the test started are still running: {stray}"
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_writers(_no_stray_threads: None) -> Iterator[None]:
+    yield
+    SummaryWriterCache.clear()

@@ -1,0 +1,173 @@
+"""What the documents show is real.
+
+In README.md, CONTRIBUTING.md and docs/*.md:
+
+* The ``python`` blocks of a file are one program, run from the first to the last in an empty folder. A function
+  ``test_...()`` that is defined in a block is called after it.
+* A ``text`` block right after a ``python`` block, or with one line that ends in a colon between, is what that block
+  prints, log lines included. ``...`` stands for anything within a line, and for any number of lines where it is alone.
+* A ``diff`` block is what ``diff -u examples/plain.py examples/wrapped.py`` says, without its two lines of file names.
+* There is no block that is skipped, and none in a language that is not looked at here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+
+BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+LEAD_IN = re.compile(r"\s*([^\n]*:\n\s*)?")
+END_OF_BLOCK = "--- end of block ---"
+
+
+class Block(NamedTuple):
+    language: str
+    body: str
+    line: int  # of its first fence
+    lead_in: bool  # whether nothing but a line like "It prints:" stands between it and the block before
+
+
+def blocks(text: str) -> list[Block]:
+    found, last_end = [], 0
+    for match in BLOCK.finditer(text):
+        lead_in = LEAD_IN.fullmatch(text[last_end : match.start()]) is not None
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(match["language"], match["body"], line, lead_in))
+        last_end = match.end()
+    return found
+
+
+def program(text: str) -> str:
+    """The Python blocks as one script in which every line has the number that it has in the document."""
+    lines = [""] * (text.count("\n") + 1)
+    for block in blocks(text):
+        if block.language == "python":
+            body = block.body.splitlines()
+            tests = re.findall(r"^def (test_\w+\(\))", block.body, re.MULTILINE)
+            lines[block.line : block.line + len(body)] = body
+            lines[block.line + len(body)] = "; ".join([*tests, f"print({END_OF_BLOCK!r})"])
+    return "\n".join(lines)
+
+
+@functools.cache
+def run(document: Path) -> subprocess.CompletedProcess[str]:
+    """Run a document in a process of its own, where no test runner has configured logging."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, document.name).with_suffix(".py")
+        script.write_text(program(document.read_text(encoding="utf-8")), encoding="utf-8")
+        command = [sys.executable, "-u", script.name]
+        return subprocess.run(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False
+        )
+
+
+def matches(shown: str, printed: str) -> bool:
+    lines = [
+        "(.*\n)*" if line.strip() == "..." else re.escape(line).replace(r"\.\.\.", ".*") + "\n"
+        for line in shown.splitlines()
+    ]
+    return re.fullmatch("".join(lines), printed) is not None
+
+
+def outputs(text: str) -> list[tuple[int, Block]]:
+    """The blocks that show an output, each with the place of the block that prints it among the Python ones."""
+    pairs = itertools.pairwise(blocks(text))
+    number = itertools.count()
+    numbered = [(next(number), after) for before, after in pairs if before.language == "python"]
+    return [(index, after) for index, after in numbered if after.language == "text" and after.lead_in]
+
+
+@each_document
+def test_every_python_block_runs(document: Path) -> None:
+    ran = run(document)
+    assert ran.returncode == 0, ran.stdout
+
+
+@each_document
+def test_every_output_shown_is_what_is_printed(document: Path) -> None:
+    printed = run(document).stdout.split(f"{END_OF_BLOCK}\n")
+    for index, block in outputs(document.read_text(encoding="utf-8")):
+        assert matches(block.body, printed[index]), f"{document.name}:{block.line} prints\n{printed[index]}"
+
+
+@each_document
+def test_every_diff_shown_is_the_real_one(document: Path) -> None:
+    command = ["diff", "-u", "examples/plain.py", "examples/wrapped.py"]
+    for block in blocks(document.read_text(encoding="utf-8")):
+        if block.language == "diff":
+            real = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+            assert block.body.splitlines() == real.splitlines()[2:], f"{document.name}:{block.line}"
+
+
+@each_document
+def test_every_block_is_one_that_is_looked_at(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert {block.language for block in blocks(text)} <= {"python", "text", "diff", "sh"}
+    assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(blocks(text)), "a fence is indented or not closed"
+    assert "<!-- not run" not in text
+
+
+DOCUMENT = """\
+```python
+def test_one():
+    print("called")
+```
+
+It prints:
+
+```text
+...lled
+```
+
+The order of calls:
+
+Another paragraph.
+
+```text
+no output
+```
+
+```python
+print("second")
+```
+"""
+
+
+def test_lines_of_the_program_have_the_numbers_of_the_document() -> None:
+    lines = program(DOCUMENT).splitlines()
+    assert lines[2] == DOCUMENT.splitlines()[2]
+    assert lines[20] == 'print("second")'
+
+
+def test_a_test_in_a_block_is_called_after_it() -> None:
+    assert program(DOCUMENT).splitlines()[3].startswith("test_one(); ")
+
+
+def test_only_a_text_block_right_after_the_code_is_an_output() -> None:
+    assert [(index, block.body) for index, block in outputs(DOCUMENT)] == [(0, "...lled\n")]
+
+
+def test_three_dots_stand_for_a_part_of_one_line() -> None:
+    assert matches("loss = 0.5 (... sec)\n", "loss = 0.5 (0.123 sec)\n")
+    assert not matches("loss ... sec)\n", "loss = 0.5\n(0.123 sec)\n")
+
+
+def test_three_dots_alone_stand_for_any_number_of_lines() -> None:
+    assert matches("a\n...\nz\n", "a\nb\nc\nz\n")
+    assert matches("a\n...\nz\n", "a\nz\n")
+
+
+def test_an_output_that_lacks_a_line_does_not_match() -> None:
+    assert not matches("a\nb\n", "a\n")

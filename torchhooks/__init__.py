@@ -1,0 +1,86 @@
+"""TensorFlow 1's monitored session and its hooks, around a PyTorch training step.
+
+    with MonitoredLoop(step, model, optimizer, hooks=hooks) as loop:
+        for batch in loop.until_stop(batches):
+            loop.run(batch)
+
+is, without what happens on errors:
+
+    for hook in hooks: hook.begin()
+    session = Session(model, optimizer)
+    for hook in hooks: hook.after_create_session(session, coord)
+    for batch in batches, until a hook asked to stop:
+        for hook in hooks: requests += hook.before_run(context)
+        outputs = step(batch)
+        for hook in hooks: hook.after_run(context, values)
+    for hook in hooks: hook.end(session)
+
+:mod:`torchhooks.hook` has the whole contract, :mod:`torchhooks.fetch` what a hook can ask for,
+:mod:`torchhooks.testing` what the tests of a hook of one's own need.
+"""
+
+from torchhooks import summary
+from torchhooks.coordinator import Coordinator, LooperThread
+from torchhooks.errors import (
+    AbortedError,
+    FeedError,
+    FetchError,
+    LifecycleError,
+    NanLossDuringTrainingError,
+    NoRunYetError,
+    TorchHooksError,
+)
+from torchhooks.hook import (
+    RunMetadata,
+    RunOptions,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    Stateful,
+)
+from torchhooks.hooks.feeding import FeedFnHook
+from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook, StepCounterHook
+from torchhooks.hooks.saving import SummarySaverHook
+from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
+from torchhooks.loop import MonitoredLoop, StepContext
+from torchhooks.session import Scaffold, Session
+from torchhooks.summary import SummaryWriter, SummaryWriterCache
+from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
+
+__all__ = [
+    "AbortedError",
+    "Coordinator",
+    "Due",
+    "FeedError",
+    "FeedFnHook",
+    "FetchError",
+    "FinalOpsHook",
+    "GlobalStepWaiterHook",
+    "LifecycleError",
+    "LoggingTensorHook",
+    "LooperThread",
+    "MonitoredLoop",
+    "NanLossDuringTrainingError",
+    "NanTensorHook",
+    "NeverTriggerTimer",
+    "NoRunYetError",
+    "RunMetadata",
+    "RunOptions",
+    "Scaffold",
+    "SecondOrStepTimer",
+    "Session",
+    "SessionRunArgs",
+    "SessionRunContext",
+    "SessionRunHook",
+    "SessionRunValues",
+    "Stateful",
+    "StepContext",
+    "StepCounterHook",
+    "StopAtStepHook",
+    "SummarySaverHook",
+    "SummaryWriter",
+    "SummaryWriterCache",
+    "TorchHooksError",
+    "summary",
+]

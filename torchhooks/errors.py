@@ -1,0 +1,43 @@
+"""Everything torchhooks raises on its own account.
+
+    Exception
+    ├── TorchHooksError
+    │   ├── AbortedError                    raise it in a run to ask for recovery
+    │   ├── FeedError                       (also RuntimeError) two feeds for one name
+    │   ├── FetchError                      (also LookupError) a fetch that has no value
+    │   │   └── NoRunYetError               an output was asked for before there was a run
+    │   ├── LifecycleError                  (also RuntimeError) a call that comes too late, too early or nested
+    │   └── NanLossDuringTrainingError      (also RuntimeError) the watched value is not a number
+    └── TypeError, ValueError               an argument of the wrong kind, as everywhere in Python
+
+An exception of the user's own, out of a step, a hook or a closure, is never wrapped: it keeps its type and its
+traceback and gets a note (``__notes__``) that names the hook, the method and the step.
+"""
+
+
+class TorchHooksError(Exception):
+    """The root of the errors that torchhooks defines."""
+
+
+class AbortedError(TorchHooksError):
+    """A run was cut short by something outside of it and may be tried again."""
+
+
+class FeedError(TorchHooksError, RuntimeError):
+    """One parameter of the step was fed twice: by two hooks, or by a hook and the caller."""
+
+
+class FetchError(TorchHooksError, LookupError):
+    """A fetch has no value: an unknown name, or something that this run did not produce."""
+
+
+class NoRunYetError(FetchError):
+    """A name that only a run could give a meaning was asked for before there was one."""
+
+
+class LifecycleError(TorchHooksError, RuntimeError):
+    """A loop or a session was used after it stopped or closed, or inside its own run."""
+
+
+class NanLossDuringTrainingError(TorchHooksError, RuntimeError):
+    """The value that a NanTensorHook watches is not a number (``tf.train.NanLossDuringTrainingError``)."""

@@ -1,0 +1,385 @@
+"""From what a hook asks for to values: names, closures, tensors, and whatever is built of them.
+
+========================================  ============================================================================
+a fetch                                   its value
+========================================  ============================================================================
+``"loss"``                                the step's output of that name (see :func:`named_outputs`)
+``"global_step"``, ``"lr"``               the step count after this run; the learning rate, a list where groups differ
+``"fc1.weight"``, ``"fc1.weight.grad"``   a parameter or buffer of the model; its gradient, ``None`` where there is none
+``"encoder:output"``                      what that submodule returned in this run; ``:input`` and ``:grad`` likewise
+a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
+an object with ``compute()``              what that returns: a torchmetrics metric
+a tensor                                  its value after this run
+a :class:`ComposedFetch`                  a summary op, for instance
+a list, tuple, dict, dataclass of these   the same with values in place of fetches
+========================================  ============================================================================
+
+A name is looked up in this order: what hooks fed, the step's outputs, ``global_step``, ``lr``, the model's names, the
+run's inputs by parameter name. A closure's parameters may also be ``model``, ``optimizer``, ``session`` and
+``outputs``, and keep their default if nothing has their name. A closure runs under ``torch.no_grad()``, once a run
+however many hooks ask for it: two requests are for the same closure if they are equal, as bound methods can be.
+
+Tensors come back detached and copied, on their device: what happens to them after the run does not reach the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+import inspect
+import numbers
+import types
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchhooks.errors import FetchError, NoRunYetError
+
+_MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
+
+
+class ComposedFetch(ABC):
+    """A fetch made out of another one: a summary op, for instance."""
+
+    @property
+    @abstractmethod
+    def fetch(self) -> Any:
+        """What has to be evaluated."""
+
+    @abstractmethod
+    def compose(self, value: Any) -> Any:
+        """The value of this fetch, from the value of :attr:`fetch`."""
+
+
+# -- structures ---------------------------------------------------------------------------------------------------
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass."""
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind([map_leaves(function, item) for item in tree])
+    if kind is dict or kind is OrderedDict:
+        # A list: a generator would turn a StopIteration out of a closure into a RuntimeError.
+        return kind([(key, map_leaves(function, item)) for key, item in tree.items()])
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return kind(*[map_leaves(function, item) for item in tree])
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(function, item) for key, item in tree.items()}
+    if dataclasses.is_dataclass(kind) and not isinstance(tree, ComposedFetch) and not _computes(tree):
+        return _map_dataclass(function, tree)
+    return function(tree)
+
+
+def _map_dataclass(function: Callable[[Any], Any], tree: Any) -> Any:
+    result = copy.copy(tree)
+    for field in dataclasses.fields(tree):
+        # Past the class's own __setattr__, which a frozen dataclass refuses with.
+        object.__setattr__(result, field.name, map_leaves(function, getattr(tree, field.name)))
+    return result
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in ``tree`` that is not a structure; of a composed fetch, the leaves of what it needs."""
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    for leaf in found:
+        if isinstance(leaf, ComposedFetch):
+            yield from leaves(leaf.fetch)
+        else:
+            yield leaf
+
+
+def snapshot(value: Any) -> Any:
+    """``value`` with every tensor and array in it detached and copied, so that no later update reaches it."""
+    kind = type(value)
+    if kind is float or kind is int:
+        return value
+    if kind is torch.Tensor:
+        return value.detach().clone()
+    return map_leaves(_copy_leaf, value)
+
+
+def _copy_leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def detached(value: Any) -> Any:
+    """``value`` with every tensor in it detached, not copied."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def _computes(value: Any) -> bool:
+    return callable(getattr(value, "compute", None)) and not isinstance(value, type)
+
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+
+def named_outputs(outputs: Any) -> Mapping[str, Any]:
+    """The names under which what a step returned can be fetched.
+
+    The fields of a mapping, named tuple or dataclass have their own names; a single tensor or number is ``"loss"``; the
+    items of another tuple or list are ``"0"``, ``"1"`` and so on. Anything else has no names.
+    """
+    if isinstance(outputs, (torch.Tensor, numbers.Number, np.generic)):
+        return {"loss": outputs}
+    if isinstance(outputs, Mapping):
+        return outputs
+    if isinstance(outputs, (tuple, list)):
+        names = getattr(outputs, "_fields", None) or map(str, range(len(outputs)))
+        return dict(zip(names, outputs, strict=True))
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    return {}
+
+
+class Scope:
+    """Everything that has a name at one moment.
+
+    Args:
+        session: what closures get as ``session``; its ``model``, ``optimizer`` and ``global_step`` have names.
+        outputs: what the step returned.
+        feeds: what was fed, by name.
+        inputs: called when an input of the run is asked for, for all of them by parameter name.
+        watched: what submodules did in this run, by name (``"fc1:output"``).
+        ran: whether there has been a run at all.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        outputs: Any = None,
+        feeds: Mapping[str, Any] = types.MappingProxyType({}),
+        inputs: Callable[[], Mapping[str, Any]] = dict,
+        watched: Mapping[str, Any] = types.MappingProxyType({}),
+        ran: bool = True,
+    ) -> None:
+        self.session = session
+        self.outputs = outputs
+        self.feeds = feeds
+        self.ran = ran
+        self._inputs = inputs
+        self._watched = watched
+
+    @functools.cached_property
+    def _named_outputs(self) -> Mapping[str, Any]:
+        return named_outputs(self.outputs)
+
+    def find(self, name: str) -> Any:
+        """What ``name`` stands for, or ``_MISSING``."""
+        if name in self.feeds:
+            return self.feeds[name]
+        if name in self._named_outputs:
+            return self._named_outputs[name]
+        if name == "global_step":
+            return self.session.global_step
+        if name == "lr" and self.session.optimizer is not None:
+            return learning_rate(self.session.optimizer)
+        if name in self._watched:
+            return self._watched[name]
+        value = model_value(self.session.model, name)
+        return self._inputs().get(name, _MISSING) if value is _MISSING else value
+
+    def find_parameter(self, name: str) -> Any:
+        """What a closure's parameter ``name`` stands for, or ``_MISSING``."""
+        value = self.find(name)
+        if value is not _MISSING:
+            return value
+        if name in ("model", "optimizer"):
+            return getattr(self.session, name)
+        return {"session": self.session, "outputs": self.outputs}.get(name, _MISSING)
+
+    def names(self) -> list[str]:
+        """Every name there is, in the order in which they are looked up."""
+        names = [*self.feeds, *map(str, self._named_outputs), "global_step"]
+        names += [] if self.session.optimizer is None else ["lr"]
+        names += [*self._watched]
+        if self.session.model is not None:
+            names += [name for name, _ in self.session.model.named_parameters()]
+            names += [name for name, _ in self.session.model.named_buffers()]
+        return [*dict.fromkeys([*names, *self._inputs()])]
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> Any:
+    """The learning rate of ``optimizer``: one value where its groups agree, else a list with one a group."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return rates[0] if all(rate == rates[0] for rate in rates) else rates
+
+
+def model_value(model: torch.nn.Module | None, name: str) -> Any:
+    """The parameter or buffer ``name`` of ``model``, the gradient of one (``"fc.weight.grad"``), or ``_MISSING``."""
+    if model is None:
+        return _MISSING
+    tensor = _model_tensor(model, name)
+    if tensor is _MISSING and name.endswith(".grad"):
+        parameter = _model_tensor(model, name.removesuffix(".grad"))
+        return parameter if parameter is _MISSING else parameter.grad
+    return tensor
+
+
+def _model_tensor(model: torch.nn.Module, name: str) -> Any:
+    path, _, leaf = name.rpartition(".")
+    for root in (model, getattr(model, "module", None)):  # the second is what DistributedDataParallel wraps
+        try:
+            value = getattr(root.get_submodule(path), leaf)  # type: ignore[union-attr]
+        except AttributeError:
+            continue
+        if isinstance(value, torch.Tensor):
+            return value
+    return _MISSING
+
+
+# -- closures -----------------------------------------------------------------------------------------------------
+
+_parameters: weakref.WeakKeyDictionary[Any, dict[bool, tuple[inspect.Parameter, ...]]] = weakref.WeakKeyDictionary()
+
+
+def closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """The parameters of ``closure`` that are names, looked up once for each function."""
+    bound = isinstance(closure, types.MethodType)
+    function = closure.__func__ if isinstance(closure, types.MethodType) else closure
+    if not isinstance(function, types.FunctionType):
+        return _read_parameters(closure)
+    known = _parameters.setdefault(function, {})
+    if bound not in known:
+        known[bound] = _read_parameters(closure)
+    return known[bound]
+
+
+def _read_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    try:
+        parameters = inspect.signature(closure).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not say what it takes is called without anything
+        return ()
+    given = closure.keywords if isinstance(closure, functools.partial) else ()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return tuple(p for p in parameters if p.kind not in variable and p.name not in given)
+
+
+def describe(fetch: Any) -> str:
+    """A fetch as an error or a log line names it: a closure by its name and, where it has one, its line."""
+    code = getattr(fetch, "__code__", None)
+    if code is not None:
+        return f"{fetch.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+    return fetch if isinstance(fetch, str) else repr(fetch)
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------------
+
+
+class Evaluator:
+    """Evaluates the fetches of one moment, each distinct one once.
+
+    Args:
+        scope: the names of that moment.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._names: dict[str, Any] = {}
+        self._closures: dict[Any, Any] = {}
+        self._objects: dict[int, Any] = {}
+        self._who: object = ""
+
+    def evaluate(self, fetch: Any, who: object) -> Any:
+        """The value of ``fetch``, in its shape. ``who`` asked for it: errors say so, with its ``str``.
+
+        Raises:
+            FetchError: a name that nothing has, or something that is no fetch.
+        """
+        self._who = who
+        return self._name(fetch) if type(fetch) is str else map_leaves(self._leaf, fetch)
+
+    def _leaf(self, fetch: Any) -> Any:
+        if isinstance(fetch, str):
+            return self._name(fetch)
+        if isinstance(fetch, ComposedFetch):
+            return fetch.compose(map_leaves(self._leaf, fetch.fetch))
+        if isinstance(fetch, torch.Tensor):
+            return self._once(fetch, lambda: fetch)
+        if _computes(fetch):
+            return self._once(fetch, lambda: self._call(fetch, fetch.compute))
+        if callable(fetch):
+            return self._closure(fetch)
+        raise FetchError(
+            f"{self._who} asked for {fetch!r}, which is no fetch: a fetch is a name, a closure, an object with "
+            "compute(), a tensor, or these in lists, tuples, dicts and dataclasses"
+        )
+
+    def _name(self, name: str) -> Any:
+        if name not in self._names:
+            value = self._scope.find(name)
+            if value is _MISSING:
+                raise self._unknown(name, f"{self._who} asked for {name!r}, which nothing has")
+            self._names[name] = snapshot(value)
+        return self._names[name]
+
+    def _once(self, fetch: Any, value: Callable[[], Any]) -> Any:
+        if id(fetch) not in self._objects:
+            self._objects[id(fetch)] = snapshot(value())
+        return self._objects[id(fetch)]
+
+    def _closure(self, closure: Callable[..., Any]) -> Any:
+        try:
+            hash(closure)
+        except TypeError:  # cannot be compared by value, so by identity
+            return self._once(closure, lambda: self._call_by_name(closure))
+        if closure not in self._closures:
+            self._closures[closure] = snapshot(self._call_by_name(closure))
+        return self._closures[closure]
+
+    def _call_by_name(self, closure: Callable[..., Any]) -> Any:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in closure_parameters(closure):
+            value = self._argument(closure, parameter)
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        return self._call(closure, functools.partial(closure, *args, **kwargs))
+
+    def _argument(self, closure: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+        value = self._scope.find_parameter(parameter.name)
+        if value is not _MISSING:
+            return value
+        if parameter.default is not inspect.Parameter.empty:
+            return parameter.default
+        raise self._unknown(
+            parameter.name,
+            f"{self._who} asked for {describe(closure)}, whose parameter {parameter.name!r} is a name that nothing has",
+        )
+
+    def _call(self, fetch: Any, function: Callable[[], Any]) -> Any:
+        try:
+            with torch.no_grad():
+                return function()
+        except BaseException as error:
+            names = shortened([*self._scope.names(), "model", "optimizer", "session", "outputs"])
+            error.add_note(f"torchhooks: in {describe(fetch)}, which {self._who} asked for; names here: {names}")
+            raise
+
+    def _unknown(self, name: str, message: str) -> FetchError:
+        names = self._scope.names()
+        near = difflib.get_close_matches(name, names, n=3)
+        message += f". Did you mean {' or '.join(map(repr, near))}?" if near else "."
+        message += f" There is: {shortened(names)}."
+        if self._scope.ran:
+            return FetchError(message)
+        return NoRunYetError(f"{message} What a step returns has a name only once there was a run.")
+
+
+def shortened(names: list[str], limit: int = 24) -> str:
+    """``names`` in one line, the end of a long list counted instead of shown."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

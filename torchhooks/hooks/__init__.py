@@ -1,0 +1,1 @@
+"""The hooks that come with the library, by theme."""

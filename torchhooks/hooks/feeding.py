@@ -1,0 +1,28 @@
+"""Hooks that give the step something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, call_repr
+
+
+class FeedFnHook(SessionRunHook):
+    """Feeds the step in every run (``tf.train.FeedFnHook``).
+
+    Args:
+        feed_fn: called before each step; what it returns, parameter name to value, becomes keyword arguments of the
+            step. A ``StopIteration`` out of it ends the loop cleanly: the data is used up.
+    """
+
+    def __init__(self, feed_fn: Callable[[], Mapping[str, Any]]) -> None:
+        if not callable(feed_fn):
+            raise TypeError(f"feed_fn={feed_fn!r}: must be a function that returns a mapping, parameter name to value")
+        self._feed_fn = feed_fn
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(feed_dict=self._feed_fn())
+
+    def __repr__(self) -> str:
+        return call_repr(self, self._feed_fn)

@@ -1,0 +1,174 @@
+"""Hooks that decide when a loop stops, and when it may start."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchhooks.coordinator import Coordinator
+from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
+from torchhooks.fetch import describe, leaves
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
+from torchhooks.log import logger
+from torchhooks.readback import to_host
+from torchhooks.session import Session
+from torchhooks.timer import NEVER, Due, count
+
+_POLL_SECS = 0.1
+
+
+class StopAtStepHook(SessionRunHook):
+    """Stops at a step (``tf.train.StopAtStepHook``): the run that reaches it is the last.
+
+    Unlike TensorFlow, which guesses the step before it looks, the real step decides, also in runs that count no step or
+    several. A loop that starts beyond its last step makes one run, as TensorFlow's does.
+
+    Args:
+        num_steps: steps to make from where the first session begins; a recovery does not make them start again.
+        last_step: the global step to stop at.
+
+    Raises:
+        ValueError: both were given or none, or one that is no number of steps.
+    """
+
+    def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
+        self._num_steps, self._given_last_step = num_steps, last_step
+        if (num_steps is None) == (last_step is None):
+            raise ValueError(f"{self!r}: give one of num_steps and last_step{', not both' if num_steps else ''}")
+        if num_steps is not None:
+            count(num_steps, "num_steps")
+        elif last_step != 0:
+            count(last_step, "last_step")  # type: ignore[arg-type]
+        self._last_step = last_step
+
+    def begin(self) -> None:
+        self._last_step = self._given_last_step
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        if self._last_step is None:
+            assert self._num_steps is not None
+            self._last_step = session.global_step + self._num_steps
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        step = run_context.session.global_step
+        assert self._last_step is not None
+        if step >= self._last_step:
+            run_context.request_stop(f"step {step}")
+
+    def next_due(self) -> Due:
+        return Due(step=self._last_step)
+
+    def __repr__(self) -> str:
+        return call_repr(self, num_steps=self._num_steps, last_step=self._given_last_step)
+
+
+class NanTensorHook(SessionRunHook):
+    """Stops, or fails, when a value is not a number (``tf.train.NanTensorHook``). Looks at every run.
+
+    Args:
+        loss_tensor: what to watch: any fetch of real numbers, one NaN in it is enough.
+        fail_on_nan_loss: whether to raise, or else to stop after the run, with a warning.
+        also_inf: whether an infinity counts as well.
+
+    Raises:
+        NanLossDuringTrainingError: out of the run in which the value is NaN, with ``fail_on_nan_loss``.
+    """
+
+    def __init__(self, loss_tensor: Any, fail_on_nan_loss: bool = True, *, also_inf: bool = False) -> None:
+        self._loss_tensor = loss_tensor
+        self._fail_on_nan_loss = fail_on_nan_loss
+        self._also_inf = also_inf
+        self._request = SessionRunArgs(loss_tensor)
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return self._request
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        bad = self._find_bad(run_values.results)
+        if bad is None:
+            return
+        message = f"{describe(self._loss_tensor)} is {bad} at step {run_context.session.global_step}"
+        if self._fail_on_nan_loss:
+            logger.error("%s: training fails", message)
+            raise NanLossDuringTrainingError(
+                f"{message}. NanTensorHook(..., fail_on_nan_loss=False) stops at such a step instead of failing."
+            )
+        logger.warning("%s: training stops", message)
+        run_context.request_stop(message)
+
+    def _find_bad(self, value: Any) -> str | None:
+        for leaf in leaves(to_host(value)):
+            number = _worst(leaf)
+            if math.isnan(number):
+                return "NaN"
+            if self._also_inf and math.isinf(number):
+                return "infinite"
+        return None
+
+    def __repr__(self) -> str:
+        return call_repr(self, self._loss_tensor, fail_on_nan_loss=self._fail_on_nan_loss, also_inf=self._also_inf)
+
+
+def _worst(value: Any) -> float:
+    """One number for all of ``value``: NaN if it holds one, else an infinity if it holds one."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    if isinstance(value, torch.Tensor):
+        # Adding up zeros, NaNs and what inf * 0 gives would mix the two up, so each is looked for.
+        return math.nan if bool(value.isnan().any()) else math.inf if bool(value.isinf().any()) else 0.0
+    if isinstance(value, (np.ndarray, np.generic, complex)):
+        return math.nan if np.isnan(value).any() else math.inf if np.isinf(value).any() else 0.0
+    if isinstance(value, (int, float)):
+        return float(value) if isinstance(value, float) else 0.0
+    raise TypeError(f"NanTensorHook got {value!r}: watch numbers or tensors")
+
+
+class GlobalStepWaiterHook(SessionRunHook):
+    """Keeps the first run waiting until the global step is reached (``tf.train.GlobalStepWaiterHook``).
+
+    A way to let workers join one after the other. The step is ``session.global_step``, which only another thread of
+    this process can advance: one that is registered with the coordinator, as a :class:`torchhooks.LooperThread` is.
+
+    Args:
+        wait_until_step: the step to wait for; 0 or less waits for nothing.
+
+    Raises:
+        LifecycleError: out of the run, if there is no such thread, so that the wait would never end.
+    """
+
+    def __init__(self, wait_until_step: int) -> None:
+        self._wait_until_step = wait_until_step
+        self._waited = False
+
+    def begin(self) -> None:
+        self._waited = self._wait_until_step <= 0
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._coord = coord
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        if not self._waited:
+            self._wait(run_context.session)
+
+    def next_due(self) -> Due | None:
+        return NEVER if self._waited else None
+
+    def _wait(self, session: Session) -> None:
+        if session.global_step < self._wait_until_step:
+            logger.info("waiting for global step %d", self._wait_until_step)
+        while session.global_step < self._wait_until_step:
+            if not [thread for thread in self._coord.live_threads() if thread is not threading.current_thread()]:
+                raise LifecycleError(
+                    f"{self!r}: the global step is {session.global_step}, and nothing in this process advances it "
+                    "while this run waits: register the thread that does with the coordinator, or leave the hook out"
+                )
+            if self._coord.wait_for_stop(_POLL_SECS):
+                return
+        self._waited = True
+
+    def __repr__(self) -> str:
+        return call_repr(self, self._wait_until_step)

@@ -1,0 +1,498 @@
+"""The loop: TensorFlow's monitored session around a step of the user's own.
+
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=1000)]) as loop:
+        for inputs, targets in loop.until_stop(loader):
+            loop.run(inputs, targets)
+
+The order of calls, what stops a loop and what an exception does is written down in :mod:`torchhooks.hook`; it happens
+in :meth:`MonitoredLoop._run_with_hooks`, which reads from top to bottom like that text.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, TypeVar
+
+import torch
+
+from torchhooks.coordinator import Coordinator
+from torchhooks.errors import FeedError, LifecycleError
+from torchhooks.fetch import Evaluator, Scope
+from torchhooks.hook import (
+    RunMetadata,
+    RunOptions,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    Stateful,
+)
+from torchhooks.log import logger, show_lines
+from torchhooks.readback import Readback
+from torchhooks.schedule import Schedule, Seat, in_order
+from torchhooks.session import Scaffold, Session
+from torchhooks.step import Feeds, Step, check_hooks, check_model, check_optimizer, check_state, takes_one_argument
+from torchhooks.watch import NO_WATCH, ModuleWatch, watched_by
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+_Asked = dict[Seat, SessionRunArgs]
+
+_NO_OPTIONS = RunOptions()
+_NO_METADATA = RunMetadata()
+_NOTHING = SessionRunValues(None, _NO_OPTIONS, _NO_METADATA)
+
+
+class MonitoredLoop(Generic[R]):
+    """Runs ``step`` with hooks around it (``tf.train.MonitoredSession``).
+
+    Hooks' ``begin``, the session and hooks' ``after_create_session`` happen here, at creation.
+
+    Args:
+        step: the user's function. It may take and return anything; :func:`torchhooks.fetch.named_outputs` says under
+            which names what it returns can be fetched.
+        model: whose parameters, buffers and submodules hooks can ask for.
+        optimizer: where ``"lr"`` comes from, and what counts with ``step_unit="optimizer_step"``.
+        hooks: any iterable of hooks. It is copied; their order is the order of every call.
+        scaffold: how a session is initialised.
+        state: further objects of the training that have ``state_dict`` and ``load_state_dict``, by name.
+        step_unit: what one global step is: ``"run"``, a call of :meth:`run` whose step returned, or
+            ``"optimizer_step"``, a completed ``optimizer.step()``, counted at that moment, so that a run may count none
+            or several.
+        stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
+
+    Raises:
+        TypeError: something in ``hooks`` is no hook, or another argument is of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., R],
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        hooks: Iterable[SessionRunHook] = (),
+        scaffold: Scaffold | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        step_unit: str = "run",
+        stop_grace_period_secs: float = 120,
+    ) -> None:
+        check_model(model)
+        check_optimizer(optimizer, step_unit)
+        if scaffold is not None and not isinstance(scaffold, Scaffold):
+            raise TypeError(f"scaffold={scaffold!r}: must be a Scaffold")
+        self._step = step
+        self._about_step = Step(step)
+        self._hooks = check_hooks(hooks)
+        self._scaffold = Scaffold() if scaffold is None else scaffold
+        self._session = Session(model, optimizer, check_state(state), self._scaffold.saver)
+        self._per_run = 1 if step_unit == "run" else 0
+        self._grace_secs = stop_grace_period_secs
+
+        self._coord = Coordinator()
+        self._readback = Readback()
+        self._schedule = Schedule(self._hooks)
+        self._busy = False
+        self._stopping = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._stop_reason: str | None = None
+        self._begun = 0
+        self._iterating = 0
+        self._step_counter: Any = None
+        show_lines()
+        try:
+            self._start()
+        except BaseException as error:
+            self._close(error)
+            raise
+
+    # -- what the caller uses ---------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> R:
+        """Make one step with the hooks around it, and return what the step returned, untouched.
+
+        Raises:
+            LifecycleError: the loop has stopped or is closed, or this is called from inside a run.
+            FetchError: a hook asked for something that does not exist.
+            FeedError: one parameter was fed twice.
+        """
+        session, schedule = self._session, self._schedule
+        before, after = schedule.before, schedule.after
+        number = schedule.runs + 1
+        if (
+            self._busy
+            or self._stopping
+            or schedule.always
+            or session._step + 1 >= before.step
+            or number >= before.run
+            or (before.moment is not None and time.monotonic() >= before.moment)
+        ):
+            return self._run_checked(args, kwargs)
+        # Nobody is due. This is all that an idle run costs, so it is written out.
+        self._busy = True
+        session._outputs = None
+        try:
+            outputs = session._outputs = self._step(*args, **kwargs)
+            session._step = step = session._step + self._per_run
+            if (
+                step >= after.step
+                or number >= after.run
+                or (after.moment is not None and time.monotonic() >= after.moment)
+            ):
+                self._tell(after.due(step, number), self._context(args, kwargs), {})
+            else:
+                schedule.runs = number
+        except BaseException as error:
+            self._run_failed(error)
+            raise
+        self._busy = False
+        return outputs
+
+    def run_step_fn(self, step_fn: Callable[[StepContext[R]], T]) -> T:
+        """Call ``step_fn(step_context)``, which decides itself what to run with hooks and what without.
+
+        Raises:
+            ValueError: ``step_fn`` does not take exactly one argument (``tf.train.MonitoredSession``'s rule).
+            LifecycleError: as :meth:`run`.
+        """
+        if not callable(step_fn) or not takes_one_argument(step_fn):
+            raise ValueError(f"step_fn={step_fn!r}: must be a function of exactly one argument, the step context")
+        self._check_may_run()
+        return step_fn(StepContext(self))
+
+    def should_stop(self) -> bool:
+        """Whether the loop is to end: a hook or a thread asked for it, something failed, or the loop is closed."""
+        return self._stopping
+
+    def until_stop(self, iterable: Iterable[T]) -> Generator[T, None, None]:
+        """Yield the items of ``iterable`` until the loop is to stop or the data ends. Nests: epochs around batches.
+
+        No item is taken that will not be used. When the outermost one ends, ``stop_reason`` is "data ended".
+        """
+        outermost = self._iterating == 0
+        self._iterating += 1
+        try:
+            iterator = iter(iterable)
+            while not self._stopping:
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    if outermost and not self._stopping:
+                        self._stop_reason = "data ended"
+                    return
+                if not self._stopping:
+                    self._stop_reason = None
+                yield item
+        finally:
+            self._iterating -= 1
+
+    @property
+    def session(self) -> Session:
+        """The raw session: evaluates fetches without a step and without hooks."""
+        return self._session
+
+    @property
+    def global_step(self) -> int:
+        """How many steps were made, those of an earlier process included."""
+        return self._session.global_step
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Who ended the loop, and why: ``"StopAtStepHook: step 1000"``, ``"data ended"``. ``None`` while it goes on."""
+        return self._stop_reason
+
+    def close(self) -> None:
+        """End the loop: every hook's ``end`` unless something failed, then ``teardown``. Again is harmless.
+
+        Raises:
+            Exception: what an ``end``, a ``teardown`` or a background thread raised; several as an ExceptionGroup.
+        """
+        self._close(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        self._close(error)
+        return kind is StopIteration
+
+    # -- start ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for seat in self._schedule.everybody:
+            self._begun += 1
+            self._call(seat, "begin")
+        if not self._per_run:
+            optimizer = self._session.optimizer
+            assert optimizer is not None
+            self._step_counter = optimizer.register_step_post_hook(self._count_optimizer_step)
+        self._scaffold.prepare(self._session)
+        self._coord.on_stop(self._thread_stopped)
+        for seat in self._schedule.everybody:
+            self._call(seat, "after_create_session", self._session, self._coord)
+        self._schedule.start()
+
+    def _count_optimizer_step(self, *_: Any) -> None:
+        self._session._step += 1
+
+    # -- one run in which somebody takes part -----------------------------------------------------------------
+
+    def _run_checked(self, args: Any, kwargs: Any) -> R:
+        self._check_may_run()
+        self._busy = True
+        try:
+            outputs = self._run_with_hooks(args, kwargs)
+        except BaseException as error:
+            self._run_failed(error)
+            raise
+        self._busy = False
+        return outputs
+
+    def _run_with_hooks(self, args: Any, kwargs: Any) -> R:
+        session, schedule = self._session, self._schedule
+        number = schedule.runs + 1
+        session._outputs = None
+        context = self._context(args, kwargs)
+        seats = schedule.before.due(session._step + 1, number)
+        asked, feeds = self._ask(seats, context)
+        if asked:
+            outputs, values = self._answer(asked, feeds, args, kwargs)
+        else:
+            outputs, values = self._step(*args, **kwargs), {}
+            session._outputs = outputs
+            session._step += self._per_run
+        seats = in_order(seats, schedule.after.due(session._step, number))
+        self._tell(seats, context, values)
+        return outputs
+
+    def _ask(self, seats: list[Seat], context: SessionRunContext) -> tuple[_Asked, Feeds]:
+        """Every ``before_run``, in order: what each hook asked for, and what they feed."""
+        asked: _Asked = {}
+        feeds: Feeds = {}
+        runs = self._schedule.runs
+        try:
+            for seat in seats:
+                context.caller = seat
+                if seat.schedules:
+                    seat.catch_up(runs)
+                request = seat.before_run(context)
+                if request is not None:
+                    asked[seat] = _checked(request, seat)
+                    if request.feed_dict:
+                        _merge_feeds(feeds, request.feed_dict, seat)
+        except BaseException as error:
+            self._note(error, context.caller, "before_run")
+            raise
+        return asked, feeds
+
+    def _answer(self, asked: _Asked, feeds: Feeds, args: Any, kwargs: Any) -> tuple[R, dict[Seat, SessionRunValues]]:
+        """The step, counted, and the values that were asked for."""
+        session = self._session
+        fed = {name: value for name, (value, _) in feeds.items()}
+        if feeds:
+            self._about_step.check_feeds(feeds, args, kwargs)
+        names = watched_by(asked)
+        trace = any(request.options is not None and request.options.trace for request in asked.values())
+        watch = ModuleWatch(session.model, names) if names else NO_WATCH
+        if names or trace:
+            outputs, metadata = self._about_step.make(args, {**kwargs, **fed}, watch, trace)
+        else:
+            outputs, metadata = self._step(*args, **kwargs, **fed), _NO_METADATA
+        session._outputs = outputs
+        session._step += self._per_run
+        watch.check()
+        inputs = functools.partial(self._about_step.inputs, args, kwargs)
+        evaluator = Evaluator(Scope(session, outputs, fed, inputs, watch.values))
+        options = RunOptions(trace) if trace else _NO_OPTIONS
+        values = {
+            seat: SessionRunValues(evaluator.evaluate(request.fetches, seat), options, metadata)
+            for seat, request in asked.items()
+        }
+        return outputs, values
+
+    def _tell(self, seats: list[Seat], context: SessionRunContext, values: dict[Seat, SessionRunValues]) -> None:
+        """Every ``after_run``, in order; then a stop that somebody asked for takes effect."""
+        schedule = self._schedule
+        schedule.runs = number = schedule.runs + 1
+        try:
+            for seat in seats:
+                context.caller = seat
+                if seat.schedules:
+                    seat.catch_up(number - 1)
+                seat.after_run(context, values.get(seat, _NOTHING))
+                seat.seen = number
+        except BaseException as error:
+            self._note(error, context.caller, "after_run")
+            schedule.fail_at(context.caller)
+            raise
+        if context.stop_requested:
+            self._stop(_who_and_why(context))
+        schedule.ask(seats)
+
+    def _context(self, args: Any, kwargs: Any) -> SessionRunContext:
+        return SessionRunContext(
+            self._session, lambda: self._about_step.original_args(args, kwargs), self._readback.request
+        )
+
+    # -- stop and end -----------------------------------------------------------------------------------------
+
+    def _check_may_run(self) -> None:
+        if self._busy:
+            raise LifecycleError(
+                "run() was called inside of a run: a step or a hook cannot start another; session.run(fetches) "
+                "evaluates without a step"
+            )
+        if self._closed:
+            raise LifecycleError("run() was called on a closed loop: make a new one")
+        if self._failure is not None:
+            raise LifecycleError(
+                f"run() was called after a run that failed with {_brief(self._failure)}: the loop has ended, make a new "
+                "one"
+            ) from self._failure
+        try:
+            self._coord.raise_requested_exception()
+        except BaseException as error:
+            self._failure = error
+            raise
+        if self._stopping:
+            raise LifecycleError(
+                f"run() was called after a stop ({self._stop_reason}): check should_stop() first, or iterate with "
+                "until_stop()"
+            )
+
+    def _stop(self, reason: str) -> None:
+        if not self._stopping:
+            self._stop_reason = reason
+            self._stopping = True
+
+    def _thread_stopped(self) -> None:
+        if not self._closed:
+            self._stop(f"thread {threading.current_thread().name}")
+
+    def _run_failed(self, error: BaseException) -> None:
+        """The run was left by an exception: the loop is over, cleanly if it was StopIteration."""
+        self._busy = False
+        if type(error) is not StopIteration:
+            self._failure = error
+        self._stop(_brief(error))
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if type(error) is StopIteration:
+            self._stop(_brief(error))
+            error = None
+        elif error is not None:
+            self._failure = self._failure or error
+            self._stop(_brief(error))
+        self._stop(self._stop_reason or "closed")
+        errors = self._ending_errors()
+        self._session._closed = True
+        if error is not None:
+            for other in errors:
+                if other is not error:
+                    error.add_note(f"torchhooks: and while the loop was closed after this: {_brief(other)}")
+                    logger.error("while the loop was closed after an error", exc_info=other)
+        elif len(errors) == 1:
+            raise errors[0]
+        elif errors:
+            raise BaseExceptionGroup("several errors while the loop was closed", errors)
+
+    def _ending_errors(self) -> list[BaseException]:
+        """Take the loop down: everybody is visited, whatever the others raise. What they raised is returned."""
+        errors: list[BaseException] = []
+        seats = self._schedule.everybody
+
+        def attempt(function: Callable[..., Any], *args: Any) -> None:
+            try:
+                function(*args)
+            except BaseException as error:
+                errors.append(error)
+
+        attempt(self._readback.drain)
+        if self._failure is None and not errors:
+            for seat in seats:
+                attempt(self._call, seat, "end", self._session)
+            attempt(self._readback.drain)
+        attempt(self._join_threads)
+        for seat in seats[: self._begun]:
+            attempt(self._call, seat, "teardown")
+        if self._step_counter is not None:
+            self._step_counter.remove()
+        return errors
+
+    def _join_threads(self) -> None:
+        self._coord.request_stop()
+        self._coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
+
+    def _call(self, seat: Seat, method: str, *args: Any) -> None:
+        try:
+            getattr(seat.hook, method)(*args)
+        except BaseException as error:
+            self._note(error, seat, method)
+            raise
+
+    def _note(self, error: BaseException, seat: object, method: str) -> None:
+        error.add_note(f"torchhooks: in {method} of {seat}, at global step {self._session._step}")
+
+
+class StepContext(Generic[R]):
+    """What ``run_step_fn`` gives to its function (``tf.train.MonitoredSession.StepContext``)."""
+
+    def __init__(self, loop: MonitoredLoop[R]) -> None:
+        self._loop = loop
+
+    @property
+    def session(self) -> Session:
+        """The raw session, without hooks."""
+        return self._loop.session
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> R:
+        """One run, as ``loop.run``."""
+        return self._loop.run(*args, **kwargs)
+
+    def request_stop(self) -> NoReturn:
+        """End the loop cleanly, by leaving the function at this point."""
+        raise StopIteration("step_fn asked to stop")
+
+
+def _checked(request: Any, seat: Seat) -> SessionRunArgs:
+    if not isinstance(request, SessionRunArgs):
+        raise TypeError(f"before_run of {seat} returned {request!r}: return SessionRunArgs(fetches) or None")
+    if request.feed_dict is not None and not isinstance(request.feed_dict, Mapping):
+        raise TypeError(f"before_run of {seat} feeds {request.feed_dict!r}: give a mapping, parameter name to value")
+    return request
+
+
+def _merge_feeds(feeds: Feeds, more: Mapping[str, Any], seat: Seat) -> None:
+    for name, value in more.items():
+        if name in feeds:
+            raise FeedError(
+                f"{seat} feeds {name!r}, which {feeds[name][1]} feeds too: two hooks cannot feed one parameter, take "
+                "one of them out"
+            )
+        feeds[name] = value, seat
+
+
+def _who_and_why(context: SessionRunContext) -> str:
+    who = context.stopped_by
+    name = type(who.hook).__name__ if isinstance(who, Seat) else "request_stop"
+    return f"{name}: {context.stop_reason or f'step {context.session.global_step}'}"
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,147 @@
+"""Who takes part in which run: the hooks' places in the loop, and the earliest moment at which one of them is due."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+
+from torchhooks.hook import SessionRunHook
+from torchhooks.timer import Due
+
+NEVER_STEP = sys.maxsize
+"""A step, or a number of runs, that is never reached."""
+
+
+class Seat:
+    """One hook's place in a loop, and when it is next due."""
+
+    __slots__ = ("after_run", "before_run", "due_moment", "due_run", "due_step", "hook", "index", "schedules", "seen")
+
+    def __init__(self, index: int, hook: SessionRunHook) -> None:
+        self.index = index
+        self.hook = hook
+        self.before_run = hook.before_run
+        self.after_run = hook.after_run
+        self.schedules = _overrides(hook, "next_due")
+        self.seen = 0
+        """The number of the last run that this hook knows of: it took part, or was told that it sat out."""
+        self.due_step = 0
+        self.due_run = 0
+        self.due_moment: float | None = None
+
+    def catch_up(self, runs: int) -> None:
+        """Tell the hook of the runs that went by without it, if there were any, up to the one numbered ``runs``."""
+        missed, self.seen = runs - self.seen, runs
+        if missed and self.schedules:
+            self.hook.sat_out(missed)
+
+    def ask(self, runs: int) -> None:
+        """Ask the hook when it is next due, after ``runs`` runs."""
+        due = self.hook.next_due()
+        if due is None:
+            due = Due(step=-1)
+        self.due_step = NEVER_STEP if due.step is None else due.step
+        self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
+        self.due_moment = due.moment
+
+    def is_due(self, step: int, run: int, now: float | None) -> bool:
+        """Whether the hook takes part in the run numbered ``run``, which ends at ``step``."""
+        if step >= self.due_step or run >= self.due_run:
+            return True
+        return self.due_moment is not None and now is not None and now >= self.due_moment
+
+    def __str__(self) -> str:
+        try:
+            name = repr(self.hook)
+        except Exception:  # an object that cannot even be printed must not hide the error that names it
+            name = f"a {type(self.hook).__name__}"
+        return f"{name} (hook {self.index})"
+
+
+def _overrides(hook: SessionRunHook, method: str) -> bool:
+    return getattr(getattr(hook, method), "__func__", None) is not getattr(SessionRunHook, method)
+
+
+class Look:
+    """One moment of a run at which it is decided who takes part: before the step, or after it.
+
+    Hooks that never say when they are due are ``always`` there. Of the others the earliest dues are kept, so that one
+    comparison each tells that nobody else is due.
+    """
+
+    __slots__ = ("always", "moment", "run", "scheduled", "step")
+
+    def __init__(self, seats: Iterable[Seat]) -> None:
+        seats = tuple(seats)
+        self.always = [seat for seat in seats if not seat.schedules]
+        self.scheduled = [seat for seat in seats if seat.schedules]
+        self.reckon()
+
+    def reckon(self) -> None:
+        """Find the earliest dues again, after one of them changed."""
+        self.step = min((seat.due_step for seat in self.scheduled), default=NEVER_STEP)
+        self.run = min((seat.due_run for seat in self.scheduled), default=NEVER_STEP)
+        moments = [seat.due_moment for seat in self.scheduled if seat.due_moment is not None]
+        self.moment = min(moments, default=None)
+
+    def due(self, step: int, run: int) -> list[Seat]:
+        """Who takes part in the run numbered ``run``, which ends at ``step``, in the order of the hooks."""
+        now = None if self.moment is None else time.monotonic()
+        if step < self.step and run < self.run and (now is None or self.moment is None or now < self.moment):
+            return self.always
+        late = [seat for seat in self.scheduled if seat.is_due(step, run, now)]
+        return in_order(self.always, late)
+
+
+def in_order(some: list[Seat], others: list[Seat]) -> list[Seat]:
+    """Both lists together, in the order of the hooks."""
+    if not others:
+        return some
+    return sorted([*some, *others], key=lambda seat: seat.index) if some else others
+
+
+class Schedule:
+    """The hooks of one loop that have something to do in runs.
+
+    Args:
+        hooks: all hooks of the loop.
+    """
+
+    def __init__(self, hooks: Iterable[SessionRunHook]) -> None:
+        self.everybody = [Seat(index, hook) for index, hook in enumerate(hooks)]
+        early = [seat for seat in self.everybody if _overrides(seat.hook, "before_run")]
+        late = [seat for seat in self.everybody if seat not in early and _overrides(seat.hook, "after_run")]
+        self.before = Look(early)
+        self.after = Look(late)
+        self.seats = in_order(early, late)
+        """Those with a run method. The others cost nothing."""
+        self.always = bool(self.before.always or self.after.always)
+        """Whether there is a hook that takes part in every run."""
+        self.runs = 0
+        """How many runs got to their ``after_run``."""
+
+    def start(self) -> None:
+        """Ask everybody when they are due: a session was created."""
+        for seat in self.seats:
+            seat.catch_up(self.runs)
+        self.ask(self.seats)
+
+    def ask(self, seats: Iterable[Seat]) -> None:
+        """Ask those of ``seats`` who have a say when they are next due."""
+        changed = [seat for seat in seats if seat.schedules]
+        for seat in changed:
+            seat.ask(self.runs)
+        if changed:
+            self.before.reckon()
+            self.after.reckon()
+
+    def fail_at(self, seat: object) -> None:
+        """Note that the run whose ``after_run`` has just begun was left in that of ``seat``.
+
+        Those in front of it have seen the run, or sat it out; the others do not count it.
+        """
+        reached = False
+        for other in self.seats:
+            reached = reached or other is seat
+            other.seen += reached

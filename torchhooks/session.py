@@ -1,0 +1,163 @@
+"""The raw session, which hooks get: it knows what there is and evaluates fetches. It calls no hooks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
+from torchhooks.fetch import Evaluator, Scope, detached, map_leaves
+from torchhooks.hook import Stateful
+from torchhooks.log import logger
+from torchhooks.watch import watched_names
+
+
+_NO_RUN: Any = type("NoRun", (), {})()
+_LEFT_OUT: Any = type("LeftOut", (), {})()
+
+
+class Session:
+    """The state of a training: model, optimizer, the step it has reached, and what the last run returned.
+
+    Made by a loop; a hook gets it in ``after_create_session``, ``end`` and as ``run_context.session``.
+
+    Args:
+        model: what parameter names are looked up in.
+        optimizer: where ``"lr"`` comes from.
+        state: further objects that belong to the training.
+        saver: what writes its checkpoints.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        saver: Any = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.state: Mapping[str, Stateful] = {} if state is None else state
+        self.saver = saver
+        # The loop reads and writes these on every run, past the checks of the property and of run().
+        self._step = 0
+        self._outputs: Any = _NO_RUN
+        self._closed = False
+
+    @property
+    def global_step(self) -> int:
+        """How many steps this training has made, in this process and those before. May be set."""
+        return self._step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise ValueError(f"global_step={step!r}: must be a whole number, 0 or more")
+        self._step = number
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter or buffer is; without a model, torch's default device."""
+        if self.model is not None:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                return tensor.device
+        return torch.get_default_device()
+
+    def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
+        """Evaluate ``fetches`` now: no step is made, no hook is called (``tf.Session.run``).
+
+        The names of outputs mean those of the last run. ``feed_dict`` gives names, and so parameters of closures,
+        values for this call.
+
+        Raises:
+            FetchError: a name that nothing has, or one that means something only during a run.
+            LifecycleError: the loop has been closed.
+        """
+        return self._evaluator(fetches, feed_dict).evaluate(fetches, "Session.run")
+
+    def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
+        """Like :meth:`run`, for a hook's ``end``: when there was no run, what only a run could give is left out.
+
+        An entry of a dict is dropped, anything else becomes ``None``; a warning says which.
+        """
+        evaluator = self._evaluator(fetches, feed_dict)
+        who = "Session.run_available" if who is None else who
+
+        def evaluate(fetch: Any) -> Any:
+            try:
+                return evaluator.evaluate(fetch, who)
+            except NoRunYetError as error:
+                logger.warning("%s It is left out.", error)
+                return _LEFT_OUT
+
+        return _without_left_out(map_leaves(evaluate, fetches))
+
+    def _evaluator(self, fetches: Any, feed_dict: Mapping[str, Any] | None) -> Evaluator:
+        if self._closed:
+            raise LifecycleError(f"Session.run({fetches!r}): the loop of this session is closed")
+        for name in watched_names(fetches):
+            raise FetchError(
+                f"Session.run asked for {name!r}, which is seen only while a step is made: return it from "
+                "before_run, in SessionRunArgs"
+            )
+        ran = self._outputs is not _NO_RUN
+        return Evaluator(Scope(self, detached(self._outputs) if ran else None, feeds=feed_dict or {}, ran=ran))
+
+
+def _without_left_out(tree: Any) -> Any:
+    if type(tree) is dict:
+        return {key: _without_left_out(item) for key, item in tree.items() if item is not _LEFT_OUT}
+    if type(tree) in (list, tuple):
+        return type(tree)([_without_left_out(item) for item in tree])
+    return map_leaves(lambda leaf: None if leaf is _LEFT_OUT else leaf, tree)
+
+
+class Scaffold:
+    """The parts of a training that a session is created from (``tf.train.Scaffold``).
+
+    Args:
+        init_fn: ``init_fn(scaffold, session)``, called when a session starts without having been restored.
+        summary_op: what a SummarySaverHook that was given this scaffold writes.
+        saver: what writes and reads checkpoints, ``session.saver``.
+        ready_fn: ``ready_fn(session)``, asked once the session is initialised or restored: True, or a text that says
+            what is missing, which is then an error.
+        copy_from_scaffold: another scaffold, which fills in what was not given here.
+    """
+
+    def __init__(
+        self,
+        init_fn: Callable[[Scaffold, Session], object] | None = None,
+        summary_op: Any = None,
+        saver: Any = None,
+        ready_fn: Callable[[Session], bool | str] | None = None,
+        copy_from_scaffold: Scaffold | None = None,
+    ) -> None:
+        if copy_from_scaffold is not None and not isinstance(copy_from_scaffold, Scaffold):
+            raise TypeError(f"copy_from_scaffold={copy_from_scaffold!r}: must be a Scaffold")
+        self.init_fn = init_fn
+        self.summary_op = summary_op
+        self.saver = saver
+        self.ready_fn = ready_fn
+        for name, value in vars(copy_from_scaffold).items() if copy_from_scaffold is not None else ():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def prepare(self, session: Session) -> None:
+        """Initialise a fresh session and make sure that it is ready.
+
+        Raises:
+            LifecycleError: ``ready_fn`` says that it is not.
+        """
+        if self.init_fn is not None:
+            self.init_fn(self, session)
+        ready = True if self.ready_fn is None else self.ready_fn(session)
+        if ready is not True:
+            missing = ready if isinstance(ready, str) and ready else f"ready_fn gave {ready!r}"
+            raise LifecycleError(f"the session is not ready: {missing}")
