@@ -24,6 +24,7 @@ FLOORS: list[set[str]] = [
     {"hook"},
     {"fetch"},
     {"checkpoint", "coordinator", "distributed", "readback", "summary", "watch"},
+    {"writers"},
     {"schedule", "session", "step"},
     {"loop", "hooks"},  # "hooks" is each module of torchhooks/hooks/
     {"training"},

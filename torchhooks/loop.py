@@ -317,10 +317,10 @@ class MonitoredLoop(Generic[R]):
         inputs = functools.partial(self._about_step.inputs, args, kwargs)
         evaluator = Evaluator(Scope(session, outputs, fed, inputs, watch.values))
         options = RunOptions(trace) if trace else _NO_OPTIONS
-        values = {
-            seat: SessionRunValues(evaluator.evaluate(request.fetches, seat), options, metadata)
-            for seat, request in asked.items()
-        }
+        values = {}
+        for seat, (fetches, _, _) in asked.items():
+            results = None if fetches is None else evaluator.evaluate(fetches, seat)
+            values[seat] = SessionRunValues(results, options, metadata)
         return outputs, values
 
     def _tell(self, seats: list[Seat], context: SessionRunContext, values: dict[Seat, SessionRunValues]) -> None:
@@ -359,8 +359,8 @@ class MonitoredLoop(Generic[R]):
             raise LifecycleError("run() was called on a closed loop: make a new one")
         if self._failure is not None:
             raise LifecycleError(
-                f"run() was called after a run that failed with {_brief(self._failure)}: the loop has ended, make a new "
-                "one"
+                f"run() was called after a run that failed with {_brief(self._failure)}: the loop has ended, make a "
+                "new one"
             ) from self._failure
         try:
             self._coord.raise_requested_exception()

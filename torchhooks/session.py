@@ -14,7 +14,6 @@ from torchhooks.hook import Stateful
 from torchhooks.log import logger
 from torchhooks.watch import watched_names
 
-
 _NO_RUN: Any = type("NoRun", (), {})()
 _LEFT_OUT: Any = type("LeftOut", (), {})()
 

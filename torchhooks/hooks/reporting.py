@@ -45,12 +45,12 @@ class StepCounterHook(SessionRunHook):
         output_dir: Any = None,
         summary_writer: Any = None,
     ) -> None:
-        self._arguments = dict(
-            every_n_steps=every_n_steps,
-            every_n_secs=every_n_secs,
-            output_dir=output_dir,
-            summary_writer=summary_writer,
-        )
+        self._arguments = {
+            "every_n_steps": every_n_steps,
+            "every_n_secs": every_n_secs,
+            "output_dir": output_dir,
+            "summary_writer": summary_writer,
+        }
         if (every_n_steps is None) == (every_n_secs is None):
             raise ValueError(
                 f"every_n_steps={every_n_steps!r}, every_n_secs={every_n_secs!r}: give StepCounterHook one of "
@@ -148,7 +148,12 @@ class LoggingTensorHook(SessionRunHook):
         at_end: bool = False,
         formatter: Callable[[dict[str, Any]], str] | None = None,
     ) -> None:
-        self._arguments = dict(every_n_iter=every_n_iter, every_n_secs=every_n_secs, at_end=at_end, formatter=formatter)
+        self._arguments = {
+            "every_n_iter": every_n_iter,
+            "every_n_secs": every_n_secs,
+            "at_end": at_end,
+            "formatter": formatter,
+        }
         self._given = tensors
         if every_n_iter is not None and every_n_secs is not None:
             raise ValueError(f"every_n_iter={every_n_iter!r}, every_n_secs={every_n_secs!r}: give one, not both")

@@ -42,14 +42,14 @@ class SummarySaverHook(SessionRunHook):
         scaffold: Scaffold | None = None,
         summary_op: Any = None,
     ) -> None:
-        self._arguments = dict(
-            save_steps=save_steps,
-            save_secs=save_secs,
-            output_dir=output_dir,
-            summary_writer=summary_writer,
-            scaffold=scaffold,
-            summary_op=summary_op,
-        )
+        self._arguments = {
+            "save_steps": save_steps,
+            "save_secs": save_secs,
+            "output_dir": output_dir,
+            "summary_writer": summary_writer,
+            "scaffold": scaffold,
+            "summary_op": summary_op,
+        }
         if (scaffold is None) == (summary_op is None):
             raise ValueError(
                 f"scaffold={scaffold!r}, summary_op={summary_op!r}: give SummarySaverHook exactly one of them"
