@@ -148,12 +148,11 @@ def test_the_first_error_is_raised_and_the_second_logged(coord: Coordinator, cap
     assert errors_logged(caplog) == [second]
 
 
-def test_an_error_after_a_clean_stop_is_logged(coord: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
-    late = ValueError("late")
+def test_an_error_after_a_clean_stop_is_raised(coord: Coordinator) -> None:
     coord.request_stop()
-    coord.request_stop(late)
-    coord.join()
-    assert errors_logged(caplog) == [late]
+    coord.request_stop(ValueError("late"))
+    with pytest.raises(ValueError, match="late"):
+        coord.join()
 
 
 def test_the_first_error_is_logged_when_it_is_reported(coord: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
@@ -528,12 +527,10 @@ def test_a_looper_that_fails_calls_nothing_further(coord: Coordinator, method: s
     assert looper.calls[-1] == method
 
 
-def test_an_error_in_stop_loop_after_a_clean_stop_is_logged(
-    coord: Coordinator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_in_stop_loop_after_a_clean_stop_is_raised(coord: Coordinator) -> None:
     Recording(coord, fail_in="stop_loop").start()
-    coord.join()
-    assert [repr(error) for error in errors_logged(caplog)] == ["KeyError('stop_loop')"]
+    with pytest.raises(KeyError, match="stop_loop"):
+        coord.join()
 
 
 def test_a_looper_without_a_target_does_nothing(coord: Coordinator) -> None:

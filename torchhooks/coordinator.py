@@ -81,8 +81,8 @@ class Coordinator:
     def request_stop(self, ex: BaseException | _ExcInfo | None = None) -> None:
         """Ask all threads to stop; from here on :meth:`should_stop` is true.
 
-        The first request decides what :meth:`join` raises: the error that came with it, or nothing. An error in a later
-        request is logged. Unlike TensorFlow, the error need not be one that is being handled at the moment.
+        The first error is what :meth:`join` raises; later ones are logged. Unlike TensorFlow, that is so even if a stop
+        without an error was requested before, and the error need not be one that is being handled at the moment.
 
         Args:
             ex: why: an exception, or what ``sys.exc_info()`` returned. Anything else stops too, and :meth:`join` raises
@@ -106,16 +106,17 @@ class Coordinator:
         with self._lock:
             if error is not None and self._joined:
                 return error
-            first = not self._stop_event.is_set()
-            if first:
-                self._reported = None if error is None else _Reported(error, error.__traceback__)
+            kept = error is not None and self._reported is None
+            if error is not None and kept:
+                self._reported = _Reported(error, error.__traceback__)
+            if not self._stop_event.is_set():
                 self._stop_event.set()
                 callbacks = list(self._callbacks)
         for callback in callbacks:
             with self.stop_on_exception():
                 callback()
         if error is not None:
-            _log(error, first)
+            _log(error, kept)
         return None
 
     def _stops_cleanly(self, error: BaseException) -> bool:
@@ -354,11 +355,11 @@ def _bound(
     return None if target is None else partial(target, *(args or ()), **(kwargs or {}))
 
 
-def _log(error: BaseException, first: bool) -> None:
-    if first:
+def _log(error: BaseException, kept: bool) -> None:
+    if kept:
         logger.info("Coordinator stops everybody because of %r", error)
     else:
-        logger.error("Coordinator had been stopped already, so join() does not raise: %r", error, exc_info=error)
+        logger.error("Coordinator raises an earlier error, and not this one: %r", error, exc_info=error)
 
 
 def _alive_after(threads: Iterable[threading.Thread], grace_secs: float) -> list[threading.Thread]:

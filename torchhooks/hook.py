@@ -64,7 +64,9 @@ from torchhooks.timer import Due
 
 if TYPE_CHECKING:
     from torchhooks.coordinator import Coordinator
+    from torchhooks.readback import Readback
     from torchhooks.session import Session
+    from torchhooks.step import Step
 
 
 class RunOptions(NamedTuple):
@@ -117,34 +119,31 @@ class SessionRunValues(NamedTuple):
     run_metadata: RunMetadata
 
 
-_WhenReady = Callable[[Any, Callable[[Any], object]], None]
-
-
 class SessionRunContext:
     """One run, as all its hooks see it: the same object in every ``before_run`` and ``after_run`` of the run."""
 
-    __slots__ = ("_original_args", "_when_ready", "caller", "session", "stop_reason", "stop_requested", "stopped_by")
+    # Defaults on the class: one of these is made in every run, and every attribute that is not set then is time won.
+    stop_requested: bool = False
+    """Whether a hook has asked to stop in this run."""
+    stop_reason: str | None = None
+    """What the first hook that asked to stop gave as its reason."""
+    stopped_by: object = None
+    """Whose method was being called when the stop was asked for."""
+    caller: object = None
+    """Whose method is being called."""
 
-    def __init__(self, session: Session, original_args: Callable[[], SessionRunArgs], when_ready: _WhenReady) -> None:
+    def __init__(self, session: Session, step: Step, readback: Readback, args: Any, kwargs: Any) -> None:
         self.session = session
         """The raw session: evaluates fetches without calling hooks."""
-        self.stop_requested = False
-        """Whether a hook has asked to stop in this run."""
-        self.stop_reason: str | None = None
-        """What the first hook that asked to stop gave as its reason."""
-        self.stopped_by: object = None
-        """Whose method was being called when the stop was asked for."""
-        self.caller: object = None
-        """Whose method is being called."""
-        self._original_args: SessionRunArgs | Callable[[], SessionRunArgs] = original_args
-        self._when_ready = when_ready
+        self._step = step
+        self._readback = readback
+        self._args = args
+        self._kwargs = kwargs
 
     @property
     def original_args(self) -> SessionRunArgs:
         """What the caller of ``run`` passed: ``SessionRunArgs(step, the run's inputs by parameter name)``."""
-        if not isinstance(self._original_args, SessionRunArgs):
-            self._original_args = self._original_args()
-        return self._original_args
+        return SessionRunArgs(self._step.function, self._step.inputs(self._args, self._kwargs))
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop the loop after this run. It cannot be taken back; ``reason`` ends up in ``loop.stop_reason``."""
@@ -159,7 +158,7 @@ class SessionRunContext:
         the requests, and at the latest before ``end``, before a checkpoint is written and when the loop closes, also
         after an error.
         """
-        self._when_ready(values, callback)
+        self._readback.request(values, callback)
 
 
 class SessionRunHook:

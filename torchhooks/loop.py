@@ -42,17 +42,19 @@ from torchhooks.log import logger, show_lines
 from torchhooks.readback import Readback
 from torchhooks.schedule import Schedule, Seat, in_order
 from torchhooks.session import Scaffold, Session
-from torchhooks.step import Feeds, Step, check_hooks, check_model, check_optimizer, check_state, takes_one_argument
+from torchhooks.step import Step, check_hooks, check_model, check_optimizer, check_state, takes_one_argument
 from torchhooks.watch import NO_WATCH, ModuleWatch, watched_by
 
 R = TypeVar("R")
 T = TypeVar("T")
 
 _Asked = dict[Seat, SessionRunArgs]
+_Values = Mapping[Seat, SessionRunValues]
 
 _NO_OPTIONS = RunOptions()
 _NO_METADATA = RunMetadata()
 _NOTHING = SessionRunValues(None, _NO_OPTIONS, _NO_METADATA)
+_NO_VALUES: _Values = {}
 
 
 class MonitoredLoop(Generic[R]):
@@ -129,32 +131,32 @@ class MonitoredLoop(Generic[R]):
             FetchError: a hook asked for something that does not exist.
             FeedError: one parameter was fed twice.
         """
+        if self._busy or self._stopping:
+            self._refuse()
         session, schedule = self._session, self._schedule
         before, after = schedule.before, schedule.after
         number = schedule.runs + 1
-        if (
-            self._busy
-            or self._stopping
-            or schedule.always
-            or session._step + 1 >= before.step
-            or number >= before.run
-            or (before.moment is not None and time.monotonic() >= before.moment)
-        ):
-            return self._run_checked(args, kwargs)
-        # Nobody is due. This is all that an idle run costs, so it is written out.
         self._busy = True
         session._outputs = None
         try:
-            outputs = session._outputs = self._step(*args, **kwargs)
-            session._step = step = session._step + self._per_run
             if (
-                step >= after.step
-                or number >= after.run
-                or (after.moment is not None and time.monotonic() >= after.moment)
+                schedule.always
+                or session._global_step + 1 >= before.step
+                or number >= before.run
+                or (before.moment is not None and time.monotonic() >= before.moment)
             ):
-                self._tell(after.due(step, number), self._context(args, kwargs), {})
-            else:
-                schedule.runs = number
+                outputs = self._run_with_hooks(args, kwargs)
+            else:  # Nobody is due. This is all that an idle run costs, so it is written out.
+                outputs = session._outputs = self._step(*args, **kwargs)
+                session._global_step = step = session._global_step + self._per_run
+                if (
+                    step >= after.step
+                    or number >= after.run
+                    or (after.moment is not None and time.monotonic() >= after.moment)
+                ):
+                    self._tell(after.due(step, number), self._context(args, kwargs), _NO_VALUES)
+                else:
+                    schedule.runs = number
         except BaseException as error:
             self._run_failed(error)
             raise
@@ -170,7 +172,8 @@ class MonitoredLoop(Generic[R]):
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
             raise ValueError(f"step_fn={step_fn!r}: must be a function of exactly one argument, the step context")
-        self._check_may_run()
+        if self._busy or self._stopping:
+            self._refuse()
         return step_fn(StepContext(self))
 
     def should_stop(self) -> bool:
@@ -246,64 +249,49 @@ class MonitoredLoop(Generic[R]):
         self._schedule.start()
 
     def _count_optimizer_step(self, *_: Any) -> None:
-        self._session._step += 1
+        self._session._global_step += 1
 
     # -- one run in which somebody takes part -----------------------------------------------------------------
 
-    def _run_checked(self, args: Any, kwargs: Any) -> R:
-        self._check_may_run()
-        self._busy = True
-        try:
-            outputs = self._run_with_hooks(args, kwargs)
-        except BaseException as error:
-            self._run_failed(error)
-            raise
-        self._busy = False
-        return outputs
-
     def _run_with_hooks(self, args: Any, kwargs: Any) -> R:
         session, schedule = self._session, self._schedule
+        before, after = schedule.before, schedule.after
         number = schedule.runs + 1
-        session._outputs = None
         context = self._context(args, kwargs)
-        seats = schedule.before.due(session._step + 1, number)
-        asked, feeds = self._ask(seats, context)
-        if asked:
-            outputs, values = self._answer(asked, feeds, args, kwargs)
-        else:
-            outputs, values = self._step(*args, **kwargs), {}
-            session._outputs = outputs
-            session._step += self._per_run
-        seats = in_order(seats, schedule.after.due(session._step, number))
-        self._tell(seats, context, values)
-        return outputs
-
-    def _ask(self, seats: list[Seat], context: SessionRunContext) -> tuple[_Asked, Feeds]:
-        """Every ``before_run``, in order: what each hook asked for, and what they feed."""
-        asked: _Asked = {}
-        feeds: Feeds = {}
-        runs = self._schedule.runs
+        asked: _Asked | None = None
+        step = session._global_step + 1
+        seats = before.always
+        if step >= before.step or number >= before.run or before.moment is not None:
+            seats = before.due(step, number)
         try:
             for seat in seats:
                 context.caller = seat
                 if seat.schedules:
-                    seat.catch_up(runs)
+                    seat.catch_up(number - 1)
                 request = seat.before_run(context)
                 if request is not None:
-                    asked[seat] = _checked(request, seat)
-                    if request.feed_dict:
-                        _merge_feeds(feeds, request.feed_dict, seat)
+                    asked = _noted(asked or {}, request, seat)
         except BaseException as error:
             self._note(error, context.caller, "before_run")
             raise
-        return asked, feeds
+        if asked is None:
+            outputs, values = self._step(*args, **kwargs), _NO_VALUES
+            session._outputs = outputs
+            session._global_step += self._per_run
+        else:
+            outputs, values = self._answer(asked, args, kwargs)
+        step = session._global_step
+        if after.always or step >= after.step or number >= after.run or after.moment is not None:
+            seats = in_order(seats, after.due(step, number))
+        self._tell(seats, context, values)
+        return outputs
 
-    def _answer(self, asked: _Asked, feeds: Feeds, args: Any, kwargs: Any) -> tuple[R, dict[Seat, SessionRunValues]]:
+    def _answer(self, asked: _Asked, args: Any, kwargs: Any) -> tuple[R, _Values]:
         """The step, counted, and the values that were asked for."""
         session = self._session
-        fed = {name: value for name, (value, _) in feeds.items()}
-        if feeds:
-            self._about_step.check_feeds(feeds, args, kwargs)
+        fed = {name: value for request in asked.values() for name, value in (request.feed_dict or {}).items()}
+        if fed:
+            self._about_step.check_feeds(asked, args, kwargs)
         names = watched_by(asked)
         trace = any(request.options is not None and request.options.trace for request in asked.values())
         watch = ModuleWatch(session.model, names) if names else NO_WATCH
@@ -312,27 +300,29 @@ class MonitoredLoop(Generic[R]):
         else:
             outputs, metadata = self._step(*args, **kwargs, **fed), _NO_METADATA
         session._outputs = outputs
-        session._step += self._per_run
+        session._global_step += self._per_run
         watch.check()
         inputs = functools.partial(self._about_step.inputs, args, kwargs)
         evaluator = Evaluator(Scope(session, outputs, fed, inputs, watch.values))
         options = RunOptions(trace) if trace else _NO_OPTIONS
-        values = {}
+        values: dict[Seat, SessionRunValues] = {}
         for seat, (fetches, _, _) in asked.items():
             results = None if fetches is None else evaluator.evaluate(fetches, seat)
             values[seat] = SessionRunValues(results, options, metadata)
         return outputs, values
 
-    def _tell(self, seats: list[Seat], context: SessionRunContext, values: dict[Seat, SessionRunValues]) -> None:
+    def _tell(self, seats: list[Seat], context: SessionRunContext, values: _Values) -> None:
         """Every ``after_run``, in order; then a stop that somebody asked for takes effect."""
         schedule = self._schedule
         schedule.runs = number = schedule.runs + 1
+        changed = False
         try:
             for seat in seats:
                 context.caller = seat
                 if seat.schedules:
                     seat.catch_up(number - 1)
-                seat.after_run(context, values.get(seat, _NOTHING))
+                    changed = True
+                seat.after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
                 seat.seen = number
         except BaseException as error:
             self._note(error, context.caller, "after_run")
@@ -340,16 +330,16 @@ class MonitoredLoop(Generic[R]):
             raise
         if context.stop_requested:
             self._stop(_who_and_why(context))
-        schedule.ask(seats)
+        if changed:
+            schedule.ask(seats)
 
     def _context(self, args: Any, kwargs: Any) -> SessionRunContext:
-        return SessionRunContext(
-            self._session, lambda: self._about_step.original_args(args, kwargs), self._readback.request
-        )
+        return SessionRunContext(self._session, self._about_step, self._readback, args, kwargs)
 
     # -- stop and end -----------------------------------------------------------------------------------------
 
-    def _check_may_run(self) -> None:
+    def _refuse(self) -> None:
+        """Raise what stands in the way of another run."""
         if self._busy:
             raise LifecycleError(
                 "run() was called inside of a run: a step or a hook cannot start another; session.run(fetches) "
@@ -367,11 +357,10 @@ class MonitoredLoop(Generic[R]):
         except BaseException as error:
             self._failure = error
             raise
-        if self._stopping:
-            raise LifecycleError(
-                f"run() was called after a stop ({self._stop_reason}): check should_stop() first, or iterate with "
-                "until_stop()"
-            )
+        raise LifecycleError(
+            f"run() was called after a stop ({self._stop_reason}): check should_stop() first, or iterate with "
+            "until_stop()"
+        )
 
     def _stop(self, reason: str) -> None:
         if not self._stopping:
@@ -447,7 +436,7 @@ class MonitoredLoop(Generic[R]):
             raise
 
     def _note(self, error: BaseException, seat: object, method: str) -> None:
-        error.add_note(f"torchhooks: in {method} of {seat}, at global step {self._session._step}")
+        error.add_note(f"torchhooks: in {method} of {seat}, at global step {self._session._global_step}")
 
 
 class StepContext(Generic[R]):
@@ -470,22 +459,22 @@ class StepContext(Generic[R]):
         raise StopIteration("step_fn asked to stop")
 
 
-def _checked(request: Any, seat: Seat) -> SessionRunArgs:
+def _noted(asked: _Asked, request: Any, seat: Seat) -> _Asked:
+    """``asked`` with what ``seat`` asks for, if that is a request and feeds nothing that is fed already."""
     if not isinstance(request, SessionRunArgs):
         raise TypeError(f"before_run of {seat} returned {request!r}: return SessionRunArgs(fetches) or None")
-    if request.feed_dict is not None and not isinstance(request.feed_dict, Mapping):
-        raise TypeError(f"before_run of {seat} feeds {request.feed_dict!r}: give a mapping, parameter name to value")
-    return request
-
-
-def _merge_feeds(feeds: Feeds, more: Mapping[str, Any], seat: Seat) -> None:
-    for name, value in more.items():
-        if name in feeds:
-            raise FeedError(
-                f"{seat} feeds {name!r}, which {feeds[name][1]} feeds too: two hooks cannot feed one parameter, take "
-                "one of them out"
-            )
-        feeds[name] = value, seat
+    feed_dict = request.feed_dict
+    if feed_dict:
+        if not isinstance(feed_dict, Mapping):
+            raise TypeError(f"before_run of {seat} feeds {feed_dict!r}: give a mapping, parameter name to value")
+        for other, (_, fed, _) in asked.items():
+            for name in feed_dict.keys() & (fed or {}):
+                raise FeedError(
+                    f"{seat} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, take one "
+                    "of them out"
+                )
+    asked[seat] = request
+    return asked
 
 
 def _who_and_why(context: SessionRunContext) -> str:

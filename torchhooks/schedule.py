@@ -87,9 +87,12 @@ class Look:
 
     def due(self, step: int, run: int) -> list[Seat]:
         """Who takes part in the run numbered ``run``, which ends at ``step``, in the order of the hooks."""
-        now = None if self.moment is None else time.monotonic()
-        if step < self.step and run < self.run and (now is None or self.moment is None or now < self.moment):
-            return self.always
+        if self.moment is None:
+            if step < self.step and run < self.run:
+                return self.always
+            now = None
+        else:
+            now = time.monotonic()
         late = [seat for seat in self.scheduled if seat.is_due(step, run, now)]
         return in_order(self.always, late)
 

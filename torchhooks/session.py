@@ -42,14 +42,14 @@ class Session:
         self.state: Mapping[str, Stateful] = {} if state is None else state
         self.saver = saver
         # The loop reads and writes these on every run, past the checks of the property and of run().
-        self._step = 0
+        self._global_step = 0
         self._outputs: Any = _NO_RUN
         self._closed = False
 
     @property
     def global_step(self) -> int:
         """How many steps this training has made, in this process and those before. May be set."""
-        return self._step
+        return self._global_step
 
     @global_step.setter
     def global_step(self, step: int) -> None:
@@ -59,7 +59,7 @@ class Session:
             number = -1
         if number < 0:
             raise ValueError(f"global_step={step!r}: must be a whole number, 0 or more")
-        self._step = number
+        self._global_step = number
 
     @property
     def device(self) -> torch.device:

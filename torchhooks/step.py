@@ -13,9 +13,6 @@ from torchhooks.fetch import shortened
 from torchhooks.hook import RunMetadata, SessionRunArgs, SessionRunHook, Stateful
 from torchhooks.watch import ModuleWatch
 
-Feeds = dict[str, tuple[Any, object]]
-"""What is fed in a run: by parameter name, the value and who feeds it."""
-
 
 class Step:
     """What there is to know of a step beyond calling it.
@@ -46,18 +43,17 @@ class Step:
                 inputs.update(inputs.pop(name, {}))
         return inputs
 
-    def original_args(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SessionRunArgs:
-        """What the caller of a run passed, as hooks see it."""
-        return SessionRunArgs(self.function, self.inputs(args, kwargs))
-
-    def check_feeds(self, feeds: Feeds, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def check_feeds(
+        self, asked: Mapping[Any, SessionRunArgs], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Raise if something is fed that the step does not take, or that the caller gave too.
 
         Raises:
             TypeError: the step has no such parameter.
             FeedError: the caller gave it, by name or by position.
         """
-        for name, (_, who) in feeds.items():
+        feeders = {name: who for who, request in asked.items() for name in request.feed_dict or ()}
+        for name, who in feeders.items():
             if name in kwargs or name in self._by_position(args):
                 raise FeedError(
                     f"{who} feeds {name!r}, which the caller of run() gave too: leave it out of the call, or the hook "

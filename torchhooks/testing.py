@@ -3,7 +3,7 @@
 A hook, and three tests of it that take no time and need no files:
 
     from torchhooks import SessionRunArgs, SessionRunHook
-    from torchhooks.testing import FakeClock, RecordingHook, trace
+    from torchhooks.testing import RecordingHook, trace
 
     class StopWhenGood(SessionRunHook):
         def __init__(self, target):
