@@ -130,7 +130,7 @@ class Coordinator:
         :meth:`should_stop` is true before the call. So whoever stores what the callback overwrites, and only then finds
         ``should_stop()`` false, knows that the callback is still to come. It stays registered: after a
         :meth:`clear_stop` the next stop calls it again. An error that it raises while a stop is being requested is
-        logged, and the other callbacks are called all the same.
+        one of the errors for :meth:`join`, and the other callbacks are called all the same.
 
         Unlike TensorFlow, which has no callbacks.
         """

@@ -62,20 +62,34 @@ class ComposedFetch(ABC):
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass."""
+    """``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass.
+
+    A mapping of another kind than dict comes back as a dict, as nobody knows how to make one; a list likewise. A
+    dataclass that can be called, or has ``compute()``, is no structure.
+    """
     kind = type(tree)
+    if kind is str or kind is torch.Tensor:  # nearly all leaves are one of these
+        return function(tree)
     if kind is list or kind is tuple:
         return kind([map_leaves(function, item) for item in tree])
     if kind is dict or kind is OrderedDict:
         # A list: a generator would turn a StopIteration out of a closure into a RuntimeError.
         return kind([(key, map_leaves(function, item)) for key, item in tree.items()])
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return kind(*[map_leaves(function, item) for item in tree])
+    if _computes(tree):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return _map_sequence(function, tree)
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, item) for key, item in tree.items()}
-    if dataclasses.is_dataclass(kind) and not isinstance(tree, ComposedFetch) and not _computes(tree):
+    if dataclasses.is_dataclass(kind) and not isinstance(tree, ComposedFetch) and not callable(tree):
         return _map_dataclass(function, tree)
     return function(tree)
+
+
+def _map_sequence(function: Callable[[Any], Any], tree: Any) -> Any:
+    items = [map_leaves(function, item) for item in tree]
+    # A named tuple's constructor takes its fields one by one, other tuples' (torch.Size, what max(dim) gives) all in one.
+    return items if isinstance(tree, list) else getattr(tree, "_make", type(tree))(items)
 
 
 def _map_dataclass(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -102,8 +116,6 @@ def snapshot(value: Any) -> Any:
     kind = type(value)
     if kind is float or kind is int:
         return value
-    if kind is torch.Tensor:
-        return value.detach().clone()
     return map_leaves(_copy_leaf, value)
 
 
@@ -128,10 +140,10 @@ def _computes(value: Any) -> bool:
 def named_outputs(outputs: Any) -> Mapping[str, Any]:
     """The names under which what a step returned can be fetched.
 
-    The fields of a mapping, named tuple or dataclass have their own names; a single tensor or number is ``"loss"``; the
-    items of another tuple or list are ``"0"``, ``"1"`` and so on. Anything else has no names.
+    The fields of a mapping, named tuple or dataclass have their own names; a single tensor, array or number is
+    ``"loss"``; the items of another tuple or list are ``"0"``, ``"1"`` and so on. Anything else has no names.
     """
-    if isinstance(outputs, (torch.Tensor, numbers.Number, np.generic)):
+    if isinstance(outputs, (torch.Tensor, numbers.Number, np.generic, np.ndarray)):
         return {"loss": outputs}
     if isinstance(outputs, Mapping):
         return outputs
@@ -170,20 +182,17 @@ class Scope:
         self.ran = ran
         self._inputs = inputs
         self._watched = watched
-
-    @functools.cached_property
-    def _named_outputs(self) -> Mapping[str, Any]:
-        return named_outputs(self.outputs)
+        self._outputs = named_outputs(outputs)
 
     def find(self, name: str) -> Any:
         """What ``name`` stands for, or ``_MISSING``."""
         if name in self.feeds:
             return self.feeds[name]
-        if name in self._named_outputs:
-            return self._named_outputs[name]
+        if name in self._outputs:
+            return self._outputs[name]
         if name == "global_step":
             return self.session.global_step
-        if name == "lr" and self.session.optimizer is not None:
+        if name == "lr" and _has_rate(self.session.optimizer):
             return learning_rate(self.session.optimizer)
         if name in self._watched:
             return self._watched[name]
@@ -201,19 +210,29 @@ class Scope:
 
     def names(self) -> list[str]:
         """Every name there is, in the order in which they are looked up."""
-        names = [*self.feeds, *map(str, self._named_outputs), "global_step"]
-        names += [] if self.session.optimizer is None else ["lr"]
+        names = [*self.feeds, *map(str, self._outputs), "global_step"]
+        names += ["lr"] if _has_rate(self.session.optimizer) else []
         names += [*self._watched]
         if self.session.model is not None:
-            names += [name for name, _ in self.session.model.named_parameters()]
-            names += [name for name, _ in self.session.model.named_buffers()]
+            tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
+            names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # torch.compile's name for what it wraps
         return [*dict.fromkeys([*names, *self._inputs()])]
+
+
+def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
+    return optimizer is not None and all("lr" in group for group in optimizer.param_groups)
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> Any:
     """The learning rate of ``optimizer``: one value where its groups agree, else a list with one a group."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    return rates[0] if all(rate == rates[0] for rate in rates) else rates
+    return rates[0] if all(_same_rate(rate, rates[0]) for rate in rates[1:]) else rates
+
+
+def _same_rate(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and one.device.type != "cpu":
+        return one is other  # comparing the numbers would wait for the device
+    return bool(one == other)
 
 
 def model_value(model: torch.nn.Module | None, name: str) -> Any:
@@ -223,7 +242,9 @@ def model_value(model: torch.nn.Module | None, name: str) -> Any:
     tensor = _model_tensor(model, name)
     if tensor is _MISSING and name.endswith(".grad"):
         parameter = _model_tensor(model, name.removesuffix(".grad"))
-        return parameter if parameter is _MISSING else parameter.grad
+        if parameter is not _MISSING:
+            # One that is computed (torch.nn.utils.parametrize) has no gradient of its own, and warns when asked.
+            return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
     return tensor
 
 
@@ -232,7 +253,7 @@ def _model_tensor(model: torch.nn.Module, name: str) -> Any:
     for root in (model, getattr(model, "module", None)):  # the second is what DistributedDataParallel wraps
         try:
             value = getattr(root.get_submodule(path), leaf)  # type: ignore[union-attr]
-        except AttributeError:
+        except Exception:  # a property that cannot be read now is no name either
             continue
         if isinstance(value, torch.Tensor):
             return value
@@ -258,7 +279,8 @@ def closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, 
 
 def _read_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     try:
-        parameters = inspect.signature(closure).parameters.values()
+        function = closure.forward if isinstance(closure, torch.nn.Module) else closure
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin that does not say what it takes is called without anything
         return ()
     given = closure.keywords if isinstance(closure, functools.partial) else ()
@@ -288,7 +310,7 @@ class Evaluator:
         self._scope = scope
         self._names: dict[str, Any] = {}
         self._closures: dict[Any, Any] = {}
-        self._objects: dict[int, Any] = {}
+        self._objects: dict[int, tuple[Any, Any]] = {}
         self._who: object = ""
 
     def evaluate(self, fetch: Any, who: object) -> Any:
@@ -326,8 +348,8 @@ class Evaluator:
 
     def _once(self, fetch: Any, value: Callable[[], Any]) -> Any:
         if id(fetch) not in self._objects:
-            self._objects[id(fetch)] = snapshot(value())
-        return self._objects[id(fetch)]
+            self._objects[id(fetch)] = fetch, snapshot(value())  # kept with it, so that no other object gets its id
+        return self._objects[id(fetch)][1]
 
     def _closure(self, closure: Callable[..., Any]) -> Any:
         try:

@@ -1,12 +1,24 @@
 """The logger of the library, and how its lines reach a person who configured no logging."""
 
 import logging
+import sys
+from typing import TextIO
 
 logger = logging.getLogger("torchhooks")
 
 
-class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Our own handler, told apart from anybody else's by its type."""
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Our own handler, told apart from anybody else's by its type; writes to what ``sys.stderr`` is at the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+        self.set_level = logger.level == logging.NOTSET
+        """Whether the level of the logger is our doing, and not that of the person."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr  # which a notebook or a test may have replaced
+        super().emit(record)
 
 
 def show_lines() -> None:
@@ -22,14 +34,14 @@ def show_lines() -> None:
     if len(handlers) > len(ours):
         for handler in ours:
             logger.removeHandler(handler)
-            logger.setLevel(logging.NOTSET)
+            if handler.set_level:
+                logger.setLevel(logging.NOTSET)
     elif not ours:
         _show_on_stderr()
 
 
 def _show_on_stderr() -> None:
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     logger.addHandler(handler)
-    if logger.level == logging.NOTSET:
+    if handler.set_level:
         logger.setLevel(logging.INFO)

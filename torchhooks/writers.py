@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import threading
+import weakref
+from typing import Any, ClassVar
 
 from torchhooks.summary import SummaryWriterCache
 
@@ -13,16 +16,21 @@ class WriterTarget:
     Args:
         output_dir: the folder; its writer comes from the cache and is closed with the loop.
         summary_writer: the writer; it is flushed with the loop and stays open.
+        starts_session: whether the hook writes the session's START there.
 
     Raises:
         ValueError: both were given.
     """
 
-    def __init__(self, output_dir: Any, summary_writer: Any) -> None:
+    _lock = threading.Lock()
+    _all_open: ClassVar[weakref.WeakSet[WriterTarget]] = weakref.WeakSet()
+
+    def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
         if output_dir is not None and summary_writer is not None:
             raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
         self._output_dir = output_dir
         self._given = summary_writer
+        self._starts_session = starts_session
         self.writer: Any = None
         """The writer, from :meth:`open` to :meth:`close`; ``None`` if there is nowhere to write to."""
 
@@ -31,12 +39,27 @@ class WriterTarget:
         self.writer = self._given
         if self._output_dir is not None:
             self.writer = SummaryWriterCache.get(self._output_dir)
+        with self._lock:
+            self._all_open.add(self)
         return self.writer
 
     def close(self) -> None:
         """Flush the writer, and close it if it was opened here."""
-        if self.writer is not None:
-            self.writer.flush()
+        writer, self.writer = self.writer, None
+        with self._lock:
+            self._all_open.discard(self)
         if self._output_dir is not None:
             SummaryWriterCache.close(self._output_dir)
-        self.writer = None
+        elif writer is not None:
+            writer.flush()
+
+    def session_started_by_another(self) -> bool:
+        """Whether another hook writes the session's START to the same place."""
+        with self._lock:
+            starters = [target.writer for target in self._all_open if target._starts_session and target is not self]
+        return _place(self.writer) in map(_place, starters)
+
+
+def _place(writer: Any) -> object:
+    folder = getattr(writer, "log_dir", None)
+    return id(writer) if folder is None else os.path.abspath(folder)
