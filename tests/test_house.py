@@ -26,8 +26,10 @@ FLOORS: list[set[str]] = [
     {"checkpoint", "coordinator", "distributed", "readback", "summary", "watch"},
     {"writers"},
     {"schedule", "session", "step"},
+    {"costs"},
     {"loop", "hooks"},  # "hooks" is each module of torchhooks/hooks/
     {"training"},
+    {"devices"},
     {"testing"},
     {"torchhooks"},
 ]

@@ -95,6 +95,18 @@ def test_keeps_the_results_as_they_came() -> None:
     assert torch.equal(hook.results[0]["l"], torch.tensor(0.5))
 
 
+def test_the_example_of_a_recording_hook_gives_what_it_says() -> None:
+    calls: list[tuple[Any, ...]] = []
+    hooks = [
+        RecordingHook("loss", name="a", calls=calls),
+        RecordingHook(name="b", calls=calls, raises={("before_run", 2): ValueError}),
+    ]
+    trace(*hooks, losses=[0.5, 0.5], catch=ValueError)
+    lines = (RecordingHook.__doc__ or "").splitlines()
+    shown = [line.strip().split("  ")[0] for line in lines if line.strip().startswith(('("a"', '("b"'))]
+    assert [repr(call).replace("'", '"') for call in calls[2:-2]] == shown
+
+
 def test_asks_to_stop_in_the_run_it_was_told() -> None:
     seen = trace(RecordingHook(stop_at=2))
     assert (seen.steps, seen.stop_reason) == ([1, 2], "RecordingHook: run 2")

@@ -5,7 +5,7 @@
     │   ├── AbortedError                    raise it in a run to ask for recovery
     │   ├── FeedError                       (also RuntimeError) two feeds for one name
     │   ├── FetchError                      (also LookupError) a fetch that has no value
-    │   │   └── NoRunYetError               an output was asked for before there was a run
+    │   │   └── NoRunYetError               an output was asked for when there is none yet
     │   ├── LifecycleError                  (also RuntimeError) a call that comes too late, too early or nested
     │   └── NanLossDuringTrainingError      (also RuntimeError) the watched value is not a number
     └── TypeError, ValueError               an argument of the wrong kind, as everywhere in Python
@@ -13,6 +13,8 @@
 An exception of the user's own, out of a step, a hook or a closure, is never wrapped: it keeps its type and its
 traceback and gets a note (``__notes__``) that names the hook, the method and the step.
 """
+
+import contextlib
 
 
 class TorchHooksError(Exception):
@@ -32,7 +34,10 @@ class FetchError(TorchHooksError, LookupError):
 
 
 class NoRunYetError(FetchError):
-    """A name that only a run could give a meaning was asked for before there was one."""
+    """A name that only a run could give a meaning was asked for when there are no outputs.
+
+    That is before the first run, and after one that ended before its step returned.
+    """
 
 
 class LifecycleError(TorchHooksError, RuntimeError):
@@ -41,3 +46,18 @@ class LifecycleError(TorchHooksError, RuntimeError):
 
 class NanLossDuringTrainingError(TorchHooksError, RuntimeError):
     """The value that a NanTensorHook watches is not a number (``tf.train.NanLossDuringTrainingError``)."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add ``note`` to ``error``, if its class lets that happen: what is told about an error must not replace it."""
+    with contextlib.suppress(Exception):
+        error.add_note(note)
+
+
+def brief(error: BaseException) -> str:
+    """``error`` in one line, also where its class cannot print it."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

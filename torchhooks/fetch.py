@@ -24,6 +24,7 @@ Tensors come back detached and copied, on their device: what happens to them aft
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -88,7 +89,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def _map_sequence(function: Callable[[Any], Any], tree: Any) -> Any:
     items = [map_leaves(function, item) for item in tree]
-    # A named tuple's constructor takes its fields one by one, other tuples' (torch.Size, what max(dim) gives) all in one.
+    # A named tuple's constructor takes its fields one by one; that of torch.Size and what max(dim) gives, all in one.
     return items if isinstance(tree, list) else getattr(tree, "_make", type(tree))(items)
 
 
@@ -151,7 +152,8 @@ def named_outputs(outputs: Any) -> Mapping[str, Any]:
         names = getattr(outputs, "_fields", None) or map(str, range(len(outputs)))
         return dict(zip(names, outputs, strict=True))
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
-        return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+        names = [field.name for field in dataclasses.fields(outputs) if hasattr(outputs, field.name)]
+        return {name: getattr(outputs, name) for name in names}
     return {}
 
 
@@ -163,7 +165,7 @@ class Scope:
         outputs: what the step returned.
         feeds: what was fed, by name.
         inputs: called when an input of the run is asked for, for all of them by parameter name.
-        watched: what submodules did in this run, by name (``"fc1:output"``).
+        watched: what submodules did in this run, by name (``"fc1:output"``), copied already.
         ran: whether there has been a run at all.
     """
 
@@ -181,7 +183,7 @@ class Scope:
         self.feeds = feeds
         self.ran = ran
         self._inputs = inputs
-        self._watched = watched
+        self.watched = watched
         self._outputs = named_outputs(outputs)
 
     def find(self, name: str) -> Any:
@@ -194,8 +196,6 @@ class Scope:
             return self.session.global_step
         if name == "lr" and _has_rate(self.session.optimizer):
             return learning_rate(self.session.optimizer)
-        if name in self._watched:
-            return self._watched[name]
         value = model_value(self.session.model, name)
         return self._inputs().get(name, _MISSING) if value is _MISSING else value
 
@@ -212,7 +212,7 @@ class Scope:
         """Every name there is, in the order in which they are looked up."""
         names = [*self.feeds, *map(str, self._outputs), "global_step"]
         names += ["lr"] if _has_rate(self.session.optimizer) else []
-        names += [*self._watched]
+        names += [*self.watched]
         if self.session.model is not None:
             tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
             names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # torch.compile's name for what it wraps
@@ -230,7 +230,7 @@ def learning_rate(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _same_rate(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and one.device.type != "cpu":
+    if any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for rate in (one, other)):
         return one is other  # comparing the numbers would wait for the device
     return bool(one == other)
 
@@ -308,7 +308,7 @@ class Evaluator:
 
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
-        self._names: dict[str, Any] = {}
+        self._names: dict[str, Any] = dict(scope.watched)  # which are snapshots already
         self._closures: dict[Any, Any] = {}
         self._objects: dict[int, tuple[Any, Any]] = {}
         self._who: object = ""
@@ -326,7 +326,8 @@ class Evaluator:
         if isinstance(fetch, str):
             return self._name(fetch)
         if isinstance(fetch, ComposedFetch):
-            return fetch.compose(map_leaves(self._leaf, fetch.fetch))
+            value = map_leaves(self._leaf, fetch.fetch)
+            return self._call(fetch, lambda: fetch.compose(value))
         if isinstance(fetch, torch.Tensor):
             return self._once(fetch, lambda: fetch)
         if _computes(fetch):
@@ -387,18 +388,23 @@ class Evaluator:
             with torch.no_grad():
                 return function()
         except BaseException as error:
-            names = shortened([*self._scope.names(), "model", "optimizer", "session", "outputs"])
-            error.add_note(f"torchhooks: in {describe(fetch)}, which {self._who} asked for; names here: {names}")
+            with contextlib.suppress(Exception):  # what cannot be printed, or takes no note, must not hide the error
+                names = shortened([*self._scope.names(), "model", "optimizer", "session", "outputs"])
+                error.add_note(f"torchhooks: in {describe(fetch)}, which {self._who} asked for; names here: {names}")
             raise
 
     def _unknown(self, name: str, message: str) -> FetchError:
         names = self._scope.names()
-        near = difflib.get_close_matches(name, names, n=3)
-        message += f". Did you mean {' or '.join(map(repr, near))}?" if near else "."
-        message += f" There is: {shortened(names)}."
+        message += f".{did_you_mean(name, names)} There is: {shortened(names)}."
         if self._scope.ran:
             return FetchError(message)
-        return NoRunYetError(f"{message} What a step returns has a name only once there was a run.")
+        return NoRunYetError(f"{message} What a step returns has a name only after a run in which it did.")
+
+
+def did_you_mean(name: str, names: list[str]) -> str:
+    """The question, after a space, or nothing if none of ``names`` is like ``name``."""
+    near = difflib.get_close_matches(name, names, n=3)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def shortened(names: list[str], limit: int = 24) -> str:

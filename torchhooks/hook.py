@@ -150,15 +150,21 @@ class SessionRunContext:
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
 
-    def when_ready(self, values: Any, callback: Callable[[Any], object]) -> None:
+    def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
         """Call ``callback(host_values)`` as soon as ``values`` are on the host, without making anybody wait.
 
         ``host_values`` has the structure of ``values``, with CPU tensors in place of device tensors. If everything is
         on the CPU already, the call is made at once. Otherwise it is made once the copy has arrived, in the order of
         the requests, and at the latest before ``end``, before a checkpoint is written and when the loop closes, also
-        after an error.
+        after an error. An error out of ``callback`` comes out of the run in which the call was made.
+
+        Args:
+            values: what came in ``run_values.results``, or any structure of tensors.
+            callback: called with them.
+            max_lag_runs: make the call at most this many runs later, and wait for the device if need be; 0 is the end
+                of this run.
         """
-        self._readback.request(values, callback)
+        self._readback.request(values, callback, self.caller, self.session.global_step, max_lag_runs)
 
 
 class SessionRunHook:

@@ -34,7 +34,7 @@ def show_lines() -> None:
     if len(handlers) > len(ours):
         for handler in ours:
             logger.removeHandler(handler)
-            if handler.set_level:
+            if handler.set_level and logger.level == logging.INFO:
                 logger.setLevel(logging.NOTSET)
     elif not ours:
         _show_on_stderr()

@@ -22,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import torch
 
 from torchhooks.coordinator import Coordinator
-from torchhooks.errors import FeedError, LifecycleError
+from torchhooks.costs import HookCosts
+from torchhooks.errors import FeedError, LifecycleError, add_note, brief
 from torchhooks.fetch import Evaluator, Scope
 from torchhooks.hook import (
     RunMetadata,
@@ -41,7 +42,7 @@ from torchhooks.hook import (
 from torchhooks.log import logger, show_lines
 from torchhooks.readback import Readback
 from torchhooks.schedule import Schedule, Seat, in_order
-from torchhooks.session import Scaffold, Session
+from torchhooks.session import NO_OUTPUTS, Scaffold, Session
 from torchhooks.step import Step, check_hooks, check_model, check_optimizer, check_state, takes_one_argument
 from torchhooks.watch import NO_WATCH, ModuleWatch, watched_by
 
@@ -55,6 +56,7 @@ _NO_OPTIONS = RunOptions()
 _NO_METADATA = RunMetadata()
 _NOTHING = SessionRunValues(None, _NO_OPTIONS, _NO_METADATA)
 _NO_VALUES: _Values = {}
+_DATA_ENDED = object()
 
 
 class MonitoredLoop(Generic[R]):
@@ -74,6 +76,7 @@ class MonitoredLoop(Generic[R]):
             ``"optimizer_step"``, a completed ``optimizer.step()``, counted at that moment, so that a run may count none
             or several.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
+        hook_costs: whether to log, at the end, what each hook cost: calls, host time, its share of the whole.
 
     Raises:
         TypeError: something in ``hooks`` is no hook, or another argument is of the wrong kind.
@@ -90,6 +93,7 @@ class MonitoredLoop(Generic[R]):
         state: Mapping[str, Stateful] | None = None,
         step_unit: str = "run",
         stop_grace_period_secs: float = 120,
+        hook_costs: bool = False,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, step_unit)
@@ -97,7 +101,6 @@ class MonitoredLoop(Generic[R]):
             raise TypeError(f"scaffold={scaffold!r}: must be a Scaffold")
         self._step = step
         self._about_step = Step(step)
-        self._hooks = check_hooks(hooks)
         self._scaffold = Scaffold() if scaffold is None else scaffold
         self._session = Session(model, optimizer, check_state(state), self._scaffold.saver)
         self._per_run = 1 if step_unit == "run" else 0
@@ -105,9 +108,11 @@ class MonitoredLoop(Generic[R]):
 
         self._coord = Coordinator()
         self._readback = Readback()
-        self._schedule = Schedule(self._hooks)
+        self._schedule = Schedule(check_hooks(hooks))
+        self._costs = HookCosts(self._schedule) if hook_costs else None
         self._busy = False
         self._stopping = False
+        self._stopped_by_thread = False
         self._closed = False
         self._failure: BaseException | None = None
         self._stop_reason: str | None = None
@@ -118,6 +123,7 @@ class MonitoredLoop(Generic[R]):
         try:
             self._start()
         except BaseException as error:
+            self._failure = error
             self._close(error)
             raise
 
@@ -137,7 +143,6 @@ class MonitoredLoop(Generic[R]):
         before, after = schedule.before, schedule.after
         number = schedule.runs + 1
         self._busy = True
-        session._outputs = None
         try:
             if (
                 schedule.always
@@ -147,6 +152,7 @@ class MonitoredLoop(Generic[R]):
             ):
                 outputs = self._run_with_hooks(args, kwargs)
             else:  # Nobody is due. This is all that an idle run costs, so it is written out.
+                session._outputs = NO_OUTPUTS
                 outputs = session._outputs = self._step(*args, **kwargs)
                 session._global_step = step = session._global_step + self._per_run
                 if (
@@ -157,6 +163,8 @@ class MonitoredLoop(Generic[R]):
                     self._tell(after.due(step, number), self._context(args, kwargs), _NO_VALUES)
                 else:
                     schedule.runs = number
+            if self._readback.waiting:
+                self._readback.end_run()
         except BaseException as error:
             self._run_failed(error)
             raise
@@ -185,20 +193,21 @@ class MonitoredLoop(Generic[R]):
 
         No item is taken that will not be used. When the outermost one ends, ``stop_reason`` is "data ended".
         """
-        outermost = self._iterating == 0
         self._iterating += 1
+        depth = self._iterating
         try:
             iterator = iter(iterable)
             while not self._stopping:
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    if outermost and not self._stopping:
-                        self._stop_reason = "data ended"
+                asked = time.monotonic()
+                item = next(iterator, _DATA_ENDED)
+                waits = self._session._data_waits
+                waits[depth] = waits.get(depth, 0.0) + time.monotonic() - asked
+                if self._stopping:
                     return
-                if not self._stopping:
-                    self._stop_reason = None
-                yield item
+                self._stop_reason = "data ended" if item is _DATA_ENDED and depth == 1 else None
+                if item is _DATA_ENDED:
+                    return
+                yield cast(T, item)
         finally:
             self._iterating -= 1
 
@@ -222,7 +231,10 @@ class MonitoredLoop(Generic[R]):
 
         Raises:
             Exception: what an ``end``, a ``teardown`` or a background thread raised; several as an ExceptionGroup.
+            LifecycleError: this is called from inside a run.
         """
+        if self._busy:
+            raise LifecycleError("close() was called inside of a run: a hook ends the loop with request_stop()")
         self._close(None)
 
     def __enter__(self) -> Self:
@@ -237,7 +249,7 @@ class MonitoredLoop(Generic[R]):
     def _start(self) -> None:
         for seat in self._schedule.everybody:
             self._begun += 1
-            self._call(seat, "begin")
+            self._call(seat, "begin", seat.hook.begin)
         if not self._per_run:
             optimizer = self._session.optimizer
             assert optimizer is not None
@@ -245,7 +257,7 @@ class MonitoredLoop(Generic[R]):
         self._scaffold.prepare(self._session)
         self._coord.on_stop(self._thread_stopped)
         for seat in self._schedule.everybody:
-            self._call(seat, "after_create_session", self._session, self._coord)
+            self._call(seat, "after_create_session", seat.hook.after_create_session, self._session, self._coord)
         self._schedule.start()
 
     def _count_optimizer_step(self, *_: Any) -> None:
@@ -274,6 +286,7 @@ class MonitoredLoop(Generic[R]):
         except BaseException as error:
             self._note(error, context.caller, "before_run")
             raise
+        session._outputs = NO_OUTPUTS
         if asked is None:
             outputs, values = self._step(*args, **kwargs), _NO_VALUES
             session._outputs = outputs
@@ -303,11 +316,13 @@ class MonitoredLoop(Generic[R]):
         session._global_step += self._per_run
         watch.check()
         inputs = functools.partial(self._about_step.inputs, args, kwargs)
-        evaluator = Evaluator(Scope(session, outputs, fed, inputs, watch.values))
+        evaluate: Callable[[Any, Any], Any] = Evaluator(Scope(session, outputs, fed, inputs, watch.values)).evaluate
+        if self._costs is not None:
+            evaluate = self._costs.timed_evaluation(evaluate)
         options = RunOptions(trace) if trace else _NO_OPTIONS
         values: dict[Seat, SessionRunValues] = {}
         for seat, (fetches, _, _) in asked.items():
-            results = None if fetches is None else evaluator.evaluate(fetches, seat)
+            results = None if fetches is None else evaluate(fetches, seat)
             values[seat] = SessionRunValues(results, options, metadata)
         return outputs, values
 
@@ -349,7 +364,7 @@ class MonitoredLoop(Generic[R]):
             raise LifecycleError("run() was called on a closed loop: make a new one")
         if self._failure is not None:
             raise LifecycleError(
-                f"run() was called after a run that failed with {_brief(self._failure)}: the loop has ended, make a "
+                f"run() was called after a run that failed with {brief(self._failure)}: the loop has ended, make a "
                 "new one"
             ) from self._failure
         try:
@@ -357,44 +372,50 @@ class MonitoredLoop(Generic[R]):
         except BaseException as error:
             self._failure = error
             raise
+        if self._stopped_by_thread:
+            return  # the caller may have looked at should_stop() just before, so this run is one that is still made
         raise LifecycleError(
             f"run() was called after a stop ({self._stop_reason}): check should_stop() first, or iterate with "
             "until_stop()"
         )
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, by_thread: bool = False) -> None:
+        self._stopped_by_thread = by_thread and (self._stopped_by_thread or not self._stopping)
         if not self._stopping:
             self._stop_reason = reason
             self._stopping = True
 
     def _thread_stopped(self) -> None:
         if not self._closed:
-            self._stop(f"thread {threading.current_thread().name}")
+            self._stop(f"thread {threading.current_thread().name}", by_thread=True)
 
     def _run_failed(self, error: BaseException) -> None:
         """The run was left by an exception: the loop is over, cleanly if it was StopIteration."""
         self._busy = False
         if type(error) is not StopIteration:
             self._failure = error
-        self._stop(_brief(error))
+        self._stop(brief(error))
 
     def _close(self, error: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
         if type(error) is StopIteration:
-            self._stop(_brief(error))
+            self._stop(brief(error))
             error = None
         elif error is not None:
             self._failure = self._failure or error
-            self._stop(_brief(error))
+            self._stop(brief(error))
         self._stop(self._stop_reason or "closed")
+        traceback = None if error is None else error.__traceback__
         errors = self._ending_errors()
         self._session._closed = True
+        self._session._outputs = NO_OUTPUTS
         if error is not None:
+            error.with_traceback(traceback)  # a thread's error has been raised once more by the join
             for other in errors:
                 if other is not error:
-                    error.add_note(f"torchhooks: and while the loop was closed after this: {_brief(other)}")
+                    add_note(error, f"torchhooks: and while the loop was closed after this: {brief(other)}")
                     logger.error("while the loop was closed after an error", exc_info=other)
         elif len(errors) == 1:
             raise errors[0]
@@ -415,11 +436,13 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.drain)
         if self._failure is None and not errors:
             for seat in seats:
-                attempt(self._call, seat, "end", self._session)
-            attempt(self._readback.drain)
+                attempt(self._call, seat, "end", seat.end, self._session)
+        attempt(self._readback.close)
+        if self._costs is not None:
+            attempt(self._costs.report)
         attempt(self._join_threads)
         for seat in seats[: self._begun]:
-            attempt(self._call, seat, "teardown")
+            attempt(self._call, seat, "teardown", seat.hook.teardown)
         if self._step_counter is not None:
             self._step_counter.remove()
         return errors
@@ -428,15 +451,15 @@ class MonitoredLoop(Generic[R]):
         self._coord.request_stop()
         self._coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
 
-    def _call(self, seat: Seat, method: str, *args: Any) -> None:
+    def _call(self, seat: Seat, name: str, method: Callable[..., object], *args: Any) -> None:
         try:
-            getattr(seat.hook, method)(*args)
+            method(*args)
         except BaseException as error:
-            self._note(error, seat, method)
+            self._note(error, seat, name)
             raise
 
     def _note(self, error: BaseException, seat: object, method: str) -> None:
-        error.add_note(f"torchhooks: in {method} of {seat}, at global step {self._session._global_step}")
+        add_note(error, f"torchhooks: in {method} of {seat}, at global step {self._session._global_step}")
 
 
 class StepContext(Generic[R]):
@@ -481,7 +504,3 @@ def _who_and_why(context: SessionRunContext) -> str:
     who = context.stopped_by
     name = type(who.hook).__name__ if isinstance(who, Seat) else "request_stop"
     return f"{name}: {context.stop_reason or f'step {context.session.global_step}'}"
-
-
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

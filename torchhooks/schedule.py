@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable
 
+from torchhooks.errors import add_note
 from torchhooks.hook import SessionRunHook
 from torchhooks.timer import Due
 
@@ -16,13 +17,25 @@ NEVER_STEP = sys.maxsize
 class Seat:
     """One hook's place in a loop, and when it is next due."""
 
-    __slots__ = ("after_run", "before_run", "due_moment", "due_run", "due_step", "hook", "index", "schedules", "seen")
+    __slots__ = (
+        "after_run",
+        "before_run",
+        "due_moment",
+        "due_run",
+        "due_step",
+        "end",
+        "hook",
+        "index",
+        "schedules",
+        "seen",
+    )
 
     def __init__(self, index: int, hook: SessionRunHook) -> None:
         self.index = index
         self.hook = hook
         self.before_run = hook.before_run
         self.after_run = hook.after_run
+        self.end = hook.end
         self.schedules = _overrides(hook, "next_due")
         self.seen = 0
         """The number of the last run that this hook knows of: it took part, or was told that it sat out."""
@@ -38,7 +51,11 @@ class Seat:
 
     def ask(self, runs: int) -> None:
         """Ask the hook when it is next due, after ``runs`` runs."""
-        due = self.hook.next_due()
+        try:
+            due = self.hook.next_due()
+        except BaseException as error:
+            add_note(error, f"torchhooks: in next_due of {self}")
+            raise
         if due is None:
             due = Due(step=-1)
         self.due_step = NEVER_STEP if due.step is None else due.step

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.fetch import Evaluator, Scope, detached, map_leaves
 from torchhooks.hook import Stateful
 from torchhooks.log import logger
+from torchhooks.readback import Elapsed, Moment
 from torchhooks.watch import watched_names
 
-_NO_RUN: Any = type("NoRun", (), {})()
+NO_OUTPUTS: Any = type("NoOutputs", (), {})()
+"""What stands for the outputs before the first run, and from the moment a step begins until it returns."""
 _LEFT_OUT: Any = type("LeftOut", (), {})()
 
 
@@ -43,7 +46,10 @@ class Session:
         self.saver = saver
         # The loop reads and writes these on every run, past the checks of the property and of run().
         self._global_step = 0
-        self._outputs: Any = _NO_RUN
+        self._outputs: Any = NO_OUTPUTS
+        self._data_waits: dict[int, float] = {}
+        self._pauses = 0
+        self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._closed = False
 
     @property
@@ -68,6 +74,29 @@ class Session:
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 return tensor.device
         return torch.get_default_device()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A ``with`` block whose time is not counted as training: an evaluation, a checkpoint. Nests."""
+        start = Moment(self.device)
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                pause = Elapsed(start, Moment(self.device))
+                for listener in self._pause_listeners:
+                    listener(pause)
+
+    def on_pause(self, listener: Callable[[Elapsed], object]) -> None:
+        """Call ``listener`` with the length of each pause, when it ends: a value for ``when_ready``."""
+        self._pause_listeners.append(listener)
+
+    @property
+    def data_wait_secs(self) -> float | None:
+        """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if there is none."""
+        return self._data_waits[max(self._data_waits)] if self._data_waits else None
 
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
         """Evaluate ``fetches`` now: no step is made, no hook is called (``tf.Session.run``).
@@ -106,7 +135,7 @@ class Session:
                 f"Session.run asked for {name!r}, which is seen only while a step is made: return it from "
                 "before_run, in SessionRunArgs"
             )
-        ran = self._outputs is not _NO_RUN
+        ran = self._outputs is not NO_OUTPUTS
         return Evaluator(Scope(self, detached(self._outputs) if ran else None, feeds=feed_dict or {}, ran=ran))
 
 

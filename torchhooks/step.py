@@ -33,12 +33,12 @@ class Step:
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """What the step is called with, by parameter name, defaults included."""
-        if self._signature is None:
+        bound = self._bound(args, kwargs)
+        if bound is None:
             return dict(kwargs)
-        bound = self._signature.bind_partial(*args, **kwargs)
         bound.apply_defaults()
         inputs = dict(bound.arguments)
-        for name, parameter in self._signature.parameters.items():
+        for name, parameter in bound.signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 inputs.update(inputs.pop(name, {}))
         return inputs
@@ -53,8 +53,10 @@ class Step:
             FeedError: the caller gave it, by name or by position.
         """
         feeders = {name: who for who, request in asked.items() for name in request.feed_dict or ()}
+        by_position = self._bound(args, {})
+        given = {*kwargs, *(() if by_position is None else by_position.arguments)}
         for name, who in feeders.items():
-            if name in kwargs or name in self._by_position(args):
+            if name in given:
                 raise FeedError(
                     f"{who} feeds {name!r}, which the caller of run() gave too: leave it out of the call, or the hook "
                     "out of the loop"
@@ -77,13 +79,15 @@ class Step:
         finally:
             watch.close()
 
-    def _by_position(self, args: tuple[Any, ...]) -> Iterable[str]:
-        if self._signature is None:
-            return ()
-        return self._signature.bind_partial(*args).arguments
+    def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:
+        try:
+            return None if self._signature is None else self._signature.bind_partial(*args, **kwargs)
+        except TypeError:  # a decorator with functools.wraps may take other arguments than the function it speaks for
+            return None
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    function = getattr(function, "_orig_mod", function)  # what torch.compile wraps
     try:
         return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     except (TypeError, ValueError):  # some builtins do not say what they take
@@ -91,15 +95,19 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def takes_one_argument(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` has exactly one parameter left to give, as far as it says."""
+    """Whether ``function`` has exactly one parameter left to give, by position, as far as it says."""
     signature = _signature(function)
-    return signature is None or len(signature.parameters) == 1
+    if signature is None:
+        return True
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return len(kinds) == 1 and kinds[0] not in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
     """``hooks``, copied, or a TypeError that names what is no hook."""
-    if isinstance(hooks, SessionRunHook):
-        raise TypeError(f"hooks={hooks!r}: give a list of hooks, [{hooks!r}]")
+    if not isinstance(hooks, Iterable):
+        example = f"[{hooks!r}]" if isinstance(hooks, SessionRunHook) else "[StopAtStepHook(last_step=1000)]"
+        raise TypeError(f"hooks={hooks!r}: give a list of hooks, {example}")
     copied = tuple(hooks)
     for index, hook in enumerate(copied):
         if isinstance(hook, type) and issubclass(hook, SessionRunHook):

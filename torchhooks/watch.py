@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from torchhooks.errors import FetchError
-from torchhooks.fetch import leaves, map_leaves, shortened, snapshot
+from torchhooks.fetch import did_you_mean, leaves, map_leaves, shortened, snapshot
 from torchhooks.hook import SessionRunArgs
 
 _KINDS = ((":", "output"), (":", "input"), (":", "grad"))
@@ -29,8 +31,11 @@ def watched_by(asked: Mapping[Any, SessionRunArgs]) -> list[tuple[str, object]]:
 class ModuleWatch:
     """Watches submodules from its creation to :meth:`close`, which leaves nothing behind on them.
 
-    Where a module is called several times, the last call counts. Of a module that returns several tensors, ``:grad`` is
-    the same structure with the gradient of each, ``None`` where none came.
+    Where a module is called several times, the last call counts; for ``:grad``, the last one that a gradient reached.
+    Of a module that returns several tensors, ``:grad`` is the same structure with the gradient of each, ``None`` where
+    none came. Of one that receives several things, ``:input`` is a tuple of all of them, those given by keyword last.
+
+    A call made by compiled code is never seen, so that it cannot be seen in one run and missed in the next.
 
     Args:
         model: what the names are relative to; ``":output"`` is its own.
@@ -71,35 +76,47 @@ class ModuleWatch:
 
     def _watch(self, module: torch.nn.Module, name: str) -> None:
         kind = name.rpartition(":")[2]
-        if kind == "grad":
-            self._handles.append(module.register_forward_hook(self._grad_catcher(name)))
-            return
+        if kind == "input":  # before the module has a chance to change it in place
+            self._handles.append(module.register_forward_pre_hook(self._input_catcher(name), with_kwargs=True))
+        else:
+            catcher = self._output_catcher(name) if kind == "output" else self._grad_catcher(name)
+            self._handles.append(module.register_forward_hook(catcher))
 
-        def see(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            inputs = args[0] if len(args) == 1 and not kwargs else (*args, *kwargs.values())
-            self.values[name] = snapshot(output if kind == "output" else inputs)
+    def _input_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
+        def on_input(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            received = (*args, *kwargs.values())
+            if not torch.compiler.is_compiling():
+                self.values[name] = snapshot(received[0] if len(received) == 1 else received)
 
-        def see_input(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            see(_module, args, kwargs, None)
+        return on_input
 
-        if kind == "output":
-            self._handles.append(module.register_forward_hook(see, with_kwargs=True))
-        else:  # before the module had a chance to change its input in place
-            self._handles.append(module.register_forward_pre_hook(see_input, with_kwargs=True))
+    def _output_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
+        def on_output(_module: Any, _args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.values[name] = snapshot(output)
+
+        return on_output
 
     def _grad_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
+        calls = itertools.count()
+        newest = -1
+
         def on_output(_module: Any, _args: Any, output: Any) -> None:
-            tensors = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            if torch.compiler.is_compiling():
+                return
+            number = next(calls)
             grads: dict[int, torch.Tensor] = {}
-            for tensor in tensors:
-                self._handles.append(tensor.register_hook(catcher(id(tensor), output, grads)))
+            for leaf in leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    catch = functools.partial(on_grad, number, output, grads, id(leaf))
+                    self._handles.append(leaf.register_hook(catch))
 
-        def catcher(key: int, output: Any, grads: dict[int, torch.Tensor]) -> Callable[[torch.Tensor], None]:
-            def on_grad(grad: torch.Tensor) -> None:
-                grads[key] = grad.detach().clone()
+        def on_grad(number: int, output: Any, grads: dict[int, Any], key: int, grad: torch.Tensor) -> None:
+            nonlocal newest
+            grads[key] = grad.detach().clone()
+            if number >= newest:  # backward() goes through the calls from the last to the first
+                newest = number
                 self.values[name] = map_leaves(lambda leaf: grads.get(id(leaf)), output)
-
-            return on_grad
 
         return on_output
 
@@ -111,39 +128,50 @@ NO_WATCH = ModuleWatch(None, ())
 def _submodule(model: torch.nn.Module | None, name: str, who: object) -> torch.nn.Module:
     if model is None:
         raise FetchError(f"{who} asked for {name!r}, but there is no model: give MonitoredLoop(step, model)")
-    path = name.rpartition(":")[0]
     module = model
-    for part in [None, *filter(None, path.split("."))]:
-        module = module if part is None else _child(model, module, part, name, who)
+    for part in filter(None, name.rpartition(":")[0].split(".")):
+        if not _has_child(module, part) and _has_child(module, "module"):
+            module = module.module  # type: ignore[assignment]  # what DistributedDataParallel wraps
         if _is_compiled(module):
-            raise FetchError(
-                f"{who} asked for {name!r}, but {type(module).__name__} is compiled, and inside of compiled code no "
-                "hook is called: return the value from the step, or do not compile this part"
-            )
+            raise _inside_compiled(module, name, who)
+        if not _has_child(module, part):
+            raise _no_submodule(model, name, who)
+        module = getattr(module, part)
+    if _is_compiled(module) and not hasattr(module, "_orig_mod"):
+        raise _inside_compiled(module, name, who)
     return module
 
 
-def _child(model: torch.nn.Module, module: torch.nn.Module, part: str, name: str, who: object) -> torch.nn.Module:
-    child = getattr(module, part, None)
-    if child is None and hasattr(module, "module"):  # DistributedDataParallel's own name for what it wraps
-        child = getattr(module.module, part, None)
-    if isinstance(child, torch.nn.Module):
-        return child
-    modules = [path for path, _ in model.named_modules() if path]
-    raise FetchError(f"{who} asked for {name!r}, but the model has no such submodule. There is: {shortened(modules)}.")
+def _has_child(module: torch.nn.Module, part: str) -> bool:
+    return isinstance(getattr(module, part, None), torch.nn.Module)
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    # torch.compile(module) wraps it; module.compile() swaps the call of the module itself.
+    # torch.compile(module) wraps it, and calls what is on the wrapper; module.compile() compiles those calls too.
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _inside_compiled(module: torch.nn.Module, name: str, who: object) -> FetchError:
+    kind = type(getattr(module, "_orig_mod", module)).__name__
+    return FetchError(
+        f"{who} asked for {name!r}, but {kind} is compiled, and inside of compiled code no hook is called: return the "
+        "value from the step, or do not compile this part"
+    )
+
+
+def _no_submodule(model: torch.nn.Module, name: str, who: object) -> FetchError:
+    path = name.rpartition(":")[0]
+    paths = [path.replace("_orig_mod.", "") for path, _ in model.named_modules() if path not in ("", "_orig_mod")]
+    return FetchError(
+        f"{who} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} There is: "
+        f"{shortened(paths)}."
+    )
 
 
 def _why_unseen(name: str) -> str:
     path, _, kind = name.rpartition(":")
     module = path or "the model"
+    why = f"{module} was not called in this run"
     if kind == "grad":
-        return f"no gradient reached the output of {module} in this run: the step made no backward() through it"
-    return (
-        f"{module} was not called in this run. If the step or a function in it is compiled, no hook inside is ever "
-        "called: return the value from the step instead"
-    )
+        why = f"no gradient reached the output of {module} in this run: the step made no backward() through it"
+    return f"{why}. Calls in compiled code are not seen: if the step is compiled, return the value from it instead"

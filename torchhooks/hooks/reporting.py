@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchhooks import summary
+from torchhooks.coordinator import Coordinator
 from torchhooks.fetch import map_leaves
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
-from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer, count
+from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer, count, seconds
+from torchhooks.watch import watched_names
 from torchhooks.writers import WriterTarget
 
 _RATE = "global_step/sec"
@@ -27,6 +30,9 @@ class StepCounterHook(SessionRunHook):
     The first run starts the clock; a report comes each time a full period has passed since the last, so
     ``every_n_steps=10`` reports at 11, 21, 31. A period in which the step went back gets no report, and when one passed
     without any step, a warning says so once.
+
+    Unlike TensorFlow, a loop that goes on from a later step than 0 has ``SessionLog.START`` written in its first run,
+    from which TensorBoard knows that the curve beyond this step is void; if no SummarySaverHook does so there.
 
     Args:
         every_n_steps: steps from one report to the next.
@@ -57,24 +63,25 @@ class StepCounterHook(SessionRunHook):
                 "them, and None for the other"
             )
         self._every_n_steps = every_n_steps
-        self._timer = SecondOrStepTimer(every_steps=every_n_steps, every_secs=every_n_secs)
+        self._timer = _timer(every_n_secs, every_n_steps=every_n_steps)
         self._target = WriterTarget(output_dir, summary_writer)
-        self.begin_counting()
 
-    def begin_counting(self) -> None:
-        """Forget what was counted in an earlier loop."""
+    def begin(self) -> None:
         self._timer.reset()
         self._runs = 0
         self._checked_at = (0, -1)
         self._warned = False
+        if self._target.open() is not None:
+            summary.check_writer(self._target.writer)
 
-    def begin(self) -> None:
-        self.begin_counting()
-        self._target.open()
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._resumed = session.global_step > 0
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         step = run_context.session.global_step
         self._runs += 1
+        if self._runs == 1 and self._resumed:
+            self._start_session(step)
         if self._timer.should_trigger_for_step(step):
             self._report(*self._timer.update_last_triggered_step(step), step)
             self._checked_at = self._runs, step
@@ -93,6 +100,10 @@ class StepCounterHook(SessionRunHook):
 
     def sat_out(self, runs: int) -> None:
         self._runs += runs
+
+    def _start_session(self, step: int) -> None:
+        if self._target.writer is not None and not self._target.session_started_by_another():
+            summary.add_session_log(self._target.writer, "START", step)
 
     def _report(self, elapsed_secs: float | None, elapsed_steps: int | None, step: int) -> None:
         if elapsed_secs is None or elapsed_steps is None or elapsed_steps < 0:
@@ -137,7 +148,9 @@ class LoggingTensorHook(SessionRunHook):
         formatter: makes the whole line of a dict, tag to printable value.
 
     Raises:
-        ValueError: no period and not ``at_end``, two periods, or one that cannot be.
+        ValueError: no period and not ``at_end``, two periods, or one that cannot be; nothing to log, or two fetches of
+            one name; or something that cannot be had at the end, with ``at_end``.
+        TypeError: ``tensors`` is neither a dict nor a list, or ``formatter`` is no function.
     """
 
     def __init__(
@@ -159,12 +172,14 @@ class LoggingTensorHook(SessionRunHook):
             raise ValueError(f"every_n_iter={every_n_iter!r}, every_n_secs={every_n_secs!r}: give one, not both")
         if every_n_iter is None and every_n_secs is None and not at_end:
             raise ValueError("LoggingTensorHook never logs: give every_n_iter, every_n_secs or at_end=True")
-        if every_n_iter is not None:
-            count(every_n_iter, "every_n_iter")
+        if formatter is not None and not callable(formatter):
+            raise TypeError(f"formatter={formatter!r}: must be a function that makes a line of a dict, tag to value")
         self._timer: SecondOrStepTimer | NeverTriggerTimer = NeverTriggerTimer()
         if every_n_iter is not None or every_n_secs is not None:
-            self._timer = SecondOrStepTimer(every_secs=every_n_secs, every_steps=every_n_iter)
+            self._timer = _timer(every_n_secs, every_n_iter=every_n_iter)
         self._tensors = _by_tag(tensors)
+        if at_end:
+            _check_can_be_had_at_the_end(self, self._tensors)
         self._at_end = at_end
         self._formatter = formatter
         self._request = SessionRunArgs(self._tensors)
@@ -206,7 +221,7 @@ class LoggingTensorHook(SessionRunHook):
             if self._formatter is not None:
                 line = self._formatter(printable)
             else:
-                line = ", ".join(f"{tag} = {value!s}" for tag, value in printable.items())
+                line = ", ".join(f"{tag} = {_text(value)}" for tag, value in printable.items())
                 line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
         logger.info("%s", line)
 
@@ -220,12 +235,19 @@ class FinalOpsHook(SessionRunHook):
     Args:
         final_ops: any fetch: a closure that computes the test accuracy, say.
         final_ops_feed_dict: values for parameters of closures, by name.
+
+    Raises:
+        TypeError: ``final_ops_feed_dict`` is no mapping.
+        ValueError: something in ``final_ops`` cannot be had at the end.
     """
 
     def __init__(self, final_ops: Any, final_ops_feed_dict: Mapping[str, Any] | None = None) -> None:
         self._final_ops = final_ops
         self._feed_dict = final_ops_feed_dict
         self._values: Any = None
+        if final_ops_feed_dict is not None and not isinstance(final_ops_feed_dict, Mapping):
+            raise TypeError(f"final_ops_feed_dict={final_ops_feed_dict!r}: give a mapping, parameter name to value")
+        _check_can_be_had_at_the_end(self, final_ops)
 
     @property
     def final_ops_values(self) -> Any:
@@ -243,12 +265,31 @@ class FinalOpsHook(SessionRunHook):
         return call_repr(self, self._final_ops, final_ops_feed_dict=self._feed_dict)
 
 
+def _timer(every_n_secs: float | None, **every_n: int | None) -> SecondOrStepTimer:
+    """The timer of one of the two periods; an error about it names the argument as it was given."""
+    ((name, steps),) = every_n.items()
+    if steps is not None:
+        return SecondOrStepTimer(every_steps=count(steps, name))
+    assert every_n_secs is not None
+    return SecondOrStepTimer(every_secs=seconds(every_n_secs, "every_n_secs"))
+
+
+def _check_can_be_had_at_the_end(hook: SessionRunHook, fetches: Any) -> None:
+    """Raise now, and not when the training is over."""
+    for name in watched_names(fetches):
+        raise ValueError(
+            f"{hook!r}: {name!r} is seen only while a step is made, not at the end; let the step return its value"
+        )
+
+
 def _by_tag(tensors: Any) -> dict[str, Any]:
     """Fetches by the tags under which they are logged, in the order of the line."""
+    if not isinstance(tensors, (Mapping, list, tuple)):
+        raise TypeError(f"tensors={tensors!r}: give a dict, tag to fetch, or a list of fetches, such as ['loss']")
+    if not tensors:
+        raise ValueError(f"tensors={tensors!r}: there is nothing to log; give at least one fetch, such as ['loss']")
     if isinstance(tensors, Mapping):
         return {tag: tensors[tag] for tag in sorted(tensors)}
-    if isinstance(tensors, str) or not isinstance(tensors, (list, tuple)):
-        raise TypeError(f"tensors={tensors!r}: give a dict, tag to fetch, or a list of fetches, such as ['loss']")
     tagged: dict[str, Any] = {}
     for fetch in tensors:
         tag = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
@@ -259,11 +300,25 @@ def _by_tag(tensors: Any) -> dict[str, Any]:
 
 
 def _printable(value: Any) -> Any:
-    """A tensor as numpy prints it; the precisions that numpy lacks as float32."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    try:
-        array = value.resolve_conj().numpy()
-    except TypeError:
-        array = value.float().numpy()
-    return array[()]
+    """A tensor as numpy's number or array; the precisions that numpy lacks as float32."""
+    if isinstance(value, torch.Tensor):
+        dense = value.to_dense().resolve_conj()
+        try:
+            value = dense.numpy()
+        except TypeError:
+            value = dense.float().numpy()
+    return value[()] if isinstance(value, np.ndarray) else value
+
+
+class _Bare:
+    """Prints as its value does alone: inside of a list, numpy would print the type too."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return str(self._value)
+
+
+def _text(value: Any) -> str:
+    return str(map_leaves(lambda leaf: _Bare(leaf) if isinstance(leaf, (np.generic, np.ndarray)) else leaf, value))

@@ -9,7 +9,7 @@ from torchhooks import summary
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
 from torchhooks.session import Scaffold
-from torchhooks.timer import NEVER, Due, SecondOrStepTimer
+from torchhooks.timer import NEVER, Due, SecondOrStepTimer, count, seconds
 from torchhooks.writers import WriterTarget
 
 
@@ -54,8 +54,15 @@ class SummarySaverHook(SessionRunHook):
             raise ValueError(
                 f"scaffold={scaffold!r}, summary_op={summary_op!r}: give SummarySaverHook exactly one of them"
             )
-        self._timer = SecondOrStepTimer(every_secs=save_secs, every_steps=save_steps)
-        self._target = WriterTarget(output_dir, summary_writer)
+        if (save_steps is None) == (save_secs is None):
+            raise ValueError(
+                f"save_steps={save_steps!r}, save_secs={save_secs!r}: give SummarySaverHook exactly one of them"
+            )
+        self._timer = SecondOrStepTimer(
+            every_secs=None if save_secs is None else seconds(save_secs, "save_secs"),
+            every_steps=None if save_steps is None else count(save_steps, "save_steps"),
+        )
+        self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._scaffold = scaffold
         self._summary_op = summary_op
         self._ops = summary.summary_ops(summary_op) if scaffold is None else ()

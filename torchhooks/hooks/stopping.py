@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import cmath
+import operator
 import threading
 from typing import Any
 
@@ -38,11 +39,12 @@ class StopAtStepHook(SessionRunHook):
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
         self._num_steps, self._given_last_step = num_steps, last_step
         if (num_steps is None) == (last_step is None):
-            raise ValueError(f"{self!r}: give one of num_steps and last_step{', not both' if num_steps else ''}")
+            both = "" if num_steps is None else ", not both"
+            raise ValueError(f"{self!r}: give one of num_steps and last_step{both}")
         if num_steps is not None:
             count(num_steps, "num_steps")
-        elif last_step != 0:
-            count(last_step, "last_step")  # type: ignore[arg-type]
+        elif _whole(last_step, "last_step") < 0:
+            raise ValueError(f"last_step={last_step!r}: must be 0 or more")
         self._last_step = last_step
 
     def begin(self) -> None:
@@ -102,10 +104,9 @@ class NanTensorHook(SessionRunHook):
 
     def _find_bad(self, value: Any) -> str | None:
         for leaf in leaves(to_host(value)):
-            number = _worst(leaf)
-            if math.isnan(number):
+            if _any(leaf, "isnan"):
                 return "NaN"
-            if self._also_inf and math.isinf(number):
+            if self._also_inf and _any(leaf, "isinf"):
                 return "infinite"
         return None
 
@@ -113,18 +114,19 @@ class NanTensorHook(SessionRunHook):
         return call_repr(self, self._loss_tensor, fail_on_nan_loss=self._fail_on_nan_loss, also_inf=self._also_inf)
 
 
-def _worst(value: Any) -> float:
-    """One number for all of ``value``: NaN if it holds one, else an infinity if it holds one."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
+def _any(value: Any, kind: str) -> bool:
+    """Whether ``value``, or one element of it, is of that ``kind``: ``"isnan"`` or ``"isinf"``."""
     if isinstance(value, torch.Tensor):
-        # Adding up zeros, NaNs and what inf * 0 gives would mix the two up, so each is looked for.
-        return math.nan if bool(value.isnan().any()) else math.inf if bool(value.isinf().any()) else 0.0
-    if isinstance(value, (np.ndarray, np.generic, complex)):
-        return math.nan if np.isnan(value).any() else math.inf if np.isinf(value).any() else 0.0
-    if isinstance(value, (int, float)):
-        return float(value) if isinstance(value, float) else 0.0
-    raise TypeError(f"NanTensorHook got {value!r}: watch numbers or tensors")
+        if value.numel() != 1:
+            return bool(getattr(value, kind)().any())
+        value = value.item()
+    if isinstance(value, (float, complex)):
+        return bool(getattr(cmath, kind)(value))
+    if isinstance(value, int):
+        return False
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        return bool(getattr(np, kind)(value).any())
+    raise TypeError(f"NanTensorHook got {value!r}: watch numbers, tensors or arrays, or these in lists and dicts")
 
 
 class GlobalStepWaiterHook(SessionRunHook):
@@ -137,11 +139,12 @@ class GlobalStepWaiterHook(SessionRunHook):
         wait_until_step: the step to wait for; 0 or less waits for nothing.
 
     Raises:
+        ValueError: ``wait_until_step`` is no whole number.
         LifecycleError: out of the run, if there is no such thread, so that the wait would never end.
     """
 
     def __init__(self, wait_until_step: int) -> None:
-        self._wait_until_step = wait_until_step
+        self._wait_until_step = _whole(wait_until_step, "wait_until_step")
         self._waited = False
 
     def begin(self) -> None:
@@ -172,3 +175,10 @@ class GlobalStepWaiterHook(SessionRunHook):
 
     def __repr__(self) -> str:
         return call_repr(self, self._wait_until_step)
+
+
+def _whole(value: Any, name: str) -> int:
+    try:
+        return operator.index(None if isinstance(value, bool) else value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r}: must be a whole number") from None

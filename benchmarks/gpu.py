@@ -1,0 +1,160 @@
+"""Watching every step on a GPU: steps per second of the bare loop, of the same by hand, and of ours.
+
+    python benchmarks/gpu.py [--check]
+
+The step is a small MLP's, so small that the host can hardly keep the device busy: whoever makes the host wait for the
+device shows. Watched are the loss in TensorBoard and a NaN check in every step, and steps/sec every 100. By hand, the
+loss is read with ``.item()``.
+
+The second table is about the figure that is reported: steps/sec of each period beside the device's own time between two
+CUDA events that the step itself recorded at the ends of this period.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from torchhooks import MonitoredLoop, NanTensorHook, SessionRunHook, StepCounterHook, SummarySaverHook
+from torchhooks.testing import RecordingWriter
+
+from common import (
+    Budget,
+    Rounds,
+    Training,
+    describe,
+    finish,
+    machine,
+    median_ratio,
+    mlp,
+    over,
+    parser,
+    table,
+    take_turns,
+)
+
+PERIOD = 100
+BARE, BY_HAND, OURS = "bare loop", "by hand, .item() in every step", "torchhooks"
+
+Drive = Callable[[int], object]
+Period = tuple[int, float, float]
+"""The step at its end, steps/sec as reported, steps/sec by events."""
+
+
+def by_hand(training: Training, writer: SummaryWriter) -> Drive:
+    """What people write."""
+    log = logging.getLogger("by_hand")
+    number, last = 0, time.monotonic()
+
+    def drive(runs: int) -> None:
+        nonlocal number, last
+        for _ in range(runs):
+            loss = training.step(training.batch).item()
+            number += 1
+            if math.isnan(loss):
+                raise FloatingPointError(f"the loss is NaN at step {number}")
+            writer.add_scalar("loss", loss, number)
+            if number % PERIOD == 0:
+                now = time.monotonic()
+                rate, last = PERIOD / (now - last), now
+                log.info("global_step/sec: %g", rate)
+                writer.add_scalar("global_step/sec", rate, number)
+
+    return drive
+
+
+def hooked(training: Training, folder: Path, stack: ExitStack) -> Drive:
+    """The same, by hooks."""
+    hooks: list[SessionRunHook] = [
+        NanTensorHook("loss"),
+        SummarySaverHook(save_steps=1, output_dir=folder, summary_op={"loss": "loss"}),
+        StepCounterHook(PERIOD, output_dir=folder),
+    ]
+    loop = stack.enter_context(MonitoredLoop(training.step, training.model, training.optimizer, hooks=hooks))
+    return over(loop.run, training.batch)
+
+
+def steps_per_sec(drive: Drive, runs: int) -> float:
+    """From an idle device to an idle device."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    drive(runs)
+    torch.cuda.synchronize()
+    return runs / (time.perf_counter() - started)
+
+
+def measure(training: Training, runs: int, rounds: int) -> Rounds:
+    """Steps per second of the three."""
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        writer = stack.enter_context(SummaryWriter(f"{name}/hand"))
+        candidates = {
+            BARE: over(training.step, training.batch),
+            BY_HAND: by_hand(training, writer),
+            OURS: hooked(training, Path(name, "hooks"), stack),
+        }
+        measures = {name: partial(steps_per_sec, drive, runs) for name, drive in candidates.items()}
+        return take_turns(measures, rounds)
+
+
+def reported(training: Training, runs: int) -> list[Period]:
+    """What StepCounterHook said of each period, and what was true."""
+    events = [torch.cuda.Event(enable_timing=True)]  # the first stands for no step
+
+    def step(batch: Tensor) -> Tensor:
+        loss = training.step(batch)
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+        return loss
+
+    writer = RecordingWriter()
+    hooks: list[SessionRunHook] = [NanTensorHook("loss"), StepCounterHook(PERIOD, summary_writer=writer)]
+    with MonitoredLoop(step, training.model, training.optimizer, hooks=hooks) as loop:
+        over(loop.run, training.batch)(runs)
+    torch.cuda.synchronize()
+    return [
+        (end, rate, PERIOD * 1e3 / events[end - PERIOD].elapsed_time(events[end]))
+        for end, rate in writer.scalars["global_step/sec"]
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--runs", type=int, default=5_000, help="steps a round and candidate (default: %(default)s)")
+    options.add_argument("--rounds", type=int, default=7, help="rounds (default: %(default)s)")
+    chosen = options.parse_args()
+    if not torch.cuda.is_available():
+        print("not run: no CUDA device")
+        return
+    for name in ("torchhooks", "by_hand"):
+        logging.getLogger(name).addHandler(logging.NullHandler())  # the lines are made, and go nowhere
+        logging.getLogger(name).setLevel(logging.INFO)
+    where, training = machine(), mlp("cuda")
+    print(describe(where), end="\n\n")
+    rounds = measure(training, chosen.runs, chosen.rounds)
+    ratios = {name: median_ratio(figures, rounds[BARE]) for name, figures in rounds.items()}
+    rows = [(name, max(figures), median(figures), f"{ratios[name]:.3f}") for name, figures in rounds.items()]
+    print(table(["", "steps/sec: best", "median", "of the bare loop's"], rows), end="\n\n")
+    periods = reported(training, chosen.runs)
+    errors = [abs(rate / true - 1) * 100 for _, rate, true in periods]
+    off = [("median", median(errors)), ("worst", max(errors))]
+    print(table(["the steps/sec reported for a period", "% off"], off), end="\n\n")
+    budgets = [
+        Budget("steps/sec, beside the bare loop's", ratios[OURS], 0.98, "x", at_least=True),
+        Budget("error of the steps/sec reported, the worst period", max(errors), 1, "%"),
+    ]
+    told = {"steps_per_sec": rounds, "periods": periods}
+    finish(chosen.results, "gpu", check=chosen.check, budgets=budgets, machine=where, **told)
+
+
+if __name__ == "__main__":
+    main()

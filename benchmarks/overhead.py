@@ -1,0 +1,365 @@
+"""What the loop costs: microseconds a run, beside the least that any wrapper costs and beside the same by hand.
+
+    python benchmarks/overhead.py [--check]
+
+Each candidate runs a step that does nothing, timed from outside, and a small real one, where the time between two steps
+is taken from inside of the step. Figures are microseconds a run beyond the bare ``for`` loop of the same round.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from torchhooks import (
+    GlobalStepWaiterHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    NanTensorHook,
+    SessionRunHook,
+    StepCounterHook,
+    StopAtStepHook,
+    SummarySaverHook,
+    SummaryWriterCache,
+)
+
+from common import (
+    Budget,
+    Rounds,
+    Stamped,
+    Training,
+    beyond,
+    describe,
+    finish,
+    machine,
+    median_ratio,
+    mlp,
+    nothing,
+    over,
+    parser,
+    table,
+    take_turns,
+    us_a_run,
+)
+
+Drive = Callable[[int], object]
+Step = Callable[[Tensor], Tensor]
+
+FAR = 10**9
+"""Runs or seconds that no benchmark reaches."""
+
+BARE = "bare for loop"
+WRAPPER = "smallest wrapper"
+IDLE = {number: f"{number} standard hooks, none due" for number in (0, 5, 50)}
+TIMED = "3 hooks with a period in seconds, none due"
+NO_RUN_METHODS = "50 hooks without a run method"
+CALLS = "a user's hook: its two calls, by hand"
+USER = "a user's hook"
+USER_AND_50 = "a user's hook and 50 standard ones, none due"
+NAN_BY_HAND = "NaN check of every run, by hand"
+NAN = "NaN guard in every run"
+DUE_BY_HAND = "lines and events of a due run, by hand"
+DUE = "StepCounter, Summary and Logging due at once"
+
+
+class SmallestWrapper:
+    """The least that an object around a step does."""
+
+    def __init__(self, f: Step) -> None:
+        self.f = f
+        self.n = 0
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """One step, counted."""
+        out = self.f(*args, **kwargs)
+        self.n += 1
+        return out
+
+
+class UsersHook(SessionRunHook):
+    """Is called before and after every run, and does nothing."""
+
+    def before_run(self, run_context: Any) -> None:
+        pass
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        pass
+
+
+class OnlyEnds(SessionRunHook):
+    """Has no part in runs."""
+
+    def end(self, session: Any) -> None:
+        pass
+
+
+def standard_hooks(number: int, folder: Path) -> list[SessionRunHook]:
+    """Hooks that are due in the first run and then not for a long time."""
+    kinds: list[Callable[[], SessionRunHook]] = [
+        lambda: StepCounterHook(FAR),
+        lambda: StopAtStepHook(last_step=FAR),
+        lambda: SummarySaverHook(FAR, output_dir=folder, summary_op={"loss": "loss"}),
+        lambda: LoggingTensorHook(["loss"], every_n_iter=FAR),
+        lambda: GlobalStepWaiterHook(0),
+    ]
+    return [make() for make in islice(cycle(kinds), number)]
+
+
+def timed_hooks(folder: Path) -> list[SessionRunHook]:
+    """The same, with periods in seconds."""
+    return [
+        StepCounterHook(None, every_n_secs=FAR),
+        SummarySaverHook(save_secs=FAR, output_dir=folder, summary_op={"loss": "loss"}),
+        LoggingTensorHook(["loss"], every_n_secs=FAR),
+    ]
+
+
+def due_hooks(folder: Path) -> list[SessionRunHook]:
+    """Two lines and two events in every run."""
+    return [
+        StepCounterHook(1, output_dir=folder),
+        SummarySaverHook(1, output_dir=folder, summary_op={"loss": "loss"}),
+        LoggingTensorHook(["loss", "global_step"], every_n_iter=1),
+    ]
+
+
+# -- the candidates -------------------------------------------------------------------------------------------------
+
+
+def with_calls(hook: SessionRunHook, step: Step, batch: Tensor) -> Drive:
+    """The two methods of a hook called around the step, by nobody."""
+    before_run, after_run = hook.before_run, hook.after_run
+    context: Any = None
+    values: Any = None
+
+    def drive(runs: int) -> None:
+        for _ in range(runs):
+            before_run(context)
+            step(batch)
+            after_run(context, values)
+
+    return drive
+
+
+def with_nan_check(step: Step, batch: Tensor) -> Drive:
+    """What people write."""
+
+    def drive(runs: int) -> None:
+        for _ in range(runs):
+            loss = step(batch)
+            if torch.isnan(loss):
+                raise FloatingPointError
+
+    return drive
+
+
+def by_hand(step: Step, batch: Tensor, writer: SummaryWriter, log: logging.Logger) -> Drive:
+    """The lines and the events of ``due_hooks``, written by hand in every run."""
+    number, last = 0, 0.0
+
+    def drive(runs: int) -> None:
+        nonlocal number, last
+        for _ in range(runs):
+            loss = step(batch).item()
+            number += 1
+            now = time.monotonic()
+            secs, last = now - last, now
+            writer.add_scalar("loss", loss, number)
+            if number > 1:
+                writer.add_scalar("global_step/sec", 1 / secs, number)
+                log.info("global_step/sec: %g", 1 / secs)
+                log.info("loss = %s, global_step = %s (%.3f sec)", loss, number, secs)
+        writer.flush()
+
+    return drive
+
+
+def due(loop: MonitoredLoop[Tensor], batch: Tensor, writer: SummaryWriter) -> Drive:
+    """The loop with ``due_hooks``; as by hand, the writer's thread has written everything at the end of a round."""
+    drive = over(loop.run, batch)
+
+    def drive_and_flush(runs: int) -> None:
+        drive(runs)
+        writer.flush()
+
+    return drive_and_flush
+
+
+def idle_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[str, Drive]:
+    """Runs in which nobody has anything to tell."""
+    step, batch = training.step, training.batch
+
+    def loop(hooks: Sequence[SessionRunHook]) -> Drive:
+        loop = stack.enter_context(MonitoredLoop(step, training.model, training.optimizer, hooks=hooks))
+        return over(loop.run, batch)
+
+    return {
+        BARE: over(step, batch),
+        WRAPPER: over(SmallestWrapper(step).run, batch),
+        **{name: loop(standard_hooks(number, folder)) for number, name in IDLE.items()},
+        TIMED: loop(timed_hooks(folder)),
+        NO_RUN_METHODS: loop([OnlyEnds() for _ in range(50)]),
+        CALLS: with_calls(UsersHook(), step, batch),
+        USER: loop([UsersHook()]),
+        USER_AND_50: loop([UsersHook(), *standard_hooks(50, folder)]),
+        NAN_BY_HAND: with_nan_check(step, batch),
+        NAN: loop([NanTensorHook("loss")]),
+    }
+
+
+def due_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[str, Drive]:
+    """Runs in which two lines and two events are written: by us to ``folder/due``, by hand to ``folder/hand``."""
+    step, batch = training.step, training.batch
+    hooks = due_hooks(folder / "due")
+    loop = stack.enter_context(MonitoredLoop(step, training.model, training.optimizer, hooks=hooks))
+    writer = stack.enter_context(SummaryWriter(str(folder / "hand")))
+    return {
+        BARE: over(step, batch),
+        DUE_BY_HAND: by_hand(step, batch, writer, logging.getLogger("by_hand")),
+        DUE: due(loop, batch, SummaryWriterCache.get(folder / "due")),
+    }
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------
+
+
+def log_to(folder: Path, stack: ExitStack) -> None:
+    """Let our lines and those written by hand go to files, in the same way."""
+    for name, file in (("torchhooks", "due.log"), ("by_hand", "hand.log")):
+        handler = logging.FileHandler(folder / file)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log = logging.getLogger(name)
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        stack.callback(handler.close)
+        stack.callback(log.removeHandler, handler)
+
+
+def timed(candidates: dict[str, Drive], runs: int, rounds: int) -> Rounds:
+    """Microseconds a run, the step included."""
+    return take_turns({name: partial(us_a_run, drive, runs) for name, drive in candidates.items()}, rounds)
+
+
+def timed_from_inside(candidates: dict[str, Drive], step: Stamped, runs: int, rounds: int) -> Rounds:
+    """Microseconds between two steps, the median of a round's runs."""
+
+    def around(drive: Drive) -> float:
+        step.reset()
+        drive(runs)
+        return median(step.gaps) / 1e3
+
+    return take_turns({name: partial(around, drive) for name, drive in candidates.items()}, rounds)
+
+
+Candidates = Callable[[Training, Path, ExitStack], dict[str, Drive]]
+
+
+def measure(make: Candidates, runs: int, rounds: int) -> tuple[Rounds, Rounds]:
+    """Both steps: the one that does nothing, and the real one with a twentieth of the runs."""
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        log_to(folder, stack)
+        empty = timed(make(nothing(), folder, stack), runs, rounds)
+        stack.pop_all().close()
+        if make is due_candidates:
+            check_same(folder)
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        log_to(Path(name), stack)
+        training = mlp()
+        step = Stamped(training.step)
+        candidates = make(training._replace(step=step), Path(name), stack)
+        real = timed_from_inside(candidates, step, max(runs // 20, 20), rounds)
+    return empty, real
+
+
+def check_same(folder: Path) -> None:
+    """Raise if what was written by hand is not what the hooks wrote, but for the numbers that are times."""
+
+    def written(name: str) -> tuple[Counter[str], dict[str, int]]:
+        text = (folder / f"{name}.log").read_text(encoding="utf-8")
+        lines = re.sub(r"(sec: |\()[\d.e+]+", r"\1", text).splitlines()
+        events = EventAccumulator(str(folder / name), {"scalars": 0}).Reload()
+        return Counter(lines), {tag: len(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
+
+    ours, hand = written("due"), written("hand")
+    # The first run has a line without seconds, which nobody would write by hand for one run.
+    ours[0].subtract(["loss = 0.125, global_step = 1"])
+    if (+ours[0], ours[1]) != hand:
+        raise AssertionError(f"not the same was written: {ours} by the hooks, {hand} by hand")
+
+
+# -- telling --------------------------------------------------------------------------------------------------------
+
+
+def shown(title: str, empty: Rounds, real: Rounds) -> str:
+    """Beyond the bare loop, for each step the least and the median of the rounds."""
+    header = [f"us a run beyond the bare loop, {title}", "nothing: least", "median", "real: least", "median"]
+    columns = {f"{BARE}, all of it": (empty[BARE], real[BARE])}
+    columns |= {name: (beyond(empty, name, BARE), beyond(real, name, BARE)) for name in empty if name != BARE}
+    rows = [
+        (name, min(of_empty), median(of_empty), min(of_real), median(of_real))
+        for name, (of_empty, of_real) in columns.items()
+    ]
+    return table(header, rows)
+
+
+def budgets(idle: Rounds, due: Rounds) -> list[Budget]:
+    """Those of the CPU, on the step that does nothing."""
+    wrapper = beyond(idle, WRAPPER, BARE)
+    loops = {number: beyond(idle, name, BARE) for number, name in IDLE.items()}
+    medians = [median(loop) for loop in loops.values()]
+    calls = median(beyond(idle, USER, CALLS))
+    by_hand = median_ratio(beyond(due, DUE, BARE), beyond(due, DUE_BY_HAND, BARE))
+    return [
+        *(
+            Budget(
+                f"an idle run with {number} standard hooks, beside the smallest wrapper",
+                median_ratio(loop, wrapper),
+                3,
+                "x",
+            )
+            for number, loop in loops.items()
+        ),
+        Budget("the dearest of these beside the cheapest", max(medians) / min(medians), 1.1, "x"),
+        Budget("a user's hook with both run methods, beyond its two calls", calls, 0.6, "us"),
+        Budget("a due run, beside the same lines and events by hand", by_hand, 1.2, "x"),
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--runs", type=int, default=10_000, help="runs a round and candidate (default: %(default)s)")
+    options.add_argument("--rounds", type=int, default=30, help="rounds (default: %(default)s)")
+    chosen = options.parse_args()
+    where = machine()
+    torch.set_num_threads(1)
+    print(describe(where), end="\n\n")
+    idle = measure(idle_candidates, chosen.runs, chosen.rounds)
+    print(shown("nobody has anything to tell", *idle), end="\n\n")
+    due = measure(due_candidates, max(chosen.runs // 50, 20), chosen.rounds)
+    print(shown("two lines and two events", *due), end="\n\n")
+    figures = {
+        f"{title}, {step}": rounds
+        for title, both in (("idle", idle), ("due", due))
+        for step, rounds in zip(("nothing", "real"), both, strict=True)
+    }
+    finish(chosen.results, "overhead", check=chosen.check, budgets=budgets(idle[0], due[0]), machine=where, us=figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The examples do what they say. digits.py is run shorter than a person runs it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchhooks.testing import log_lines
+
+ROOT = Path(__file__).parents[1]
+STEPS = 150
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def source(name: str) -> str:
+    return (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def read(logdir: Path) -> Any:
+    """The event files of ``logdir`` as TensorBoard has them in memory."""
+    events = EventAccumulator(str(logdir), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
+    events.Reload()
+    return events
+
+
+# -- digits.py ------------------------------------------------------------------------------------------------------
+
+
+class Digits(NamedTuple):
+    accuracy: float
+    lines: list[str]
+    events: Any
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Digits:
+    logdir = tmp_path_factory.mktemp("digits")
+    with log_lines() as lines:
+        accuracy = example("digits").train(STEPS, str(logdir))
+    return Digits(accuracy, [text for _, text in lines], read(logdir))
+
+
+def test_digits_learns_digits(digits: Digits) -> None:
+    assert digits.accuracy > 0.9
+
+
+def test_digits_logs_a_line_every_100_steps(digits: Digits) -> None:
+    steps = [match[1] for line in digits.lines if (match := re.match(r"step +(\d+): loss .* accuracy .* lr ", line))]
+    assert steps == ["1", "101"]
+
+
+@pytest.mark.parametrize("tag", ["train/loss", "train/accuracy", "train/lr"])
+def test_digits_writes_curves_that_tensorboard_reads(digits: Digits, tag: str) -> None:
+    assert [point.step for point in digits.events.Scalars(tag)] == [*range(1, STEPS, 20)]
+
+
+def test_the_loss_of_digits_falls(digits: Digits) -> None:
+    losses = [point.value for point in digits.events.Scalars("train/loss")]
+    assert losses[-1] < 0.5 < losses[0]
+
+
+def test_digits_writes_steps_per_second(digits: Digits) -> None:
+    assert [point.step for point in digits.events.Scalars("global_step/sec")] == [101]
+
+
+@pytest.mark.parametrize("tag", ["conv1/weight", "conv1/gradient", "head/output"])
+def test_digits_writes_histograms(digits: Digits, tag: str) -> None:
+    assert [histogram.step for histogram in digits.events.Histograms(tag)] == [*range(1, STEPS, 20)]
+
+
+def test_digits_writes_a_picture_of_16_digits(digits: Digits) -> None:
+    assert {(picture.width, picture.height) for picture in digits.events.Images("images")} == {(8 * 8, 2 * 8)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the order of a sum is not fixed")
+def test_digits_gives_the_same_curve_twice(digits: Digits, tmp_path: Path) -> None:
+    # As long as the learning rate, which is planned over all steps, so that a shorter run is another one.
+    example("digits").train(STEPS, str(tmp_path))
+    losses = [[point.value for point in events.Scalars("train/loss")] for events in (digits.events, read(tmp_path))]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def printed_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What digits.py prints when it is started without a folder for the log and for one step, which is not enough."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"is not above 0\.97: train for more than --steps 1$"):
+        example("digits").main(["--steps", "1"])
+    return capsys.readouterr().out
+
+
+def test_digits_fails_when_it_has_not_learned_enough(printed_too_early: str) -> None:
+    assert "Test accuracy: 0." in printed_too_early
+
+
+def test_digits_says_who_ended_it(printed_too_early: str) -> None:
+    assert "Ended by StopAtStepHook: step 1.\n" in printed_too_early
+
+
+def test_digits_says_how_to_look_at_its_log(printed_too_early: str, tmp_path: Path) -> None:
+    logdir = printed_too_early.split("tensorboard --logdir ")[1].strip()
+    assert read(tmp_path / logdir).Scalars("train/loss")
+
+
+def test_digits_writes_where_git_does_not_look(printed_too_early: str, tmp_path: Path) -> None:
+    assert [folder.name for folder in tmp_path.iterdir()] == ["runs"]
+    assert "runs/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
+def test_digits_without_scikit_learn_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit, match="pip install scikit-learn"):
+        example("digits")
+
+
+# -- plain.py and wrapped.py ----------------------------------------------------------------------------------------
+
+
+def test_wrapping_a_script_changes_at_most_ten_lines() -> None:
+    plain, wrapped = (source(name).splitlines() for name in ("plain", "wrapped"))
+    diff = list(difflib.unified_diff(plain, wrapped))[2:]
+    assert 0 < len([line for line in diff if line[0] in "+-"]) <= 10
+
+
+def test_the_wrapped_script_ends_with_the_same_bits() -> None:
+    plain, wrapped = (example(name).main().state_dict() for name in ("plain", "wrapped"))
+    assert plain.keys() == wrapped.keys()
+    assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
+
+
+def test_the_wrapped_script_logs_what_the_plain_one_prints(
+    capsys: pytest.CaptureFixture[str], lines: list[tuple[str, str]]
+) -> None:
+    example("plain").main()
+    example("wrapped").main()
+    printed = [float(line.removeprefix("loss = ")) for line in capsys.readouterr().out.splitlines()]
+    assert [float(line.split()[2]) for _, line in lines] == pytest.approx(printed, abs=1e-4)
+
+
+# -- custom_hook.py -------------------------------------------------------------------------------------------------
+
+custom_hook = example("custom_hook")
+ITS_TESTS = [value for name, value in vars(custom_hook).items() if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("its_test", ITS_TESTS, ids=lambda its_test: its_test.__name__)
+def test_the_custom_hook_passes_its_own_tests(its_test: Callable[[], None]) -> None:
+    its_test()
+
+
+def test_the_custom_hook_takes_under_20_lines() -> None:
+    hook = source("custom_hook").partition("class StopWhenNoBetter")[2].partition("\n\n\n")[0]
+    assert len(hook.splitlines()) < 20
+
+
+def test_the_custom_hook_stops_a_real_training(capsys: pytest.CaptureFixture[str]) -> None:
+    custom_hook.main()
+    assert re.fullmatch(r"\d+ steps, ended by StopWhenNoBetter: .*\n", capsys.readouterr().out)

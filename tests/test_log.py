@@ -1,0 +1,177 @@
+"""Who sees the log lines: everybody once, whether they configured logging or not, and whenever they did."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+
+import pytest
+
+from torchhooks import LoggingTensorHook, MonitoredLoop
+
+OURS = logging.getLogger("torchhooks")
+LINE = "INFO:torchhooks:{} = 0.5"
+
+
+class Seen:
+    """What a person sees."""
+
+    def __init__(self) -> None:
+        self.stdout, self.stderr = io.StringIO(), io.StringIO()
+
+    @property
+    def out(self) -> list[str]:
+        return self.stdout.getvalue().splitlines()
+
+    @property
+    def err(self) -> list[str]:
+        return self.stderr.getvalue().splitlines()
+
+
+@contextmanager
+def unconfigured() -> Iterator[Seen]:
+    """Logging as in a process in which nobody has touched it. No fixture: pytest adds its handlers after those."""
+    children = [logging.getLogger(name) for name in ("torchhooks.hooks", "torchhooks.mine.deeper", "torch")]
+    loggers = [logging.getLogger(), OURS, *children]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    for logger in loggers:
+        logger.handlers.clear()
+        logger.setLevel(logging.WARNING if logger is logging.root else logging.NOTSET)
+    seen = Seen()
+    try:
+        with redirect_stdout(seen.stdout), redirect_stderr(seen.stderr):
+            yield seen
+    finally:
+        for logger, level, handlers in before:
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
+
+
+def loop(tag: str) -> None:
+    with MonitoredLoop(lambda: 0.5, hooks=[LoggingTensorHook({tag: "loss"}, every_n_iter=1)]) as loop:
+        loop.run()
+
+
+def to_stdout(level: str) -> None:
+    """What a person does who configures logging."""
+    logging.basicConfig(level=level, stream=sys.stdout, format="%(message)s")
+
+
+def test_a_person_who_configured_nothing_sees_each_line_once_on_stderr() -> None:
+    with unconfigured() as seen:
+        loop("a")
+        loop("b")
+    assert (seen.out, seen.err) == ([], [LINE.format("a"), LINE.format("b")])
+
+
+def test_a_person_who_configured_logging_sees_each_line_once_where_they_said() -> None:
+    with unconfigured() as seen:
+        to_stdout("INFO")
+        loop("a")
+        loop("b")
+    assert (seen.out, seen.err) == (["a = 0.5", "b = 0.5"], [])
+
+
+def test_a_person_who_configures_logging_between_two_loops_sees_the_second_where_they_said() -> None:
+    with unconfigured() as seen:
+        loop("a")
+        to_stdout("INFO")
+        loop("b")
+    assert (seen.out, seen.err) == (["b = 0.5"], [LINE.format("a")])
+
+
+def test_a_person_who_configured_a_higher_level_sees_no_lines() -> None:
+    with unconfigured() as seen:
+        to_stdout("WARNING")
+        loop("a")
+    assert (seen.out, seen.err) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["torchhooks", "torchhooks.hooks", "torchhooks.mine.deeper"])
+def test_a_handler_on_the_logger_or_a_child_counts_as_configured(name: str) -> None:
+    with unconfigured() as seen:
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        loop("a")
+    assert (seen.out, seen.err) == ([], [])
+
+
+def test_a_handler_on_the_logger_gets_each_line_once() -> None:
+    with unconfigured() as seen:
+        OURS.addHandler(logging.StreamHandler(sys.stdout))
+        OURS.setLevel("INFO")
+        loop("a")
+    assert (seen.out, seen.err) == (["a = 0.5"], [])
+
+
+def test_a_handler_on_a_logger_of_somebody_else_does_not_count() -> None:
+    with unconfigured() as seen:
+        logging.getLogger("torch").addHandler(logging.NullHandler())
+        loop("a")
+    assert (seen.out, seen.err) == ([], [LINE.format("a")])
+
+
+def test_a_level_that_a_person_set_on_the_logger_is_kept() -> None:
+    with unconfigured() as seen:
+        OURS.setLevel("WARNING")
+        loop("a")
+    assert (seen.out, seen.err) == ([], [])
+
+
+def test_a_level_that_a_person_set_on_the_logger_outlives_our_handler() -> None:
+    with unconfigured() as seen:
+        OURS.setLevel("WARNING")
+        loop("a")
+        to_stdout("INFO")
+        loop("b")
+    assert (seen.out, seen.err) == ([], [])
+
+
+def test_a_level_that_a_person_set_after_us_outlives_our_handler() -> None:
+    with unconfigured() as seen:
+        loop("a")
+        OURS.setLevel("WARNING")
+        to_stdout("INFO")
+        loop("b")
+    assert (seen.out, seen.err) == ([], [LINE.format("a")])
+
+
+def test_the_level_that_was_ours_goes_with_our_handler() -> None:
+    with unconfigured():
+        loop("a")
+        to_stdout("INFO")
+        loop("b")
+        assert (OURS.level, OURS.handlers) == (logging.NOTSET, [])
+
+
+def test_a_stderr_that_was_replaced_meanwhile_gets_the_lines() -> None:
+    with unconfigured() as seen:
+        loop("a")
+        with redirect_stderr(sys.stdout):
+            loop("b")
+    assert (seen.out, seen.err) == ([LINE.format("b")], [LINE.format("a")])
+
+
+PROGRAM = """
+import logging, sys
+from torchhooks import LoggingTensorHook, MonitoredLoop
+{}
+with MonitoredLoop(lambda: 0.5, hooks=[LoggingTensorHook(["loss"], every_n_iter=1)]) as loop:
+    loop.run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("configured", "out", "err"),
+    [
+        ("", "", "INFO:torchhooks:loss = 0.5\n"),
+        ("logging.basicConfig(level='INFO', stream=sys.stdout)", "INFO:torchhooks:loss = 0.5\n", ""),
+    ],
+)
+def test_it_is_so_in_a_process_of_its_own(configured: str, out: str, err: str) -> None:
+    code = PROGRAM.format(configured)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == (out, err)

@@ -1,0 +1,152 @@
+"""A loop costs nothing on the steps on which nobody has work, and keeps nothing of those that are over."""
+
+import logging
+import os
+import sys
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchhooks import (
+    FeedFnHook,
+    FinalOpsHook,
+    GlobalStepWaiterHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    NanTensorHook,
+    SessionRunHook,
+    StepCounterHook,
+    StopAtStepHook,
+    SummarySaverHook,
+)
+from torchhooks.testing import RecordingWriter
+
+STEPS = 100_000
+WARM = 1_000
+
+
+def step(x: float) -> float:
+    return x
+
+
+def half() -> float:
+    return 0.5
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lines_to_nowhere() -> Iterator[None]:
+    """Every line is made, and nobody keeps it: not pytest either, which takes hold of the logger before a test runs."""
+    logger = logging.getLogger("torchhooks")
+    before = logger.handlers, logger.level, logger.propagate
+    logger.handlers, logger.propagate = [logging.NullHandler()], False
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.handlers, level, logger.propagate = before
+        logger.setLevel(level)
+
+
+def all_hooks(folder: Path) -> list[SessionRunHook]:
+    feeds = {"x": 0.5}
+    return [
+        StepCounterHook(100, output_dir=folder),
+        SummarySaverHook(save_steps=100, output_dir=folder, summary_op={"loss": "loss", "x": "x"}),
+        LoggingTensorHook({"loss": "loss", "twice": lambda loss: loss * 2}, every_n_iter=100, at_end=True),
+        NanTensorHook("loss"),
+        FeedFnHook(lambda: feeds),
+        GlobalStepWaiterHook(0),
+        FinalOpsHook("global_step"),
+        StopAtStepHook(last_step=STEPS),
+    ]
+
+
+def growth(folder: Path, measure: Callable[[], int]) -> int:
+    """How much more there is at the last step than once everything has been used for a while."""
+    with lines_to_nowhere(), MonitoredLoop(step, hooks=all_hooks(folder)) as loop:
+        while loop.global_step < WARM:
+            loop.run()
+        before = measure()
+        while not loop.should_stop():
+            loop.run()
+        grown = measure() - before
+    assert loop.global_step == STEPS
+    return grown
+
+
+def traced_bytes() -> int:
+    if not tracemalloc.is_tracing():
+        tracemalloc.start()  # only here: what was there before is none of what has grown
+    return tracemalloc.get_traced_memory()[0]
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_hundred_thousand_steps_with_all_hooks_leave_no_objects_behind(tmp_path: Path) -> None:
+    try:
+        assert growth(tmp_path, traced_bytes) < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say in /proc how much it gave")
+def test_a_hundred_thousand_steps_with_all_hooks_leave_the_process_as_big_as_it_was(tmp_path: Path) -> None:
+    assert growth(tmp_path, resident_bytes) < 4 << 20
+
+
+# -- what an idle run costs -------------------------------------------------------------------------------------------
+
+
+def far_away() -> list[SessionRunHook]:
+    """Fifty standard hooks, each with work in its first run at most and then not for long."""
+    far, writer = 10**9, RecordingWriter()
+    return [
+        hook
+        for _ in range(10)
+        for hook in (
+            StepCounterHook(far),
+            SummarySaverHook(save_steps=far, summary_writer=writer, summary_op={"loss": "loss"}),
+            LoggingTensorHook(["loss"], every_n_iter=far),
+            StopAtStepHook(last_step=far),
+            FinalOpsHook("loss"),
+        )
+    ]
+
+
+def calls_of_an_idle_run(hooks: list[SessionRunHook]) -> Counter[tuple[str, str]]:
+    """Every call that one run makes, in Python and out of it."""
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            calls[event, frame.f_code.co_name if event == "call" else argument.__name__] += 1
+
+    with MonitoredLoop(half, hooks=hooks) as loop:
+        loop.run()
+        sys.setprofile(count)
+        loop.run()
+        sys.setprofile(None)
+    return calls
+
+
+def test_an_idle_run_makes_the_same_calls_with_fifty_hooks_as_with_none() -> None:
+    hooks = far_away()
+    assert len(hooks) == 50
+    assert calls_of_an_idle_run(hooks) == calls_of_an_idle_run([])
+
+
+def test_an_idle_run_calls_nothing_but_the_step() -> None:
+    calls = calls_of_an_idle_run([])
+    del calls["c_call", "setprofile"]  # the end of the count
+    assert calls == {("call", "run"): 1, ("call", "half"): 1}

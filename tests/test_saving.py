@@ -1,0 +1,345 @@
+"""SummarySaverHook: what is written, when, where, and that TensorBoard reads it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from torchhooks import MonitoredLoop, Scaffold, StepCounterHook, SummarySaverHook, summary
+from torchhooks.testing import RecordingWriter, trace
+
+LOSS = {"loss": "loss"}
+
+
+def written(losses: list[Any], *, start_step: int = 0, secs: float = 1.0, **arguments: Any) -> list[tuple[Any, ...]]:
+    """What a saver wrote in a loop of its own, the START left out."""
+    writer = RecordingWriter()
+    given: dict[str, Any] = {"summary_op": LOSS, "summary_writer": writer, **arguments}
+    hook = SummarySaverHook(**given)
+    trace(hook, losses=losses, start_step=start_step, secs=secs)
+    return [record for record in writer.records if record[0] != "session_log"]
+
+
+def steps(records: list[tuple[Any, ...]]) -> list[int]:
+    return [record[-1] for record in records]
+
+
+def read(folder: Path) -> Any:
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0}).Reload()
+
+
+def events(folder: Path) -> list[Any]:
+    return [event for file in sorted(folder.iterdir()) for event in EventFileLoader(str(file)).Load()]
+
+
+# -- when -------------------------------------------------------------------------------------------------------------
+
+
+def test_writes_in_the_first_run_and_a_period_after_each() -> None:
+    assert steps(written([0.5] * 18, save_steps=8)) == [1, 9, 17]
+
+
+def test_goes_on_from_a_later_step() -> None:
+    assert steps(written([0.5] * 10, save_steps=4, start_step=50)) == [51, 55, 59]
+
+
+def test_a_period_of_seconds_goes_by_the_clock_at_the_beginning_of_a_run() -> None:
+    assert steps(written([0.5] * 6, save_secs=2.0, secs=0.75)) == [1, 5]
+
+
+def saved_with(moves: list[int | None], save_steps: int) -> list[int]:
+    """The steps of the summaries of a loop whose runs move the step: by a number, or back to 0 where it is None."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
+
+    def step(move: int | None) -> float:
+        if move is None:
+            loop.session.global_step = 0
+        for _ in range(move or 0):
+            optimizer.step()
+        return 0.5
+
+    writer = RecordingWriter()
+    hook = SummarySaverHook(save_steps, summary_writer=writer, summary_op=LOSS)
+    with MonitoredLoop(step, None, optimizer, hooks=[hook], step_unit="optimizer_step") as loop:
+        for move in moves:
+            loop.run(move)
+    return [step for step, _ in writer.scalars["loss"]]
+
+
+@pytest.mark.parametrize(
+    ("moves", "saved"),
+    [
+        ([1] * 9, [1, 5, 9]),
+        ([3] * 6, [3, 9, 15]),  # before the run that ends at 6 the step is 3: the next could be 4, which is not due
+        ([1, 1, 1, 1, 0, 0, 1], [1, 4]),  # the run that was due stayed where it was
+    ],
+)
+def test_decides_before_the_run_on_the_step_that_would_be_next(moves: list[int | None], saved: list[int]) -> None:
+    assert saved_with(moves, 4) == saved
+
+
+def test_a_step_that_goes_back_is_waited_for() -> None:
+    assert saved_with([1, 1, None, 1, 1, 1, 1, 1], 3) == [1, 4]
+
+
+def test_what_is_not_saved_is_not_evaluated() -> None:
+    calls: list[int] = []
+
+    def count_calls() -> float:
+        calls.append(1)
+        return 0.5
+
+    written([0.5] * 9, save_steps=4, summary_op={"n": count_calls})
+    assert len(calls) == 3
+
+
+# -- START ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_run_writes_a_start_before_its_summaries() -> None:
+    writer = RecordingWriter()
+    trace(SummarySaverHook(2, summary_writer=writer, summary_op=LOSS), losses=[0.5] * 3, start_step=7)
+    assert writer.records == [
+        ("session_log", "START", 8),
+        ("scalar", "loss", 0.5, 8),
+        ("scalar", "loss", 0.5, 10),
+    ]
+
+
+def test_a_start_is_written_once_for_each_begin() -> None:
+    writer = RecordingWriter()
+    hook = SummarySaverHook(1, summary_writer=writer, summary_op=LOSS)
+    for _ in range(2):
+        trace(hook, losses=[0.5] * 3)
+    assert [record for record in writer.records if record[0] == "session_log"] == [("session_log", "START", 1)] * 2
+
+
+def test_a_second_session_within_a_loop_has_no_start_of_its_own() -> None:
+    writer = RecordingWriter()
+    hook = SummarySaverHook(1, summary_writer=writer, summary_op=LOSS)
+    with MonitoredLoop(lambda: 0.5, hooks=[hook]) as loop:
+        loop.run()
+        hook.after_create_session(loop.session, loop._coord)
+        loop.run()
+    assert [kind for kind, *_ in writer.records] == ["session_log", "scalar", "scalar"]
+
+
+def test_a_loop_without_a_run_has_no_start() -> None:
+    writer = RecordingWriter()
+    trace(SummarySaverHook(1, summary_writer=writer, summary_op=LOSS), losses=[])
+    assert writer.records == []
+
+
+def test_tensorboard_forgets_what_an_earlier_process_wrote_beyond_the_step_it_goes_on_from(tmp_path: Path) -> None:
+    trace(SummarySaverHook(1, output_dir=tmp_path, summary_op=LOSS), losses=[0.5] * 6)
+    trace(SummarySaverHook(1, output_dir=tmp_path, summary_op=LOSS), losses=[0.25] * 2, start_step=3)
+    assert [(point.step, point.value) for point in read(tmp_path).Scalars("loss")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.5),
+        (4, 0.25),
+        (5, 0.25),
+    ]
+
+
+# -- what -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_op_reaches_tensorboard_through_the_loop(tmp_path: Path) -> None:
+    ops = [
+        {"loss": "loss"},
+        summary.histogram("weights", "weight"),
+        summary.image("picture", lambda: torch.rand(3, 4, 4)),
+        summary.text("note", lambda loss: f"loss {loss:.1f}"),
+        summary.figure("plot", Figure),
+    ]
+    trace(SummarySaverHook(1, output_dir=tmp_path, summary_op=ops), losses=[0.5], model=torch.nn.Linear(4, 4))
+    tags = read(tmp_path).Tags()
+    assert tags["scalars"] == ["loss"]
+    assert tags["histograms"] == ["weights"]
+    assert sorted(tags["images"]) == ["picture", "plot"]
+    assert tags["tensors"] == ["note/text_summary"]
+
+
+def test_the_step_and_the_wall_time_are_those_of_the_run(tmp_path: Path) -> None:
+    before = time.time()
+    trace(SummarySaverHook(1, output_dir=tmp_path, summary_op=LOSS), losses=[0.5], start_step=6)
+    (event,) = [event for event in events(tmp_path) if event.summary.value]
+    assert event.step == 7
+    assert before <= event.wall_time <= time.time()
+
+
+def test_the_values_are_those_of_the_run_although_they_change_later() -> None:
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.bias)
+
+    def step() -> None:
+        with torch.no_grad():
+            model.bias.add_(1)
+
+    writer = RecordingWriter()
+    hook = SummarySaverHook(1, summary_writer=writer, summary_op={"bias": "bias"})
+    with MonitoredLoop(step, model, hooks=[hook]) as loop:
+        loop.run()
+        loop.run()
+    assert writer.scalars == {"bias": [(1, 1.0), (2, 2.0)]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, True, 3, np.array(3.0), torch.tensor(3.0, dtype=torch.bfloat16), torch.tensor([[3.0]])],
+    ids=repr,
+)
+def test_every_kind_of_number_is_a_point_of_the_curve(value: Any, tmp_path: Path) -> None:
+    trace(SummarySaverHook(1, output_dir=tmp_path, summary_op={"v": "v"}), losses=[{"v": value}])
+    (point,) = read(tmp_path).Scalars("v")
+    assert point.value == pytest.approx(float(value), nan_ok=True)
+
+
+def test_a_scalar_of_many_elements_is_an_error_of_that_run_that_says_so() -> None:
+    with pytest.raises(ValueError, match=r"scalar 'loss': got shape \(3,\), 3 elements"):
+        written([torch.ones(3)], save_steps=1)
+
+
+def test_a_scaffold_has_the_op() -> None:
+    scaffold = Scaffold(summary_op={"twice": lambda loss: loss * 2})
+    assert written([0.5], save_steps=1, scaffold=scaffold, summary_op=None) == [("scalar", "twice", 1.0, 1)]
+
+
+def test_the_op_of_a_scaffold_is_looked_up_when_the_loop_begins() -> None:
+    scaffold, writer = Scaffold(), RecordingWriter()
+    hook = SummarySaverHook(1, summary_writer=writer, scaffold=scaffold)
+    scaffold.summary_op = LOSS
+    trace(hook, losses=[0.5])
+    assert writer.scalars == {"loss": [(1, 0.5)]}
+
+
+def test_a_scaffold_without_an_op_writes_only_the_start() -> None:
+    writer = RecordingWriter()
+    trace(SummarySaverHook(1, summary_writer=writer, scaffold=Scaffold()), losses=[0.5] * 3)
+    assert writer.records == [("session_log", "START", 1)]
+
+
+# -- where ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_counter_and_a_saver_share_the_writer_of_a_folder(tmp_path: Path) -> None:
+    counter = StepCounterHook(1, output_dir=tmp_path)
+    trace(counter, SummarySaverHook(1, output_dir=tmp_path, summary_op=LOSS), losses=[0.5] * 3)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert {tag: len(read(tmp_path).Scalars(tag)) for tag in ("loss", "global_step/sec")} == {
+        "loss": 3,
+        "global_step/sec": 2,
+    }
+
+
+FAILURES: dict[str, Any] = {
+    "none": [],
+    "in the step": [ValueError],
+    "StopIteration in the step": [StopIteration],
+    "an interrupt": [KeyboardInterrupt],
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_summaries_are_in_the_file_on_every_way_out(failure: str, tmp_path: Path) -> None:
+    losses = [0.5, 0.5, 0.5, *FAILURES[failure]]
+    trace(
+        SummarySaverHook(1, output_dir=tmp_path, summary_op=LOSS), losses=losses, catch=(ValueError, KeyboardInterrupt)
+    )
+    assert [point.step for point in read(tmp_path).Scalars("loss")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_writer_that_was_given_is_flushed_and_not_closed(failure: str) -> None:
+    writer = RecordingWriter()
+    hook = SummarySaverHook(1, summary_writer=writer, summary_op=LOSS)
+    trace(hook, losses=[0.5, *FAILURES[failure]], catch=(ValueError, KeyboardInterrupt))
+    assert (writer.flushed, writer.closed) == (1, 0)
+
+
+def test_a_writer_that_lacks_what_an_op_needs_is_refused_when_the_loop_is_created() -> None:
+    class Curves:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            """Take it."""
+
+        def flush(self) -> None:
+            """Nothing to flush."""
+
+    hook = SummarySaverHook(1, summary_writer=Curves(), summary_op=summary.histogram("w", "weight"))
+    with pytest.raises(TypeError, match=r"Curves has no add_histogram\(\), which histogram\('w', 'weight'\) needs"):
+        MonitoredLoop(lambda: None, hooks=[hook])
+
+
+def test_nowhere_to_write_to_is_warned_of_and_nothing_is_evaluated() -> None:
+    calls: list[int] = []
+    hook = SummarySaverHook(1, summary_op={"n": lambda: calls.append(1)})
+    ((level, text),) = trace(hook).lines
+    assert (level, calls) == ("WARNING", [])
+    assert "has neither output_dir nor summary_writer: it writes nothing" in text
+
+
+def test_a_saver_that_is_used_again_starts_fresh(tmp_path: Path) -> None:
+    hook = SummarySaverHook(4, output_dir=tmp_path, summary_op=LOSS)
+    trace(hook, losses=[0.5] * 2)
+    trace(hook, losses=[0.5] * 2, start_step=2)
+    assert [point.step for point in read(tmp_path).Scalars("loss")] == [1, 3]
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save_steps", [0, -1, 2.5, True, "10"])
+def test_refuses_what_is_no_number_of_steps(save_steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"save_steps={save_steps!r}: must be a whole number, 1 or more"):
+        SummarySaverHook(save_steps, summary_op=LOSS)
+
+
+@pytest.mark.parametrize("save_secs", [-1, math.nan, "soon"])
+def test_refuses_what_is_no_period(save_secs: Any) -> None:
+    with pytest.raises(ValueError, match=f"save_secs={save_secs!r}: a period is a number of seconds, 0 or more"):
+        SummarySaverHook(save_secs=save_secs, summary_op=LOSS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_steps": 1}, "scaffold=None, summary_op=None: give SummarySaverHook exactly one"),
+        ({"save_steps": 1, "scaffold": Scaffold(), "summary_op": LOSS}, "give SummarySaverHook exactly one"),
+        ({"summary_op": LOSS}, "save_steps=None, save_secs=None: give SummarySaverHook exactly one"),
+        ({"save_steps": 1, "save_secs": 2.5, "summary_op": LOSS}, "save_steps=1, save_secs=2.5: give"),
+        (
+            {"save_steps": 1, "output_dir": "d", "summary_writer": 5, "summary_op": LOSS},
+            "output_dir='d', summary_writer=5: give one, not both",
+        ),
+    ],
+)
+def test_refuses_what_contradicts_itself_and_shows_it(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SummarySaverHook(**arguments)
+
+
+def test_refuses_two_ops_with_one_tag_when_it_is_made() -> None:
+    with pytest.raises(ValueError, match="both write 'loss'"):
+        SummarySaverHook(1, summary_op=["loss", summary.text("loss", "note")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SummarySaverHook(save_steps=10, output_dir='runs', summary_op={'loss': 'loss'})",
+        "SummarySaverHook(save_secs=2.5, summary_op='loss')",
+    ],
+)
+def test_a_repr_can_be_pasted_back(text: str) -> None:
+    assert repr(eval(text)) == text

@@ -1,0 +1,368 @@
+"""Hooks that stop a loop, or keep it from starting."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from torchhooks import (
+    Coordinator,
+    GlobalStepWaiterHook,
+    LifecycleError,
+    LooperThread,
+    MonitoredLoop,
+    NanLossDuringTrainingError,
+    NanTensorHook,
+    Session,
+    SessionRunHook,
+    StopAtStepHook,
+)
+from torchhooks.testing import RecordingHook, trace
+
+NAN, INF = math.nan, math.inf
+
+
+# -- StopAtStepHook ---------------------------------------------------------------------------------------------------
+
+
+def test_stops_in_the_run_that_reaches_the_last_step() -> None:
+    assert trace(StopAtStepHook(last_step=3), losses=[0.1] * 9).steps == [1, 2, 3]
+
+
+def test_makes_a_number_of_steps_from_where_the_session_begins() -> None:
+    assert trace(StopAtStepHook(2), losses=[0.1] * 9, start_step=10).steps == [11, 12]
+
+
+@pytest.mark.parametrize("last_step", [0, 4, 5])
+def test_a_loop_that_starts_at_its_last_step_or_beyond_makes_one_run(last_step: int) -> None:
+    assert trace(StopAtStepHook(last_step=last_step), losses=[0.1] * 9, start_step=5).steps == [6]
+
+
+def test_the_reason_for_the_stop_is_the_hook_and_the_step() -> None:
+    assert trace(StopAtStepHook(last_step=2), losses=[0.1] * 9).stop_reason == "StopAtStepHook: step 2"
+
+
+class StepsInRun:
+    """A step of which each run counts as many steps as it is told."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = list(counts)
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
+
+    def step(self) -> None:
+        for _ in range(self.counts.pop(0)):
+            self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("counts", "runs"), [([0, 0, 2, 0, 1, 1], 5), ([5, 1], 1), ([2, 2, 2], 2), ([0, 0, 0, 3], 4), ([1, 1, 1, 1], 3)]
+)
+def test_the_real_step_decides_in_runs_of_no_steps_or_several(counts: list[int], runs: int) -> None:
+    training = StepsInRun(counts)
+    hooks = [StopAtStepHook(last_step=3)]
+    with MonitoredLoop(training.step, None, training.optimizer, hooks=hooks, step_unit="optimizer_step") as loop:
+        while not loop.should_stop():
+            loop.run()
+    assert len(counts) - len(training.counts) == runs
+
+
+def test_a_step_that_goes_back_makes_the_loop_longer() -> None:
+    with MonitoredLoop(lambda: None, hooks=[StopAtStepHook(last_step=4)]) as loop:
+        for run in loop.until_stop(range(20)):
+            loop.run()
+            if run == 2:
+                loop.session.global_step = 0
+    assert run == 6
+
+
+def test_a_hook_that_is_used_again_counts_from_where_the_second_loop_begins() -> None:
+    hook = StopAtStepHook(num_steps=2)
+    trace(hook, losses=[0.1] * 9)
+    assert trace(hook, losses=[0.1] * 9, start_step=50).steps == [51, 52]
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 2.5, True, "10", NAN])
+def test_refuses_what_is_no_number_of_steps(num_steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"num_steps={num_steps!r}: must be a whole number, 1 or more"):
+        StopAtStepHook(num_steps)
+
+
+@pytest.mark.parametrize("last_step", [2.0, True, False, "10", NAN])
+def test_refuses_what_is_no_step(last_step: Any) -> None:
+    with pytest.raises(ValueError, match=f"last_step={last_step!r}: must be a whole number"):
+        StopAtStepHook(last_step=last_step)
+
+
+def test_refuses_a_step_below_zero() -> None:
+    with pytest.raises(ValueError, match="last_step=-1: must be 0 or more"):
+        StopAtStepHook(last_step=-1)
+
+
+def test_a_step_may_be_any_kind_of_integer() -> None:
+    assert trace(StopAtStepHook(last_step=np.int64(2)), losses=[0.1] * 9).steps == [1, 2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_steps", [0, 5])
+def test_refuses_both_and_shows_them(num_steps: int) -> None:
+    with pytest.raises(ValueError, match=rf"StopAtStepHook\(num_steps={num_steps}, last_step=9\): give one .*not both"):
+        StopAtStepHook(num_steps=num_steps, last_step=9)
+
+
+def test_refuses_neither() -> None:
+    with pytest.raises(ValueError, match=r"StopAtStepHook\(\): give one of num_steps and last_step$"):
+        StopAtStepHook()
+
+
+# -- NanTensorHook ----------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+def first_bad_run(value: Any, **arguments: Any) -> int | None:
+    """After how many good runs a hook that watches ``value`` fails; ``None`` if it never does."""
+    hook = NanTensorHook("watched", **arguments)
+    losses = [{"watched": 0.5}, {"watched": value}, {"watched": 0.5}]
+    seen = trace(hook, losses=losses, catch=NanLossDuringTrainingError)
+    return None if seen.error is None else len(seen.steps)
+
+
+def halves(dtype: torch.dtype, bad: float) -> torch.Tensor:
+    return torch.tensor([0.5, bad, 0.5]).to(dtype)
+
+
+WITH_NAN = {
+    "float": NAN,
+    "complex": complex(0.0, NAN),
+    "numpy scalar": np.float32(NAN),
+    "numpy float64": np.float64(NAN),
+    "numpy 0-d": np.array(NAN),
+    "numpy array": np.array([[0.5, NAN]]),
+    "tensor": torch.tensor(NAN),
+    "complex tensor": torch.tensor(complex(NAN, 0.0)),
+    "tensor of one": torch.tensor([[NAN]]),
+    "tensor of many": halves(torch.float32, NAN),
+    "bfloat16": halves(torch.bfloat16, NAN),
+    "half": halves(torch.float16, NAN),
+    "float64": halves(torch.float64, NAN),
+    "float8": halves(torch.float8_e4m3fn, NAN),
+    "complex of many": torch.tensor([1.0, complex(NAN, 0.0)]),
+    "sparse": halves(torch.float32, NAN).to_sparse(),
+    "nan beside inf": torch.tensor([INF, NAN]),
+    "nested": {"a": [0.5, Point(0.5, torch.tensor([NAN]))]},
+    "with a gradient": torch.tensor(NAN, requires_grad=True),
+}
+WITH_INF = {
+    "float": INF,
+    "minus": -INF,
+    "complex": complex(0.0, -INF),
+    "numpy array": np.array([0.5, INF]),
+    "tensor": torch.tensor(-INF),
+    "bfloat16": halves(torch.bfloat16, INF),
+    "nested": [0.5, {"a": torch.tensor([INF])}],
+}
+FINE = {
+    "float": 0.5,
+    "int": 7,
+    "huge int": 10**400,
+    "bool": True,
+    "numpy int": np.int64(3),
+    "numpy bools": np.array([True, False]),
+    "int tensor": torch.tensor([1, 2]),
+    "int tensor of one": torch.tensor(2**60),
+    "bool tensor": torch.tensor([True, False]),
+    "nothing at all": torch.ones(0),
+    "empty list": [],
+    "nested": Point([0.5], {"a": torch.ones(3)}),
+}
+
+
+@pytest.mark.parametrize("value", WITH_NAN.values(), ids=WITH_NAN)
+def test_one_nan_is_enough_whatever_it_is_in(value: Any) -> None:
+    assert first_bad_run(value) == 1
+
+
+@pytest.mark.parametrize("value", WITH_INF.values(), ids=WITH_INF)
+def test_an_infinity_passes(value: Any) -> None:
+    assert first_bad_run(value) is None
+
+
+@pytest.mark.parametrize("value", WITH_INF.values(), ids=WITH_INF)
+def test_an_infinity_is_refused_on_request(value: Any) -> None:
+    assert first_bad_run(value, also_inf=True) == 1
+
+
+@pytest.mark.parametrize("value", FINE.values(), ids=FINE)
+def test_numbers_pass(value: Any) -> None:
+    assert first_bad_run(value, also_inf=True) is None
+
+
+@pytest.mark.parametrize("value", [None, "nan", object(), np.array("nan"), np.array(None), [0.5, None]], ids=repr)
+def test_what_is_no_number_is_an_error_that_says_what_to_watch(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"NanTensorHook got .*: watch numbers, tensors or arrays"):
+        first_bad_run(value)
+
+
+def test_watches_any_fetch() -> None:
+    hook = NanTensorHook({"twice": lambda loss: loss * 2, "bias": "bias"})
+    seen = trace(hook, losses=[0.5, NAN], model=torch.nn.Linear(1, 1), catch=NanLossDuringTrainingError)
+    assert seen.steps == [1]
+
+
+def test_the_error_has_the_fetch_the_step_and_the_way_out() -> None:
+    with pytest.raises(NanLossDuringTrainingError, match=r"loss is NaN at step 8\. .*fail_on_nan_loss=False"):
+        trace(NanTensorHook("loss"), losses=[NAN], start_step=7)
+
+
+def test_the_error_tells_an_infinity_from_nan() -> None:
+    with pytest.raises(NanLossDuringTrainingError, match="loss is infinite at step 1"):
+        trace(NanTensorHook("loss", also_inf=True), losses=[INF])
+
+
+def test_the_error_is_a_runtime_error() -> None:
+    with pytest.raises(RuntimeError):
+        trace(NanTensorHook("loss"), losses=[NAN])
+
+
+def test_the_failure_is_logged_as_an_error() -> None:
+    seen = trace(NanTensorHook("loss"), losses=[NAN], catch=NanLossDuringTrainingError)
+    assert seen.lines == [("ERROR", "loss is NaN at step 1: training fails")]
+
+
+def test_stops_instead_of_failing_on_request() -> None:
+    seen = trace(NanTensorHook("loss", fail_on_nan_loss=False), losses=[0.5, NAN, 0.5])
+    assert (seen.steps, seen.stop_reason) == ([1, 2], "NanTensorHook: loss is NaN at step 2")
+
+
+def test_a_stop_is_logged_as_a_warning() -> None:
+    lines = trace(NanTensorHook("loss", fail_on_nan_loss=False), losses=[NAN]).lines
+    assert lines == [("WARNING", "loss is NaN at step 1: training stops")]
+
+
+def test_a_hook_that_found_nan_may_be_used_again() -> None:
+    hook = NanTensorHook("loss", fail_on_nan_loss=False)
+    trace(hook, losses=[NAN])
+    assert trace(hook, losses=[0.5, 0.5]).steps == [1, 2]
+
+
+# -- GlobalStepWaiterHook ---------------------------------------------------------------------------------------------
+
+
+class Advances(SessionRunHook):
+    """Advances the step in the background, as the other workers would."""
+
+    def __init__(self, up_to: int, raises: Exception | None = None) -> None:
+        self.up_to, self.raises = up_to, raises
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        def advance() -> None:
+            if session.global_step < self.up_to:
+                session.global_step += 1
+            elif self.raises is not None:
+                raise self.raises
+
+        LooperThread.loop(coord, 0.001, advance)
+
+
+def first_step_seen(*hooks: SessionRunHook) -> int:
+    seen = RecordingHook(stop_at=1)
+    trace(*hooks, seen)
+    return int(seen.calls[3][2])
+
+
+def test_the_first_run_waits_for_the_step() -> None:
+    assert first_step_seen(Advances(20), GlobalStepWaiterHook(20)) == 21
+
+
+@pytest.mark.parametrize("step", [0, -5])
+def test_nothing_is_waited_for_at_zero_or_less(step: int) -> None:
+    assert trace(GlobalStepWaiterHook(step), losses=[0.1]).lines == []
+
+
+def test_a_step_that_is_reached_already_is_not_waited_for() -> None:
+    assert trace(GlobalStepWaiterHook(5), losses=[0.1], start_step=5).lines == []
+
+
+def test_what_is_waited_for_is_logged() -> None:
+    lines = trace(GlobalStepWaiterHook(5), start_step=2, catch=LifecycleError).lines
+    assert lines == [("INFO", "waiting for global step 5")]
+
+
+def test_waits_in_the_first_run_only() -> None:
+    hook = GlobalStepWaiterHook(3)
+    with MonitoredLoop(lambda: None, hooks=[Advances(3), hook, RecordingHook(stop_at=2)]) as loop:
+        loop.run()
+        loop.session.global_step = 0
+        loop.run()
+    assert hook.next_due() == (None, None, None)
+
+
+def test_is_an_error_where_nothing_can_advance_the_step() -> None:
+    with pytest.raises(LifecycleError, match=r"GlobalStepWaiterHook\(5\): the global step is 2, and nothing"):
+        trace(GlobalStepWaiterHook(5), start_step=2)
+
+
+def test_is_an_error_once_the_thread_that_advanced_the_step_has_ended() -> None:
+    class Ends(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            thread = threading.Thread(target=lambda: None)
+            coord.register_thread(thread)
+            thread.start()
+
+    with pytest.raises(LifecycleError, match="nothing in this process advances it"):
+        trace(Ends(), GlobalStepWaiterHook(5))
+
+
+def test_the_error_of_a_thread_ends_the_wait() -> None:
+    with pytest.raises(OSError, match="gone"):
+        trace(Advances(3, raises=OSError("gone")), GlobalStepWaiterHook(1000))
+
+
+def test_a_stop_ends_the_wait_and_the_run_is_the_last() -> None:
+    class Stops(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            LooperThread.loop(coord, 0.001, coord.request_stop)
+
+    assert trace(Stops(), GlobalStepWaiterHook(1000), losses=[0.1] * 9).steps in ([], [1])
+
+
+def test_waits_again_in_a_second_loop() -> None:
+    hook = GlobalStepWaiterHook(3)
+    trace(hook, losses=[0.1], start_step=3)
+    assert first_step_seen(Advances(3), hook) == 4
+
+
+@pytest.mark.parametrize("step", [None, 2.5, True, "10", NAN])
+def test_refuses_to_wait_for_what_is_no_step(step: Any) -> None:
+    with pytest.raises(ValueError, match=f"wait_until_step={step!r}: must be a whole number"):
+        GlobalStepWaiterHook(step)
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "StopAtStepHook(num_steps=5)",
+        "StopAtStepHook(last_step=0)",
+        "NanTensorHook('loss')",
+        "NanTensorHook(['loss', 'fc.weight'], fail_on_nan_loss=False, also_inf=True)",
+        "GlobalStepWaiterHook(10)",
+    ],
+)
+def test_a_repr_can_be_pasted_back(text: str) -> None:
+    assert repr(eval(text)) == text
+
+
+def test_a_repr_stays_what_was_given_after_a_loop() -> None:
+    hook = StopAtStepHook(num_steps=2)
+    trace(hook, losses=[0.1] * 9)
+    assert repr(hook) == "StopAtStepHook(num_steps=2)"

@@ -1,0 +1,213 @@
+"""For tests, on any machine: a device whose copies take their time, and who made the host wait for one.
+
+Both are part of :mod:`torchhooks.testing`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchhooks.fetch import Evaluator
+from torchhooks.hook import SessionRunHook
+from torchhooks.loop import MonitoredLoop
+from torchhooks.readback import Copier, Readback, copiers
+from torchhooks.schedule import Seat
+
+
+class FakeDevice:
+    """While it is entered, CPU tensors are read back as if they were on a device that is ``lag`` looks behind.
+
+        with FakeDevice(lag=3) as device:
+            ...                                        # runs of a loop; values come three looks, so three runs, later
+        assert device.waits == 0                       # and nobody waited for them
+
+    A copy has the values of the moment at which it was begun, whatever happens to the tensor meanwhile.
+
+    Args:
+        lag: how often ``done()`` of a copy or an event is false before it is true.
+        speed: seconds that pass on the device's clock for each on ``time.monotonic()``.
+
+    Attributes:
+        copies: how many tensors were copied.
+        batches: how many times a batch of copies was begun.
+        waits: how often the host waited for something that was not done.
+    """
+
+    def __init__(self, lag: int = 1, speed: float = 1.0) -> None:
+        self.lag = lag
+        self.speed = speed
+        self.copies = 0
+        self.batches = 0
+        self.waits = 0
+        self._replaced: Copier | None = None
+
+    def start(self, tensors: Sequence[torch.Tensor]) -> _FakeTransfer:
+        """Begin to copy ``tensors``."""
+        self.batches += 1
+        self.copies += len(tensors)
+        return _FakeTransfer(self, tensors)
+
+    def event(self, device: torch.device) -> _FakeEvent:
+        """Mark this point of the device's time."""
+        return _FakeEvent(self)
+
+    def __enter__(self) -> FakeDevice:
+        self._replaced = copiers.get("cpu")
+        copiers["cpu"] = self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._replaced is None:
+            del copiers["cpu"]
+        else:
+            copiers["cpu"] = self._replaced
+
+    def __repr__(self) -> str:
+        return f"FakeDevice(lag={self.lag}, speed={self.speed})"
+
+
+class _FakeEvent:
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._looks_left = device.lag
+        self._secs = time.monotonic() * device.speed
+
+    def done(self) -> bool:
+        self._looks_left -= 1
+        return self._looks_left < 0
+
+    def wait(self) -> None:
+        if self._looks_left >= 0:
+            self._device.waits += 1
+            self._looks_left = -1
+
+    def secs_since(self, earlier: _FakeEvent) -> float:
+        return self._secs - earlier._secs
+
+
+class _FakeTransfer(_FakeEvent):
+    def __init__(self, device: FakeDevice, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(device)
+        self._copies = [tensor.detach().clone() for tensor in tensors]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self._copies
+
+
+class Sync(NamedTuple):
+    """One time that the host waited for a device, or would have.
+
+    Args:
+        hook: the hook that did it, or that asked for the fetch that did.
+        method: the hook's method, or ``"fetch"``.
+        step: the global step at that moment.
+        operation: what waited: an operator on the CPU, torch's own message on a GPU.
+    """
+
+    hook: object
+    method: str
+    step: int
+    operation: str
+
+    def __str__(self) -> str:
+        return f"{self.hook!r} in {self.method} at step {self.step}: {self.operation}"
+
+
+@contextmanager
+def sync_audit() -> Iterator[list[Sync]]:
+    """A list that gets every wait for a device that a hook or a fetch causes meanwhile.
+
+        with sync_audit() as syncs:
+            for batch in batches:
+                loop.run(batch)
+        assert not syncs, "\\n".join(map(str, syncs))
+
+    On a GPU torch tells of each operation that synchronises (``torch.cuda.set_sync_debug_mode``). On the CPU operators
+    that would synchronise on a GPU are counted instead: ``item()``, ``nonzero()``, indexing with a mask and their like;
+    what reads memory without an operator, ``numpy()`` and ``tolist()``, is not seen there. What the step does is its
+    own affair, and so is what a ``when_ready`` callback does with values that have arrived.
+    """
+    syncs: list[Sync] = []
+
+    def note(operation: str) -> None:
+        sync = _attributed(operation)
+        if sync is not None:
+            syncs.append(sync)
+
+    with _cuda_syncs(note) if torch.cuda.is_available() else _SyncCounter(note):
+        yield syncs
+
+
+@contextmanager
+def _cuda_syncs(note: Callable[[str], None]) -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        show = warnings.showwarning
+
+        def showwarning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                note(str(message))
+            else:
+                show(message, *args, **kwargs)
+
+        warnings.showwarning = showwarning
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+_SYNCHRONISE = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
+
+
+class _SyncCounter(TorchDispatchMode):
+    """Sees the operators that would make the host wait if their tensors were on a GPU."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _SYNCHRONISE or (name in ("index", "index_put", "index_put_") and _has_mask(args[1])):
+            self._note(f"aten.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+_ARRIVED = {Readback.request.__code__, Readback._deliver.__code__}
+_EVALUATE = Evaluator.evaluate.__code__
+
+
+def _attributed(operation: str) -> Sync | None:
+    """Who is being called at this moment, from the stack; ``None`` if no hook and no fetch is."""
+    found: tuple[object, str] | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code, instance = frame.f_code, frame.f_locals.get("self")
+        if found is None:
+            if code in _ARRIVED:
+                return None
+            if code is _EVALUATE:
+                who = frame.f_locals["who"]
+                found = who.hook if isinstance(who, Seat) else who, "fetch"
+            elif isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
+                found = instance, code.co_name
+        elif isinstance(instance, MonitoredLoop):
+            return Sync(*found, instance.global_step, operation)
+        frame = frame.f_back
+    return None
