@@ -230,8 +230,10 @@ def save(folder: Path, name: str, **document: Any) -> None:
     """Write ``document`` and the command to ``folder/name.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]])
-    text = json.dumps({"command": command, **document}, indent=1)
-    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    # Four digits behind the point are more than is measured; one line a key reads and diffs better than one a number.
+    rounded = json.loads(json.dumps({"command": command, **document}), parse_float=lambda text: round(float(text), 4))
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rounded.items()]
+    (folder / f"{name}.json").write_text("{\n " + ",\n ".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def finish(folder: Path, name: str, *, check: bool, budgets: Sequence[Budget], **document: Any) -> None:

@@ -94,6 +94,8 @@ def traced(drive: Callable[[int], None], runs: int) -> int:
 
 def parts(runs: int) -> Iterator[Part]:
     """Make the runs; each part is told as soon as it is over."""
+    gc.collect()
+    gc.freeze()  # what was imported is not looked at by every collection
     each = runs // PARTS
     stretch = each // (STRETCHES + 1)
     training = nothing()

@@ -19,14 +19,26 @@ class Ran(NamedTuple):
     document: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=ARGUMENTS)
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    folder = tmp_path_factory.mktemp(request.param)
-    script = ROOT / "benchmarks" / f"{request.param}.py"
-    command = [sys.executable, str(script), *ARGUMENTS[request.param], "--results", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return Ran(done.stdout, json.loads((folder / f"{request.param}.json").read_text(encoding="utf-8")))
+@pytest.fixture(scope="module")
+def all_ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    folder = tmp_path_factory.mktemp("results")
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments, "--results", str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, arguments in ARGUMENTS.items()
+    }
+    printed = {name: process.communicate() for name, process in processes.items()}
+    assert {name: printed[name][1] for name, process in processes.items() if process.returncode} == {}
+    return {name: Ran(out, json.loads((folder / f"{name}.json").read_text())) for name, (out, _) in printed.items()}
+
+
+@pytest.fixture(params=ARGUMENTS)
+def ran(request: pytest.FixtureRequest, all_ran: dict[str, Ran]) -> Ran:
+    return all_ran[request.param]
 
 
 def test_a_benchmark_prints_every_budget_and_whether_it_was_met(ran: Ran) -> None:

@@ -614,10 +614,10 @@ def test_runs_of_several_steps_are_foreseen_as_one_by_who_is_looked_at_before_th
     assert hook.took_part == took_part
 
 
-def test_a_hook_is_told_how_many_runs_went_by_without_it() -> None:
+def test_a_hook_is_told_how_many_runs_went_by_without_it_before_it_takes_part_again_and_before_the_end() -> None:
     hook = Sitting(lambda step: Due(step=step + 3))
     run_times(7, hook)
-    assert hook.missed == [2, 2]
+    assert hook.missed == [2, 2, 1]
 
 
 def test_a_hook_that_never_sat_out_is_told_nothing() -> None:
@@ -643,6 +643,23 @@ def test_hooks_that_sit_out_keep_their_place_in_the_order() -> None:
 
     run_times(2, NamedEarly("a", 2), Named("b", 1), Named("c", 2), NamedEarly("d", 1), NamedEarly("e", 2))
     assert order == ["b", "d", "a", "b", "c", "d", "e"]
+
+
+class Jumping(SessionRunHook):
+    """Sets the global step from 2 to 10, behind the step of the second run."""
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        pass
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if run_context.session.global_step == 2:
+            run_context.session.global_step = 10
+
+
+def test_a_hook_behind_one_that_moves_the_step_takes_part_in_that_run_and_goes_on_from_there() -> None:
+    hook = Sitting(lambda step: Due(step=step + 5))
+    run_times(12, Jumping(), hook)
+    assert hook.took_part == [10, 15, 20]
 
 
 def test_a_hook_without_run_methods_is_not_asked_when_it_is_due() -> None:

@@ -95,7 +95,8 @@ def resident_bytes() -> int:
 
 def test_a_hundred_thousand_steps_with_all_hooks_leave_no_objects_behind(tmp_path: Path) -> None:
     try:
-        assert growth(tmp_path, traced_bytes) < 100_000
+        # Five bytes a step: no object is so small, and the caches of the interpreter may fill up meanwhile.
+        assert growth(tmp_path, traced_bytes) < 500_000
     finally:
         tracemalloc.stop()
 

@@ -39,8 +39,9 @@ from torchhooks.hook import (
     SessionRunValues,
     Stateful,
 )
+from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.feeding import FeedFnHook
-from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook, StepCounterHook
+from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.loop import MonitoredLoop, StepContext

@@ -3,6 +3,8 @@
     Exception
     ├── TorchHooksError
     │   ├── AbortedError                    raise it in a run to ask for recovery
+    │   ├── CheckpointError                 a checkpoint that could not be written, read or loaded
+    │   │   └── DamagedCheckpointError      its file is missing, cut short or changed
     │   ├── FeedError                       (also RuntimeError) two feeds for one name
     │   ├── FetchError                      (also LookupError) a fetch that has no value
     │   │   └── NoRunYetError               an output was asked for when there is none yet
@@ -23,6 +25,14 @@ class TorchHooksError(Exception):
 
 class AbortedError(TorchHooksError):
     """A run was cut short by something outside of it and may be tried again."""
+
+
+class CheckpointError(TorchHooksError):
+    """A checkpoint could not be written or read, or does not fit the training."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The file of a checkpoint is not what was written: missing, cut short, changed, or never a checkpoint."""
 
 
 class FeedError(TorchHooksError, RuntimeError):

@@ -33,9 +33,8 @@ import inspect
 import numbers
 import types
 import weakref
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,15 +45,24 @@ from torchhooks.errors import FetchError, NoRunYetError
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 
-class ComposedFetch(ABC):
-    """A fetch made out of another one: a summary op, for instance."""
+_WATCHED = ((":", "output"), (":", "input"), (":", "grad"))
+
+
+class ComposedFetch:
+    """A fetch made out of another one: a summary op, for instance. It does not change once it is made."""
+
+    copies: bool = True
+    """Whether :meth:`compose` gets copies. What only looks at the value, and keeps nothing of it, can do without."""
+
+    @functools.cached_property
+    def watched_names(self) -> list[str]:
+        """The names in :attr:`fetch` that mean a submodule's doing."""
+        return watched_names(self.fetch)
 
     @property
-    @abstractmethod
     def fetch(self) -> Any:
         """What has to be evaluated."""
 
-    @abstractmethod
     def compose(self, value: Any) -> Any:
         """The value of this fetch, from the value of :attr:`fetch`."""
 
@@ -76,13 +84,13 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if kind is dict or kind is OrderedDict:
         # A list: a generator would turn a StopIteration out of a closure into a RuntimeError.
         return kind([(key, map_leaves(function, item)) for key, item in tree.items()])
-    if _computes(tree):
+    if isinstance(tree, ComposedFetch) or _computes(tree):
         return function(tree)
     if isinstance(tree, (list, tuple)):
         return _map_sequence(function, tree)
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, item) for key, item in tree.items()}
-    if dataclasses.is_dataclass(kind) and not isinstance(tree, ComposedFetch) and not callable(tree):
+    if dataclasses.is_dataclass(kind) and not callable(tree):
         return _map_dataclass(function, tree)
     return function(tree)
 
@@ -112,6 +120,15 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield leaf
 
 
+def watched_names(fetches: Any) -> list[str]:
+    """The names in ``fetches`` that mean a submodule's doing: ``"encoder.layer1:output"``."""
+    if isinstance(fetches, ComposedFetch):
+        return fetches.watched_names
+    if type(fetches) is str and ":" not in fetches:
+        return []
+    return [leaf for leaf in leaves(fetches) if isinstance(leaf, str) and leaf.rpartition(":")[1:] in _WATCHED]
+
+
 def snapshot(value: Any) -> Any:
     """``value`` with every tensor and array in it detached and copied, so that no later update reaches it."""
     kind = type(value)
@@ -122,8 +139,15 @@ def snapshot(value: Any) -> Any:
 
 def _copy_leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        copied = value.detach().clone()
+        copied._is_snapshot = True  # type: ignore[attr-defined]
+        return copied
     return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def is_snapshot(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a copy made here, which nobody else updates."""
+    return hasattr(tensor, "_is_snapshot")
 
 
 def detached(value: Any) -> Any:
@@ -144,7 +168,7 @@ def named_outputs(outputs: Any) -> Mapping[str, Any]:
     The fields of a mapping, named tuple or dataclass have their own names; a single tensor, array or number is
     ``"loss"``; the items of another tuple or list are ``"0"``, ``"1"`` and so on. Anything else has no names.
     """
-    if isinstance(outputs, (torch.Tensor, numbers.Number, np.generic, np.ndarray)):
+    if type(outputs) is torch.Tensor or isinstance(outputs, (torch.Tensor, numbers.Number, np.generic, np.ndarray)):
         return {"loss": outputs}
     if isinstance(outputs, Mapping):
         return outputs
@@ -166,7 +190,8 @@ class Scope:
         feeds: what was fed, by name.
         inputs: called when an input of the run is asked for, for all of them by parameter name.
         watched: what submodules did in this run, by name (``"fc1:output"``), copied already.
-        ran: whether there has been a run at all.
+        ran: whether there are outputs of a run.
+        gone: names that mean something during a run only: what the step takes.
     """
 
     def __init__(
@@ -177,11 +202,13 @@ class Scope:
         inputs: Callable[[], Mapping[str, Any]] = dict,
         watched: Mapping[str, Any] = types.MappingProxyType({}),
         ran: bool = True,
+        gone: Collection[str] = (),
     ) -> None:
         self.session = session
         self.outputs = outputs
         self.feeds = feeds
         self.ran = ran
+        self.gone = gone
         self._inputs = inputs
         self.watched = watched
         self._outputs = named_outputs(outputs)
@@ -320,14 +347,15 @@ class Evaluator:
             FetchError: a name that nothing has, or something that is no fetch.
         """
         self._who = who
-        return self._name(fetch) if type(fetch) is str else map_leaves(self._leaf, fetch)
+        if type(fetch) is str:
+            return self._name(fetch)
+        return self._compose(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
 
     def _leaf(self, fetch: Any) -> Any:
         if isinstance(fetch, str):
             return self._name(fetch)
         if isinstance(fetch, ComposedFetch):
-            value = map_leaves(self._leaf, fetch.fetch)
-            return self._call(fetch, lambda: fetch.compose(value))
+            return self._compose(fetch)
         if isinstance(fetch, torch.Tensor):
             return self._once(fetch, lambda: fetch)
         if _computes(fetch):
@@ -341,11 +369,17 @@ class Evaluator:
 
     def _name(self, name: str) -> Any:
         if name not in self._names:
-            value = self._scope.find(name)
-            if value is _MISSING:
-                raise self._unknown(name, f"{self._who} asked for {name!r}, which nothing has")
-            self._names[name] = snapshot(value)
+            self._names[name] = snapshot(self._find(name))
         return self._names[name]
+
+    def _uncopied(self, fetch: Any) -> Any:
+        return self._find(fetch) if type(fetch) is str and fetch not in self._names else self._leaf(fetch)
+
+    def _find(self, name: str) -> Any:
+        value = self._scope.find(name)
+        if value is _MISSING:
+            raise self._unknown(name, f"{self._who} asked for {name!r}, which nothing has")
+        return value
 
     def _once(self, fetch: Any, value: Callable[[], Any]) -> Any:
         if id(fetch) not in self._objects:
@@ -383,20 +417,34 @@ class Evaluator:
             f"{self._who} asked for {describe(closure)}, whose parameter {parameter.name!r} is a name that nothing has",
         )
 
+    def _compose(self, fetch: ComposedFetch) -> Any:
+        value = map_leaves(self._leaf if fetch.copies else self._uncopied, fetch.fetch)
+        try:
+            return fetch.compose(value)
+        except BaseException as error:
+            self._note(error, fetch)
+            raise
+
     def _call(self, fetch: Any, function: Callable[[], Any]) -> Any:
         try:
             with torch.no_grad():
                 return function()
         except BaseException as error:
-            with contextlib.suppress(Exception):  # what cannot be printed, or takes no note, must not hide the error
-                names = shortened([*self._scope.names(), "model", "optimizer", "session", "outputs"])
-                error.add_note(f"torchhooks: in {describe(fetch)}, which {self._who} asked for; names here: {names}")
+            self._note(error, fetch)
             raise
 
+    def _note(self, error: BaseException, fetch: Any) -> None:
+        with contextlib.suppress(Exception):  # what cannot be printed, or takes no note, must not hide the error
+            names = shortened([*self._scope.names(), "model", "optimizer", "session", "outputs"])
+            error.add_note(f"torchhooks: in {describe(fetch)}, which {self._who} asked for; names here: {names}")
+
     def _unknown(self, name: str, message: str) -> FetchError:
-        names = self._scope.names()
+        scope = self._scope
+        if name in scope.gone:
+            return NoRunYetError(f"{message} now: it is an input of a run, and there is none at the moment.")
+        names = scope.names()
         message += f".{did_you_mean(name, names)} There is: {shortened(names)}."
-        if self._scope.ran:
+        if scope.ran:
             return FetchError(message)
         return NoRunYetError(f"{message} What a step returns has a name only after a run in which it did.")
 

@@ -222,7 +222,11 @@ def call_repr(instance: object, *args: Any, **kwargs: Any) -> str:
     """The call that would make ``instance`` again; keyword arguments that have their default value are left out."""
     parameters = inspect.signature(type(instance)).parameters
     shown = [repr(value) for value in args]
-    shown += [f"{name}={value!r}" for name, value in kwargs.items() if value is not parameters[name].default]
+    shown += [
+        f"{name}={value!r}"
+        for name, value in kwargs.items()
+        if name not in parameters or value is not parameters[name].default
+    ]
     return f"{type(instance).__name__}({', '.join(shown)})"
 
 

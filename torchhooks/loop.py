@@ -29,7 +29,7 @@ import torch
 from torchhooks.coordinator import Coordinator
 from torchhooks.costs import HookCosts
 from torchhooks.errors import FeedError, LifecycleError, add_note, brief
-from torchhooks.fetch import Evaluator, Scope
+from torchhooks.fetch import Evaluator, Scope, watched_names
 from torchhooks.hook import (
     RunMetadata,
     RunOptions,
@@ -44,7 +44,7 @@ from torchhooks.readback import Readback
 from torchhooks.schedule import Schedule, Seat, in_order
 from torchhooks.session import NO_OUTPUTS, Scaffold, Session
 from torchhooks.step import Step, check_hooks, check_model, check_optimizer, check_state, takes_one_argument
-from torchhooks.watch import NO_WATCH, ModuleWatch, watched_by
+from torchhooks.watch import NO_WATCH, ModuleWatch
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -103,6 +103,7 @@ class MonitoredLoop(Generic[R]):
         self._about_step = Step(step)
         self._scaffold = Scaffold() if scaffold is None else scaffold
         self._session = Session(model, optimizer, check_state(state), self._scaffold.saver)
+        self._session._inputs = self._about_step.parameters
         self._per_run = 1 if step_unit == "run" else 0
         self._grace_secs = stop_grace_period_secs
 
@@ -275,14 +276,23 @@ class MonitoredLoop(Generic[R]):
         seats = before.always
         if step >= before.step or number >= before.run or before.moment is not None:
             seats = before.due(step, number)
+        pending = seats
         try:
-            for seat in seats:
-                context.caller = seat
-                if seat.schedules:
-                    seat.catch_up(number - 1)
-                request = seat.before_run(context)
-                if request is not None:
-                    asked = _noted(asked or {}, request, seat)
+            while pending:
+                for seat in pending:
+                    context.caller = seat
+                    if seat.schedules:
+                        seat.catch_up(number - 1)
+                    request = seat.before_run(context)
+                    if request is not None:
+                        asked = _noted(asked or {}, request, seat)
+                    if session._global_step + 1 != step:  # this hook set it, and those behind it go by what they find
+                        step = session._global_step + 1
+                        pending = schedule.behind(seat, pending, before, step, number)
+                        seats = in_order(seats, [late for late in pending if late not in seats])
+                        break
+                else:
+                    break
         except BaseException as error:
             self._note(error, context.caller, "before_run")
             raise
@@ -302,11 +312,17 @@ class MonitoredLoop(Generic[R]):
     def _answer(self, asked: _Asked, args: Any, kwargs: Any) -> tuple[R, _Values]:
         """The step, counted, and the values that were asked for."""
         session = self._session
-        fed = {name: value for request in asked.values() for name, value in (request.feed_dict or {}).items()}
+        fed: dict[str, Any] = {}
+        names: list[tuple[str, object]] = []
+        trace = False
+        for seat, (fetches, feed_dict, options) in asked.items():
+            if feed_dict:
+                fed.update(feed_dict)
+            if fetches is not None and (watched := watched_names(fetches)):
+                names += [(name, seat) for name in watched]
+            trace = trace or (options is not None and options.trace)
         if fed:
             self._about_step.check_feeds(asked, args, kwargs)
-        names = watched_by(asked)
-        trace = any(request.options is not None and request.options.trace for request in asked.values())
         watch = ModuleWatch(session.model, names) if names else NO_WATCH
         if names or trace:
             outputs, metadata = self._about_step.make(args, {**kwargs, **fed}, watch, trace)
@@ -319,26 +335,36 @@ class MonitoredLoop(Generic[R]):
         evaluate: Callable[[Any, Any], Any] = Evaluator(Scope(session, outputs, fed, inputs, watch.values)).evaluate
         if self._costs is not None:
             evaluate = self._costs.timed_evaluation(evaluate)
-        options = RunOptions(trace) if trace else _NO_OPTIONS
+        joined = RunOptions(trace) if trace else _NO_OPTIONS
         values: dict[Seat, SessionRunValues] = {}
         for seat, (fetches, _, _) in asked.items():
             results = None if fetches is None else evaluate(fetches, seat)
-            values[seat] = SessionRunValues(results, options, metadata)
+            values[seat] = SessionRunValues(results, joined, metadata)
         return outputs, values
 
     def _tell(self, seats: list[Seat], context: SessionRunContext, values: _Values) -> None:
         """Every ``after_run``, in order; then a stop that somebody asked for takes effect."""
-        schedule = self._schedule
+        session, schedule = self._session, self._schedule
         schedule.runs = number = schedule.runs + 1
+        step = session._global_step
+        told = pending = seats
         changed = False
         try:
-            for seat in seats:
-                context.caller = seat
-                if seat.schedules:
-                    seat.catch_up(number - 1)
-                    changed = True
-                seat.after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
-                seat.seen = number
+            while pending:
+                for seat in pending:
+                    context.caller = seat
+                    if seat.schedules:
+                        seat.catch_up(number - 1)
+                        changed = True
+                    seat.after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
+                    seat.seen = number
+                    if session._global_step != step:  # this hook set it, and those behind it go by what they find
+                        step = session._global_step
+                        pending = schedule.behind(seat, pending, schedule.after, step, number)
+                        told = [*told, *pending]
+                        break
+                else:
+                    break
         except BaseException as error:
             self._note(error, context.caller, "after_run")
             schedule.fail_at(context.caller)
@@ -346,7 +372,7 @@ class MonitoredLoop(Generic[R]):
         if context.stop_requested:
             self._stop(_who_and_why(context))
         if changed:
-            schedule.ask(seats)
+            schedule.ask(told)
 
     def _context(self, args: Any, kwargs: Any) -> SessionRunContext:
         return SessionRunContext(self._session, self._about_step, self._readback, args, kwargs)
@@ -436,6 +462,7 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.drain)
         if self._failure is None and not errors:
             for seat in seats:
+                attempt(seat.catch_up, self._schedule.runs)
                 attempt(self._call, seat, "end", seat.end, self._session)
         attempt(self._readback.close)
         if self._costs is not None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from torchhooks.errors import LifecycleError, add_note
-from torchhooks.fetch import map_leaves
+from torchhooks.fetch import is_snapshot, map_leaves
 
 BATCH_RUNS = 16
 """How many runs' requests travel together. More would save little and show a line later."""
@@ -135,6 +135,7 @@ class Readback:
         """Whether there is a call that has not been made yet."""
         self._runs = 0
         self._first_run = 0
+        self._cannot_stay = False  # something was asked for that the next step may update: copy it before
         self._asked: list[_Request] = []
         self._batches: deque[_Batch] = deque()
         self._arrived: deque[tuple[_Request, dict[int, torch.Tensor]]] = deque()
@@ -174,11 +175,14 @@ class Readback:
             self._first_run = self._runs
         deadline = None if max_lag_runs is None else self._runs + max_lag_runs
         self._asked.append(_Request(values, callback, tensors, events, made_by, step, deadline))
+        self._cannot_stay = self._cannot_stay or not all(map(is_snapshot, tensors))
         self.waiting = True
 
     def end_run(self) -> None:
         """A run has ended: send what has gathered, make the calls for what has arrived. Waits only for a deadline."""
-        if self._asked and (self._runs - self._first_run + 1 >= BATCH_RUNS or self._is_overdue(self._asked)):
+        if self._asked and (
+            self._cannot_stay or self._runs - self._first_run + 1 >= BATCH_RUNS or self._is_overdue(self._asked)
+        ):
             self._send()
         while self._batches and (self._batches[0].done() or self._is_overdue(self._batches[0].requests)):
             self._receive()
@@ -229,6 +233,7 @@ class Readback:
         events = [event for request in self._asked for event in request.events]
         self._batches.append(_Batch(self._asked, transfers, [*(transfer for transfer, _ in transfers), *events]))
         self._asked = []
+        self._cannot_stay = False
 
     def _receive(self) -> None:
         """Take the oldest batch, which is waited for if it has not arrived."""
@@ -250,6 +255,11 @@ class Readback:
             except BaseException as error:
                 add_note(error, f"torchhooks: in a when_ready callback of {request.made_by}, for step {request.step}")
                 raise
+
+
+def is_remote(value: Any) -> bool:
+    """Whether ``value`` is a tensor on a device, so that looking at it would wait."""
+    return isinstance(value, torch.Tensor) and (not value.is_cpu or "cpu" in copiers)
 
 
 def to_host(values: Any) -> Any:

@@ -149,12 +149,16 @@ class Schedule:
 
     def ask(self, seats: Iterable[Seat]) -> None:
         """Ask those of ``seats`` who have a say when they are next due."""
-        changed = [seat for seat in seats if seat.schedules]
-        for seat in changed:
-            seat.ask(self.runs)
-        if changed:
-            self.before.reckon()
-            self.after.reckon()
+        for seat in seats:
+            if seat.schedules:
+                seat.ask(self.runs)
+        self.before.reckon()
+        self.after.reckon()
+
+    def behind(self, seat: Seat, pending: list[Seat], look: Look, step: int, run: int) -> list[Seat]:
+        """Who is still to be called after ``seat``: the rest of ``pending`` and who has become due with ``step``."""
+        rest = [other for other in pending if other.index > seat.index]
+        return in_order(rest, [s for s in look.due(step, run) if s.index > seat.index and s not in rest])
 
     def fail_at(self, seat: object) -> None:
         """Note that the run whose ``after_run`` has just begun was left in that of ``seat``.

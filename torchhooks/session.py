@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
-from torchhooks.fetch import Evaluator, Scope, detached, map_leaves
+from torchhooks.fetch import Evaluator, Scope, detached, map_leaves, watched_names
 from torchhooks.hook import Stateful
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
-from torchhooks.watch import watched_names
 
 NO_OUTPUTS: Any = type("NoOutputs", (), {})()
 """What stands for the outputs before the first run, and from the moment a step begins until it returns."""
@@ -51,6 +50,7 @@ class Session:
         self._pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._closed = False
+        self._inputs: Collection[str] = ()
 
     @property
     def global_step(self) -> int:
@@ -111,7 +111,7 @@ class Session:
         return self._evaluator(fetches, feed_dict).evaluate(fetches, "Session.run")
 
     def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
-        """Like :meth:`run`, for a hook's ``end``: when there was no run, what only a run could give is left out.
+        """Like :meth:`run`, for a hook's ``end``: what only a run could give, and none did, is left out.
 
         An entry of a dict is dropped, anything else becomes ``None``; a warning says which.
         """
@@ -136,7 +136,8 @@ class Session:
                 "before_run, in SessionRunArgs"
             )
         ran = self._outputs is not NO_OUTPUTS
-        return Evaluator(Scope(self, detached(self._outputs) if ran else None, feeds=feed_dict or {}, ran=ran))
+        outputs = detached(self._outputs) if ran else None
+        return Evaluator(Scope(self, outputs, feeds=feed_dict or {}, ran=ran, gone=self._inputs))
 
 
 def _without_left_out(tree: Any) -> Any:

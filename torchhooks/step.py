@@ -28,6 +28,8 @@ class Step:
         signature = _signature(function)
         self._signature = signature
         parameters = {} if signature is None else signature.parameters
+        self.parameters = frozenset(parameters)
+        """The names of what it takes."""
         self._takes_any = signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._feedable = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 

@@ -27,6 +27,9 @@ A hook, and three tests of it that take no time and need no files:
         trace(StopWhenGood(0.2), after, losses=[0.1])
         assert ("after_run", 1, 1) in after.calls
 
+:class:`FakeDevice` makes the CPU behave as a device that is read back late, :func:`sync_audit` tells which hook makes
+the host wait for one.
+
 Everything here is a real implementation of what it stands for: :func:`trace` runs a real
 :class:`torchhooks.MonitoredLoop`. For a step, a model or a clock of one's own, make the loop oneself, inside
 ``with FakeClock() as clock, log_lines() as lines:``.
@@ -45,6 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchhooks.devices import FakeDevice, Sync, sync_audit
 from torchhooks.fetch import map_leaves
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger, show_lines
@@ -54,6 +58,19 @@ from torchhooks.timer import count
 
 if TYPE_CHECKING:
     from torchhooks.coordinator import Coordinator
+
+__all__ = [
+    "FakeClock",
+    "FakeDevice",
+    "RecordingHook",
+    "RecordingWriter",
+    "Sync",
+    "Trace",
+    "log_lines",
+    "plain",
+    "sync_audit",
+    "trace",
+]
 
 _Raisable = BaseException | type[BaseException]
 _Faults = Mapping[str, _Raisable] | Mapping[tuple[str, int], _Raisable]

@@ -11,7 +11,7 @@ triggers twice for one step, and a period runs from the last trigger, not from m
 import math
 import operator
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 
 class Due(NamedTuple):
@@ -57,6 +57,18 @@ class SecondOrStepTimer:
         self._every_secs = None if every_secs is None else seconds(every_secs, "every_secs")
         self._every_steps = None if every_steps is None else count(every_steps, "every_steps")
         self.reset()
+
+    @classmethod
+    def named(cls, **periods: Any) -> Self:
+        """A timer of the one period that is not None, seconds if its name ends so; errors call it by that name."""
+        given = {name: period for name, period in periods.items() if period is not None}
+        if len(given) != 1:
+            shown = ", ".join(f"{name}={period!r}" for name, period in periods.items())
+            raise ValueError(f"{shown}: give exactly one of them{', and None for the other' if given else ''}")
+        ((name, period),) = given.items()
+        if name.endswith("secs"):
+            return cls(every_secs=seconds(period, name))
+        return cls(every_steps=count(period, name))
 
     def reset(self) -> None:
         """Forget every trigger, so that the next step triggers."""

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from torchhooks.errors import FetchError
 from torchhooks.fetch import did_you_mean, leaves, map_leaves, shortened, snapshot
-from torchhooks.hook import SessionRunArgs
-
-_KINDS = ((":", "output"), (":", "input"), (":", "grad"))
-
-
-def watched_names(fetches: Any) -> list[str]:
-    """The names in ``fetches`` that mean a submodule's doing: ``"encoder.layer1:output"``."""
-    if type(fetches) is str and ":" not in fetches:
-        return []
-    return [leaf for leaf in leaves(fetches) if isinstance(leaf, str) and leaf.rpartition(":")[1:] in _KINDS]
-
-
-def watched_by(asked: Mapping[Any, SessionRunArgs]) -> list[tuple[str, object]]:
-    """The watched names in what was asked for, each with who asked."""
-    return [(name, who) for who, request in asked.items() for name in watched_names(request.fetches)]
 
 
 class ModuleWatch:

@@ -1,136 +1,19 @@
-"""Hooks that tell: log lines, curves, steps per second, what came out at the end."""
+"""Hooks that tell: log lines, and what came out at the end."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchhooks import summary
-from torchhooks.coordinator import Coordinator
-from torchhooks.fetch import map_leaves
+from torchhooks.fetch import map_leaves, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
-from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer, count, seconds
-from torchhooks.watch import watched_names
-from torchhooks.writers import WriterTarget
-
-_RATE = "global_step/sec"
-
-
-class StepCounterHook(SessionRunHook):
-    """Reports steps per second (``tf.train.StepCounterHook``): a log line, and a curve ``global_step/sec``.
-
-    The first run starts the clock; a report comes each time a full period has passed since the last, so
-    ``every_n_steps=10`` reports at 11, 21, 31. A period in which the step went back gets no report, and when one passed
-    without any step, a warning says so once.
-
-    Unlike TensorFlow, a loop that goes on from a later step than 0 has ``SessionLog.START`` written in its first run,
-    from which TensorBoard knows that the curve beyond this step is void; if no SummarySaverHook does so there.
-
-    Args:
-        every_n_steps: steps from one report to the next.
-        every_n_secs: seconds from one report to the next; pass ``every_n_steps=None`` with it.
-        output_dir: the folder of the event file, or
-        summary_writer: the writer. With neither, there is the log line only.
-
-    Raises:
-        ValueError: not exactly one period was given, or two places to write to.
-    """
-
-    def __init__(
-        self,
-        every_n_steps: int | None = 100,
-        every_n_secs: float | None = None,
-        output_dir: Any = None,
-        summary_writer: Any = None,
-    ) -> None:
-        self._arguments = {
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "output_dir": output_dir,
-            "summary_writer": summary_writer,
-        }
-        if (every_n_steps is None) == (every_n_secs is None):
-            raise ValueError(
-                f"every_n_steps={every_n_steps!r}, every_n_secs={every_n_secs!r}: give StepCounterHook one of "
-                "them, and None for the other"
-            )
-        self._every_n_steps = every_n_steps
-        self._timer = _timer(every_n_secs, every_n_steps=every_n_steps)
-        self._target = WriterTarget(output_dir, summary_writer)
-
-    def begin(self) -> None:
-        self._timer.reset()
-        self._runs = 0
-        self._checked_at = (0, -1)
-        self._warned = False
-        if self._target.open() is not None:
-            summary.check_writer(self._target.writer)
-
-    def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._resumed = session.global_step > 0
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        step = run_context.session.global_step
-        self._runs += 1
-        if self._runs == 1 and self._resumed:
-            self._start_session(step)
-        if self._timer.should_trigger_for_step(step):
-            self._report(*self._timer.update_last_triggered_step(step), step)
-            self._checked_at = self._runs, step
-        elif self._period_is_over():
-            self._warn_if_no_step_was_made(step)
-            self._checked_at = self._runs, step
-
-    def teardown(self) -> None:
-        self._target.close()
-
-    def next_due(self) -> Due:
-        due = self._timer.next_due()
-        if self._every_n_steps is None or self._runs == 0:
-            return due
-        return due._replace(runs=self._checked_at[0] + self._every_n_steps - self._runs)
-
-    def sat_out(self, runs: int) -> None:
-        self._runs += runs
-
-    def _start_session(self, step: int) -> None:
-        if self._target.writer is not None and not self._target.session_started_by_another():
-            summary.add_session_log(self._target.writer, "START", step)
-
-    def _report(self, elapsed_secs: float | None, elapsed_steps: int | None, step: int) -> None:
-        if elapsed_secs is None or elapsed_steps is None or elapsed_steps < 0:
-            return
-        rate = elapsed_steps / elapsed_secs if elapsed_secs > 0 else math.inf
-        logger.info("%s: %g", _RATE, rate)
-        if self._target.writer is not None:
-            self._target.writer.add_scalar(_RATE, rate, step)
-
-    def _period_is_over(self) -> bool:
-        if self._every_n_steps is not None:
-            return self._runs >= self._checked_at[0] + self._every_n_steps
-        moment = self._timer.next_due().moment
-        return moment is not None and time.monotonic() >= moment
-
-    def _warn_if_no_step_was_made(self, step: int) -> None:
-        if step == self._checked_at[1] and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the global step has been %d for a whole period of %r: if the step calls no optimizer.step(), count in "
-                'MonitoredLoop(..., step_unit="run")',
-                step,
-                self,
-            )
-
-    def __repr__(self) -> str:
-        return call_repr(self, **self._arguments)
+from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
 
 
 class LoggingTensorHook(SessionRunHook):
@@ -176,7 +59,7 @@ class LoggingTensorHook(SessionRunHook):
             raise TypeError(f"formatter={formatter!r}: must be a function that makes a line of a dict, tag to value")
         self._timer: SecondOrStepTimer | NeverTriggerTimer = NeverTriggerTimer()
         if every_n_iter is not None or every_n_secs is not None:
-            self._timer = _timer(every_n_secs, every_n_iter=every_n_iter)
+            self._timer = SecondOrStepTimer.named(every_n_secs=every_n_secs, every_n_iter=every_n_iter)
         self._tensors = _by_tag(tensors)
         if at_end:
             _check_can_be_had_at_the_end(self, self._tensors)
@@ -263,15 +146,6 @@ class FinalOpsHook(SessionRunHook):
 
     def __repr__(self) -> str:
         return call_repr(self, self._final_ops, final_ops_feed_dict=self._feed_dict)
-
-
-def _timer(every_n_secs: float | None, **every_n: int | None) -> SecondOrStepTimer:
-    """The timer of one of the two periods; an error about it names the argument as it was given."""
-    ((name, steps),) = every_n.items()
-    if steps is not None:
-        return SecondOrStepTimer(every_steps=count(steps, name))
-    assert every_n_secs is not None
-    return SecondOrStepTimer(every_secs=seconds(every_n_secs, "every_n_secs"))
 
 
 def _check_can_be_had_at_the_end(hook: SessionRunHook, fetches: Any) -> None:

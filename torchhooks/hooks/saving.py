@@ -9,7 +9,7 @@ from torchhooks import summary
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
 from torchhooks.session import Scaffold
-from torchhooks.timer import NEVER, Due, SecondOrStepTimer, count, seconds
+from torchhooks.timer import NEVER, Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
 
@@ -54,14 +54,7 @@ class SummarySaverHook(SessionRunHook):
             raise ValueError(
                 f"scaffold={scaffold!r}, summary_op={summary_op!r}: give SummarySaverHook exactly one of them"
             )
-        if (save_steps is None) == (save_secs is None):
-            raise ValueError(
-                f"save_steps={save_steps!r}, save_secs={save_secs!r}: give SummarySaverHook exactly one of them"
-            )
-        self._timer = SecondOrStepTimer(
-            every_secs=None if save_secs is None else seconds(save_secs, "save_secs"),
-            every_steps=None if save_steps is None else count(save_steps, "save_steps"),
-        )
+        self._timer = SecondOrStepTimer.named(save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._scaffold = scaffold
         self._summary_op = summary_op
@@ -69,7 +62,6 @@ class SummarySaverHook(SessionRunHook):
 
     def begin(self) -> None:
         self._timer.reset()
-        self._started = False
         self._due = False
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
@@ -89,9 +81,7 @@ class SummarySaverHook(SessionRunHook):
         if not self._due or writer is None:
             return
         step = run_context.session.global_step
-        if not self._started:
-            self._started = True
-            summary.add_session_log(writer, "START", step)
+        self._target.start_session(step)
         self._timer.update_last_triggered_step(step)
         now = time.time()
         run_context.when_ready(run_values.results, lambda values: summary.write_summaries(writer, values, step, now))

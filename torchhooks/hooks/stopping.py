@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import cmath
+import functools
+import math
 import operator
 import threading
 from typing import Any
@@ -12,10 +14,10 @@ import torch
 
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
-from torchhooks.fetch import describe, leaves
+from torchhooks.fetch import ComposedFetch, describe, leaves
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
-from torchhooks.readback import to_host
+from torchhooks.readback import is_remote, to_host
 from torchhooks.session import Session
 from torchhooks.timer import NEVER, Due, count
 
@@ -71,47 +73,106 @@ class StopAtStepHook(SessionRunHook):
 class NanTensorHook(SessionRunHook):
     """Stops, or fails, when a value is not a number (``tf.train.NanTensorHook``). Looks at every run.
 
+    Unlike TensorFlow, a value on a GPU is looked at there, behind the step, and what was found is read later: nothing
+    waits, the message names the step at which the value was NaN, and the loop ends a few runs after it.
+
     Args:
         loss_tensor: what to watch: any fetch of real numbers, one NaN in it is enough.
         fail_on_nan_loss: whether to raise, or else to stop after the run, with a warning.
         also_inf: whether an infinity counts as well.
+        max_lag_steps: how many runs later than on the CPU, where it is always exact, a NaN on a device may be noticed;
+            0 waits for the device in every run. ``None``: as soon as it can be known without waiting.
 
     Raises:
-        NanLossDuringTrainingError: out of the run in which the value is NaN, with ``fail_on_nan_loss``.
+        NanLossDuringTrainingError: out of the run in which the NaN is noticed, with ``fail_on_nan_loss``.
     """
 
-    def __init__(self, loss_tensor: Any, fail_on_nan_loss: bool = True, *, also_inf: bool = False) -> None:
+    def __init__(
+        self,
+        loss_tensor: Any,
+        fail_on_nan_loss: bool = True,
+        *,
+        also_inf: bool = False,
+        max_lag_steps: int | None = None,
+    ) -> None:
         self._loss_tensor = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss
         self._also_inf = also_inf
-        self._request = SessionRunArgs(loss_tensor)
+        if max_lag_steps is not None and max_lag_steps != 0:
+            count(max_lag_steps, "max_lag_steps")
+        self._max_lag_steps = max_lag_steps
+        self._request = SessionRunArgs(_Badness(loss_tensor, also_inf))
+        self._message: str | None = None
+
+    def begin(self) -> None:
+        self._message = None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return self._request
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        bad = self._find_bad(run_values.results)
-        if bad is None:
+        found = run_values.results
+        if found is not None:
+            if self._max_lag_steps == 0:
+                found = to_host(found)
+            notice = functools.partial(self._notice, run_context.session.global_step)
+            run_context.when_ready(found, notice, max_lag_runs=self._max_lag_steps)
+        if self._message is not None:
+            run_context.request_stop(self._message)
+
+    def _notice(self, step: int, found: dict[str, Any]) -> None:
+        bad = [kind for kind, is_so in found.items() if is_so]
+        if not bad or self._message is not None:
             return
-        message = f"{describe(self._loss_tensor)} is {bad} at step {run_context.session.global_step}"
+        message = f"{describe(self._loss_tensor)} is {bad[0]} at step {step}"
         if self._fail_on_nan_loss:
             logger.error("%s: training fails", message)
             raise NanLossDuringTrainingError(
                 f"{message}. NanTensorHook(..., fail_on_nan_loss=False) stops at such a step instead of failing."
             )
         logger.warning("%s: training stops", message)
-        run_context.request_stop(message)
-
-    def _find_bad(self, value: Any) -> str | None:
-        for leaf in leaves(to_host(value)):
-            if _any(leaf, "isnan"):
-                return "NaN"
-            if self._also_inf and _any(leaf, "isinf"):
-                return "infinite"
-        return None
+        self._message = message
 
     def __repr__(self) -> str:
-        return call_repr(self, self._loss_tensor, fail_on_nan_loss=self._fail_on_nan_loss, also_inf=self._also_inf)
+        return call_repr(
+            self,
+            self._loss_tensor,
+            fail_on_nan_loss=self._fail_on_nan_loss,
+            also_inf=self._also_inf,
+            max_lag_steps=self._max_lag_steps,
+        )
+
+
+class _Badness(ComposedFetch):
+    """What is wrong with a value: ``None``, or a dict from kind to whether it is so, which may be on a device."""
+
+    copies = False
+
+    def __init__(self, fetch: Any, also_inf: bool) -> None:
+        self._fetch = fetch
+        self._kinds = {"NaN": "isnan", "infinite": "isinf"} if also_inf else {"NaN": "isnan"}
+
+    @property
+    def fetch(self) -> Any:
+        return self._fetch
+
+    def compose(self, value: Any) -> dict[str, Any] | None:
+        if type(value) is torch.Tensor and not is_remote(value) and value.numel() == 1:
+            value = value.item()
+        if type(value) is float and math.isfinite(value):
+            return None  # the way of nearly every run
+        parts = list(leaves(value))
+        found = {kind: _any_of(parts, test) for kind, test in self._kinds.items()}
+        return found if any(is_so is not False for is_so in found.values()) else None
+
+
+def _any_of(parts: list[Any], test: str) -> Any:
+    """Whether one of ``parts`` passes ``test``: a bool, or a tensor of one on a device, for which nothing waits."""
+    here = [_any(part, test) for part in parts if not is_remote(part)]
+    there = [getattr(part.detach(), test)().any() for part in parts if is_remote(part)]
+    if any(here) or not there:
+        return any(here)
+    return functools.reduce(torch.logical_or, there)
 
 
 def _any(value: Any, kind: str) -> bool:
@@ -179,6 +240,9 @@ class GlobalStepWaiterHook(SessionRunHook):
 
 def _whole(value: Any, name: str) -> int:
     try:
-        return operator.index(None if isinstance(value, bool) else value)
+        number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name}={value!r}: must be a whole number") from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be a whole number")
+    return number
