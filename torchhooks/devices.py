@@ -24,21 +24,22 @@ from torchhooks.schedule import Seat
 
 
 class FakeDevice:
-    """While it is entered, CPU tensors are read back as if they were on a device that is ``lag`` looks behind.
+    """While it is entered, CPU tensors are read back as if they were on a device that is ``lag`` runs behind.
 
         with FakeDevice(lag=3) as device:
-            ...                                        # runs of a loop; values come three looks, so three runs, later
+            ...                                        # runs of a loop; values come three runs later
         assert device.waits == 0                       # and nobody waited for them
 
     A copy has the values of the moment at which it was begun, whatever happens to the tensor meanwhile.
 
     Args:
-        lag: how often ``done()`` of a copy or an event is false before it is true.
+        lag: how often somebody has to look whether something is done before what began now is.
         speed: seconds that pass on the device's clock for each on ``time.monotonic()``.
 
     Attributes:
         copies: how many tensors were copied.
         batches: how many times a batch of copies was begun.
+        looks: how often somebody looked whether something was done.
         waits: how often the host waited for something that was not done.
     """
 
@@ -47,6 +48,7 @@ class FakeDevice:
         self.speed = speed
         self.copies = 0
         self.batches = 0
+        self.looks = 0
         self.waits = 0
         self._replaced: Copier | None = None
 
@@ -78,17 +80,17 @@ class FakeDevice:
 class _FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
-        self._looks_left = device.lag
+        self._done_at = device.looks + device.lag
         self._secs = time.monotonic() * device.speed
 
     def done(self) -> bool:
-        self._looks_left -= 1
-        return self._looks_left < 0
+        self._device.looks += 1
+        return self._device.looks > self._done_at
 
     def wait(self) -> None:
-        if self._looks_left >= 0:
+        if self._device.looks < self._done_at:
             self._device.waits += 1
-            self._looks_left = -1
+            self._device.looks = self._done_at
 
     def secs_since(self, earlier: _FakeEvent) -> float:
         return self._secs - earlier._secs
@@ -131,10 +133,11 @@ def sync_audit() -> Iterator[list[Sync]]:
                 loop.run(batch)
         assert not syncs, "\\n".join(map(str, syncs))
 
-    On a GPU torch tells of each operation that synchronises (``torch.cuda.set_sync_debug_mode``). On the CPU operators
-    that would synchronise on a GPU are counted instead: ``item()``, ``nonzero()``, indexing with a mask and their like;
-    what reads memory without an operator, ``numpy()`` and ``tolist()``, is not seen there. What the step does is its
-    own affair, and so is what a ``when_ready`` callback does with values that have arrived.
+    On a GPU torch tells of each operation that synchronises (``torch.cuda.set_sync_debug_mode``). On the CPU, inside of
+    a :class:`FakeDevice`, operators that would synchronise on a GPU are counted instead: ``item()``, ``nonzero()``,
+    indexing with a mask and their like; what reads memory without an operator, ``numpy()`` and ``tolist()``, is not
+    seen there. What the step does is its own affair, and so is what a ``when_ready`` callback does with values that
+    have arrived.
     """
     syncs: list[Sync] = []
 
@@ -143,8 +146,12 @@ def sync_audit() -> Iterator[list[Sync]]:
         if sync is not None:
             syncs.append(sync)
 
-    with _cuda_syncs(note) if torch.cuda.is_available() else _SyncCounter(note):
-        yield syncs
+    if torch.cuda.is_available():
+        with _cuda_syncs(note):
+            yield syncs
+    else:
+        with FakeDevice(), _SyncCounter(note):
+            yield syncs
 
 
 @contextmanager

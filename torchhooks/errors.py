@@ -13,7 +13,7 @@
     └── TypeError, ValueError               an argument of the wrong kind, as everywhere in Python
 
 An exception of the user's own, out of a step, a hook or a closure, is never wrapped: it keeps its type and its
-traceback and gets a note (``__notes__``) that names the hook, the method and the step.
+traceback. One out of a hook or a closure gets a note (``__notes__``) that names the hook, the method and the step.
 """
 
 import contextlib

@@ -139,14 +139,18 @@ def snapshot(value: Any) -> Any:
 
 def _copy_leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        copied = value.detach().clone()
-        copied._is_snapshot = True  # type: ignore[attr-defined]
-        return copied
+        return as_snapshot(value.detach().clone())
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
+def as_snapshot(fresh: torch.Tensor) -> torch.Tensor:
+    """``fresh``, marked as one that nobody else has and so nobody updates."""
+    fresh._is_snapshot = True  # type: ignore[attr-defined]
+    return fresh
+
+
 def is_snapshot(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a copy made here, which nobody else updates."""
+    """Whether ``tensor`` is one that nobody updates, as :func:`as_snapshot` marks them."""
     return hasattr(tensor, "_is_snapshot")
 
 

@@ -215,7 +215,10 @@ class SessionRunHook:
         return None
 
     def sat_out(self, runs: int) -> None:
-        """Told before a hook takes part again: so many runs went by without it. For hooks that count their runs."""
+        """Told before a hook takes part again, and before ``end``: so many runs went by without it.
+
+        For hooks that count their runs.
+        """
 
 
 def call_repr(instance: object, *args: Any, **kwargs: Any) -> str:

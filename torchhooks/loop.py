@@ -462,7 +462,7 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.drain)
         if self._failure is None and not errors:
             for seat in seats:
-                attempt(seat.catch_up, self._schedule.runs)
+                attempt(self._call, seat, "sat_out", seat.catch_up, self._schedule.runs)
                 attempt(self._call, seat, "end", seat.end, self._session)
         attempt(self._readback.close)
         if self._costs is not None:

@@ -22,7 +22,10 @@ from torchhooks.errors import LifecycleError, add_note
 from torchhooks.fetch import is_snapshot, map_leaves
 
 BATCH_RUNS = 16
-"""How many runs' requests travel together. More would save little and show a line later."""
+"""How many runs' requests travel together at the most. More would save little and show a line later."""
+
+BATCH_SECS = 0.05
+"""How many seconds a request waits for others: where steps are long, a copy of its own costs nothing."""
 
 _SMALL = 1024  # elements: below this a copy costs what it costs to launch it
 _KEPT_BYTES = 1 << 26
@@ -134,7 +137,7 @@ class Readback:
         self.waiting = False
         """Whether there is a call that has not been made yet."""
         self._runs = 0
-        self._first_run = 0
+        self._first_run, self._first_secs = 0, 0.0
         self._cannot_stay = False  # something was asked for that the next step may update: copy it before
         self._asked: list[_Request] = []
         self._batches: deque[_Batch] = deque()
@@ -172,7 +175,7 @@ class Readback:
             callback(to_host(values))
             return
         if not self._asked:
-            self._first_run = self._runs
+            self._first_run, self._first_secs = self._runs, time.monotonic()
         deadline = None if max_lag_runs is None else self._runs + max_lag_runs
         self._asked.append(_Request(values, callback, tensors, events, made_by, step, deadline))
         self._cannot_stay = self._cannot_stay or not all(map(is_snapshot, tensors))
@@ -180,9 +183,7 @@ class Readback:
 
     def end_run(self) -> None:
         """A run has ended: send what has gathered, make the calls for what has arrived. Waits only for a deadline."""
-        if self._asked and (
-            self._cannot_stay or self._runs - self._first_run + 1 >= BATCH_RUNS or self._is_overdue(self._asked)
-        ):
+        if self._asked and (self._cannot_stay or self._is_full() or self._is_overdue(self._asked)):
             self._send()
         while self._batches and (self._batches[0].done() or self._is_overdue(self._batches[0].requests)):
             self._receive()
@@ -217,6 +218,9 @@ class Readback:
             self.drain()
         finally:
             self._closed = True
+
+    def _is_full(self) -> bool:
+        return self._runs - self._first_run + 1 >= BATCH_RUNS or time.monotonic() - self._first_secs >= BATCH_SECS
 
     def _is_overdue(self, requests: Iterable[_Request]) -> bool:
         return any(request.deadline is not None and self._runs >= request.deadline for request in requests)

@@ -108,6 +108,7 @@ class SummaryOp(ComposedFetch):
 
     def __init__(self, tag: str, fetch: Any) -> None:
         self.kind = type(self).__name__
+        self.method = f"add_{self.kind}"
         self.tag = _checked_tag(tag, self.kind)
         if fetch is None or isinstance(fetch, (ComposedFetch, Mapping, list, tuple, set)):
             raise TypeError(f"{self.kind}({tag!r}, {fetch!r}): give one fetch; for several values make several ops")
@@ -129,9 +130,8 @@ class SummaryOp(ComposedFetch):
         A value that cannot be written, or not by this writer, is a TypeError or a ValueError.
         """
         self._check(value)
-        method = f"add_{self.kind}"
-        extra = {"walltime": walltime} if walltime is not None and _is_torchs(writer, method) else {}
-        _method_of(writer, method, self)(self.tag, self._host_value(value), step, **extra)
+        extra = {"walltime": walltime} if walltime is not None and _is_torchs(writer, self.method) else {}
+        _method_of(writer, self.method, self)(self.tag, self._host_value(value), step, **extra)
 
     def _check(self, value: Any) -> None:
         """Raise if ``value`` cannot be written, as far as can be told without reading the numbers of a tensor."""
@@ -294,7 +294,7 @@ def check_writer(writer: Any, ops: Iterable[SummaryOp] = ()) -> None:
     for name in ("add_scalar", "flush"):
         _method_of(writer, name, "every hook that writes")
     for op in ops:
-        _method_of(writer, f"add_{op.kind}", op)
+        _method_of(writer, op.method, op)
 
 
 def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path | None = None) -> None:

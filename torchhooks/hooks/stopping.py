@@ -14,7 +14,7 @@ import torch
 
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
-from torchhooks.fetch import ComposedFetch, describe, leaves
+from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
 from torchhooks.readback import is_remote, to_host
@@ -172,7 +172,7 @@ def _any_of(parts: list[Any], test: str) -> Any:
     there = [getattr(part.detach(), test)().any() for part in parts if is_remote(part)]
     if any(here) or not there:
         return any(here)
-    return functools.reduce(torch.logical_or, there)
+    return as_snapshot(functools.reduce(torch.logical_or, there))
 
 
 def _any(value: Any, kind: str) -> bool:
