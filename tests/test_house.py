@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[set[str]] = [
     {"errors", "log", "timer"},
     {"hook"},
-    {"fetch"},
+    {"events", "fetch"},
     {"checkpoint", "coordinator", "distributed", "readback", "summary", "watch"},
     {"writers"},
     {"schedule", "session", "step"},

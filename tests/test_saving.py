@@ -316,7 +316,7 @@ def test_refuses_what_is_no_period(save_secs: Any) -> None:
     [
         ({"save_steps": 1}, "scaffold=None, summary_op=None: give SummarySaverHook exactly one"),
         ({"save_steps": 1, "scaffold": Scaffold(), "summary_op": LOSS}, "give SummarySaverHook exactly one"),
-        ({"summary_op": LOSS}, "save_steps=None, save_secs=None: give SummarySaverHook exactly one"),
+        ({"summary_op": LOSS}, "save_steps=None, save_secs=None: give exactly one of them"),
         ({"save_steps": 1, "save_secs": 2.5, "summary_op": LOSS}, "save_steps=1, save_secs=2.5: give"),
         (
             {"save_steps": 1, "output_dir": "d", "summary_writer": 5, "summary_op": LOSS},

@@ -70,35 +70,60 @@ class ComposedFetch:
 # -- structures ---------------------------------------------------------------------------------------------------
 
 
+_Rebuild = Callable[[Callable[[Any], Any], Any], Any]
+
+_rebuilds: dict[type, _Rebuild | None] = {}
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass.
 
     A mapping of another kind than dict comes back as a dict, as nobody knows how to make one; a list likewise. A
-    dataclass that can be called, or has ``compute()``, is no structure.
+    dataclass that can be called, or anything that has ``compute()``, is no structure.
     """
     kind = type(tree)
-    if kind is str or kind is torch.Tensor:  # nearly all leaves are one of these
-        return function(tree)
-    if kind is list or kind is tuple:
-        return kind([map_leaves(function, item) for item in tree])
+    try:
+        rebuild = _rebuilds[kind]
+    except KeyError:
+        rebuild = _rebuilds[kind] = _how_to_rebuild(kind)
+    return function(tree) if rebuild is None else rebuild(function, tree)
+
+
+def _how_to_rebuild(kind: type) -> _Rebuild | None:
+    """How to make a ``kind`` of new parts, ``None`` if it is no structure; found out once for each class."""
+    if issubclass(kind, ComposedFetch) or callable(getattr(kind, "compute", None)):
+        return None
     if kind is dict or kind is OrderedDict:
-        # A list: a generator would turn a StopIteration out of a closure into a RuntimeError.
-        return kind([(key, map_leaves(function, item)) for key, item in tree.items()])
-    if isinstance(tree, ComposedFetch) or _computes(tree):
-        return function(tree)
-    if isinstance(tree, (list, tuple)):
-        return _map_sequence(function, tree)
-    if isinstance(tree, Mapping):
-        return {key: map_leaves(function, item) for key, item in tree.items()}
-    if dataclasses.is_dataclass(kind) and not callable(tree):
-        return _map_dataclass(function, tree)
-    return function(tree)
+        return _map_dict
+    if issubclass(kind, list):
+        return _map_list
+    if issubclass(kind, tuple):
+        return _map_tuple
+    if issubclass(kind, Mapping):
+        return _map_mapping
+    calls = any("__call__" in vars(base) for base in kind.__mro__)
+    return _map_dataclass if dataclasses.is_dataclass(kind) and not calls else None
 
 
-def _map_sequence(function: Callable[[Any], Any], tree: Any) -> Any:
+# Comprehensions of lists: a generator would turn a StopIteration out of a closure into a RuntimeError.
+
+
+def _map_list(function: Callable[[Any], Any], tree: Any) -> Any:
+    return [map_leaves(function, item) for item in tree]
+
+
+def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
     items = [map_leaves(function, item) for item in tree]
     # A named tuple's constructor takes its fields one by one; that of torch.Size and what max(dim) gives, all in one.
-    return items if isinstance(tree, list) else getattr(tree, "_make", type(tree))(items)
+    return getattr(tree, "_make", type(tree))(items)
+
+
+def _map_dict(function: Callable[[Any], Any], tree: Any) -> Any:
+    return type(tree)([(key, map_leaves(function, item)) for key, item in tree.items()])
+
+
+def _map_mapping(function: Callable[[Any], Any], tree: Any) -> Any:
+    return {key: map_leaves(function, item) for key, item in tree.items()}
 
 
 def _map_dataclass(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -97,10 +97,16 @@ class Look:
 
     def reckon(self) -> None:
         """Find the earliest dues again, after one of them changed."""
-        self.step = min((seat.due_step for seat in self.scheduled), default=NEVER_STEP)
-        self.run = min((seat.due_run for seat in self.scheduled), default=NEVER_STEP)
-        moments = [seat.due_moment for seat in self.scheduled if seat.due_moment is not None]
-        self.moment = min(moments, default=None)
+        step = run = NEVER_STEP
+        moment: float | None = None
+        for seat in self.scheduled:
+            if seat.due_step < step:
+                step = seat.due_step
+            if seat.due_run < run:
+                run = seat.due_run
+            if seat.due_moment is not None and (moment is None or seat.due_moment < moment):
+                moment = seat.due_moment
+        self.step, self.run, self.moment = step, run, moment
 
     def due(self, step: int, run: int) -> list[Seat]:
         """Who takes part in the run numbered ``run``, which ends at ``step``, in the order of the hooks."""

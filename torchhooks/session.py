@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,11 +70,11 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter or buffer is; without a model, torch's default device."""
+        """Where the model's first parameter or buffer is; without one, a CUDA device if CUDA is in use, or the CPU."""
         if self.model is not None:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
+            for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
                 return tensor.device
-        return torch.get_default_device()
+        return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -74,7 +74,7 @@ class SummaryWriterCache:
         key = _directory(logdir)
         with cls._lock:
             if key not in cls._open:
-                cls._open[key] = writer = _tensorboard("torch.utils.tensorboard").SummaryWriter(key)
+                cls._open[key] = writer = _new_writer(key)
                 cls._handed_out[writer] = key
             return cls._open[key]
 
@@ -130,7 +130,7 @@ class SummaryOp(ComposedFetch):
         A value that cannot be written, or not by this writer, is a TypeError or a ValueError.
         """
         self._check(value)
-        extra = {"walltime": walltime} if walltime is not None and _is_torchs(writer, self.method) else {}
+        extra = {"walltime": walltime} if walltime is not None and _takes_walltime(writer, self.method) else {}
         _method_of(writer, self.method, self)(self.tag, self._host_value(value), step, **extra)
 
     def _check(self, value: Any) -> None:
@@ -160,6 +160,8 @@ class scalar(SummaryOp):  # noqa: N801 - used as a function is, like functools.p
     """
 
     def _check(self, value: Any) -> None:
+        if type(value) is torch.Tensor and value.numel() == 1 and value.is_floating_point():
+            return  # nearly all are
         if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
             return
         way_out = "did a closure return nothing, or zero_grad() take a gradient?" if value is None else "convert it"
@@ -170,13 +172,23 @@ class scalar(SummaryOp):  # noqa: N801 - used as a function is, like functools.p
             raise ValueError(self._message(f"shape {shape}, {math.prod(shape)} elements", wanted))
 
     def _host_value(self, value: Any) -> float:
-        number = value.item() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else value
+        number = _number(value)
         try:
             as_float = float(number)
         except OverflowError:
             wanted = "a scalar has to fit a float: write its logarithm"
             raise ValueError(self._message("a number beyond 1.8e308", wanted)) from None
         return int(number) if isinstance(number, int) else as_float
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        try:
+            # Unlike item(), this does not let go of the interpreter, which a writer's thread is waiting for.
+            return value.numpy().item()
+        except (TypeError, RuntimeError):  # a precision that numpy lacks, or sparse
+            return value.item()
+    return value.item() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 class histogram(SummaryOp):  # noqa: N801
@@ -307,7 +319,7 @@ def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path 
     if status not in ("START", "CHECKPOINT"):
         raise ValueError(f"status={status!r}: a session log says 'START' or 'CHECKPOINT'")
     takes_logs = callable(getattr(writer, "add_session_log", None))
-    if not takes_logs and not _is_torchs(writer, "_get_file_writer"):
+    if not takes_logs and not _takes_walltime(writer, "_get_file_writer"):
         return
     events = _tensorboard("tensorboard.compat.proto.event_pb2")
     log = events.SessionLog(status=status, checkpoint_path=checkpoint_path and os.fspath(checkpoint_path))
@@ -380,8 +392,10 @@ def _method_of(writer: Any, name: str, wanted_by: object) -> Callable[..., Any]:
     return method
 
 
-def _is_torchs(writer: Any, method: str) -> bool:
-    """Whether ``method`` is the one that torch wrote: a subclass may have one that takes less."""
+def _takes_walltime(writer: Any, method: str) -> bool:
+    """Whether ``method`` is the one that torch wrote, or as good: a subclass may have one that takes less."""
+    if getattr(type(writer), "takes_walltime", False):
+        return True
     torchs = getattr(sys.modules.get("torch.utils.tensorboard.writer"), "SummaryWriter", None)  # if anybody has one
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
 
@@ -389,6 +403,12 @@ def _is_torchs(writer: Any, method: str) -> bool:
 def _directory(logdir: _Path) -> str:
     path = os.fspath(logdir)
     return path.rstrip("/") if "://" in path else os.path.abspath(path)
+
+
+def _new_writer(folder: str) -> TensorBoardWriter:
+    if "://" in folder:  # a store that only TensorBoard knows how to write to
+        return _tensorboard("torch.utils.tensorboard").SummaryWriter(folder)  # type: ignore[no-any-return]
+    return _tensorboard("torchhooks.events").DirectSummaryWriter(folder)  # type: ignore[no-any-return]
 
 
 def _tensorboard(module: str) -> Any:

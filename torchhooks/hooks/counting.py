@@ -17,6 +17,7 @@ from torchhooks.timer import Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
 _RATE = "global_step/sec"
+_CURVES = {tag: summary.scalar(tag, tag) for tag in (_RATE, "examples/sec", "waiting_for_data")}
 _WORTH_A_LINE = 0.01
 
 
@@ -126,7 +127,8 @@ class StepCounterHook(SessionRunHook):
             return
         share = None
         if waited is not None and self._waited_secs is not None and self._waited_secs > waited:
-            share = (self._waited_secs - waited) / (self._began.secs - begin.secs)
+            # Of the host's time, whose waiting it is.
+            share = (self._waited_secs - waited) / (self._began.secs - begin.secs - sum(p.host_secs for p in pauses))
         report = functools.partial(self._report, session.global_step, time.time(), steps, share)
         run_context.when_ready((Elapsed(begin, self._began), pauses), report)
 
@@ -147,7 +149,7 @@ class StepCounterHook(SessionRunHook):
                 logger.info("waiting for data: %.1f%% of the time", 100 * waiting_share)
         if self._target.writer is not None:
             for tag, value in curves.items():
-                summary.scalar(tag, tag).write(self._target.writer, value, step, wall_time)
+                _CURVES[tag].write(self._target.writer, value, step, wall_time)
 
     def _period_is_over(self) -> bool:
         if self._every_n_steps is not None:

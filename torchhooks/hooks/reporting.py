@@ -100,12 +100,12 @@ class LoggingTensorHook(SessionRunHook):
 
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
         printable = {tag: map_leaves(_printable, value) for tag, value in values.items()}
-        with np.printoptions(suppress=True):
-            if self._formatter is not None:
+        if self._formatter is not None:
+            with np.printoptions(suppress=True):
                 line = self._formatter(printable)
-            else:
-                line = ", ".join(f"{tag} = {_text(value)}" for tag, value in printable.items())
-                line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
+        else:
+            line = ", ".join([f"{tag} = {_text(value)}" for tag, value in printable.items()])
+            line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
         logger.info("%s", line)
 
     def __repr__(self) -> str:
@@ -176,11 +176,11 @@ def _by_tag(tensors: Any) -> dict[str, Any]:
 def _printable(value: Any) -> Any:
     """A tensor as numpy's number or array; the precisions that numpy lacks as float32."""
     if isinstance(value, torch.Tensor):
-        dense = value.to_dense().resolve_conj()
         try:
-            value = dense.numpy()
-        except TypeError:
-            value = dense.float().numpy()
+            value = value.numpy()
+        except (TypeError, RuntimeError):  # sparse, conjugate, or a precision that numpy lacks
+            value = value.to_dense().resolve_conj()
+            value = (value if value.is_complex() else value.float()).numpy()
     return value[()] if isinstance(value, np.ndarray) else value
 
 
@@ -195,4 +195,7 @@ class _Bare:
 
 
 def _text(value: Any) -> str:
-    return str(map_leaves(lambda leaf: _Bare(leaf) if isinstance(leaf, (np.generic, np.ndarray)) else leaf, value))
+    if isinstance(value, (np.generic, float, int, str)):
+        return str(value)
+    with np.printoptions(suppress=True):
+        return str(map_leaves(lambda leaf: _Bare(leaf) if isinstance(leaf, (np.generic, np.ndarray)) else leaf, value))
