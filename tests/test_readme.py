@@ -8,6 +8,7 @@ In README.md, CONTRIBUTING.md and docs/*.md:
   prints, log lines included. ``...`` stands for anything within a line, and for any number of lines where it is alone.
 * A ``diff`` block is what ``diff -u examples/plain.py examples/wrapped.py`` says, without its two lines of file names.
 * There is no block that is skipped, and none in a language that is not looked at here.
+* The tables of "What it costs" have their rows from benchmarks/RESULTS.md, word for word.
 """
 
 from __future__ import annotations
@@ -117,6 +118,16 @@ def test_every_block_is_one_that_is_looked_at(document: Path) -> None:
     assert {block.language for block in blocks(text)} <= {"python", "text", "diff", "sh"}
     assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(blocks(text)), "a fence is indented or not closed"
     assert "<!-- not run" not in text
+
+
+def rows(text: str) -> set[str]:
+    """The rows of the tables, without the spaces that align their cells."""
+    return {re.sub(r" *\| *", "|", line) for line in text.splitlines() if re.match(r"\| *[^ -]", line)}
+
+
+def test_every_figure_of_what_it_costs_stands_in_the_results() -> None:
+    costs = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## What it costs\n")[2].partition("\n## ")[0]
+    assert set() < rows(costs) <= rows((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"))
 
 
 DOCUMENT = """\

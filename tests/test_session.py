@@ -50,8 +50,8 @@ def test_state_is_copied(model: torch.nn.Linear) -> None:
 
 def test_has_nothing_where_nothing_was_given() -> None:
     session = Session()
-    assert (session.model, session.optimizer, session.saver) == (None, None, None)
-    assert (session.state, session.global_step) == ({}, 0)
+    assert (session.model, session.optimizer, session.checkpoint_dir) == (None, None, None)
+    assert (session.state, session.hooks, session.global_step) == ({}, {}, 0)
 
 
 def test_the_device_is_where_the_model_is(model: torch.nn.Linear) -> None:

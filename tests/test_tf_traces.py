@@ -4,7 +4,6 @@
 """
 
 import functools
-import inspect
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.util.tensor_util import make_ndarray
 
 import torchhooks
-from torchhooks import MonitoredLoop, Scaffold, Session, SessionRunHook
+from torchhooks import MonitoredLoop, Scaffold, Session, SessionRunHook, list_checkpoints
 from torchhooks.fetch import map_leaves
 from torchhooks.testing import FakeClock, RecordingHook, log_lines, plain
 
@@ -36,12 +35,8 @@ def load(file: str) -> list[Scenario]:
     return scenarios
 
 
-def needs_checkpoint(scenario: Scenario) -> bool:
-    return "restore" in scenario or any(hook["type"] == "CheckpointSaverHook" for hook in scenario["hooks"])
-
-
-SCENARIOS = [scenario for scenario in load("loop.json") + load("random.json") if not needs_checkpoint(scenario)]
-NOT_YET = {"CheckpointSaverHook", "ProfilerHook"} - set(dir(torchhooks))
+SCENARIOS = load("loop.json") + load("random.json")
+NOT_YET = {"ProfilerHook"} - set(dir(torchhooks))
 INVALID = [case for case in load("invalid.json") if case["hook"] not in NOT_YET]
 
 
@@ -103,6 +98,31 @@ def feed_fn_hook(calls: Calls, directory: str, y: list[float]) -> SessionRunHook
     return torchhooks.FeedFnHook(lambda: {"y": next(values)})
 
 
+class Listener(torchhooks.CheckpointSaverListener):
+    """Writes down its calls."""
+
+    def __init__(self, calls: Calls, name: str, stop_at_step: int | None = None) -> None:
+        self.calls, self.name, self.stop_at_step = calls, name, stop_at_step
+
+    def begin(self) -> None:
+        self.calls.append((self.name, "begin"))
+
+    def before_save(self, session: Session, step: int) -> None:
+        self.calls.append((self.name, "before_save", step))
+
+    def after_save(self, session: Session, step: int) -> bool | None:
+        self.calls.append((self.name, "after_save", step))
+        return None if self.stop_at_step is None else step >= self.stop_at_step
+
+    def end(self, session: Session, step: int) -> None:
+        self.calls.append((self.name, "end", step))
+
+
+def saver_hook(calls: Calls, directory: str, listeners: Any = (), **kwargs: Any) -> SessionRunHook:
+    watching = [Listener(calls, **listener) for listener in listeners]
+    return torchhooks.CheckpointSaverHook(f"{directory}/ckpt", listeners=watching, **kwargs)
+
+
 def writing(hook: Callable[..., SessionRunHook], **arguments: Any) -> Callable[..., SessionRunHook]:
     return lambda calls, directory, **kwargs: hook(output_dir=directory, **arguments, **kwargs)
 
@@ -120,6 +140,7 @@ HOOKS: dict[str, Callable[..., SessionRunHook]] = {
     "StopAtStepHook": as_it_is(torchhooks.StopAtStepHook),
     "NanTensorHook": as_it_is(torchhooks.NanTensorHook, "loss"),
     "GlobalStepWaiterHook": as_it_is(torchhooks.GlobalStepWaiterHook),
+    "CheckpointSaverHook": saver_hook,
     "FinalOpsHook": as_it_is(torchhooks.FinalOpsHook, {"w": "w", "step": "global_step"}),
 }
 
@@ -174,13 +195,18 @@ def start_at(step: int, scaffold: Scaffold, session: Session) -> None:
     session.global_step = step
 
 
-def make_loop(scenario: Scenario, way: Way, training: Training, hooks: list[SessionRunHook]) -> Loop:
+def make_loop(scenario: Scenario, way: Way, training: Training, hooks: list[SessionRunHook], directory: str) -> Loop:
     init_fn = functools.partial(start_at, scenario["start_step"]) if "start_step" in scenario else None
-    options: dict[str, Any] = {"step_unit": way.step_unit}
-    if not scenario.get("recover", True) and "recoverable_errors" in inspect.signature(MonitoredLoop).parameters:
-        options["recoverable_errors"] = ()
-    scaffold = Scaffold(init_fn=init_fn)
-    return MonitoredLoop(training.step, training.model, training.optimizer, hooks=hooks, scaffold=scaffold, **options)
+    return MonitoredLoop(
+        training.step,
+        training.model,
+        training.optimizer,
+        hooks=hooks,
+        scaffold=Scaffold(init_fn=init_fn),
+        checkpoint_dir=f"{directory}/ckpt" if "restore" in scenario else None,
+        recoverable_errors=(torchhooks.AbortedError,) if scenario.get("recover", True) else (),
+        step_unit=way.step_unit,
+    )
 
 
 def drive(loop: Loop, training: Training, scenario: Scenario, clock: FakeClock, runs: list[int]) -> None:
@@ -207,7 +233,7 @@ def replay(scenario: Scenario, way: Way, directory: str) -> dict[str, Any]:
     training = Training()
     with FakeClock() as clock, log_lines() as lines:
         try:
-            with make_loop(scenario, way, training, hooks) as loop:
+            with make_loop(scenario, way, training, hooks, directory) as loop:
                 drive(loop, training, scenario, clock, runs)
                 stopped.append(loop.should_stop())
         except Exception as caught:
@@ -219,6 +245,7 @@ def replay(scenario: Scenario, way: Way, directory: str) -> dict[str, Any]:
         "events": list(map(event, calls)),
         "log": values_and_rates(lines),
         "summaries": sorted(summaries(directory), key=json.dumps),
+        "checkpoints": sorted(checkpoint.step for checkpoint in list_checkpoints(f"{directory}/ckpt")),
         "final": [comparable(hook.final_ops_values) for hook in hooks if isinstance(hook, torchhooks.FinalOpsHook)],
     }
 
@@ -246,7 +273,7 @@ def values_and_rates(lines: list[tuple[str, str]]) -> list[list[str]]:
 
 
 def summaries(directory: str) -> Iterator[list[Any]]:
-    for file in sorted(Path(directory).glob("*.tfevents.*")):
+    for file in sorted(Path(directory).rglob("*.tfevents.*")):
         for record in EventFileLoader(str(file)).Load():
             yield from summary_rows(record)
 
@@ -268,6 +295,7 @@ def expected(scenario: Scenario, way: Way) -> dict[str, Any]:
         "events": [event for event in expect["events"] if not (way.unwatched and event[0] in passive)],
         "log": expect["log"],
         "summaries": sorted(expect["summaries"], key=json.dumps),
+        "checkpoints": expect["checkpoints"],
         "final": [expect["final"]] if "final" in expect else [],
     }
 

@@ -91,6 +91,19 @@ class Silent(SessionRunHook):
     def before_run(self, run_context: SessionRunContext) -> None: ...
 
 
+class Listening(CheckpointSaverListener):
+    def after_save(self, session: Session, step: int) -> bool:
+        return step > 100
+
+
+def newest(folder: Path) -> str | None:
+    try:
+        assert_type([checkpoint.step for checkpoint in list_checkpoints(folder)], list[int])
+        return latest_checkpoint(folder)
+    except (DamagedCheckpointError, CheckpointError):
+        return None
+
+
 class Curves:
     """A writer of one's own."""
 
@@ -132,6 +145,7 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield FinalOpsHook({"loss": "loss"}, {"scale": 1.0})
     yield FeedFnHook(lambda: {"scale": 2.0})
     yield GlobalStepWaiterHook(0)
+    yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
     yield from (Watching(), Narrowed(), Silent(), RecordingHook("loss"))
 
 
@@ -149,7 +163,8 @@ def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, 
     scaffold = Scaffold(init_fn=init_fn, ready_fn=ready_fn)
     with MonitoredLoop(
         step, model, optimizer, hooks=hooks(folder), scaffold=scaffold, state={"scheduler": scheduler},
-        step_unit="optimizer_step", stop_grace_period_secs=1.5,
+        step_unit="optimizer_step", stop_grace_period_secs=1.5, checkpoint_dir=folder,
+        recoverable_errors=[AbortedError],
     ) as loop:
         assert_type(loop, MonitoredLoop[Outputs])
         for epoch in loop.until_stop(range(3)):

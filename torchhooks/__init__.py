@@ -20,9 +20,12 @@ is, without what happens on errors:
 """
 
 from torchhooks import summary
+from torchhooks.checkpoint import Saver, latest_checkpoint, list_checkpoints
 from torchhooks.coordinator import Coordinator, LooperThread
 from torchhooks.errors import (
     AbortedError,
+    CheckpointError,
+    DamagedCheckpointError,
     FeedError,
     FetchError,
     LifecycleError,
@@ -42,7 +45,7 @@ from torchhooks.hook import (
 from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.feeding import FeedFnHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
-from torchhooks.hooks.saving import SummarySaverHook
+from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.loop import MonitoredLoop, StepContext
 from torchhooks.session import Scaffold, Session
@@ -51,7 +54,11 @@ from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
 
 __all__ = [
     "AbortedError",
+    "CheckpointError",
+    "CheckpointSaverHook",
+    "CheckpointSaverListener",
     "Coordinator",
+    "DamagedCheckpointError",
     "Due",
     "FeedError",
     "FeedFnHook",
@@ -68,6 +75,7 @@ __all__ = [
     "NoRunYetError",
     "RunMetadata",
     "RunOptions",
+    "Saver",
     "Scaffold",
     "SecondOrStepTimer",
     "Session",
@@ -83,5 +91,7 @@ __all__ = [
     "SummaryWriter",
     "SummaryWriterCache",
     "TorchHooksError",
+    "latest_checkpoint",
+    "list_checkpoints",
     "summary",
 ]

@@ -7,17 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from torchhooks.log import logger
+from torchhooks.readback import Readback, Request
 from torchhooks.schedule import Schedule, Seat
 
 
 class HookCosts:
     """Counts and times the calls of every hook in ``schedule``, from its creation to :meth:`report`.
 
-    The time is the host's, in the hook's ``before_run``, ``after_run`` and ``end`` and in evaluating what it asked for.
-    What two hooks ask for is on the account of the first.
+    The time is the host's, in the hook's ``before_run``, ``after_run`` and ``end``, in evaluating what it asked for,
+    and in its ``when_ready`` callbacks. What two hooks ask for is on the account of the first.
+
+    Args:
+        schedule: whose hooks.
+        readback: what makes the callbacks.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, readback: Readback | None = None) -> None:
         self._seats = schedule.everybody
         self._schedule = schedule
         self._calls = dict.fromkeys(self._seats, 0)
@@ -27,6 +32,8 @@ class HookCosts:
             seat.before_run = self._timed(seat, seat.before_run)
             seat.after_run = self._timed(seat, seat.after_run)
             seat.end = self._timed(seat, seat.end)
+        if readback is not None:
+            readback.call = self._timed_call(readback.call)
 
     def report(self) -> None:
         """Log the table, the dearest hook first."""
@@ -54,6 +61,17 @@ class HookCosts:
                 return evaluate(fetches, seat)
             finally:
                 self._secs[seat] += time.perf_counter() - begin
+
+        return timed
+
+    def _timed_call(self, call: Callable[[Request, Any], object]) -> Callable[[Request, Any], object]:
+        def timed(request: Request, values: Any) -> object:
+            begin = time.perf_counter()
+            try:
+                return call(request, values)
+            finally:
+                if isinstance(request.made_by, Seat):
+                    self._secs[request.made_by] += time.perf_counter() - begin
 
         return timed
 

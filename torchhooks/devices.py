@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchhooks.fetch import Evaluator
 from torchhooks.hook import SessionRunHook
 from torchhooks.loop import MonitoredLoop
-from torchhooks.readback import Copier, Readback, copiers
+from torchhooks.readback import Copier, Readback, copiers, pack, unpack
 from torchhooks.schedule import Seat
 
 
@@ -27,19 +27,19 @@ class FakeDevice:
     """While it is entered, CPU tensors are read back as if they were on a device that is ``lag`` runs behind.
 
         with FakeDevice(lag=3) as device:
-            ...                                        # runs of a loop; values come three runs later
+            ...                                        # runs of a loop; values come three runs after they were sent
         assert device.waits == 0                       # and nobody waited for them
 
-    A copy has the values of the moment at which it was begun, whatever happens to the tensor meanwhile.
+    A copy has the values of the moment at which it was begun, whatever happens to the tensor meanwhile. What has come
+    to the host, a ``when_ready`` callback's values for instance, is an ordinary CPU tensor.
 
     Args:
-        lag: how often somebody has to look whether something is done before what began now is.
+        lag: how many runs look in vain whether something is done that began now.
         speed: seconds that pass on the device's clock for each on ``time.monotonic()``.
 
     Attributes:
         copies: how many tensors were copied.
         batches: how many times a batch of copies was begun.
-        looks: how often somebody looked whether something was done.
         waits: how often the host waited for something that was not done.
     """
 
@@ -48,11 +48,16 @@ class FakeDevice:
         self.speed = speed
         self.copies = 0
         self.batches = 0
-        self.looks = 0
         self.waits = 0
-        self._replaced: Copier | None = None
+        # The device's own count of runs: in each one, what is oldest is looked at in vain at most once.
+        self._vain_looks = 0
+        self._replaced: list[Copier | None] = []
 
-    def start(self, tensors: Sequence[torch.Tensor]) -> _FakeTransfer:
+    def stream(self, device: torch.device) -> Hashable:
+        """There is one."""
+        return device
+
+    def start(self, tensors: Sequence[torch.Tensor], stream: Hashable) -> _FakeTransfer:
         """Begin to copy ``tensors``."""
         self.batches += 1
         self.copies += len(tensors)
@@ -62,16 +67,26 @@ class FakeDevice:
         """Mark this point of the device's time."""
         return _FakeEvent(self)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is none of those that have come to the host."""
+        return not hasattr(tensor, "_is_on_host")
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, waited for."""
+        self.waits += 1
+        return _on_host(tensor.detach().clone())
+
     def __enter__(self) -> FakeDevice:
-        self._replaced = copiers.get("cpu")
+        self._replaced.append(copiers.get("cpu"))
         copiers["cpu"] = self
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._replaced is None:
+        replaced = self._replaced.pop()
+        if replaced is None:
             del copiers["cpu"]
         else:
-            copiers["cpu"] = self._replaced
+            copiers["cpu"] = replaced
 
     def __repr__(self) -> str:
         return f"FakeDevice(lag={self.lag}, speed={self.speed})"
@@ -80,17 +95,19 @@ class FakeDevice:
 class _FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
-        self._done_at = device.looks + device.lag
+        self._done_at = device._vain_looks + device.lag
         self._secs = time.monotonic() * device.speed
 
     def done(self) -> bool:
-        self._device.looks += 1
-        return self._device.looks > self._done_at
+        if self._device._vain_looks >= self._done_at:
+            return True
+        self._device._vain_looks += 1
+        return False
 
     def wait(self) -> None:
-        if self._device.looks < self._done_at:
+        if self._device._vain_looks < self._done_at:
             self._device.waits += 1
-            self._device.looks = self._done_at
+            self._device._vain_looks = self._done_at
 
     def secs_since(self, earlier: _FakeEvent) -> float:
         return self._secs - earlier._secs
@@ -99,10 +116,15 @@ class _FakeEvent:
 class _FakeTransfer(_FakeEvent):
     def __init__(self, device: FakeDevice, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(device)
-        self._copies = [tensor.detach().clone() for tensor in tensors]
+        self._packed = [(indexes, packed.clone()) for indexes, packed in pack(tensors)]
 
     def tensors(self) -> list[torch.Tensor]:
-        return self._copies
+        return [_on_host(tensor) for tensor in unpack(self._packed)]
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor._is_on_host = True  # type: ignore[attr-defined]
+    return tensor
 
 
 class Sync(NamedTuple):
@@ -110,7 +132,7 @@ class Sync(NamedTuple):
 
     Args:
         hook: the hook that did it, or that asked for the fetch that did.
-        method: the hook's method, or ``"fetch"``.
+        method: the hook's method, or ``"fetch"`` for what it asked for in ``before_run``.
         step: the global step at that moment.
         operation: what waited: an operator on the CPU, torch's own message on a GPU.
     """
@@ -125,7 +147,7 @@ class Sync(NamedTuple):
 
 
 @contextmanager
-def sync_audit() -> Iterator[list[Sync]]:
+def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
     """A list that gets every wait for a device that a hook or a fetch causes meanwhile.
 
         with sync_audit() as syncs:
@@ -138,7 +160,13 @@ def sync_audit() -> Iterator[list[Sync]]:
     indexing with a mask and their like; what reads memory without an operator, ``numpy()`` and ``tolist()``, is not
     seen there. What the step does is its own affair, and so is what a ``when_ready`` callback does with values that
     have arrived.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``, for a test that is to go the same way everywhere; if not given, ``"cuda"``
+            where there is one.
     """
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"sync_audit(device={device!r}): give 'cuda' or 'cpu', or nothing for the one there is")
     syncs: list[Sync] = []
 
     def note(operation: str) -> None:
@@ -146,11 +174,11 @@ def sync_audit() -> Iterator[list[Sync]]:
         if sync is not None:
             syncs.append(sync)
 
-    if torch.cuda.is_available():
+    if device == "cuda" or (device is None and torch.cuda.is_available()):
         with _cuda_syncs(note):
             yield syncs
     else:
-        with FakeDevice(), _SyncCounter(note):
+        with nullcontext() if "cpu" in copiers else FakeDevice(), _SyncCounter(note):
             yield syncs
 
 
@@ -158,11 +186,11 @@ def sync_audit() -> Iterator[list[Sync]]:
 def _cuda_syncs(note: Callable[[str], None]) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
+        warnings.filterwarnings("always", message=".*called a synchronizing CUDA operation")
         show = warnings.showwarning
 
         def showwarning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            if "synchronizing CUDA operation" in str(message):
+            if "called a synchronizing CUDA operation" in str(message):
                 note(str(message))
             else:
                 show(message, *args, **kwargs)
@@ -175,7 +203,10 @@ def _cuda_syncs(note: Callable[[str], None]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-_SYNCHRONISE = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
+_SYNCHRONISE = (
+    *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
+    *("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+)
 
 
 class _SyncCounter(TorchDispatchMode):
@@ -187,13 +218,16 @@ class _SyncCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _SYNCHRONISE or (name in ("index", "index_put", "index_put_") and _has_mask(args[1])):
+        if name in _SYNCHRONISE or _looks_for_the_places(name, args):
             self._note(f"aten.{name}")
         return func(*args, **(kwargs or {}))
 
 
-def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+def _looks_for_the_places(name: str, args: Sequence[Any]) -> bool:
+    """Whether this indexes with a mask, so that the host has to know how much it has; filling with a number has not."""
+    if name not in ("index", "index_put", "index_put_") or (name != "index" and args[2].dim() == 0):
+        return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 _ARRIVED = {Readback.request.__code__, Readback._deliver.__code__}
@@ -209,9 +243,8 @@ def _attributed(operation: str) -> Sync | None:
         if found is None:
             if code in _ARRIVED:
                 return None
-            if code is _EVALUATE:
-                who = frame.f_locals["who"]
-                found = who.hook if isinstance(who, Seat) else who, "fetch"
+            if code is _EVALUATE and isinstance(frame.f_locals["who"], Seat):
+                found = frame.f_locals["who"].hook, "fetch"
             elif isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
                 found = instance, code.co_name
         elif isinstance(instance, MonitoredLoop):

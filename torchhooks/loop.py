@@ -18,6 +18,7 @@ in :meth:`MonitoredLoop._run_with_hooks`, which reads from top to bottom like th
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -26,9 +27,10 @@ from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
 import torch
 
+from torchhooks.checkpoint import latest_checkpoint
 from torchhooks.coordinator import Coordinator
 from torchhooks.costs import HookCosts
-from torchhooks.errors import FeedError, LifecycleError, add_note, brief
+from torchhooks.errors import AbortedError, FeedError, LifecycleError, add_note, brief
 from torchhooks.fetch import Evaluator, Scope, watched_names
 from torchhooks.hook import (
     RunMetadata,
@@ -41,9 +43,18 @@ from torchhooks.hook import (
 )
 from torchhooks.log import logger, show_lines
 from torchhooks.readback import Readback
+from torchhooks.recovery import Recovery
 from torchhooks.schedule import Schedule, Seat, in_order
 from torchhooks.session import NO_OUTPUTS, Scaffold, Session
-from torchhooks.step import Step, check_hooks, check_model, check_optimizer, check_state, takes_one_argument
+from torchhooks.step import (
+    Step,
+    check_hook_states,
+    check_hooks,
+    check_model,
+    check_optimizer,
+    check_state,
+    takes_one_argument,
+)
 from torchhooks.watch import NO_WATCH, ModuleWatch
 
 R = TypeVar("R")
@@ -75,6 +86,12 @@ class MonitoredLoop(Generic[R]):
         step_unit: what one global step is: ``"run"``, a call of :meth:`run` whose step returned, or
             ``"optimizer_step"``, a completed ``optimizer.step()``, counted at that moment, so that a run may count none
             or several.
+        checkpoint_dir: the folder whose newest whole checkpoint is restored, at creation and when recovering. It is not
+            written to: that is a CheckpointSaverHook's part.
+        recoverable_errors: exceptions after which, out of a run, the newest checkpoint is restored and the run made
+            again. With nothing to restore from they come out as any other.
+        max_recoveries: how often that is done within an hour; the first is made at once, the next ones after a growing
+            pause.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         hook_costs: whether to log, at the end, what each hook cost: calls, host time, its share of the whole.
 
@@ -91,7 +108,10 @@ class MonitoredLoop(Generic[R]):
         hooks: Iterable[SessionRunHook] = (),
         scaffold: Scaffold | None = None,
         state: Mapping[str, Stateful] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
         step_unit: str = "run",
+        recoverable_errors: Iterable[type[BaseException]] = (AbortedError,),
+        max_recoveries: int = 10,
         stop_grace_period_secs: float = 120,
         hook_costs: bool = False,
     ) -> None:
@@ -102,14 +122,16 @@ class MonitoredLoop(Generic[R]):
         self._step = step
         self._about_step = Step(step)
         self._scaffold = Scaffold() if scaffold is None else scaffold
-        self._session = Session(model, optimizer, check_state(state), self._scaffold.saver)
-        self._session._inputs = self._about_step.parameters
+        self._parts = model, optimizer, check_state(state), self._scaffold.saver
+        self._checkpoint_dir = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
+        self._recovery = Recovery(recoverable_errors, max_recoveries)
         self._per_run = 1 if step_unit == "run" else 0
         self._grace_secs = stop_grace_period_secs
 
-        self._coord = Coordinator()
         self._readback = Readback()
-        self._schedule = Schedule(check_hooks(hooks))
+        copied = check_hooks(hooks)
+        self._stateful = check_hook_states(copied)
+        self._schedule = Schedule(copied)
         self._costs = HookCosts(self._schedule) if hook_costs else None
         self._busy = False
         self._stopping = False
@@ -120,6 +142,8 @@ class MonitoredLoop(Generic[R]):
         self._begun = 0
         self._iterating = 0
         self._step_counter: Any = None
+        self._in_step_fn = False
+        self._new_session()
         show_lines()
         try:
             self._start()
@@ -167,9 +191,13 @@ class MonitoredLoop(Generic[R]):
             if self._readback.waiting:
                 self._readback.end_run()
         except BaseException as error:
-            self._run_failed(error)
-            raise
-        self._busy = False
+            if not self._recovered_from(error):
+                raise
+        else:
+            self._busy = False
+            return outputs
+        outputs = self.run(*args, **kwargs)
+        self._recovery.run_went_well()
         return outputs
 
     def run_step_fn(self, step_fn: Callable[[StepContext[R]], T]) -> T:
@@ -181,9 +209,18 @@ class MonitoredLoop(Generic[R]):
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
             raise ValueError(f"step_fn={step_fn!r}: must be a function of exactly one argument, the step context")
-        if self._busy or self._stopping:
-            self._refuse()
-        return step_fn(StepContext(self))
+        while True:
+            if self._busy or self._stopping:
+                self._refuse()
+            self._in_step_fn = True
+            try:
+                return step_fn(StepContext(self))
+            except BaseException as error:
+                self._in_step_fn = False
+                if self._stopping or not self._recovered_from(error):
+                    raise
+            finally:
+                self._in_step_fn = False
 
     def should_stop(self) -> bool:
         """Whether the loop is to end: a hook or a thread asked for it, something failed, or the loop is closed."""
@@ -255,11 +292,64 @@ class MonitoredLoop(Generic[R]):
             optimizer = self._session.optimizer
             assert optimizer is not None
             self._step_counter = optimizer.register_step_post_hook(self._count_optimizer_step)
-        self._scaffold.prepare(self._session)
-        self._coord.on_stop(self._thread_stopped)
+        try:
+            self._create_session()
+        except BaseException as error:
+            if not self._may_recover(error):
+                raise
+            self._recover(error)
+
+    def _new_session(self) -> None:
+        model, optimizer, state, saver = self._parts
+        self._session = session = Session(model, optimizer, state, saver)
+        session.hooks = self._stateful
+        session.checkpoint_dir = self._checkpoint_dir
+        session._inputs = self._about_step.parameters
+        session._drain = self._readback.drain
+        self._coord = Coordinator()
+
+    def _create_session(self) -> None:
+        """Restore or initialise the session, and show it to every hook."""
+        session, restored = self._session, None
+        if self._checkpoint_dir is not None:
+            restored = session.saver.restore_latest(session, self._checkpoint_dir)
+        if restored is not None:
+            logger.info("restored step %d from %s", session.global_step, restored)
+        self._scaffold.prepare(session, restored is not None)
+        self._coord.on_stop(functools.partial(self._thread_stopped, self._coord))
         for seat in self._schedule.everybody:
-            self._call(seat, "after_create_session", seat.hook.after_create_session, self._session, self._coord)
+            self._call(seat, "after_create_session", seat.hook.after_create_session, session, self._coord)
         self._schedule.start()
+
+    # -- recovery ---------------------------------------------------------------------------------------------
+
+    def _may_recover(self, error: BaseException) -> bool:
+        """Whether to recover from ``error``, which has come out of a run or of the making of a session."""
+        if self._in_step_fn or self._stopping or not self._recovery.allows(error):
+            return False
+        if self._checkpoint_dir is None or latest_checkpoint(self._checkpoint_dir) is None:
+            add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
+            return False
+        return True
+
+    def _recover(self, error: BaseException) -> None:
+        """Close the session, wait if this is not the first time in a row, create another; as often as that takes."""
+        while True:
+            self._readback.drain()
+            old, coord = self._session, self._coord
+            self._new_session()
+            self._session._data_waits = old._data_waits
+            old._closed = True
+            self._join_threads(coord)
+            self._recovery.pause(error, threading.Event().wait)
+            try:
+                self._create_session()
+            except BaseException as another:
+                if not self._may_recover(another):
+                    raise
+                error = another
+            else:
+                return
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._session._global_step += 1
@@ -411,12 +501,27 @@ class MonitoredLoop(Generic[R]):
             self._stop_reason = reason
             self._stopping = True
 
-    def _thread_stopped(self) -> None:
-        if not self._closed:
+    def _thread_stopped(self, coord: Coordinator) -> None:
+        if not self._closed and coord is self._coord:
             self._stop(f"thread {threading.current_thread().name}", by_thread=True)
 
+    def _recovered_from(self, error: BaseException) -> bool:
+        """The run was left by ``error``: recover, or else the loop is over. Whether the run is to be made again."""
+        try:
+            if self._may_recover(error):
+                self._recover(error)
+                self._busy = False
+                return True
+        except BaseException as another:
+            self._run_failed(another)
+            raise
+        if not self._in_step_fn or not self._recovery.covers(error):
+            self._run_failed(error)
+        self._busy = False
+        return False
+
     def _run_failed(self, error: BaseException) -> None:
-        """The run was left by an exception: the loop is over, cleanly if it was StopIteration."""
+        """The loop is over, cleanly if the error is StopIteration."""
         self._busy = False
         if type(error) is not StopIteration:
             self._failure = error
@@ -467,16 +572,18 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.close)
         if self._costs is not None:
             attempt(self._costs.report)
-        attempt(self._join_threads)
+        if hasattr(self._session.saver, "close"):
+            attempt(self._session.saver.close)
+        attempt(self._join_threads, self._coord)
         for seat in seats[: self._begun]:
             attempt(self._call, seat, "teardown", seat.hook.teardown)
         if self._step_counter is not None:
             self._step_counter.remove()
         return errors
 
-    def _join_threads(self) -> None:
-        self._coord.request_stop()
-        self._coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
+    def _join_threads(self, coord: Coordinator) -> None:
+        coord.request_stop()
+        coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
 
     def _call(self, seat: Seat, name: str, method: Callable[..., object], *args: Any) -> None:
         try:

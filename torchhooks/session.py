@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchhooks.checkpoint import Saver
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.fetch import Evaluator, Scope, detached, map_leaves, watched_names
 from torchhooks.hook import Stateful
@@ -30,7 +31,7 @@ class Session:
         model: what parameter names are looked up in.
         optimizer: where ``"lr"`` comes from.
         state: further objects that belong to the training.
-        saver: what writes its checkpoints.
+        saver: what writes its checkpoints; a :class:`torchhooks.Saver` with its defaults if there is none.
     """
 
     def __init__(
@@ -43,7 +44,13 @@ class Session:
         self.model = model
         self.optimizer = optimizer
         self.state: Mapping[str, Stateful] = {} if state is None else state
-        self.saver = saver
+        self.saver = Saver() if saver is None else saver
+        self.hooks: Mapping[str, Stateful] = {}
+        """The hooks that have a state, by the names under which it is kept in checkpoints."""
+        self.checkpoint_dir: str | None = None
+        """Where the loop restores from; ``None`` if it does not."""
+        self._refusals: list[Callable[[], str | None]] = []
+        self._drain: Callable[[], object] = _nothing_to_drain
         # The loop reads and writes these on every run, past the checks of the property and of run().
         self._global_step = 0
         self._outputs: Any = NO_OUTPUTS
@@ -93,6 +100,18 @@ class Session:
     def on_pause(self, listener: Callable[[Elapsed], object]) -> None:
         """Call ``listener`` with the length of each pause, when it ends: a value for ``when_ready``."""
         self._pause_listeners.append(listener)
+
+    def guard_checkpoints(self, refusal: Callable[[], str | None]) -> None:
+        """Have ``refusal`` asked before each checkpoint: it returns why the state is not worth keeping, or ``None``."""
+        self._refusals.append(refusal)
+
+    def why_no_checkpoint(self) -> str | None:
+        """What speaks against a checkpoint of this moment, ``None`` if nothing does.
+
+        Makes every ``when_ready`` call that has not been made yet, since one of them may be what does; so it waits.
+        """
+        self._drain()
+        return next((reason for refusal in self._refusals if (reason := refusal()) is not None), None)
 
     @property
     def data_wait_secs(self) -> float | None:
@@ -149,6 +168,10 @@ def _without_left_out(tree: Any) -> Any:
     return map_leaves(lambda leaf: None if leaf is _LEFT_OUT else leaf, tree)
 
 
+def _nothing_to_drain() -> None:
+    """What a session without a loop has to wait for."""
+
+
 class Scaffold:
     """The parts of a training that a session is created from (``tf.train.Scaffold``).
 
@@ -179,13 +202,13 @@ class Scaffold:
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
-    def prepare(self, session: Session) -> None:
-        """Initialise a fresh session and make sure that it is ready.
+    def prepare(self, session: Session, restored: bool = False) -> None:
+        """Initialise a fresh session, unless it was ``restored``, and make sure that it is ready.
 
         Raises:
             LifecycleError: ``ready_fn`` says that it is not.
         """
-        if self.init_fn is not None:
+        if self.init_fn is not None and not restored:
             self.init_fn(self, session)
         ready = True if self.ready_fn is None else self.ready_fn(session)
         if ready is not True:

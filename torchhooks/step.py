@@ -11,6 +11,7 @@ import torch
 from torchhooks.errors import FeedError
 from torchhooks.fetch import shortened
 from torchhooks.hook import RunMetadata, SessionRunArgs, SessionRunHook, Stateful
+from torchhooks.log import logger
 from torchhooks.watch import ModuleWatch
 
 
@@ -117,6 +118,30 @@ def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
         if not isinstance(hook, SessionRunHook):
             raise TypeError(f"hooks[{index}]={hook!r} is no hook: a hook is an instance of SessionRunHook")
     return copied
+
+
+def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
+    """The hooks that have a state, by the name under which it is saved: their ``name``, or that of their class."""
+    named: dict[str, Any] = {}
+    saver: SessionRunHook | None = None
+    for hook in hooks:
+        if getattr(hook, "saves_checkpoints", False):
+            saver = saver or hook
+        if hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict"):
+            name = getattr(hook, "name", None) or type(hook).__name__
+            if name in named:
+                raise ValueError(
+                    f"{named[name]!r} and {hook!r} would both keep their state as {name!r} in checkpoints: give one of "
+                    "them another name, in an attribute called name"
+                )
+            named[name] = hook
+            if saver is not None:
+                logger.warning(
+                    "%r stands behind %r, so that checkpoints have its state from before the run: move it to the front",
+                    hook,
+                    saver,
+                )
+    return named
 
 
 def check_model(model: Any) -> None:

@@ -27,12 +27,12 @@ A hook, and three tests of it that take no time and need no files:
         trace(StopWhenGood(0.2), after, losses=[0.1])
         assert ("after_run", 1, 1) in after.calls
 
-:class:`FakeDevice` makes the CPU behave as a device that is read back late, :func:`sync_audit` tells which hook makes
-the host wait for one.
-
 Everything here is a real implementation of what it stands for: :func:`trace` runs a real
 :class:`torchhooks.MonitoredLoop`. For a step, a model or a clock of one's own, make the loop oneself, inside
 ``with FakeClock() as clock, log_lines() as lines:``.
+
+:class:`FakeDevice` makes the CPU behave as a device that is read back late, :func:`sync_audit` tells which hook makes
+the host wait for one.
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
-"""Hooks that keep something: summaries."""
+"""Hooks that keep something: summaries, checkpoints."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from torchhooks import summary
+from torchhooks.coordinator import Coordinator
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
-from torchhooks.session import Scaffold
+from torchhooks.session import Scaffold, Session
 from torchhooks.timer import NEVER, Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
@@ -94,3 +97,139 @@ class SummarySaverHook(SessionRunHook):
 
     def __repr__(self) -> str:
         return call_repr(self, **self._arguments)
+
+
+class CheckpointSaverListener:
+    """Is called around every checkpoint of a CheckpointSaverHook (``tf.train.CheckpointSaverListener``)."""
+
+    def begin(self) -> None:
+        """Called with the hook's ``begin``."""
+
+    def before_save(self, session: Session, step: int) -> None:
+        """Called before the checkpoint of ``step`` is written."""
+
+    def after_save(self, session: Session, step: int) -> bool | None:
+        """Called after it was written. True stops the loop; at creation and at the end that is ignored."""
+        return None
+
+    def end(self, session: Session, step: int) -> None:
+        """Called with the hook's ``end``, after the last checkpoint."""
+
+
+class CheckpointSaverHook(SessionRunHook):
+    """Saves checkpoints every so often (``tf.train.CheckpointSaverHook``).
+
+    ``save_steps=4`` saves at 0, 4, 8, and at a clean end, unless that step is saved already. A recovered session is
+    saved again when it is created. It saves where it stands in the list of hooks. The time it takes is not counted by a
+    StepCounterHook.
+
+    Unlike TensorFlow, nothing is saved of a run in which a NanTensorHook sees NaN, nor after it, wherever the two stand
+    in the list; listeners are not called then.
+
+    Args:
+        checkpoint_dir: the folder; give the same one to the loop, which restores from it.
+        save_secs: seconds from one checkpoint to the next, or
+        save_steps: steps from one to the next.
+        saver: what writes them, or
+        scaffold: whose saver does; without either, ``session.saver``.
+        checkpoint_basename: checkpoints of step N are ``checkpoint_basename-N`` in the folder.
+        listeners: called around every checkpoint. Every one is called, also after one asked to stop.
+
+    Raises:
+        ValueError: not exactly one period, or both ``saver`` and ``scaffold``.
+    """
+
+    saves_checkpoints = True
+    """That hooks with a state belong in front of it."""
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        save_secs: float | None = None,
+        save_steps: int | None = None,
+        saver: Any = None,
+        checkpoint_basename: str = "model.ckpt",
+        scaffold: Scaffold | None = None,
+        listeners: Iterable[CheckpointSaverListener] | None = None,
+    ) -> None:
+        self._arguments = {
+            "save_secs": save_secs,
+            "save_steps": save_steps,
+            "saver": saver,
+            "checkpoint_basename": checkpoint_basename,
+            "scaffold": scaffold,
+            "listeners": listeners,
+        }
+        self._checkpoint_dir = os.fspath(checkpoint_dir)
+        if saver is not None and scaffold is not None:
+            raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
+        self._timer = SecondOrStepTimer.named(save_secs=save_secs, save_steps=save_steps)
+        self._saver, self._scaffold = saver, scaffold
+        self._path = os.path.join(self._checkpoint_dir, checkpoint_basename)
+        self._listeners = tuple(listeners or ())
+        self._target = WriterTarget(self._checkpoint_dir, None)
+
+    def begin(self) -> None:
+        self._timer.reset()
+        self._target.open()
+        for listener in self._listeners:
+            listener.begin()
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        if session.checkpoint_dir is None:
+            logger.warning(
+                "%r saves checkpoints, but nothing will be restored: give MonitoredLoop(..., checkpoint_dir=%r) too",
+                self,
+                self._checkpoint_dir,
+            )
+        self._save(session)
+        self._timer.update_last_triggered_step(session.global_step)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        session = run_context.session
+        if self._timer.should_trigger_for_step(session.global_step):
+            self._timer.update_last_triggered_step(session.global_step)
+            if self._save(session):
+                run_context.request_stop(f"a checkpoint listener asked to at step {session.global_step}")
+
+    def end(self, session: Session) -> None:
+        step = session.global_step
+        if step != self._timer.last_triggered_step():
+            self._save(session)
+        saver = self._chosen_saver(session)
+        if hasattr(saver, "wait"):
+            saver.wait()
+        for listener in self._listeners:
+            listener.end(session, step)
+
+    def teardown(self) -> None:
+        self._target.close()
+
+    def next_due(self) -> Due:
+        return self._timer.next_due()
+
+    def _chosen_saver(self, session: Session) -> Any:
+        if self._saver is not None:
+            return self._saver
+        if self._scaffold is not None and self._scaffold.saver is not None:
+            return self._scaffold.saver
+        return session.saver
+
+    def _save(self, session: Session) -> bool:
+        """Save, and return whether a listener asked to stop."""
+        step = session.global_step
+        reason = session.why_no_checkpoint()
+        if reason is not None:
+            logger.warning("no checkpoint of step %d: %s", step, reason)
+            return False
+        with session.paused():
+            for listener in self._listeners:
+                listener.before_save(session, step)
+            logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
+            path = self._chosen_saver(session).save(session, self._path, step)
+            summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
+            answers = [listener.after_save(session, step) for listener in self._listeners]
+        return any(answers)
+
+    def __repr__(self) -> str:
+        return call_repr(self, self._checkpoint_dir, **self._arguments)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchhooks.coordinator import Coordinator
-from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
+from torchhooks.errors import FetchError, LifecycleError, NanLossDuringTrainingError
 from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
@@ -107,6 +107,9 @@ class NanTensorHook(SessionRunHook):
     def begin(self) -> None:
         self._message = None
 
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        session.guard_checkpoints(lambda: self._message or self._what_is_wrong_now(session))
+
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return self._request
 
@@ -119,6 +122,15 @@ class NanTensorHook(SessionRunHook):
             run_context.when_ready(found, notice, max_lag_runs=self._max_lag_steps)
         if self._message is not None:
             run_context.request_stop(self._message)
+
+    def _what_is_wrong_now(self, session: Session) -> str | None:
+        """For a saver that stands in front of this hook, and asks before it was told of the run."""
+        try:
+            found = to_host(session.run(self._request.fetches))
+        except FetchError:  # there was no run yet, or the value is not one of those that outlive it
+            return None
+        bad = [kind for kind, is_so in (found or {}).items() if is_so]
+        return f"{describe(self._loss_tensor)} is {bad[0]} at step {session.global_step}" if bad else None
 
     def _notice(self, step: int, found: dict[str, Any]) -> None:
         bad = [kind for kind, is_so in found.items() if is_so]

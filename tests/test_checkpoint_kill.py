@@ -1,0 +1,197 @@
+"""Processes that save at every step, killed for real at random moments: what they reported as saved is there.
+
+TORCHHOOKS_KILLS is how often each of the two ways to save is interrupted; 20 if it is not set.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchhooks.checkpoint import Saver
+from torchhooks.session import Session
+
+ROOT = Path(__file__).parents[1]
+KILLS = int(os.environ.get("TORCHHOOKS_KILLS", "20"))
+MAX_TO_KEEP = 3
+LIFE_SECS = (0.0, 0.12)  # starting takes about a third of it, one save about a tenth
+
+
+class Numbers(nn.Module):
+    """A model of a few sizes of tensors, all of them filled with one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(size) for size in (1, 1000, 200_000)])
+
+    def fill(self, number: int) -> None:
+        with torch.no_grad():
+            for weight in self.weights:
+                weight.fill_(number)
+
+    def numbers(self) -> set[int]:
+        return {int(number) for weight in self.weights for number in weight.unique()}
+
+
+class Note:
+    """A state of plain values: a list that has the number so often that it takes a while to write."""
+
+    def __init__(self) -> None:
+        self.numbers = [0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"numbers": self.numbers}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.numbers = list(state_dict["numbers"])
+
+
+def make_training() -> tuple[Session, Numbers, Note]:
+    model, note = Numbers(), Note()
+    return Session(model, None, {"note": note}), model, note
+
+
+# In the process that is killed.
+
+
+def train_for_ever(folder: str, async_save: bool) -> None:
+    """Go on from the newest checkpoint; a step changes everything in place, and what is saved for certain is said."""
+    session, model, note = make_training()
+    saver = Saver(MAX_TO_KEEP, async_save=async_save)
+    saver.restore_latest(session, folder)
+    while True:
+        session.global_step += 1
+        step = session.global_step
+        model.fill(step)
+        note.numbers[:] = [step] * 1000
+        saver.save(session, f"{folder}/model.ckpt", step)
+        if async_save and step % 3:
+            continue  # the next step overwrites what is being written
+        saver.wait()
+        say("saved", step)
+
+
+def say(word: str, number: int) -> None:
+    """Write one line, in one piece whenever the process is killed."""
+    os.write(sys.stdout.fileno(), f"{word} {number}\n".encode())
+
+
+def serve() -> None:
+    """Import torch once; for each line, ``sync`` or ``async`` and a folder, fork a training and wait for its end."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        how, folder = line.rstrip("\n").split(" ", 1)
+        process = os.fork()
+        if process == 0:
+            train_for_ever(folder, how == "async")
+        say("pid", process)
+        os.waitpid(process, 0)
+        say("dead", process)
+
+
+# In the test.
+
+
+class Server:
+    """Starts trainings and kills them."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self._unread = b""
+
+    def train_and_kill(self, how: str, folder: Path, secs: float) -> int:
+        """Let a training live for ``secs``; returns the last step that it reported as saved, 0 if there was none."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{how} {folder}\n".encode())
+        self._process.stdin.flush()
+        reported, pid, end = 0, 0, float("inf")
+        while True:
+            for word, number in self._lines(None if end == float("inf") else max(0.0, end - time.monotonic())):
+                if word == "pid":
+                    pid, end = number, time.monotonic() + secs
+                elif word == "saved":
+                    reported = number
+                else:
+                    return reported
+            if time.monotonic() >= end:
+                os.kill(pid, signal.SIGKILL)
+                end = float("inf")
+
+    def _lines(self, timeout: float | None) -> list[tuple[str, int]]:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout)[0]:
+            return []
+        read = os.read(self._process.stdout.fileno(), 1 << 16)
+        assert read, "the server ended"
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        return [(word, int(number)) for word, number in (line.decode().split() for line in lines)]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
+
+
+def restored_step(folder: Path) -> int:
+    """The step of the newest checkpoint, which must be of one piece."""
+    session, model, note = make_training()
+    if Saver().restore_latest(session, folder) is None:
+        return 0
+    assert model.numbers() == set(note.numbers) == {session.global_step}
+    return session.global_step
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_what_was_reported_as_saved_survives_every_kill(
+    tmp_path: Path, how: str, server: Server, lines: list[tuple[str, str]]
+) -> None:
+    lives, newest = random.Random(how), 0
+    for _ in range(KILLS):
+        reported = server.train_and_kill(how, tmp_path, lives.uniform(*LIFE_SECS))
+        found = restored_step(tmp_path)
+        assert found >= max(reported, newest)
+        newest = found
+    assert newest >= KILLS, "too few steps between the kills for this to have tested anything"
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_what_kills_leave_behind_does_not_pile_up(
+    tmp_path: Path, how: str, server: Server, lines: list[tuple[str, str]]
+) -> None:
+    for secs in (0.03, 0.04, 0.05, 0.06, 0.07, 0.5):
+        server.train_and_kill(how, tmp_path, secs)
+    session, *_ = make_training()
+    saver = Saver(MAX_TO_KEEP)
+    saver.restore_latest(session, tmp_path)
+    saver.save(session, tmp_path / "model.ckpt", session.global_step + 1)
+    assert len(list(tmp_path.iterdir())) == MAX_TO_KEEP + 1
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,528 @@
+"""Saver: the whole state of a training into one file, and back.
+
+    saver = Saver(max_to_keep=3)
+    path = saver.save(session, "run/model.ckpt", session.global_step)       # "run/model.ckpt-700"
+    saver.restore(session, path)
+    saver.restore_latest(session, "run")                                    # the newest whole one
+
+In the file, by name: ``"model"``, ``"optimizer"``, each entry of ``session.state`` under its own name, each entry of
+``session.hooks`` as ``"hooks.<name>"``, ``"global_step"``, and in ``"random"`` the states of the random numbers of
+Python, NumPy and torch. ``torch.load(path, weights_only=True)`` reads it without this library.
+
+A checkpoint is loaded with ``weights_only=True``, always, so that no file can run code. What could not be loaded so is
+refused when it is saved, with its name: a state is made of tensors, numbers, strings, bytes, ``None``, and torch's
+dtypes, devices, layouts and sizes, in dicts, lists, tuples and sets. NumPy's numbers are saved as Python's.
+
+How files are kept whole, ordered and found again is in :mod:`torchhooks.checkpoint_files`.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import operator
+import os
+import random
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import NoneType
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import numpy as np
+import torch
+
+from torchhooks.checkpoint_files import (
+    Checkpoint,
+    Disk,
+    Folder,
+    Retention,
+    Sink,
+    has_checkpoints,
+    latest_checkpoint,
+    list_checkpoints,
+    verify,
+)
+from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief
+from torchhooks.fetch import shortened
+from torchhooks.hook import call_repr
+from torchhooks.log import logger
+from torchhooks.timer import seconds
+
+if TYPE_CHECKING:
+    from torchhooks.hook import Stateful
+    from torchhooks.session import Session
+
+__all__ = ["Checkpoint", "Saver", "latest_checkpoint", "list_checkpoints"]
+
+_OWN = ("global_step", "random")
+_RESERVED = ("model", "optimizer", *_OWN)
+_HOOKS = "hooks."
+_Path = str | os.PathLike[str]
+
+
+class Saver:
+    """Writes checkpoints, reads them, and removes the old ones (``tf.train.Saver``).
+
+    A checkpoint is there whole or not at all, whenever the process is killed; older ones are removed only once it is.
+    Those that an earlier process wrote to the folder count.
+
+    Unlike TensorFlow, the hours between those kept for good go on when the training is resumed, and checkpoints of
+    another name in the same folder are counted by themselves.
+
+    Args:
+        max_to_keep: how many checkpoints of one name stay in a folder; ``None`` or 0: all of them.
+        keep_checkpoint_every_n_hours: of those to be removed, keep one for good each time so many hours have passed.
+        async_save: ``save`` copies the state to the CPU's memory and returns; the file is written behind. An error of
+            that comes out of the next call. Call :meth:`close` at the end.
+        strict: whether a checkpoint that does not fit the training is an error; otherwise what fits is loaded, and the
+            rest named in a warning.
+    """
+
+    def __init__(
+        self,
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
+        *,
+        async_save: bool = False,
+        strict: bool = True,
+    ) -> None:
+        self._retention = _checked_retention(max_to_keep, keep_checkpoint_every_n_hours)
+        self._async_save = async_save
+        self._strict = strict
+        self.disk = Disk()
+        """What it writes through; a test puts another one here."""
+        self._folders: dict[str, Folder] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, session: Session, path: _Path, global_step: int) -> str:
+        """Write the state of ``session`` as it is now; the folder is made if this is its first checkpoint.
+
+        With ``async_save`` it first waits for the one before, so that there is one copy of the state at a time. If that
+        one failed, its error is raised here, and this one is written all the same.
+
+        Args:
+            session: what to save.
+            path: of the checkpoint, without the step: ``"run/model.ckpt"``.
+            global_step: the number that the checkpoint goes by.
+
+        Returns:
+            Where it is, or will be: ``"run/model.ckpt-700"``.
+
+        Raises:
+            CheckpointError: it could not be written, or something in the state cannot be saved. The older checkpoints
+                are as they were.
+        """
+        prefix, step = _checked_path(path), _checked_step(global_step)
+        earlier = self._finish()
+        try:
+            state = _collect(session, _Snapshot() if self._async_save else _as_it_is)
+            self._start(state, prefix, step)
+        except Exception as error:
+            if earlier is not None:
+                add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
+            raise
+        if earlier is not None:
+            raise earlier
+        return f"{prefix}-{step}"
+
+    def restore(self, session: Session, path: _Path) -> None:
+        """Load the checkpoint at ``path``, which a ``save`` returned; everything is checked before anything is loaded.
+
+        Tensors go where those of the session are, whatever device they were saved from. Random states are set too, on
+        as many CUDA devices as there are.
+
+        Raises:
+            DamagedCheckpointError: the file is not what was written. :meth:`restore_latest` then takes an older one.
+            CheckpointError: it does not fit the training, or could run code.
+        """
+        self.wait()
+        self._restore(session, os.fspath(path))
+
+    def restore_latest(self, session: Session, directory: _Path) -> str | None:
+        """Load the newest checkpoint in ``directory`` that is whole; each one that is not is named in a warning.
+
+        Returns:
+            The path of the one that was loaded, ``None`` if the folder has none.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them is whole; or the newest whole one does not fit.
+        """
+        self.wait()
+        for checkpoint in reversed(list_checkpoints(directory)):
+            try:
+                self._restore(session, checkpoint.path)
+            except DamagedCheckpointError as error:
+                logger.warning("%s It is skipped.", error)
+            else:
+                return checkpoint.path
+        if has_checkpoints(directory):
+            raise CheckpointError(
+                f"{os.fspath(directory)} has checkpoints, but none that is whole; the log says what is wrong with each."
+                " To start over, move them away, or choose another folder."
+            )
+        return None
+
+    def wait(self) -> None:
+        """Return once nothing is being written any more; raise the error of what was."""
+        error = self._finish()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """:meth:`wait`, under the name that the end of things has. It may be called again, and so may ``save``."""
+        self.wait()
+
+    def _start(self, state: dict[str, Any], prefix: str, step: int) -> None:
+        folder, name = os.path.split(os.path.abspath(prefix))
+        if not self._async_save:
+            self._write(state, folder, name, step)
+            return
+        # Not a daemon: at the end of the process Python waits for it.
+        self._thread = threading.Thread(
+            target=self._write_behind, args=(state, folder, name, step), name=f"save {name}-{step}"
+        )
+        self._thread.start()
+
+    def _write_behind(self, *args: Any) -> None:
+        try:
+            self._write(*args)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, state: dict[str, Any], folder: str, name: str, step: int) -> None:
+        writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        try:
+            writer.add(name, step, partial(_save, state), self._retention)
+        except (OSError, RuntimeError) as error:
+            raise _not_written(os.path.join(folder, f"{name}-{step}"), error) from error
+
+    def _finish(self) -> BaseException | None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def _restore(self, session: Session, path: str) -> None:
+        saved = _read(path)
+        parts = _parts(session)
+        states, misfits = _compare(parts, saved)
+        if misfits:
+            report = "\n  ".join([f"{path} does not fit this training:", *misfits])
+            if self._strict:
+                raise CheckpointError(f"{report}\nMake them fit, or load what fits with Saver(strict=False).")
+            logger.warning("%s\nThe rest is loaded.", report)
+        for name, state in states.items():
+            self._load(name, parts[name], state, path)
+        session.global_step = saved["global_step"]
+        _set_random_states(saved["random"])
+
+    def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
+        try:
+            if isinstance(part, torch.nn.Module):
+                part.load_state_dict(state, strict=self._strict)
+            else:
+                part.load_state_dict(state)
+        except BaseException as error:
+            add_note(error, f"while loading {name!r} from {path}; what was loaded before it stays loaded")
+            raise
+
+    def __repr__(self) -> str:
+        max_to_keep, every_n_hours = self._retention
+        return call_repr(
+            self,
+            max_to_keep=max_to_keep,
+            keep_checkpoint_every_n_hours=every_n_hours,
+            async_save=self._async_save,
+            strict=self._strict,
+        )
+
+
+def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> Retention:
+    number = _whole_number(0 if max_to_keep is None else max_to_keep)
+    if number is None:
+        raise ValueError(f"max_to_keep={max_to_keep!r}: must be a whole number, 1 or more; None or 0 keeps all")
+    if every_n_hours is not None and not 0 < seconds(every_n_hours, "keep_checkpoint_every_n_hours") < math.inf:
+        raise ValueError(f"keep_checkpoint_every_n_hours={every_n_hours!r}: must be more than 0; None is never")
+    return Retention(max_to_keep, every_n_hours)
+
+
+def _checked_path(path: _Path) -> str:
+    prefix = os.fspath(path)
+    name = os.path.basename(prefix)
+    if not name or name.startswith("."):
+        raise ValueError(f"path={path!r}: must end in a name that does not begin with a dot, as 'run/model.ckpt' does")
+    return prefix
+
+
+def _checked_step(global_step: int) -> int:
+    step = _whole_number(global_step)
+    if step is None:
+        raise ValueError(f"global_step={global_step!r}: must be a whole number, 0 or more")
+    return step
+
+
+def _whole_number(value: int) -> int | None:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return None if number < 0 or isinstance(value, bool) else number
+
+
+_WAYS_OUT = {
+    errno.ENOSPC: "Free some space, or keep fewer with max_to_keep.",
+    errno.EDQUOT: "Free some space, or keep fewer with max_to_keep.",
+    errno.EFBIG: "Raise the limit on the size of files, or save less.",
+    errno.EACCES: "Make the folder writable, or choose another.",
+    errno.EPERM: "Make the folder writable, or choose another.",
+    errno.EROFS: "Choose a folder that can be written to.",
+    errno.ENOENT: "The folder is gone, with the checkpoints in it: put it back, or choose another.",
+    errno.EEXIST: "A file has the name that a folder should have: choose another path.",
+    errno.ENOTDIR: "A file has the name that a folder should have: choose another path.",
+    errno.EISDIR: "A folder has the name that the checkpoint should have: choose another path.",
+}
+
+
+def _save(state: dict[str, Any], sink: Sink) -> None:
+    sums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)  # by default they are on; damage is found by them
+    try:
+        torch.save(state, cast(BinaryIO, sink))
+    finally:
+        torch.serialization.set_crc32_options(sums)
+
+
+def _not_written(path: str, error: OSError | RuntimeError) -> CheckpointError:
+    if not isinstance(error, OSError):
+        return CheckpointError(f"{path} was not written: {error}")
+    way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are as they were.")
+    return CheckpointError(f"{path} was not written: {error.strerror or error}. {way_out}")
+
+
+def _parts(session: Session) -> dict[str, Stateful]:
+    """What is saved, by the name that it goes by in the file."""
+    parts: dict[str, Any] = {}
+    if session.model is not None:
+        parts["model"] = session.model
+    if session.optimizer is not None:
+        parts["optimizer"] = session.optimizer
+    for name, part in session.state.items():
+        if name in _RESERVED or name.startswith(_HOOKS):
+            raise CheckpointError(f"state[{name!r}]: this name has a meaning in a checkpoint. Give it another one.")
+        parts[name] = part
+    parts |= {f"{_HOOKS}{name}": hook for name, hook in getattr(session, "hooks", {}).items()}
+    for name, part in parts.items():
+        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+            raise CheckpointError(
+                f"{name!r} is {_a(part)}, without state_dict() and load_state_dict(): add them, or leave it out."
+            )
+    return parts
+
+
+def _collect(session: Session, take: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """The state of everything, made of what can be loaded again."""
+    plain = _Plain(take)
+    state: dict[str, Any] = {}
+    for name, part in _parts(session).items():
+        try:
+            own = part.state_dict()
+        except BaseException as error:
+            add_note(error, f"while saving {name!r}")
+            raise
+        state[name] = plain(own, (name,))
+    if plain.problems:
+        raise CheckpointError(
+            f"This cannot be saved, because loading it again could run code: {shortened(plain.problems, 8)}. Let "
+            "state_dict() give tensors, numbers, strings and None, in dicts, lists, tuples and sets."
+        )
+    return {**state, "global_step": session.global_step, "random": _random_states()}
+
+
+# Exactly these: what torch's unpickler for weights_only takes in every version from 2.6 on. A subclass is another type.
+_LEAVES = frozenset(
+    {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
+)
+_CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple, set, bytearray})
+_MOST_BITS = 2000  # torch reads integers of at most 255 bytes
+
+
+class _Plain:
+    """Copies what can be loaded again, container by container, and lists what cannot in ``problems``."""
+
+    def __init__(self, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.problems: list[str] = []
+        self._take = take
+        self._inside: set[int] = set()
+
+    def __call__(self, value: Any, keys: tuple[Any, ...]) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        problem = _problem(value)
+        if problem is None and id(value) in self._inside:
+            problem = "part of itself"
+        if problem is not None:
+            self.problems.append(f"{keys[0]}{''.join(f'[{key!r}]' for key in keys[1:])} is {problem}")
+            return None
+        if isinstance(value, torch.Tensor):
+            return self._take(value)
+        return self._container(value, keys) if type(value) in _CONTAINERS else value
+
+    def _container(self, value: Any, keys: tuple[Any, ...]) -> Any:
+        self._inside.add(id(value))
+        try:
+            if isinstance(value, dict):
+                return self._dict(value, keys)
+            return type(value)([self(item, (*keys, place)) for place, item in enumerate(value)])
+        finally:
+            self._inside.discard(id(value))
+
+    def _dict(self, value: dict[Any, Any], keys: tuple[Any, ...]) -> dict[Any, Any]:
+        copy = type(value)()
+        for key, item in value.items():
+            copy[self(key, (*keys, key))] = self(item, (*keys, key))
+        if isinstance(value, OrderedDict):  # a module's has its version in an attribute, _metadata
+            vars(copy).update(self._dict(vars(value), keys))
+        return copy
+
+
+def _problem(value: Any) -> str | None:
+    """Why ``value`` could not be loaded again; ``None`` if it can, as far as it goes without what is in it."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_problem(value)
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length()} bits, torch reads up to {_MOST_BITS}"
+    if type(value) is bytes and not value:
+        return "empty bytes, which torch does not read: give None"
+    if isinstance(value, np.ndarray):
+        return "a NumPy array: give torch.from_numpy() of it"
+    return None if type(value) in _LEAVES or type(value) in _CONTAINERS else _a(value)
+
+
+def _tensor_problem(tensor: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "without a shape yet: make a run first"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"{_a(tensor)}, a subclass of Tensor: give a plain one"
+    return "on the meta device, where it has no values" if tensor.is_meta else None
+
+
+def _a(value: object) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+class _Snapshot:
+    """Copies tensors to the CPU, with the values of now; those that share memory share it in the copy."""
+
+    def __init__(self) -> None:
+        self._storages: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = _as_it_is(tensor)
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            return tensor.to("cpu", copy=True)  # waits, as below
+        storage = tensor.untyped_storage()
+        where = (storage.device, storage.data_ptr(), storage.nbytes())
+        if where not in self._storages:
+            # From a device this waits until the copy has arrived: the next step may overwrite what is copied.
+            self._storages[where] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+        copy = torch.empty(0, dtype=tensor.dtype)
+        return copy.set_(self._storages[where], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _random_states() -> dict[str, Any]:
+    states = {
+        "python": random.getstate(),
+        "numpy": _without_arrays(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, state in enumerate(states.get("cuda", [])[:devices]):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
+
+
+def _read(path: str) -> dict[str, Any]:
+    verify(path)
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is whole, but torch does not load it with weights_only=True: {brief(error).splitlines()[0]} "
+            "Loaded otherwise it could run code, so it is not."
+        ) from error
+    return saved
+
+
+def _compare(parts: Mapping[str, Stateful], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The states that can be loaded, by name, and what does not fit."""
+    states = {name: saved[name] for name in parts if name in saved}
+    misfits = [
+        *_listing("missing in the file", (name for name in parts if name not in saved)),
+        *_listing("in the file only", (name for name in saved if name not in parts and name not in _OWN)),
+    ]
+    for name, state in list(states.items()):
+        part = parts[name]
+        if isinstance(part, torch.nn.Module):
+            misfits += [f"{name}: {misfit}" for misfit in _compare_module(part, state)]
+        elif isinstance(part, torch.optim.Optimizer) and (misfit := _compare_groups(part, state)):
+            misfits.append(f"{name}: {misfit}")
+            del states[name]
+    return states, misfits
+
+
+def _compare_module(module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
+    """What does not fit; tensors of another shape are taken out of ``state``, for torch never loads them."""
+    if any(part._load_state_dict_pre_hooks for part in module.modules()):
+        return []  # it rewrites what it loads, so torch has to judge
+    own = module.state_dict()
+    reshaped = {key: (_shape(state[key]), _shape(own[key])) for key in own if key in state}
+    reshaped = {key: shapes for key, shapes in reshaped.items() if shapes[0] != shapes[1]}
+    misfits = [
+        *_listing("missing in the file", (key for key in own if key not in state)),
+        *_listing("in the file only", (key for key in state if key not in own)),
+    ]
+    if reshaped:
+        shown = [f"{key!r} {ours} instead of {theirs}" for key, (theirs, ours) in reshaped.items()]
+        misfits.append(f"of another shape than in the file: {shortened(shown)}")
+    for key in reshaped:
+        del state[key]
+    return misfits
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _compare_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if saved == own:
+        return None
+    return f"has groups of {own} parameters, in the file they are of {saved}"
+
+
+def _listing(what: str, names: Iterable[str]) -> list[str]:
+    listed = [repr(name) for name in names]
+    return [f"{what}: {shortened(listed)}"] if listed else []
