@@ -37,6 +37,7 @@ except ImportError as error:
     raise SystemExit("This example needs scikit-learn, which brings the images: pip install scikit-learn") from error
 
 WANTED_ACCURACY = 0.97
+BATCH_SIZE = 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -94,8 +95,8 @@ def make_hooks(steps: int, logdir: str) -> list[SessionRunHook]:
             every_n_iter=100,
             formatter="step {step:4}: loss {loss:.4f}, accuracy {accuracy:.3f}, lr {lr:.6f}".format_map,
         ),
-        # Steps per second, as a line and as a curve.
-        StepCounterHook(every_n_steps=100, output_dir=logdir),
+        # Steps and images per second, as lines and as curves.
+        StepCounterHook(every_n_steps=100, output_dir=logdir, examples_per_step=BATCH_SIZE),
         # For TensorBoard: curves as a mapping, tag to what is drawn; histograms of a parameter, its gradient and what a
         # layer put out in this step; the images themselves.
         SummarySaverHook(
@@ -116,7 +117,7 @@ def train(steps: int, logdir: str) -> float:
     """Train for ``steps`` steps, write the TensorBoard log to ``logdir``, return the accuracy on the test images."""
     torch.manual_seed(0)
     train_data, test_data = load_data()
-    loader = DataLoader(train_data, batch_size=64, shuffle=True, drop_last=True)
+    loader = DataLoader(train_data, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps)

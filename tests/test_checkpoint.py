@@ -403,6 +403,24 @@ def test_random_numbers_of_cuda_go_on_from_where_they_were(tmp_path: Path) -> No
     assert torch.equal(torch.randn(3, device="cuda"), expected)
 
 
+TAGS: list[str] = []  # in place of the devices on which the storages are that are being saved, while it is not empty
+
+
+@pytest.fixture
+def tagged_as_cuda() -> Iterator[None]:
+    torch.serialization.register_package(0, lambda storage: TAGS[0] if TAGS else None, lambda storage, location: None)
+    TAGS.append("cuda:0")
+    yield
+    TAGS.clear()
+
+
+def test_tensors_of_a_device_that_is_not_there_load_on_the_cpu(tmp_path: Path, tagged_as_cuda: None) -> None:
+    path = Saver().save(boxed(torch.ones(2)), tmp_path / "model.ckpt", 1)
+    TAGS.clear()
+    assert b"cuda:0" in Path(path).read_bytes()
+    assert value_in(path).device.type == "cpu"
+
+
 # The same in a new process, to the last bit.
 
 
@@ -1049,6 +1067,59 @@ def test_nothing_that_was_reported_is_lost_whatever_was_saved_before(
         operations = History(Path(folder) / "all", FaultyDisk(-1, FULL), saved, max_to_keep).disk.count
         disk = FaultyDisk(1 + round(place * (operations - 1)), FAULTS[fault])
         check(History(Path(folder) / "run", disk, saved, max_to_keep))
+
+
+class Diary(Disk):
+    """Writes down what it is asked to do; several writes in a row are one."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+
+    def create(self, path: str) -> BinaryIO:
+        self.entries.append("create")
+        return super().create(path)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        if self.entries[-1] != "write":
+            self.entries.append("write")
+        super().write(file, data)
+
+    def sync(self, file: BinaryIO) -> None:
+        self.entries.append("sync")
+        super().sync(file)
+
+    def rename(self, path: str, new_path: str) -> None:
+        self.entries.append(f"rename to {Path(new_path).name}")
+        super().rename(path, new_path)
+
+    def sync_folder(self, path: str) -> None:
+        self.entries.append("sync the folder")
+        super().sync_folder(path)
+
+    def remove(self, path: str) -> None:
+        self.entries.append(f"remove {Path(path).name}")
+        super().remove(path)
+
+
+def test_each_thing_is_on_the_disk_before_the_next_is_begun(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    saver, diary = Saver(1), Diary()
+    saver.disk = diary
+    save_steps(tmp_path, 2, saver=saver)
+    written = ["create", "write", "sync"]
+    assert diary.entries == [
+        *(*written, "rename to model.ckpt-2", "sync the folder"),
+        *(*written, f"rename to {INDEX}", "sync the folder"),
+        "remove model.ckpt-1",
+    ]
+
+
+def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
+    saver, disk = Saver(), FaultyDisk(3, FULL)
+    saver.disk = disk
+    with pytest.raises(CheckpointError):
+        save_steps(tmp_path, 1, saver=saver)
+    assert disk.count == 4, "the failed write, and the removal of the file"
 
 
 def test_what_was_restored_stays_until_a_newer_one_is_whole(tmp_path: Path, lines: Lines) -> None:

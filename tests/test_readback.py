@@ -264,7 +264,7 @@ def test_every_kind_of_tensor_comes_as_it_is(device: FakeDevice, readback: Readb
 
 
 tensors = st.builds(
-    lambda shape, dtype, turned: (torch.rand(shape).mul(100).to(dtype).T if turned else torch.rand(shape).to(dtype)),
+    lambda shape, dtype, turned: torch.rand(shape).mul(100).to(dtype).T if turned else torch.rand(shape).to(dtype),
     st.lists(st.sampled_from([0, 1, 2, 3, 40]), max_size=2),
     st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]),
     st.just(False),

@@ -340,7 +340,7 @@ class Folder:
         for name in filter(_TEMPORARY.fullmatch, os.listdir(self._path)):
             path = os.path.join(self._path, name)
             with suppress(OSError):
-                with open(path, "rb") as file:
+                with open(path, "r+b") as file:
                     _lock(file)
                 self._disk.remove(path)
                 logger.warning("%s, left by a process that ended while it wrote, was removed", path)

@@ -204,7 +204,7 @@ def _cuda_syncs(note: Callable[[str], None]) -> Iterator[None]:
 
 
 _SYNCHRONISE = (
-    *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
+    *("_local_scalar_dense", "allclose", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
     *("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
 )
 

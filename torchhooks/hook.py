@@ -131,6 +131,8 @@ class SessionRunContext:
     """Whose method was being called when the stop was asked for."""
     caller: object = None
     """Whose method is being called."""
+    finished: bool = False
+    """Whether the run is over."""
 
     def __init__(self, session: Session, step: Step, readback: Readback, args: Any, kwargs: Any) -> None:
         self.session = session
@@ -146,9 +148,14 @@ class SessionRunContext:
         return SessionRunArgs(self._step.function, self._step.inputs(self._args, self._kwargs))
 
     def request_stop(self, reason: str | None = None) -> None:
-        """Stop the loop after this run. It cannot be taken back; ``reason`` ends up in ``loop.stop_reason``."""
+        """Stop the loop after this run. It cannot be taken back; ``reason`` ends up in ``loop.stop_reason``.
+
+        In a ``when_ready`` callback, which may be called in a later run, it stops the loop after that one.
+        """
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
+            if self.finished:
+                self.session._late_stop = self
 
     def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
         """Call ``callback(host_values)`` as soon as ``values`` are on the host, without making anybody wait.
@@ -164,7 +171,13 @@ class SessionRunContext:
             max_lag_runs: make the call at most this many runs later, and wait for the device if need be; 0 is the end
                 of this run.
         """
-        self._readback.request(values, callback, self.caller, self.session.global_step, max_lag_runs)
+        caller = self.caller
+
+        def call(host_values: Any) -> None:
+            self.caller = caller
+            callback(host_values)
+
+        self._readback.request(values, call, caller, self.session.global_step, max_lag_runs)
 
 
 class SessionRunHook:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -42,6 +43,7 @@ from torchhooks.hook import (
     Stateful,
 )
 from torchhooks.log import logger, show_lines
+from torchhooks.preemption import SignalWatch
 from torchhooks.readback import Readback
 from torchhooks.recovery import Recovery
 from torchhooks.schedule import Schedule, Seat, in_order
@@ -92,6 +94,9 @@ class MonitoredLoop(Generic[R]):
             again. With nothing to restore from they come out as any other.
         max_recoveries: how often that is done within an hour; the first is made at once, the next ones after a growing
             pause.
+        signals: signals at which to stop cleanly after the run that is being made, so that a CheckpointSaverHook saves
+            once more: ``["SIGTERM", "SIGINT"]``, say. When the loop is closed they go to whom they went before; see
+            :mod:`torchhooks.preemption`.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         hook_costs: whether to log, at the end, what each hook cost: calls, host time, its share of the whole.
 
@@ -112,6 +117,7 @@ class MonitoredLoop(Generic[R]):
         step_unit: str = "run",
         recoverable_errors: Iterable[type[BaseException]] = (AbortedError,),
         max_recoveries: int = 10,
+        signals: Iterable[str | signal.Signals] = (),
         stop_grace_period_secs: float = 120,
         hook_costs: bool = False,
     ) -> None:
@@ -143,9 +149,11 @@ class MonitoredLoop(Generic[R]):
         self._iterating = 0
         self._step_counter: Any = None
         self._in_step_fn = False
+        self._signals = SignalWatch(signals)
         self._new_session()
         show_lines()
         try:
+            self._signals.install()
             self._start()
         except BaseException as error:
             self._failure = error
@@ -190,6 +198,10 @@ class MonitoredLoop(Generic[R]):
                     schedule.runs = number
             if self._readback.waiting:
                 self._readback.end_run()
+                if self._session._late_stop is not None:
+                    self._stop(_who_and_why(self._session._late_stop))
+            if self._signals.received is not None:
+                self._stop(f"signal {self._signals.received}")
         except BaseException as error:
             if not self._recovered_from(error):
                 raise
@@ -223,7 +235,9 @@ class MonitoredLoop(Generic[R]):
                 self._in_step_fn = False
 
     def should_stop(self) -> bool:
-        """Whether the loop is to end: a hook or a thread asked for it, something failed, or the loop is closed."""
+        """Whether the loop is to end: a hook, a thread or a signal asked for it, something failed, or it is closed."""
+        if self._signals.received is not None and not self._stopping:
+            self._stop(f"signal {self._signals.received}")
         return self._stopping
 
     def until_stop(self, iterable: Iterable[T]) -> Generator[T, None, None]:
@@ -235,12 +249,12 @@ class MonitoredLoop(Generic[R]):
         depth = self._iterating
         try:
             iterator = iter(iterable)
-            while not self._stopping:
+            while not self.should_stop():
                 asked = time.monotonic()
                 item = next(iterator, _DATA_ENDED)
                 waits = self._session._data_waits
                 waits[depth] = waits.get(depth, 0.0) + time.monotonic() - asked
-                if self._stopping:
+                if self.should_stop():
                     return
                 self._stop_reason = "data ended" if item is _DATA_ENDED and depth == 1 else None
                 if item is _DATA_ENDED:
@@ -459,6 +473,7 @@ class MonitoredLoop(Generic[R]):
             self._note(error, context.caller, "after_run")
             schedule.fail_at(context.caller)
             raise
+        context.finished = True
         if context.stop_requested:
             self._stop(_who_and_why(context))
         if changed:
@@ -579,6 +594,10 @@ class MonitoredLoop(Generic[R]):
             attempt(self._call, seat, "teardown", seat.hook.teardown)
         if self._step_counter is not None:
             self._step_counter.remove()
+        if self._signals.received is not None:
+            for error in errors:  # to deliver the signal may be the end of the process
+                logger.error("while the loop was closed", exc_info=error)
+        attempt(self._signals.restore)
         return errors
 
     def _join_threads(self, coord: Coordinator) -> None:

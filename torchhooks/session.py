@@ -13,7 +13,7 @@ import torch
 from torchhooks.checkpoint import Saver
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.fetch import Evaluator, Scope, detached, map_leaves, watched_names
-from torchhooks.hook import Stateful
+from torchhooks.hook import SessionRunContext, Stateful
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 
@@ -57,6 +57,7 @@ class Session:
         self._data_waits: dict[int, float] = {}
         self._pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
+        self._late_stop: SessionRunContext | None = None
         self._closed = False
         self._inputs: Collection[str] = ()
 

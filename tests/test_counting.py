@@ -1,0 +1,261 @@
+"""Steps per second of what is training: on the device's clock, without pauses, and how much of it is waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchhooks import MonitoredLoop, SessionRunContext, SessionRunHook, SessionRunValues, StepCounterHook
+from torchhooks.testing import FakeClock, FakeDevice, RecordingWriter, log_lines, trace
+
+RATE, WAITING, EXAMPLES = "global_step/sec", "waiting_for_data", "examples/sec"
+
+Curves = dict[str, list[tuple[int, float]]]
+Loop = MonitoredLoop[None]
+
+
+class Training:
+    """A loop on a clock that stands still, in which each step takes a second and a report comes every two."""
+
+    def __init__(self, *others: SessionRunHook, **arguments: Any) -> None:
+        self.clock = FakeClock()
+        self.writer = RecordingWriter()
+        self.lines: list[str] = []
+        self.hooks = [*others, StepCounterHook(2, summary_writer=self.writer, **arguments)]
+
+    def drive(self, body: Callable[[Loop], object]) -> Curves:
+        """What was written while ``body`` drove the loop."""
+        with self.clock, log_lines() as lines:
+            with MonitoredLoop(lambda: self.clock.advance(1.0), torch.nn.Linear(1, 1), hooks=self.hooks) as loop:
+                body(loop)
+            self.lines = [text for _, text in lines]
+        return self.writer.scalars
+
+    def waiting(self, secs: float, items: int) -> Iterator[int]:
+        """Data that one has to wait for."""
+        for item in range(items):
+            self.clock.advance(secs)
+            yield item
+
+
+def five_runs(loop: Loop) -> None:
+    for _ in range(5):
+        loop.run()
+
+
+# -- whose time -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lag", [0, 3, 1000])
+def test_the_time_is_that_of_the_device(lag: int) -> None:
+    with FakeDevice(lag, speed=2.0):
+        assert Training().drive(five_runs) == {RATE: [(3, 0.5), (5, 0.5)]}
+
+
+def test_nobody_waits_for_the_devices_time() -> None:
+    waits = []
+
+    def drive(loop: Loop) -> None:
+        for _ in range(50):
+            loop.run()
+        waits.append(device.waits)
+
+    with FakeDevice(lag=3) as device:
+        Training().drive(drive)
+    assert waits == [0]
+
+
+def test_without_a_device_the_time_is_the_hosts() -> None:
+    assert Training().drive(five_runs) == {RATE: [(3, 1.0), (5, 1.0)]}
+
+
+def test_what_the_first_run_takes_longer_is_not_counted() -> None:
+    training = Training()
+
+    def compile_first(loop: Loop) -> None:
+        training.clock.advance(500.0)
+        five_runs(loop)
+
+    assert training.drive(compile_first) == {RATE: [(3, 1.0), (5, 1.0)]}
+
+
+@pytest.mark.parametrize("device", [None, FakeDevice(lag=2)], ids=repr)
+def test_after_a_resume_only_the_steps_of_this_process_count(device: FakeDevice | None) -> None:
+    writer = RecordingWriter()
+    counter, model = StepCounterHook(2, summary_writer=writer), torch.nn.Linear(1, 1)
+    with device or nullcontext():
+        trace(counter, losses=[0.1] * 5, secs=0.5, start_step=100, model=model)
+    assert writer.scalars == {RATE: [(103, 2.0), (105, 2.0)]}
+
+
+def test_a_report_that_comes_late_has_the_step_and_the_wall_time_of_its_run(tmp_path: Path) -> None:
+    times = [time.time()]
+    with FakeDevice(lag=1000), MonitoredLoop(lambda: None, hooks=[StepCounterHook(1, output_dir=tmp_path)]) as loop:
+        for _ in range(3):
+            loop.run()
+            times.append(time.time())
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars(RATE)
+    assert [point.step for point in points] == [2, 3]
+    assert all(times[point.step - 1] <= point.wall_time <= times[point.step] for point in points)
+
+
+# -- pauses -----------------------------------------------------------------------------------------------------------
+
+
+class Evaluating(SessionRunHook):
+    """Takes some seconds after every run, which are no training."""
+
+    def __init__(self, clock: FakeClock, secs: float) -> None:
+        self.clock, self.secs = clock, secs
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        with run_context.session.paused():
+            self.clock.advance(self.secs)
+
+
+@pytest.fixture(params=[None, 1.0, 4.0], ids=["host", "device", "slow device"])
+def speed(request: pytest.FixtureRequest) -> Iterator[float]:
+    """Without a device, and on two that differ in their clocks; its value is the seconds on it for one of the host."""
+    if request.param is None:
+        yield 1.0
+        return
+    with FakeDevice(lag=2, speed=request.param):
+        yield request.param
+
+
+def test_a_pause_between_runs_is_not_counted(speed: float) -> None:
+    training = Training()
+
+    def drive(loop: Loop) -> None:
+        for _ in range(5):
+            loop.run()
+            with loop.session.paused():
+                training.clock.advance(30.0)
+
+    assert training.drive(drive) == {RATE: [(3, 1.0 / speed), (5, 1.0 / speed)]}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_pause_inside_a_hook_is_not_counted(speed: float, before: bool) -> None:
+    training = Training()
+    training.hooks.insert(0 if before else 1, Evaluating(training.clock, 30.0))
+    assert training.drive(five_runs) == {RATE: [(3, 1.0 / speed), (5, 1.0 / speed)]}
+
+
+def test_a_pause_inside_a_pause_is_subtracted_once(speed: float) -> None:
+    training = Training()
+
+    def drive(loop: Loop) -> None:
+        for _ in range(5):
+            loop.run()
+            with loop.session.paused():
+                training.clock.advance(10.0)
+                with loop.session.paused():
+                    training.clock.advance(10.0)
+
+    assert training.drive(drive) == {RATE: [(3, 1.0 / speed), (5, 1.0 / speed)]}
+
+
+def test_a_pause_that_fails_is_over() -> None:
+    training = Training()
+
+    def drive(loop: Loop) -> None:
+        for _ in range(5):
+            loop.run()
+            with pytest.raises(ValueError, match="bad data"), loop.session.paused():
+                training.clock.advance(30.0)
+                raise ValueError("bad data")
+
+    assert training.drive(drive) == {RATE: [(3, 1.0), (5, 1.0)]}
+
+
+def test_what_is_between_runs_without_a_pause_is_counted() -> None:
+    training = Training()
+
+    def drive(loop: Loop) -> None:
+        for _ in range(5):
+            loop.run()
+            training.clock.advance(1.0)
+
+    assert training.drive(drive) == {RATE: [(3, 0.5), (5, 0.5)]}
+
+
+# -- examples ---------------------------------------------------------------------------------------------------------
+
+
+def test_examples_per_second_are_reported_beside() -> None:
+    training = Training(examples_per_step=32)
+    assert training.drive(five_runs) == {RATE: [(3, 1.0), (5, 1.0)], EXAMPLES: [(3, 32.0), (5, 32.0)]}
+    assert training.lines == [f"{RATE}: 1", f"{EXAMPLES}: 32"] * 2
+
+
+@pytest.mark.parametrize("number", [0, -1, float("nan")])
+def test_a_step_takes_some_examples(number: float) -> None:
+    with pytest.raises(ValueError, match=f"examples_per_step={number!r}: must be a number of examples, more than 0"):
+        StepCounterHook(examples_per_step=number)
+
+
+# -- waiting for data -------------------------------------------------------------------------------------------------
+
+
+def over(*nested: Callable[[], Iterable[object]]) -> Callable[[Loop], None]:
+    """Drive a loop by ``until_stop`` over these, each inside the one before."""
+
+    def drive(loop: Loop) -> None:
+        first, *rest = nested
+        for _ in loop.until_stop(first()):
+            over(*rest)(loop) if rest else loop.run()
+
+    return drive
+
+
+def test_the_share_of_the_time_that_the_loop_waited_for_data_is_reported() -> None:
+    training = Training()
+    assert training.drive(over(lambda: training.waiting(3.0, 5))) == {
+        RATE: [(3, 0.25), (5, 0.25)],
+        WAITING: [(3, 0.75), (5, 0.75)],
+    }
+    assert training.lines == [f"{RATE}: 0.25", "waiting for data: 75.0% of the time"] * 2
+
+
+def test_a_share_below_one_percent_is_not_worth_a_line() -> None:
+    training = Training()
+    curves = training.drive(over(lambda: training.waiting(1 / 128, 3)))
+    assert curves[WAITING] == [(3, pytest.approx(1 / 129))]
+    assert [line.split(":")[0] for line in training.lines] == [RATE]
+
+
+def test_there_is_no_share_where_nobody_waited() -> None:
+    assert WAITING not in Training().drive(over(lambda: range(5)))
+
+
+def test_there_is_no_share_in_a_loop_of_ones_own() -> None:
+    training = Training()
+
+    def drive(loop: Loop) -> None:
+        for _ in training.waiting(3.0, 5):
+            loop.run()
+
+    assert training.drive(drive) == {RATE: [(3, 0.25), (5, 0.25)]}
+
+
+def test_with_epochs_around_it_the_waiting_is_for_batches() -> None:
+    training = Training()
+    curves = training.drive(over(lambda: training.waiting(96.0, 2), lambda: training.waiting(1.0, 3)))
+    assert curves[WAITING] == [(3, 0.5), (5, 2 / 100)]
+
+
+@pytest.mark.parametrize("device", [None, FakeDevice(lag=2, speed=5.0)], ids=repr)
+def test_a_pause_is_no_part_of_the_time_that_is_shared(device: FakeDevice | None) -> None:
+    training = Training()
+    training.hooks.insert(0, Evaluating(training.clock, 30.0))
+    with device or nullcontext():
+        curves = training.drive(over(lambda: training.waiting(3.0, 3)))
+    assert curves[WAITING] == [(3, 0.75)]

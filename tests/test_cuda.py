@@ -1,0 +1,505 @@
+"""On a real GPU: nobody waits, whatever hooks ask for, and what they are told is right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from torchhooks import (
+    LoggingTensorHook,
+    MonitoredLoop,
+    NanLossDuringTrainingError,
+    NanTensorHook,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepCounterHook,
+    StopAtStepHook,
+    SummarySaverHook,
+    summary,
+)
+from torchhooks.readback import CudaCopier, Readback
+from torchhooks.testing import RecordingWriter, Sync, log_lines, sync_audit
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BUSY = 5_000_000
+"""Cycles, a few milliseconds: long beside what the host needs for a run, so that the device is far behind."""
+
+
+def keep_busy(cycles: int = BUSY) -> None:
+    """Give the device something to do that takes ``cycles``."""
+    torch.cuda._sleep(cycles)
+
+
+@contextmanager
+def no_syncs() -> Iterator[None]:
+    """Whoever waits for the device meanwhile, as far as torch can tell, gets an error."""
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class Training:
+    """A small network, a batch that stays, and what the step returned, to compare with."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.batch = torch.randn(32, 8, device=device)
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(self.batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+        return loss
+
+    def run(self, *hooks: SessionRunHook, runs: int = 40) -> MonitoredLoop[torch.Tensor]:
+        with MonitoredLoop(self.step, self.model, self.optimizer, hooks=hooks) as loop:
+            for _ in loop.until_stop(range(runs)):
+                loop.run()
+        return loop
+
+
+class Reader(SessionRunHook):
+    """Asks for something in every run and keeps what comes, with the step it belongs to."""
+
+    def __init__(self, fetches: Any = "loss", max_lag_runs: int | None = None) -> None:
+        self.fetches, self.max_lag_runs = fetches, max_lag_runs
+        self.read: list[tuple[int, Any]] = []
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(self.fetches)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        step = run_context.session.global_step
+        run_context.when_ready(
+            run_values.results, lambda values: self.read.append((step, values)), max_lag_runs=self.max_lag_runs
+        )
+
+    @property
+    def values(self) -> list[Any]:
+        return [value.tolist() for _, value in self.read]
+
+
+def drained(values: Any) -> Any:
+    """``values`` as a callback gets them."""
+    readback, got = Readback(), []
+    readback.request(values, got.append)
+    readback.drain()
+    (value,) = got
+    return value
+
+
+# -- nobody waits -----------------------------------------------------------------------------------------------------
+
+
+def standard_hooks(stop: int, period: int) -> list[SessionRunHook]:
+    ops = {
+        "loss": "loss",
+        "lr": "lr",
+        "norm": lambda model: model[0].weight.norm(),
+        "weights": summary.histogram("weights", "0.weight"),
+    }
+    return [
+        StepCounterHook(period, summary_writer=RecordingWriter()),
+        SummarySaverHook(period, summary_writer=RecordingWriter(), summary_op=ops),
+        LoggingTensorHook(["loss", "global_step", "2.bias", "lr"], every_n_iter=period),
+        NanTensorHook("loss", also_inf=True),
+        NanTensorHook(["2.weight", "2.weight.grad"], fail_on_nan_loss=False),
+        StopAtStepHook(last_step=stop),
+    ]
+
+
+@pytest.mark.parametrize("period", [1, 7])
+def test_standard_hooks_never_make_the_host_wait(period: int) -> None:
+    training = Training()
+    loop = MonitoredLoop(training.step, training.model, training.optimizer, hooks=standard_hooks(60, period))
+    with loop:
+        loop.run()  # what is set up once may wait
+        with no_syncs():
+            for _ in loop.until_stop(itertools.count()):
+                loop.run()
+    assert loop.global_step == 60
+
+
+def test_the_host_runs_ahead_of_a_busy_device() -> None:
+    done = torch.cuda.Event()
+
+    def step() -> torch.Tensor:
+        keep_busy()
+        return torch.ones((), device="cuda")
+
+    with MonitoredLoop(step, hooks=[Reader(), NanTensorHook("loss")]) as loop:
+        for _ in range(40):
+            loop.run()
+        done.record()
+        assert not done.query()
+
+
+def test_a_value_that_is_not_there_in_time_is_waited_for() -> None:
+    reader = Reader(max_lag_runs=0)
+
+    def step() -> torch.Tensor:
+        keep_busy()
+        return torch.ones((), device="cuda")
+
+    with MonitoredLoop(step, hooks=[reader]) as loop:
+        for run in range(1, 4):
+            loop.run()
+            assert len(reader.read) == run
+
+
+# -- the values are right ---------------------------------------------------------------------------------------------
+
+
+def test_values_are_those_of_their_runs() -> None:
+    training, reader = Training(), Reader()
+    training.run(reader, runs=200)
+    assert reader.read == [(step, loss.cpu()) for step, loss in enumerate(training.losses, 1)]
+
+
+def test_an_update_in_place_does_not_reach_a_value_that_is_under_way() -> None:
+    counter, reader = torch.zeros(3, device="cuda"), Reader(lambda: counter)
+
+    def step() -> None:
+        keep_busy()
+        counter.add_(1)
+
+    with MonitoredLoop(step, hooks=[reader]) as loop:
+        for _ in range(40):
+            loop.run()
+    assert reader.values == [[float(run)] * 3 for run in range(1, 41)]
+
+
+def test_what_a_hook_hands_over_itself_is_that_of_the_moment() -> None:
+    counter, got = torch.zeros(3, device="cuda"), []
+
+    class Handing(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            run_context.when_ready([counter, counter.view(3, 1)[1:]], got.append)
+
+    def step() -> None:
+        keep_busy()
+        counter.add_(1)
+
+    with MonitoredLoop(step, hooks=[Handing()]) as loop:
+        for _ in range(20):
+            loop.run()
+    assert [[part.tolist() for part in parts] for parts in got] == [
+        [[float(run)] * 3, [[float(run)]] * 2] for run in range(1, 21)
+    ]
+
+
+def test_memory_of_values_under_way_is_not_used_again_too_soon() -> None:
+    reader = Reader("big")
+
+    def step() -> dict[str, torch.Tensor]:
+        keep_busy(200_000)
+        run = float(len(reader.read))
+        scratch = torch.full((1 << 16,), -1.0, device="cuda")  # of the size of what is fetched
+        return {"big": scratch + 1 + run * 0 + loop.global_step}
+
+    with MonitoredLoop(step, hooks=[reader]) as loop:
+        for _ in range(60):
+            loop.run()
+    assert all(bool((big == step - 1).all()) for step, big in reader.read)
+
+
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.complex64, torch.complex128),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_as_it_is(dtype: torch.dtype) -> None:
+    here = [torch.tensor(values).to(dtype) for values in ([0.0, 1.0, 1.0], [1.0, 0.0, 0.0], 1.0)]
+    came = drained([value.cuda() for value in here])
+    assert [value.dtype for value in came] == [dtype] * 3
+    assert [value.to(torch.complex128).tolist() for value in came] == [
+        value.to(torch.complex128).tolist() for value in here
+    ]
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda base: base.T,
+    "a column": lambda base: base[:, 1],
+    "expanded": lambda base: base[0, :1].expand(5, 1),
+    "conjugate": lambda base: (base * 1j).conj(),
+    "negative": lambda base: (base * 1j).conj().imag,
+    "of another dtype": lambda base: base.to(torch.complex64).real,
+    "with a graph": lambda base: base.clone().requires_grad_() * 2,
+    "many elements": lambda base: base.repeat(1000, 3).T,
+    "none": lambda base: base[:0],
+    "one": lambda base: base[:1, :1],
+    "sparse": lambda base: base.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_every_kind_of_tensor_comes_as_it_is(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    came = drained({"a": view(base.cuda()), "b": base.cuda()})
+    assert torch.equal(came["a"].to_dense(), view(base).to_dense())
+    assert torch.equal(came["b"], base)
+    assert not came["a"].requires_grad
+
+
+def test_what_is_on_the_host_among_device_values_comes_with_them() -> None:
+    here = torch.ones(2)
+    readback, got = Readback(), []
+    readback.request({"there": torch.ones(2, device="cuda"), "here": here, "number": 3}, got.append)
+    here.add_(1)
+    readback.drain()
+    assert {name: torch.as_tensor(value).tolist() for name, value in got[0].items()} == {
+        "there": [1.0, 1.0],
+        "here": [1.0, 1.0],
+        "number": 3,
+    }
+
+
+def test_what_arrives_is_ordinary_memory() -> None:
+    came = drained(torch.ones(5, device="cuda"))
+    assert not came.is_pinned()
+    assert came.is_cpu
+
+
+@pytest.mark.parametrize("inference_first", [True, False])
+def test_a_loop_in_inference_mode_and_one_without_share_what_they_use(inference_first: bool) -> None:
+    for inference in (inference_first, not inference_first):
+        reader = Reader()
+        with (
+            torch.inference_mode(inference),
+            MonitoredLoop(lambda: torch.ones((), device="cuda"), hooks=[reader]) as loop,
+        ):
+            for _ in range(40):
+                loop.run()
+        assert reader.values == [1.0] * 40
+
+
+def test_pinned_memory_is_used_again() -> None:
+    copier = CudaCopier()
+    first = copier.take(3000)
+    assert first.is_pinned()
+    copier.give_back(first)
+    assert copier.take(4000) is first
+
+
+def test_memory_stays_where_it_was() -> None:
+    training = Training()
+    with MonitoredLoop(training.step, training.model, training.optimizer, hooks=standard_hooks(2000, 1)) as loop:
+        for _ in range(200):
+            loop.run()
+        torch.cuda.synchronize()
+        training.losses.clear()
+        before = torch.cuda.memory_allocated()
+        for _ in loop.until_stop(range(800)):
+            loop.run()
+            training.losses.clear()
+        assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+# -- streams and devices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_runs_on_streams_of_their_own(streams: int) -> None:
+    pool, reader = [torch.cuda.Stream() for _ in range(streams)], Reader()
+    numbers = itertools.count(1)
+
+    def step() -> torch.Tensor:
+        keep_busy()
+        return torch.full((), float(next(numbers)), device="cuda")
+
+    with MonitoredLoop(step, hooks=[reader, NanTensorHook("loss")]) as loop:
+        for run in range(45):
+            with torch.cuda.stream(pool[run % streams]):
+                loop.run()
+    assert reader.values == [float(run) for run in range(1, 46)]
+
+
+def test_a_loop_that_closes_on_another_stream_waits_for_the_values() -> None:
+    stream, reader = torch.cuda.Stream(), Reader()
+
+    def step() -> torch.Tensor:
+        keep_busy(20 * BUSY)
+        return torch.ones((), device="cuda")
+
+    with MonitoredLoop(step, hooks=[reader]) as loop, torch.cuda.stream(stream):
+        loop.run()
+    assert reader.values == [1.0]
+
+
+def test_steps_per_second_where_runs_change_their_stream() -> None:
+    writer, streams = RecordingWriter(), [torch.cuda.Stream(), torch.cuda.Stream()]
+    model = torch.nn.Linear(1, 1).cuda()
+    with MonitoredLoop(keep_busy, model, hooks=[StepCounterHook(5, summary_writer=writer)]) as loop:
+        for run in range(21):
+            with torch.cuda.stream(streams[run // 5 % 2]):
+                loop.run()
+    assert [step for step, _ in writer.scalars["global_step/sec"]] == [6, 11, 16, 21]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_values_of_two_devices_come_together() -> None:
+    reader = Reader({"one": "one", "both": ["one", "two"]})
+
+    def step() -> dict[str, torch.Tensor]:
+        return {"one": torch.ones(2, device="cuda:0"), "two": torch.full((2,), 2.0, device="cuda:1")}
+
+    with MonitoredLoop(step, hooks=[reader]) as loop:
+        for _ in range(40):
+            loop.run()
+    assert [[part.tolist() for part in values["both"]] for _, values in reader.read] == [[[1.0] * 2, [2.0] * 2]] * 40
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_have_the_values_of_their_runs() -> None:
+    training = Training()
+    with log_lines() as lines:
+        training.run(LoggingTensorHook(["loss", "global_step"], every_n_iter=3))
+    expected = [f"loss = {training.losses[step - 1].cpu().numpy()}, global_step = {step}" for step in range(1, 41, 3)]
+    assert [text.split(" (")[0] for _, text in lines] == expected
+
+
+def test_points_have_the_values_of_their_runs() -> None:
+    training, writer = Training(), RecordingWriter()
+    training.run(SummarySaverHook(1, summary_writer=writer, summary_op="loss"))
+    assert writer.scalars["loss"] == [(step, loss.item()) for step, loss in enumerate(training.losses, 1)]
+
+
+def test_steps_per_second_are_within_one_percent_of_the_devices() -> None:
+    writer, period, events = RecordingWriter(), 20, [torch.cuda.Event(enable_timing=True)]  # the first is of no step
+
+    def step() -> None:
+        keep_busy()
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+
+    hooks = [StepCounterHook(period, summary_writer=writer), NanTensorHook("global_step")]
+    with MonitoredLoop(step, torch.nn.Linear(1, 1).cuda(), hooks=hooks) as loop:
+        for _ in range(5 * period + 1):
+            loop.run()
+    torch.cuda.synchronize()
+    rates = writer.scalars["global_step/sec"]
+    assert len(rates) == 5
+    for end, rate in rates:
+        assert rate == pytest.approx(period * 1e3 / events[end - period].elapsed_time(events[end]), rel=0.01)
+
+
+def test_a_pause_on_the_device_is_not_counted() -> None:
+    def rate(pause: int) -> float:
+        writer = RecordingWriter()
+        with MonitoredLoop(
+            keep_busy, torch.nn.Linear(1, 1).cuda(), hooks=[StepCounterHook(10, summary_writer=writer)]
+        ) as loop:
+            for _ in range(11):
+                loop.run()
+                with loop.session.paused():
+                    keep_busy(pause)
+        return float(writer.scalars["global_step/sec"][0][1])
+
+    assert rate(4 * BUSY) == pytest.approx(rate(1), rel=0.1)
+
+
+@pytest.mark.parametrize("bound", [None, 0, 3])
+def test_the_step_that_is_named_is_that_of_the_nan(bound: int | None) -> None:
+    numbers = itertools.count(1)
+
+    def step() -> torch.Tensor:
+        keep_busy()
+        return torch.full((2,), math.nan if next(numbers) == 5 else 0.5, device="cuda")
+
+    with pytest.raises(NanLossDuringTrainingError, match="loss is NaN at step 5"):  # noqa: SIM117
+        with MonitoredLoop(step, hooks=[NanTensorHook("loss", max_lag_steps=bound)]) as loop:
+            for _ in range(60):
+                loop.run()
+    assert bound is None or loop.global_step <= 5 + bound
+
+
+def test_with_a_grad_scaler_only_steps_that_were_made_count() -> None:
+    training, scaler = Training(), torch.amp.GradScaler("cuda", init_scale=4.0)
+    factors = iter([1.0, math.inf, 1.0, 1.0])
+
+    def step() -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss: torch.Tensor = training.model(training.batch).square().mean()
+        scaler.scale(loss * next(factors)).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        return loss
+
+    reader, hooks = Reader("global_step"), [NanTensorHook("loss"), StopAtStepHook(last_step=3)]
+    with MonitoredLoop(
+        step, training.model, training.optimizer, hooks=[*hooks, reader], step_unit="optimizer_step"
+    ) as loop:
+        for _ in loop.until_stop(range(4)):
+            loop.run()
+    assert [step for step, _ in reader.read] == [1, 1, 2, 3]
+
+
+# -- sync_audit -------------------------------------------------------------------------------------------------------
+
+
+class Looking(SessionRunHook):
+    """Waits for the device in every run."""
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs("loss")
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        run_values.results.item()
+
+
+def audited(*hooks: SessionRunHook) -> list[Sync]:
+    training = Training()
+    with sync_audit() as syncs:
+        training.run(*hooks, runs=2)
+    return syncs
+
+
+def test_the_audit_names_the_hook_that_waits() -> None:
+    hook = Looking()
+    assert [sync[:3] for sync in audited(NanTensorHook("loss"), hook)] == [
+        (hook, "after_run", 1),
+        (hook, "after_run", 2),
+    ]
+
+
+def test_the_audit_names_the_hook_whose_fetch_waits() -> None:
+    hook = LoggingTensorHook({"loss": lambda loss: loss.item()}, every_n_iter=2)
+    assert [sync[:3] for sync in audited(hook)] == [(hook, "fetch", 1)]
+
+
+def test_the_audit_finds_nothing_in_standard_hooks() -> None:
+    assert audited(*standard_hooks(2, 1)) == []
+
+
+def test_the_audit_leaves_torch_as_it_was() -> None:
+    before = torch.cuda.get_sync_debug_mode()
+    audited()
+    assert torch.cuda.get_sync_debug_mode() == before

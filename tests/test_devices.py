@@ -1,0 +1,279 @@
+"""The stand-in for a device, and who made the host wait for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchhooks import (
+    FinalOpsHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    NanTensorHook,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepCounterHook,
+    StopAtStepHook,
+    SummarySaverHook,
+    summary,
+)
+from torchhooks.readback import copiers, is_remote
+from torchhooks.testing import FakeDevice, RecordingWriter, Sync, sync_audit, trace
+
+# -- FakeDevice -------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_is_on_a_device_while_one_is_entered() -> None:
+    tensor = torch.ones(2)
+    with FakeDevice():
+        assert is_remote(tensor)
+    assert not is_remote(tensor)
+
+
+def test_leaving_a_device_leaves_nothing_behind() -> None:
+    before = dict(copiers)
+    device = FakeDevice()
+    with device, FakeDevice(), device:
+        assert copiers["cpu"] is device
+    assert copiers == before
+
+
+def test_the_one_that_was_entered_last_is_the_device() -> None:
+    with FakeDevice() as outer:
+        with FakeDevice() as inner:
+            assert copiers["cpu"] is inner
+        assert copiers["cpu"] is outer
+
+
+def test_a_device_counts_what_it_copies() -> None:
+    with FakeDevice() as device:
+        trace(LoggingTensorHook({"one": "loss", "two": lambda loss: loss * 2}, every_n_iter=1))
+    assert (device.copies, device.batches) == (6, 2)
+
+
+def test_what_is_waited_for_at_the_end_is_counted() -> None:
+    with FakeDevice(lag=1000) as device:
+        trace(LoggingTensorHook(["loss"], every_n_iter=1))
+    assert device.waits == device.batches
+
+
+def test_what_has_come_is_not_waited_for() -> None:
+    with FakeDevice(lag=0) as device:
+        trace(LoggingTensorHook(["loss"], every_n_iter=1), secs=0.0)
+        assert device.waits == 0
+
+
+@pytest.mark.parametrize("device", [FakeDevice(), FakeDevice(lag=3, speed=2.0)])
+def test_the_repr_makes_the_device_again(device: FakeDevice) -> None:
+    again = eval(repr(device))
+    assert (again.lag, again.speed) == (device.lag, device.speed)
+
+
+# -- sync_audit -------------------------------------------------------------------------------------------------------
+
+LOSSES = [torch.tensor([0.5, 0.25]), torch.tensor([0.25, 0.125])]
+
+
+def audited(*hooks: SessionRunHook, losses: Any = LOSSES) -> list[Sync]:
+    """The waits in a loop with ``hooks``."""
+    with sync_audit("cpu") as syncs:
+        trace(*hooks, losses=losses)
+    return syncs
+
+
+class Doing(SessionRunHook):
+    """Does something with the loss after every run."""
+
+    def __init__(self, what: Callable[[torch.Tensor], object]) -> None:
+        self.what = what
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs("loss")
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.help(run_values.results)
+
+    def help(self, loss: torch.Tensor) -> None:
+        self.what(loss)
+
+    def __repr__(self) -> str:
+        return "Doing()"
+
+
+def write_at(loss: torch.Tensor, values: Any) -> None:
+    loss[loss > 0] = values
+
+
+WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda loss: loss[0].item(),
+    "float": lambda loss: float(loss[0]),
+    "if": lambda loss: 1 if loss[0] > 0 else 2,
+    "nonzero": lambda loss: loss.nonzero(),
+    "where": lambda loss: torch.where(loss > 0),
+    "mask": lambda loss: loss[loss > 0],
+    "write at a mask": lambda loss: write_at(loss, torch.ones(2)),
+    "masked_select": lambda loss: loss.masked_select(loss > 0),
+    "unique": lambda loss: loss.unique(),
+    "unique_consecutive": lambda loss: loss.unique_consecutive(),
+    "equal": lambda loss: torch.equal(loss, loss),
+    "allclose": lambda loss: torch.allclose(loss, loss),
+    "bincount": lambda loss: loss.int().bincount(),
+}
+GOES_ON: dict[str, Callable[[torch.Tensor], object]] = {
+    "arithmetic": lambda loss: (loss * 2).mean().isnan(),
+    "index": lambda loss: loss[0] + loss[torch.tensor([1, 0])] + loss[None, :1],
+    "fill at a mask": lambda loss: write_at(loss, 0.0),
+    "write at indexes": lambda loss: loss.__setitem__(torch.tensor([0, 1]), torch.ones(2)),
+    "where, three": lambda loss: torch.where(loss > 0, loss, 0.0),
+    "copy": lambda loss: loss.detach().clone().add_(1),
+}
+
+
+@pytest.mark.parametrize("what", WAITS.values(), ids=WAITS)
+def test_a_hook_that_makes_the_host_wait_is_named(what: Callable[[torch.Tensor], object]) -> None:
+    hook = Doing(what)
+    syncs = audited(NanTensorHook("loss"), hook)
+    assert list(dict.fromkeys(sync[:3] for sync in syncs)) == [(hook, "after_run", 1), (hook, "after_run", 2)]
+
+
+@pytest.mark.parametrize("what", GOES_ON.values(), ids=GOES_ON)
+def test_what_does_not_make_the_host_wait_is_not_listed(what: Callable[[torch.Tensor], object]) -> None:
+    assert audited(Doing(what)) == []
+
+
+def test_a_wait_reads_as_a_sentence() -> None:
+    (sync, _) = audited(Doing(lambda loss: loss[0].item()))
+    assert str(sync) == "Doing() in after_run at step 1: aten._local_scalar_dense"
+
+
+def test_each_method_is_named() -> None:
+    class Everywhere(SessionRunHook):
+        def before_run(self, run_context: SessionRunContext) -> None:
+            torch.ones(()).item()
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            torch.ones(()).item()
+
+        def end(self, session: Any) -> None:
+            torch.ones(()).item()
+
+    assert [sync[1:3] for sync in audited(Everywhere(), losses=[0.5])] == [
+        ("before_run", 0),
+        ("after_run", 1),
+        ("end", 1),
+    ]
+
+
+def test_a_closure_counts_as_the_hook_that_asked_for_it() -> None:
+    hook = LoggingTensorHook({"loss": lambda loss: loss[0].item()}, every_n_iter=2)
+    assert [sync[:3] for sync in audited(NanTensorHook("loss"), hook)] == [(hook, "fetch", 1)]
+
+
+def test_what_a_hook_evaluates_itself_counts_as_the_method_in_which_it_does() -> None:
+    class Running(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            run_context.session.run(lambda loss: loss[0].item())
+
+    hook, final = Running(), FinalOpsHook(lambda: torch.ones(()).item())
+    assert [sync[:3] for sync in audited(hook, final, losses=LOSSES[:1])] == [(hook, "after_run", 1), (final, "end", 1)]
+
+
+def test_what_the_step_does_is_its_own_affair() -> None:
+    with (
+        sync_audit("cpu") as syncs,
+        MonitoredLoop(lambda: torch.ones(()).item(), hooks=[NanTensorHook("loss")]) as loop,
+    ):
+        loop.run()
+        loop.session.run(lambda: torch.ones(()).item())
+    assert syncs == []
+
+
+class Later(SessionRunHook):
+    """Looks at the loss when it has come."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs("loss")
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        run_context.when_ready(run_values.results, lambda loss: self.seen.append(loss[0].item()))
+
+
+def test_a_callback_with_values_that_have_come_may_look_at_them() -> None:
+    hook = Later()
+    assert audited(hook) == []
+    assert hook.seen == [0.5, 0.25]
+
+
+def test_a_loop_may_go_on_after_the_audit() -> None:
+    hook = Later()
+    with MonitoredLoop(lambda: torch.ones(1), hooks=[hook]) as loop:
+        with sync_audit("cpu"):
+            loop.run()
+        loop.run()
+    assert hook.seen == [1.0, 1.0]
+
+
+def test_an_audit_uses_the_device_that_is_there() -> None:
+    with FakeDevice() as device:
+        audited(Later())
+    assert device.copies == 2
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:0", 0])
+def test_an_audit_refuses_what_it_does_not_know(device: Any) -> None:
+    with pytest.raises(ValueError, match=f"device={device!r}"), sync_audit(device):
+        pass
+
+
+class Small:
+    """A real training: two weights, a loss, an optimizer."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(4, 2)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss  # type: ignore[no-any-return]
+
+
+def standard_hooks(stop: int) -> list[SessionRunHook]:
+    """All of them, due in every run."""
+    ops = {
+        "loss": "loss",
+        "lr": "lr",
+        "norm": lambda model: model.weight.norm(),
+        "weights": summary.histogram("weights", "weight"),
+        "gradients": summary.histogram("gradients", "weight.grad"),
+    }
+    return [
+        StepCounterHook(1, summary_writer=RecordingWriter(), examples_per_step=4),
+        SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op=ops),
+        LoggingTensorHook(["loss", "global_step", "bias", "lr"], every_n_iter=1),
+        NanTensorHook("loss", also_inf=True),
+        NanTensorHook(["weight", "weight.grad"], fail_on_nan_loss=False),
+        StopAtStepHook(last_step=stop),
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, 5, 1000])
+def test_standard_hooks_never_make_the_host_wait(lag: int) -> None:
+    training, runs = Small(), 40
+    with FakeDevice(lag) as device, sync_audit("cpu") as syncs:
+        with MonitoredLoop(training.step, training.model, training.optimizer, hooks=standard_hooks(runs)) as loop:
+            for _ in loop.until_stop(range(runs)):
+                loop.run()
+            assert device.waits == 0
+            assert loop.global_step == runs
+    assert syncs == []

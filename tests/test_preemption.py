@@ -1,0 +1,168 @@
+"""Signals stop a loop cleanly after the run that is being made, and go to whom they went before once it is closed."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchhooks import CheckpointSaverHook, MonitoredLoop, latest_checkpoint
+from torchhooks.testing import RecordingHook
+
+MODEL = torch.nn.Linear(1, 1)
+
+
+@pytest.fixture
+def delivered() -> Iterator[list[str]]:
+    """What reaches the handlers that were there before the loop."""
+    names: list[str] = []
+
+    def handle(number: int, frame: Any) -> None:
+        names.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield names
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def signalling(step: int, number: signal.Signals) -> Any:
+    """A step that is hit by a signal when it is made for the ``step``-th time."""
+    made = []
+
+    def run() -> float:
+        made.append(0.5)
+        if len(made) == step:
+            signal.raise_signal(number)
+        return 0.5
+
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_the_run_in_which_a_signal_comes_is_the_last_and_is_finished(
+    number: signal.Signals, delivered: list[str]
+) -> None:
+    hook = RecordingHook()
+    with MonitoredLoop(signalling(3, number), hooks=[hook], signals=[number]) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+        assert delivered == []
+    assert (loop.global_step, loop.stop_reason) == (3, f"signal {number.name}")
+    assert hook.calls[-3:] == [("after_run", None, 3), ("end", 3), ("teardown",)]
+    assert delivered == [number.name]
+
+
+def test_the_state_is_saved_once_more(tmp_path: Path, delivered: list[str]) -> None:
+    saver = CheckpointSaverHook(tmp_path, save_steps=100)
+    step = signalling(3, signal.SIGTERM)
+    with MonitoredLoop(step, MODEL, hooks=[saver], checkpoint_dir=tmp_path, signals=["SIGTERM"]) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "model.ckpt-3")
+
+
+def test_a_signal_between_two_runs_stops_before_the_next(delivered: list[str]) -> None:
+    with MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]) as loop:
+        loop.run()
+        signal.raise_signal(signal.SIGTERM)
+        assert loop.should_stop()
+    assert (loop.global_step, loop.stop_reason) == (1, "signal SIGTERM")
+
+
+def test_the_old_handlers_are_back_afterwards(delivered: list[str]) -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]):
+        assert signal.getsignal(signal.SIGTERM) is not old
+    assert signal.getsignal(signal.SIGTERM) is old
+
+
+def test_the_old_handlers_are_back_after_an_error(delivered: list[str]) -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="body"), MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]):
+        raise ValueError("body")
+    assert signal.getsignal(signal.SIGTERM) is old
+
+
+def test_the_old_handlers_are_back_when_the_loop_could_not_be_made(delivered: list[str]) -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyError):
+        MonitoredLoop(lambda: 0.5, hooks=[RecordingHook(raises={"begin": KeyError})], signals=["SIGTERM"])
+    assert signal.getsignal(signal.SIGTERM) is old
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    hook = RecordingHook()
+
+    def step() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError
+
+    with pytest.raises(KeyboardInterrupt), MonitoredLoop(step, hooks=[hook], signals=["SIGINT"]) as loop:
+        loop.run()
+    assert hook.calls[-2:] == [("before_run", False), ("teardown",)]
+
+
+def test_without_signals_nothing_is_handled() -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with MonitoredLoop(lambda: 0.5):
+        assert signal.getsignal(signal.SIGTERM) is old
+
+
+def test_a_forked_child_goes_by_the_old_handler() -> None:
+    with MonitoredLoop(lambda: 0.5, signals=["SIGUSR1"]) as loop:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGUSR1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert not loop.should_stop()
+    assert os.WTERMSIG(status) == signal.SIGUSR1
+
+
+def test_outside_of_the_main_thread_a_warning_says_that_signals_are_not_seen(lines: list[tuple[str, str]]) -> None:
+    thread = threading.Thread(target=lambda: MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]).close())
+    thread.start()
+    thread.join()
+    assert [level for level, text in lines if "not the main thread, so SIGTERM" in text] == ["WARNING"]
+
+
+@pytest.mark.parametrize("name", ["TERM", "SIGKILL", 99999])
+def test_what_cannot_be_handled_is_refused_by_name(name: Any) -> None:
+    with pytest.raises(ValueError, match=str(name)):
+        MonitoredLoop(lambda: 0.5, signals=[name])
+
+
+def test_one_name_alone_is_refused() -> None:
+    with pytest.raises(TypeError, match="give a list of names"):
+        MonitoredLoop(lambda: 0.5, signals="SIGTERM")
+
+
+PROGRAM = """
+    import os, signal, sys
+    from torchhooks import MonitoredLoop, SessionRunHook
+    class Failing(SessionRunHook):
+        def end(self, session):
+            raise ValueError("the end failed")
+    with MonitoredLoop(lambda: 0.5, hooks=[Failing()], signals=["SIGTERM"]) as loop:
+        for step in loop.until_stop(range(9)):
+            loop.run()
+            os.kill(os.getpid(), signal.SIGTERM)
+        print("printed", loop.stop_reason)
+    print("not reached")
+"""
+
+
+def test_the_process_ends_by_the_signal_and_loses_neither_an_error_nor_what_was_printed() -> None:
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, check=False)
+    assert ran.returncode == -signal.SIGTERM
+    assert ran.stdout == "printed signal SIGTERM\n"
+    assert "ValueError: the end failed" in ran.stderr
