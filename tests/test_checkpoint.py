@@ -835,6 +835,7 @@ def test_damage_is_found_also_where_torch_was_told_to_leave_checksums_out(tmp_pa
         assert not torch.serialization.get_crc32_options()
     finally:
         torch.serialization.set_crc32_options(True)
+    assert value_in(path).sum() == 0
     flip(path, Path(path).read_bytes().index(bytes(4000)) + 2000)
     with pytest.raises(DamagedCheckpointError):
         Saver().restore(boxed(None), path)

@@ -269,11 +269,11 @@ def standard_hooks(stop: int) -> list[SessionRunHook]:
 
 @pytest.mark.parametrize("lag", [0, 5, 1000])
 def test_standard_hooks_never_make_the_host_wait(lag: int) -> None:
-    training, runs = Small(), 40
+    training = Small()
     with FakeDevice(lag) as device, sync_audit("cpu") as syncs:
-        with MonitoredLoop(training.step, training.model, training.optimizer, hooks=standard_hooks(runs)) as loop:
-            for _ in loop.until_stop(range(runs)):
-                loop.run()
-            assert device.waits == 0
-            assert loop.global_step == runs
-    assert syncs == []
+        loop = MonitoredLoop(training.step, training.model, training.optimizer, hooks=standard_hooks(40))
+        for _ in loop.until_stop(range(50)):
+            loop.run()
+        waited = device.waits
+        loop.close()
+    assert (loop.global_step, waited, syncs) == (40, 0, [])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
+import io
 import re
 import sys
 from collections.abc import Callable
@@ -174,3 +176,32 @@ def test_the_custom_hook_takes_under_20_lines() -> None:
 def test_the_custom_hook_stops_a_real_training(capsys: pytest.CaptureFixture[str]) -> None:
     custom_hook.main()
     assert re.fullmatch(r"\d+ steps, ended by StopWhenNoBetter: .*\n", capsys.readouterr().out)
+
+
+# -- resume.py ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told_by_resume() -> str:
+    """What resume.py prints. It starts three processes."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        example("resume").main([])
+    return printed.getvalue()
+
+
+def test_resume_dies_of_sigterm_and_is_started_again(told_by_resume: str) -> None:
+    assert re.findall("exit code (.*)", told_by_resume) == ["0", "-15", "0"]
+
+
+def test_resume_ends_with_the_same_bits_as_an_uninterrupted_training(told_by_resume: str) -> None:
+    assert "Bit-identical: data, global_step, model, optimizer, random, scheduler.\n" in told_by_resume
+
+
+def test_resume_ends_at_the_same_loss_as_an_uninterrupted_training(told_by_resume: str) -> None:
+    assert len(set(re.findall("loss (.*) at step 300", told_by_resume))) == 1
+
+
+def test_resume_fails_when_one_bit_differs() -> None:
+    one, other = ({"data": {"rest": [1]}, "model": torch.tensor([zero])} for zero in (0.0, -0.0))
+    with pytest.raises(SystemExit, match=r"^NOT identical: model$"):
+        example("resume").compare(one, other)

@@ -1,5 +1,6 @@
 """The loop: the order of calls, stops, what a hook is given, nested use, threads, what counts as a step."""
 
+import contextlib
 import gc
 import math
 import threading
@@ -29,7 +30,7 @@ from torchhooks import (
     StepContext,
     StopAtStepHook,
 )
-from torchhooks.testing import FakeClock, RecordingHook, trace
+from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, trace
 
 Calls = list[tuple[Any, ...]]
 
@@ -1210,3 +1211,30 @@ def test_an_empty_loop_leaves_out_what_only_a_run_could_give(lines: list[tuple[s
         pass
     assert lines[0][0] == "WARNING"
     assert lines[1:] == [("INFO", "step = 0")]
+
+
+# -- a stop asked for late -------------------------------------------------------------------------------------------
+
+
+class LowEnough(SessionRunHook):
+    """Asks to stop in a when_ready callback, which on a device is called in a later run."""
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs("loss")
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        def look(loss: torch.Tensor) -> None:
+            if loss < 0.3:
+                run_context.request_stop("low enough")
+
+        run_context.when_ready(run_values.results, look, max_lag_runs=2)
+
+
+@pytest.mark.parametrize(("lag", "last_step"), [(None, 2), (1, 4), (9, 4)])
+def test_a_stop_asked_for_in_a_callback_takes_effect_when_the_callback_is_called(
+    lag: int | None, last_step: int
+) -> None:
+    with contextlib.nullcontext() if lag is None else FakeDevice(lag):
+        seen = trace(LowEnough(), losses=[0.5, 0.2, *[0.9] * 9], model=torch.nn.Linear(1, 1))
+    assert seen.stop_reason == "LowEnough: low enough"
+    assert seen.global_step <= last_step

@@ -33,7 +33,7 @@ from torchhooks import (
 )
 from torchhooks.fetch import as_snapshot
 from torchhooks.readback import BATCH_RUNS, BATCH_SECS, Elapsed, Moment, Readback, pack, to_host, unpack
-from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter, log_lines, plain, trace
+from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter, plain, trace
 
 NAN, INF = math.nan, math.inf
 FAR = 1000
@@ -108,7 +108,7 @@ def test_calls_are_made_in_the_order_of_the_requests(readback: Readback, lag: in
     order: list[int] = []
     with FakeDevice(lag):
         for number in range(60):
-            readback.request(on_device(0.5), lambda _, number=number: order.append(number))
+            readback.request(on_device(float(number)), lambda value: order.append(int(value)))
             if number % 3 == 0:
                 readback.end_run()
         readback.drain()
@@ -134,7 +134,7 @@ def test_where_runs_are_long_a_request_does_not_wait_for_others(
 
 
 def test_a_tensor_that_several_ask_for_is_copied_once(device: FakeDevice, readback: Readback) -> None:
-    loss, got = on_device(0.5), []
+    loss, got = on_device(0.5), list[Any]()
     for _ in range(3):
         readback.request({"loss": loss, "again": [loss]}, got.append)
     readback.drain()
@@ -264,10 +264,10 @@ def test_every_kind_of_tensor_comes_as_it_is(device: FakeDevice, readback: Readb
 
 
 tensors = st.builds(
-    lambda shape, dtype, turned: torch.rand(shape).mul(100).to(dtype).T if turned else torch.rand(shape).to(dtype),
-    st.lists(st.sampled_from([0, 1, 2, 3, 40]), max_size=2),
+    lambda shape, dtype, turned: torch.rand(shape).mul(9).to(dtype).mT if turned else torch.rand(shape).to(dtype),
+    st.lists(st.sampled_from([0, 1, 2, 40]), min_size=2, max_size=3),
     st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]),
-    st.just(False),
+    st.booleans(),
 )
 
 
@@ -288,7 +288,7 @@ def test_small_tensors_that_are_alike_are_one_copy() -> None:
 
 
 def test_a_value_is_that_of_the_request_whatever_becomes_of_the_tensor(device: FakeDevice, readback: Readback) -> None:
-    weight, got = torch.ones(2), []
+    weight, got = torch.ones(2), list[Any]()
     readback.request(weight, got.append)
     weight.add_(1)
     readback.drain()
@@ -307,7 +307,7 @@ def test_what_is_on_the_host_already_is_that_of_the_request_too(
 
 
 def test_a_list_that_is_changed_after_the_request_comes_as_it_was(device: FakeDevice, readback: Readback) -> None:
-    losses, got = [on_device(0.5)], []
+    losses, got = [on_device(0.5)], list[Any]()
     readback.request(losses, got.append)
     losses.clear()
     readback.drain()
@@ -686,7 +686,7 @@ def outcome(recipe: list[tuple[str, int]], losses: list[Any], secs: float, stop:
 kinds = st.tuples(st.sampled_from(["lines", "points", "rates", "nan", "reader"]), st.integers(1, 5))
 
 
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(
     recipe=st.lists(kinds, max_size=5, unique=True),
     losses=st.lists(st.sampled_from([0.5, 0.25, 2.0, INF] * 4 + [ValueError]), max_size=40),
@@ -797,7 +797,7 @@ def test_infinity_passes_otherwise() -> None:
     assert nan_trace(NanTensorHook("loss"), [INF] * 5)[1] == "data ended"
 
 
-@pytest.mark.parametrize("fail", [False, pytest.param(True, marks=pytest.mark.xfail(reason="see report"))])
+@pytest.mark.parametrize("fail", [False, True])
 def test_many_nans_are_reported_once(fail: bool) -> None:
     _, _, lines = nan_trace(NanTensorHook("loss", fail), [0.1] + [NAN] * 9)
     assert lines == [f"loss is NaN at step 2: training {'fails' if fail else 'stops'}"]

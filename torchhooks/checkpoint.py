@@ -494,7 +494,7 @@ def _compare(parts: Mapping[str, Stateful], saved: Mapping[str, Any]) -> tuple[d
 
 def _compare_module(module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
     """What does not fit; tensors of another shape are taken out of ``state``, for torch never loads them."""
-    if any(part._load_state_dict_pre_hooks for part in module.modules()):
+    if any(getattr(part, "_load_state_dict_pre_hooks", None) for part in module.modules()):
         return []  # it rewrites what it loads, so torch has to judge
     own = module.state_dict()
     reshaped = {key: (_shape(state[key]), _shape(own[key])) for key in own if key in state}

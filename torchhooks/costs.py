@@ -22,7 +22,7 @@ class HookCosts:
         readback: what makes the callbacks.
     """
 
-    def __init__(self, schedule: Schedule, readback: Readback | None = None) -> None:
+    def __init__(self, schedule: Schedule, readback: Readback) -> None:
         self._seats = schedule.everybody
         self._schedule = schedule
         self._calls = dict.fromkeys(self._seats, 0)
@@ -32,8 +32,7 @@ class HookCosts:
             seat.before_run = self._timed(seat, seat.before_run)
             seat.after_run = self._timed(seat, seat.after_run)
             seat.end = self._timed(seat, seat.end)
-        if readback is not None:
-            readback.call = self._timed_call(readback.call)
+        readback.call = self._timed_call(readback.call)
 
     def report(self) -> None:
         """Log the table, the dearest hook first."""

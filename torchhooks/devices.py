@@ -186,6 +186,7 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
 def _cuda_syncs(note: Callable[[str], None]) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*debug mode is a prototype")
         warnings.filterwarnings("always", message=".*called a synchronizing CUDA operation")
         show = warnings.showwarning
 

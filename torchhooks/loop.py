@@ -138,7 +138,7 @@ class MonitoredLoop(Generic[R]):
         copied = check_hooks(hooks)
         self._stateful = check_hook_states(copied)
         self._schedule = Schedule(copied)
-        self._costs = HookCosts(self._schedule) if hook_costs else None
+        self._costs = HookCosts(self._schedule, self._readback) if hook_costs else None
         self._busy = False
         self._stopping = False
         self._stopped_by_thread = False
@@ -226,11 +226,14 @@ class MonitoredLoop(Generic[R]):
                 self._refuse()
             self._in_step_fn = True
             try:
-                return step_fn(StepContext(self))
+                result = step_fn(StepContext(self))
             except BaseException as error:
                 self._in_step_fn = False
                 if self._stopping or not self._recovered_from(error):
                     raise
+            else:
+                self._recovery.run_went_well()
+                return result
             finally:
                 self._in_step_fn = False
 
@@ -245,8 +248,7 @@ class MonitoredLoop(Generic[R]):
 
         No item is taken that will not be used. When the outermost one ends, ``stop_reason`` is "data ended".
         """
-        self._iterating += 1
-        depth = self._iterating
+        self._session._depth = self._iterating = depth = self._iterating + 1
         try:
             iterator = iter(iterable)
             while not self.should_stop():
@@ -262,6 +264,7 @@ class MonitoredLoop(Generic[R]):
                 yield cast(T, item)
         finally:
             self._iterating -= 1
+            self._session._depth = self._iterating
 
     @property
     def session(self) -> Session:
@@ -312,6 +315,7 @@ class MonitoredLoop(Generic[R]):
             if not self._may_recover(error):
                 raise
             self._recover(error)
+            self._recovery.run_went_well()
 
     def _new_session(self) -> None:
         model, optimizer, state, saver = self._parts
@@ -341,6 +345,7 @@ class MonitoredLoop(Generic[R]):
         """Whether to recover from ``error``, which has come out of a run or of the making of a session."""
         if self._in_step_fn or self._stopping or not self._recovery.allows(error):
             return False
+        self._session.wait_for_savers()  # the newest checkpoint, or the only one, may not be whole yet
         if self._checkpoint_dir is None or latest_checkpoint(self._checkpoint_dir) is None:
             add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
             return False
@@ -349,14 +354,10 @@ class MonitoredLoop(Generic[R]):
     def _recover(self, error: BaseException) -> None:
         """Close the session, wait if this is not the first time in a row, create another; as often as that takes."""
         while True:
-            self._readback.drain()
-            old, coord = self._session, self._coord
-            self._new_session()
-            self._session._data_waits = old._data_waits
-            old._closed = True
-            self._join_threads(coord)
-            self._recovery.pause(error, threading.Event().wait)
             try:
+                self._readback.drain()
+                self._leave_session()
+                self._recovery.pause(error, threading.Event().wait)
                 self._create_session()
             except BaseException as another:
                 if not self._may_recover(another):
@@ -364,6 +365,14 @@ class MonitoredLoop(Generic[R]):
                 error = another
             else:
                 return
+
+    def _leave_session(self) -> None:
+        """Put a new session in the place of the one that failed, whose threads are waited for."""
+        old, coord = self._session, self._coord
+        self._new_session()
+        self._session._data_waits = old._data_waits
+        old._closed, old._outputs = True, NO_OUTPUTS
+        self._join_threads(coord)
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._session._global_step += 1
@@ -587,8 +596,9 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.close)
         if self._costs is not None:
             attempt(self._costs.report)
-        if hasattr(self._session.saver, "close"):
-            attempt(self._session.saver.close)
+        for saver in self._session.savers:
+            if hasattr(saver, "close"):
+                attempt(saver.close)
         attempt(self._join_threads, self._coord)
         for seat in seats[: self._begun]:
             attempt(self._call, seat, "teardown", seat.hook.teardown)

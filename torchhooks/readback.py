@@ -2,7 +2,7 @@
 
 What hooks ask for with ``when_ready`` is copied to pinned memory behind the step, on the stream that the step uses. An
 event tells when a copy has arrived; it is looked at in later runs, without waiting. Requests of a few runs travel in
-one batch, and the small values of a batch in one copy, so that a value a step costs little more than taking it.
+one batch, and what is small and alike in one copy, so that a value a step costs little more than taking it.
 
 Which devices work so is in :data:`copiers`. On others, such as ``mps`` and ``xpu``, the copy is made at once, and
 waited for.
@@ -70,7 +70,7 @@ class Copier(Protocol):
     """What a kind of device can do without a stall."""
 
     def stream(self, device: torch.device) -> Hashable:
-        """The queue into which goes what ``device`` is given to do at present."""
+        """Where at present everything goes that ``device`` is given to do."""
         ...
 
     def start(self, tensors: Sequence[torch.Tensor], stream: Any) -> Transfer:
@@ -458,7 +458,7 @@ class CudaCopier:
         if free:
             return free.pop()
         with torch.inference_mode(False):  # which could not be written to once that mode is left
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Take ``memory`` back for later copies, unless it is so large that keeping it would be felt."""

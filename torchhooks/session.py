@@ -22,6 +22,9 @@ NO_OUTPUTS: Any = type("NoOutputs", (), {})()
 _LEFT_OUT: Any = type("LeftOut", (), {})()
 
 
+_CPU = torch.device("cpu")
+
+
 class Session:
     """The state of a training: model, optimizer, the step it has reached, and what the last run returned.
 
@@ -49,12 +52,15 @@ class Session:
         """The hooks that have a state, by the names under which it is kept in checkpoints."""
         self.checkpoint_dir: str | None = None
         """Where the loop restores from; ``None`` if it does not."""
+        self.savers: list[Any] = [self.saver]
+        """What is waited for before anything is restored and when the loop closes: a hook adds its own saver."""
         self._refusals: list[Callable[[], str | None]] = []
         self._drain: Callable[[], object] = _nothing_to_drain
         # The loop reads and writes these on every run, past the checks of the property and of run().
         self._global_step = 0
         self._outputs: Any = NO_OUTPUTS
         self._data_waits: dict[int, float] = {}
+        self._depth = 0
         self._pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._late_stop: SessionRunContext | None = None
@@ -78,11 +84,11 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter or buffer is; without one, a CUDA device if CUDA is in use, or the CPU."""
+        """Where the model's first parameter or buffer is; without one, the CPU."""
         if self.model is not None:
             for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
                 return tensor.device
-        return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        return _CPU
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -114,10 +120,28 @@ class Session:
         self._drain()
         return next((reason for refusal in self._refusals if (reason := refusal()) is not None), None)
 
+    def wait_for_savers(self) -> None:
+        """Return once no checkpoint is being written any more; raise the error of one that could not be.
+
+        Raises:
+            CheckpointError: what a saver that writes behind could not write; several errors as an ExceptionGroup.
+        """
+        errors: list[Exception] = []
+        for saver in self.savers:
+            try:
+                if hasattr(saver, "wait"):
+                    saver.wait()
+            except Exception as error:
+                errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ExceptionGroup("several checkpoints were not written", errors)
+
     @property
     def data_wait_secs(self) -> float | None:
         """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if there is none."""
-        return self._data_waits[max(self._data_waits)] if self._data_waits else None
+        return self._data_waits.get(self._depth)
 
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
         """Evaluate ``fetches`` now: no step is made, no hook is called (``tf.Session.run``).
@@ -150,7 +174,10 @@ class Session:
 
     def _evaluator(self, fetches: Any, feed_dict: Mapping[str, Any] | None) -> Evaluator:
         if self._closed:
-            raise LifecycleError(f"Session.run({fetches!r}): the loop of this session is closed")
+            raise LifecycleError(
+                f"Session.run({fetches!r}): the loop of this session is closed, or has recovered and made another one, "
+                "which is loop.session"
+            )
         for name in watched_names(fetches):
             raise FetchError(
                 f"Session.run asked for {name!r}, which is seen only while a step is made: return it from "

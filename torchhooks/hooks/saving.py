@@ -182,6 +182,7 @@ class CheckpointSaverHook(SessionRunHook):
                 self,
                 self._checkpoint_dir,
             )
+        session.savers.append(self._chosen_saver(session))
         self._save(session)
         self._timer.update_last_triggered_step(session.global_step)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from torchhooks.coordinator import Coordinator
-from torchhooks.errors import FetchError, LifecycleError, NanLossDuringTrainingError
+from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
@@ -101,13 +101,15 @@ class NanTensorHook(SessionRunHook):
         if max_lag_steps is not None and max_lag_steps != 0:
             count(max_lag_steps, "max_lag_steps")
         self._max_lag_steps = max_lag_steps
-        self._request = SessionRunArgs(_Badness(loss_tensor, also_inf))
+        self._badness = _Badness(loss_tensor, also_inf)
+        self._request = SessionRunArgs(self._badness)
         self._message: str | None = None
 
     def begin(self) -> None:
         self._message = None
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._badness.found = None
         session.guard_checkpoints(lambda: self._message or self._what_is_wrong_now(session))
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
@@ -118,32 +120,26 @@ class NanTensorHook(SessionRunHook):
         if found is not None:
             if self._max_lag_steps == 0:
                 found = to_host(found)
-            notice = functools.partial(self._notice, run_context.session.global_step)
+            notice = functools.partial(self._notice, run_context, run_context.session.global_step)
             run_context.when_ready(found, notice, max_lag_runs=self._max_lag_steps)
-        if self._message is not None:
-            run_context.request_stop(self._message)
 
     def _what_is_wrong_now(self, session: Session) -> str | None:
         """For a saver that stands in front of this hook, and asks before it was told of the run."""
-        try:
-            found = to_host(session.run(self._request.fetches))
-        except FetchError:  # there was no run yet, or the value is not one of those that outlive it
-            return None
-        bad = [kind for kind, is_so in (found or {}).items() if is_so]
-        return f"{describe(self._loss_tensor)} is {bad[0]} at step {session.global_step}" if bad else None
+        kinds = _kinds_of(to_host(self._badness.found))
+        return f"{describe(self._loss_tensor)} is {kinds[0]} at step {session.global_step}" if kinds else None
 
-    def _notice(self, step: int, found: dict[str, Any]) -> None:
-        bad = [kind for kind, is_so in found.items() if is_so]
-        if not bad or self._message is not None:
+    def _notice(self, run_context: SessionRunContext, step: int, found: dict[str, Any]) -> None:
+        kinds = _kinds_of(found)
+        if not kinds or self._message is not None:
             return
-        message = f"{describe(self._loss_tensor)} is {bad[0]} at step {step}"
+        self._message = message = f"{describe(self._loss_tensor)} is {kinds[0]} at step {step}"
         if self._fail_on_nan_loss:
             logger.error("%s: training fails", message)
             raise NanLossDuringTrainingError(
                 f"{message}. NanTensorHook(..., fail_on_nan_loss=False) stops at such a step instead of failing."
             )
         logger.warning("%s: training stops", message)
-        self._message = message
+        run_context.request_stop(message)
 
     def __repr__(self) -> str:
         return call_repr(
@@ -156,11 +152,15 @@ class NanTensorHook(SessionRunHook):
 
 
 class _Badness(ComposedFetch):
-    """What is wrong with a value: ``None``, or a dict from kind to whether it is so, which may be on a device."""
+    """What is wrong with a value: ``None``, or a dict from kind to whether it is so, which may be on a device.
+
+    ``found`` keeps it from the moment at which it is known, before anybody's ``after_run``.
+    """
 
     copies = False
 
     def __init__(self, fetch: Any, also_inf: bool) -> None:
+        self.found: dict[str, Any] | None = None
         self._fetch = fetch
         self._kinds = {"NaN": "isnan", "infinite": "isinf"} if also_inf else {"NaN": "isnan"}
 
@@ -169,22 +169,33 @@ class _Badness(ComposedFetch):
         return self._fetch
 
     def compose(self, value: Any) -> dict[str, Any] | None:
+        self.found = None
         if type(value) is torch.Tensor and not is_remote(value) and value.numel() == 1:
             value = value.item()
         if type(value) is float and math.isfinite(value):
             return None  # the way of nearly every run
         parts = list(leaves(value))
         found = {kind: _any_of(parts, test) for kind, test in self._kinds.items()}
-        return found if any(is_so is not False for is_so in found.values()) else None
+        if any(is_so is not False for is_so in found.values()):
+            self.found = found
+        return self.found
 
 
 def _any_of(parts: list[Any], test: str) -> Any:
-    """Whether one of ``parts`` passes ``test``: a bool, or a tensor of one on a device, for which nothing waits."""
-    here = [_any(part, test) for part in parts if not is_remote(part)]
-    there = [getattr(part.detach(), test)().any() for part in parts if is_remote(part)]
-    if any(here) or not there:
-        return any(here)
-    return as_snapshot(functools.reduce(torch.logical_or, there))
+    """Whether one of ``parts`` passes ``test``: a bool, or a flag a device, so that nothing waits for one."""
+    if any(_any(part, test) for part in parts if not is_remote(part)):
+        return True
+    flags: dict[torch.device, torch.Tensor] = {}
+    for part in parts:
+        if is_remote(part):
+            flag = getattr(part.detach(), test)().any()
+            flags[part.device] = flag if part.device not in flags else flags[part.device].logical_or(flag)
+    return [as_snapshot(flag) for flag in flags.values()] or False
+
+
+def _kinds_of(found: dict[str, Any] | None) -> list[str]:
+    """The kinds that were found, the flags being on the host by now."""
+    return [kind for kind, is_so in (found or {}).items() if (any(is_so) if isinstance(is_so, list) else is_so)]
 
 
 def _any(value: Any, kind: str) -> bool:

@@ -1,0 +1,192 @@
+"""A training that is killed in the middle, started again, and ends as if nothing had happened.
+
+    python examples/resume.py
+
+Three processes make the same training, with dropout and shuffled data. The first runs from start to end. The second
+gets SIGTERM in the middle of an epoch, as from a cluster that wants its machine back; the third is started as it was,
+and goes on from there. Then the two ends are compared, bit by bit. To kill one yourself, and start it again:
+
+    python examples/resume.py --train runs/resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchhooks import (
+    CheckpointSaverHook,
+    FinalOpsHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    StopAtStepHook,
+    latest_checkpoint,
+)
+
+STEPS = 300
+KILLED_AT = 137
+
+
+class Batches:
+    """Shuffled batches, epoch after epoch. What is left of the epoch is its state, so that no batch is made twice."""
+
+    def __init__(self, *tensors: Tensor, size: int) -> None:
+        self.tensors, self.size = tensors, size
+        self.rest = torch.empty(0, dtype=torch.long)
+
+    def take(self) -> list[Tensor]:
+        if len(self.rest) < self.size:
+            self.rest = torch.randperm(len(self.tensors[0]))  # torch's random state is in the checkpoint too
+        taken, self.rest = self.rest.split([self.size, len(self.rest) - self.size])
+        return [tensor[taken] for tensor in self.tensors]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"rest": self.rest}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.rest = state["rest"]
+
+
+class Preemption(SessionRunHook):
+    """Sends SIGTERM to this process in the middle of a run: what is left of that run is still made."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        if run_context.session.global_step + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return None
+
+
+def train(folder: str, killed_at: int | None = None) -> float:
+    """Train up to STEPS, from the newest checkpoint in ``folder`` if there is one; return the last loss."""
+    torch.manual_seed(0)
+    points = torch.randn(1800, 2)
+    data = Batches(points, (points.norm(dim=1) < 1.2).long(), size=64)
+    model = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    final = FinalOpsHook("loss")
+    hooks: list[SessionRunHook] = [
+        StopAtStepHook(last_step=STEPS),
+        LoggingTensorHook(["global_step", "loss"], every_n_iter=100, at_end=True),
+        # Every 50 steps, and when the loop ends cleanly, as it does after a signal.
+        CheckpointSaverHook(folder, save_steps=50),
+        final,
+    ]
+    if killed_at is not None:
+        hooks.append(Preemption(killed_at))
+
+    with MonitoredLoop(
+        step,
+        model,
+        optimizer,
+        hooks=hooks,
+        checkpoint_dir=folder,
+        state={"scheduler": scheduler, "data": data},
+        signals=["SIGTERM"],
+    ) as loop:
+        # What is taken is always trained on, so a checkpoint never counts a batch that was not.
+        while not loop.should_stop():
+            loop.run(*data.take())
+    # After a signal nobody comes here: once the loop is closed, the process dies of it.
+    return float(final.final_ops_values)
+
+
+def start(folder: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """A training in a process of its own."""
+    shown = ["python", "examples/resume.py", "--train", Path(folder).name, *options]
+    print(f"$ {' '.join(shown)}", flush=True)
+    process = subprocess.run([sys.executable, __file__, "--train", folder, *options], stdout=subprocess.PIPE, text=True)
+    print(f"{process.stdout}exit code {process.returncode}\n", flush=True)
+    return process
+
+
+def end_of(folder: str) -> dict[str, Any]:
+    """What is in the last checkpoint."""
+    path = latest_checkpoint(folder)
+    if path is None:
+        raise SystemExit(f"{folder} has no checkpoint: the training did not come to its end")
+    saved: dict[str, Any] = torch.load(path, weights_only=True)
+    return {**saved, "random": saved["random"]["torch"]}  # those of Python and NumPy were not seeded
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are made of the same bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def bits(tensor: Tensor) -> bytes:
+    """``torch.equal`` takes 0.0 and -0.0 for equal."""
+    return bytes(tensor.numpy().tobytes())
+
+
+def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Say what is identical; exit with an error if something is not."""
+    names = sorted(one.keys() | other.keys())
+    different = [name for name in names if not same(one.get(name), other.get(name))]
+    if different:
+        raise SystemExit(f"NOT identical: {', '.join(different)}")
+    print(f"Bit-identical: {', '.join(names)}.")
+
+
+def show() -> None:
+    """One training from start to end, one in two parts."""
+    with TemporaryDirectory() as name:
+        whole, parts = f"{name}/whole", f"{name}/parts"
+        uninterrupted = start(whole)
+        killed = start(parts, "--killed-at", str(KILLED_AT))
+        resumed = start(parts)
+        codes = [process.returncode for process in (uninterrupted, killed, resumed)]
+        if codes != [0, -signal.SIGTERM, 0]:
+            raise SystemExit(f"exit codes {codes}: the second was to die of SIGTERM, the others to end well")
+        if uninterrupted.stdout != resumed.stdout:
+            raise SystemExit("NOT the same loss")
+        print(f"The same: {resumed.stdout}", end="")
+        compare(end_of(whole), end_of(parts))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Train, be killed, go on, and compare.")
+    parser.add_argument("--train", metavar="FOLDER", help="only train, with checkpoints in this folder")
+    parser.add_argument("--killed-at", metavar="STEP", type=int, help="with --train: get SIGTERM in this step")
+    options = parser.parse_args(argv)
+    if options.train is None:
+        show()
+    else:
+        print(f"loss {train(options.train, options.killed_at)!r} at step {STEPS}")
+
+
+if __name__ == "__main__":
+    main()
