@@ -72,8 +72,8 @@ class Preemption(SessionRunHook):
         return None
 
 
-def train(folder: str, killed_at: int | None = None) -> float:
-    """Train up to STEPS, from the newest checkpoint in ``folder`` if there is one; return the last loss."""
+def train(folder: str, killed_at: int | None = None) -> None:
+    """Train up to STEPS, from the newest checkpoint in ``folder`` if there is one; print the last loss."""
     torch.manual_seed(0)
     points = torch.randn(1800, 2)
     data = Batches(points, (points.norm(dim=1) < 1.2).long(), size=64)
@@ -113,7 +113,7 @@ def train(folder: str, killed_at: int | None = None) -> float:
         while not loop.should_stop():
             loop.run(*data.take())
     # After a signal nobody comes here: once the loop is closed, the process dies of it.
-    return float(final.final_ops_values)
+    print(f"loss {final.final_ops_values.item()!r} at step {loop.global_step}")
 
 
 def start(folder: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.train is None:
         show()
     else:
-        print(f"loss {train(options.train, options.killed_at)!r} at step {STEPS}")
+        train(options.train, options.killed_at)
 
 
 if __name__ == "__main__":

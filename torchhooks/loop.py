@@ -370,7 +370,7 @@ class MonitoredLoop(Generic[R]):
         """Put a new session in the place of the one that failed, whose threads are waited for."""
         old, coord = self._session, self._coord
         self._new_session()
-        self._session._data_waits = old._data_waits
+        self._session._data_waits, self._session._depth = old._data_waits, old._depth
         old._closed, old._outputs = True, NO_OUTPUTS
         self._join_threads(coord)
 

@@ -1,0 +1,958 @@
+"""Recovery: after which errors a run is made again, from what, how often, and what its hooks see of it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchhooks import (
+    AbortedError,
+    CheckpointError,
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+    Coordinator,
+    LifecycleError,
+    LoggingTensorHook,
+    MonitoredLoop,
+    Saver,
+    Scaffold,
+    Session,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepContext,
+    StopAtStepHook,
+    SummarySaverHook,
+    latest_checkpoint,
+    list_checkpoints,
+)
+from torchhooks.checkpoint_files import Disk
+from torchhooks.recovery import Recovery, is_poisoned
+from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter
+
+Lines = list[tuple[str, str]]
+Calls = list[tuple[Any, ...]]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchhooks.recovery._FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr("torchhooks.recovery._LONGEST_PAUSE_SECS", 1e-3)
+
+
+class Model(torch.nn.Module):
+    """Counts the steps that it has seen, so that one which was made twice, or lost, shows."""
+
+    w: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.zeros(()))
+
+
+class Training:
+    """A step, and the errors that its calls raise after they have changed the model: the first call is 1."""
+
+    def __init__(self, faults: Mapping[int, BaseException | type[BaseException]] | None = None) -> None:
+        self.model = Model()
+        self.calls = 0
+        self.faults = faults or {}
+
+    def step(self) -> torch.Tensor:
+        self.calls += 1
+        self.model.w += 1
+        if self.calls in self.faults:
+            raise self.faults[self.calls]
+        return self.model.w
+
+    def loop(
+        self, directory: Path, *hooks: SessionRunHook, max_recoveries: int = 5, **arguments: Any
+    ) -> MonitoredLoop[torch.Tensor]:
+        """A loop that restores from ``directory``, with ``hooks``; the saver, if there is to be one, is among them."""
+        arguments.setdefault("checkpoint_dir", directory)
+        return MonitoredLoop(self.step, self.model, hooks=hooks, max_recoveries=max_recoveries, **arguments)
+
+
+def saving(directory: Path, every: int = 2, **arguments: Any) -> CheckpointSaverHook:
+    return CheckpointSaverHook(directory, save_steps=every, **arguments)
+
+
+def steps_of(loop: MonitoredLoop[Any], runs: int) -> list[int]:
+    """The global step after each run."""
+    made = []
+    with loop:
+        for _ in loop.until_stop(range(runs)):
+            loop.run()
+            made.append(loop.global_step)
+    return made
+
+
+def fails(loop: MonitoredLoop[Any], kind: type[BaseException], runs: int = 9) -> BaseException:
+    """The error that comes out of the runs."""
+    with pytest.raises(kind) as caught:
+        steps_of(loop, runs)
+    return caught.value
+
+
+def notes(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def recoveries(lines: Lines) -> list[str]:
+    return [text for level, text in lines if text.startswith("recovering") and level == "WARNING"]
+
+
+def of_method(calls: Calls, method: str) -> list[tuple[Any, ...]]:
+    return [call for call in calls if method in call[:2]]
+
+
+# -- a fault somewhere, once ------------------------------------------------------------------------------------------
+
+
+class FaultySaver(Saver):
+    """Raises at the calls of its methods that it is told; the first call of a method is 1."""
+
+    def __init__(self, faults: Mapping[tuple[str, int], BaseException | type[BaseException]]) -> None:
+        super().__init__()
+        self.faults = dict(faults)
+        self.count = {"save": 0, "restore_latest": 0}
+
+    def maybe_fail(self, method: str) -> None:
+        self.count[method] += 1
+        error = self.faults.pop((method, self.count[method]), None)
+        if error is not None:
+            raise error
+
+    def save(self, session: Session, path: Any, global_step: int) -> str:
+        self.maybe_fail("save")
+        return super().save(session, path, global_step)
+
+    def restore_latest(self, session: Session, directory: Any) -> str | None:
+        self.maybe_fail("restore_latest")
+        return super().restore_latest(session, directory)
+
+
+class FaultyListener(CheckpointSaverListener):
+    """Raises at the n-th checkpoint, once."""
+
+    def __init__(self, method: str, at: int, error: type[BaseException] = AbortedError) -> None:
+        self.method, self.at, self.error = method, at, error
+        self.seen = 0
+
+    def maybe_fail(self, method: str) -> None:
+        self.seen += method == self.method
+        if self.seen == self.at and method == self.method:
+            raise self.error
+
+    def before_save(self, session: Session, step: int) -> None:
+        self.maybe_fail("before_save")
+
+    def after_save(self, session: Session, step: int) -> None:
+        self.maybe_fail("after_save")
+
+
+Build = Callable[[Path], tuple[Training, MonitoredLoop[torch.Tensor]]]
+
+
+def fault_of_hook(method: str, number: int, behind_the_saver: bool) -> Build:
+    def build(directory: Path) -> tuple[Training, MonitoredLoop[torch.Tensor]]:
+        training = Training()
+        pair = [RecordingHook(raises={(method, number): AbortedError}), saving(directory)]
+        return training, training.loop(directory, *(reversed(pair) if behind_the_saver else pair))
+
+    return build
+
+
+def fault_of_step(call: int) -> Build:
+    def build(directory: Path) -> tuple[Training, MonitoredLoop[torch.Tensor]]:
+        training = Training({call: AbortedError})
+        return training, training.loop(directory, saving(directory))
+
+    return build
+
+
+def fault_of_listener(method: str, checkpoint: int) -> Build:
+    def build(directory: Path) -> tuple[Training, MonitoredLoop[torch.Tensor]]:
+        training = Training()
+        return training, training.loop(directory, saving(directory, listeners=[FaultyListener(method, checkpoint)]))
+
+    return build
+
+
+def fault_of_saver(*where: tuple[str, int], call: int | None = None) -> Build:
+    def build(directory: Path) -> tuple[Training, MonitoredLoop[torch.Tensor]]:
+        training = Training({} if call is None else {call: AbortedError})
+        scaffold = Scaffold(saver=FaultySaver(dict.fromkeys(where, AbortedError)))
+        return training, training.loop(directory, saving(directory), scaffold=scaffold)
+
+    return build
+
+
+# Where the error is raised, the global step after each of seven runs, and the step that was restored.
+FAULTS = {
+    "step-of-an-idle-run": (fault_of_step(4), [1, 2, 3, 3, 4, 5, 6], 2),
+    "step-of-a-run-that-is-to-be-saved": (fault_of_step(5), [1, 2, 3, 4, 5, 6, 7], 4),
+    "first-step": (fault_of_step(1), [1, 2, 3, 4, 5, 6, 7], 0),
+    "before_run-in-front-of-the-saver": (fault_of_hook("before_run", 4, False), [1, 2, 3, 3, 4, 5, 6], 2),
+    "before_run-behind-the-saver": (fault_of_hook("before_run", 4, True), [1, 2, 3, 3, 4, 5, 6], 2),
+    "after_run-in-front-of-the-saver": (fault_of_hook("after_run", 4, False), [1, 2, 3, 3, 4, 5, 6], 2),
+    "after_run-behind-the-saver": (fault_of_hook("after_run", 4, True), [1, 2, 3, 5, 6, 7, 8], 4),
+    "listener-before_save": (fault_of_listener("before_save", 3), [1, 2, 3, 3, 4, 5, 6], 2),
+    "listener-after_save": (fault_of_listener("after_save", 3), [1, 2, 3, 5, 6, 7, 8], 4),
+    "saver": (fault_of_saver(("save", 3)), [1, 2, 3, 3, 4, 5, 6], 2),
+    "restore-when-recovering": (fault_of_saver(("restore_latest", 2), call=4), [1, 2, 3, 3, 4, 5, 6], 2),
+    "save-when-recovering": (fault_of_saver(("save", 3), call=4), [1, 2, 3, 3, 4, 5, 6], 2),
+}
+
+
+@pytest.mark.parametrize(("build", "steps", "restored"), FAULTS.values(), ids=FAULTS)
+def test_a_run_that_was_cut_short_is_made_again_from_the_newest_checkpoint(
+    build: Build, steps: list[int], restored: int, tmp_path: Path, lines: Lines
+) -> None:
+    training, loop = build(tmp_path)
+    assert steps_of(loop, 7) == steps
+    assert {text for _, text in lines if text.startswith("restored")} == {
+        f"restored step {restored} from {tmp_path}/model.ckpt-{restored}"
+    }
+    assert training.model.w == steps[-1]
+
+
+def test_what_comes_back_is_what_the_run_that_was_made_again_returned(tmp_path: Path) -> None:
+    training = Training({2: AbortedError})
+    with training.loop(tmp_path, saving(tmp_path, every=1)) as loop:
+        loop.run()
+        assert loop.run() == 2
+
+
+def test_the_run_is_made_again_with_the_same_arguments(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    def step(x: int, *, y: int) -> None:
+        given.append((x, y))
+        if len(given) == 1:
+            raise AbortedError
+
+    with MonitoredLoop(step, hooks=[saving(tmp_path)], checkpoint_dir=tmp_path) as loop:
+        loop.run(3, y=4)
+    assert given == [(3, 4), (3, 4)]
+
+
+def test_hooks_see_a_new_session_and_then_the_whole_run_again(tmp_path: Path) -> None:
+    calls: Calls = []
+    hooks = [RecordingHook(name=name, calls=calls) for name in "ab"]
+    hooks[1] = RecordingHook(name="b", calls=calls, raises={("before_run", 2): AbortedError})
+    steps_of(Training().loop(tmp_path, saving(tmp_path, every=1), *hooks), 2)
+    first = calls.index(("b", "raises", "AbortedError"))
+    assert calls[first + 1 :] == [
+        ("a", "after_create_session", 1),
+        ("b", "after_create_session", 1),
+        ("a", "before_run", False),
+        ("b", "before_run", False),
+        ("a", "after_run", None, 2),
+        ("b", "after_run", None, 2),
+        *[(name, method, *step) for method, step in (("end", [2]), ("teardown", [])) for name in "ab"],
+    ]
+
+
+def test_begin_is_not_called_again(tmp_path: Path) -> None:
+    hook = RecordingHook()
+    steps_of(Training({2: AbortedError, 4: AbortedError}).loop(tmp_path, saving(tmp_path), hook), 5)
+    assert len(of_method(hook.calls, "begin")) == 1
+    assert len(of_method(hook.calls, "after_create_session")) == 3
+
+
+def test_the_state_of_hooks_is_there_before_their_after_create_session(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Counting(SessionRunHook):
+        runs = 0
+
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            seen.append(self.runs)
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            self.runs += 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"runs": self.runs}
+
+        def load_state_dict(self, state: Mapping[str, int]) -> None:
+            self.runs = state["runs"]
+
+    steps_of(Training({4: AbortedError}).loop(tmp_path, Counting(), saving(tmp_path)), 6)
+    assert seen == [0, 2]
+
+
+def test_a_step_that_an_optimizer_counted_goes_with_the_run_that_failed(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
+    faults = [None, None, AbortedError, None, None]
+
+    def step() -> None:
+        optimizer.step()
+        fault = faults.pop(0)
+        if fault is not None:
+            raise fault
+
+    hooks = [saving(tmp_path, every=1)]
+    loop = MonitoredLoop(step, optimizer=optimizer, hooks=hooks, checkpoint_dir=tmp_path, step_unit="optimizer_step")
+    assert steps_of(loop, 4) == [1, 2, 3, 4]
+
+
+# -- which errors -----------------------------------------------------------------------------------------------------
+
+
+class LostDeviceError(RuntimeError):
+    """What a library of the user's raises."""
+
+
+class CableError(AbortedError):
+    """A kind of AbortedError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [
+        (AbortedError("gone"), {}),
+        (CableError("gone"), {}),
+        (LostDeviceError("gone"), {"recoverable_errors": [LostDeviceError]}),
+        (LostDeviceError("gone"), {"recoverable_errors": (ValueError, RuntimeError)}),
+    ],
+)
+def test_recovers_from_these_kinds_and_their_subclasses(
+    error: BaseException, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    loop = Training({2: error}).loop(tmp_path, saving(tmp_path), **arguments)
+    assert steps_of(loop, 4) == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments"),
+    [
+        (ValueError("gone"), {}),
+        (KeyboardInterrupt("gone"), {}),
+        (LostDeviceError("gone"), {"recoverable_errors": [CableError]}),
+        (AbortedError("gone"), {"recoverable_errors": [CableError]}),
+        (AbortedError("gone"), {"recoverable_errors": ()}),
+    ],
+)
+def test_other_errors_come_out_at_once_and_without_a_note_on_recovery(
+    error: BaseException, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    training = Training({2: error})
+    assert fails(training.loop(tmp_path, saving(tmp_path), **arguments), type(error)) is error
+    assert training.calls == 2
+    assert "recovered" not in notes(error)
+
+
+def test_the_end_of_a_loop_is_nothing_to_recover_from(tmp_path: Path) -> None:
+    loop = Training({3: StopIteration}).loop(tmp_path, saving(tmp_path), recoverable_errors=[Exception])
+    assert steps_of(loop, 9) == [1, 2]
+
+
+def test_an_error_of_the_body_is_nothing_to_recover_from(tmp_path: Path) -> None:
+    with pytest.raises(AbortedError), Training().loop(tmp_path, saving(tmp_path)):
+        raise AbortedError
+
+
+@pytest.mark.parametrize("given", [AbortedError, None, 3])
+def test_kinds_of_errors_come_in_a_collection(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"recoverable_errors=.*: give a tuple of exception classes"):
+        MonitoredLoop(lambda: None, recoverable_errors=given)
+
+
+@pytest.mark.parametrize("kind", [AbortedError(), int, "AbortedError"])
+def test_what_is_no_kind_of_error_is_refused_by_name(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"recoverable_errors has .*: give exception classes, such as AbortedError"):
+        MonitoredLoop(lambda: None, recoverable_errors=[kind])
+
+
+@pytest.mark.parametrize("number", [-1, 2.5, True, "10", None])
+def test_what_is_no_number_of_recoveries_is_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_recoveries=.*: must be a whole number, 0 or more"):
+        MonitoredLoop(lambda: None, max_recoveries=number)
+
+
+# -- nothing to restore from ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("directory", ["empty", "not-there", None])
+def test_with_nothing_to_restore_from_the_error_comes_out_and_says_so(directory: str | None, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    training = Training({2: AbortedError})
+    checkpoint_dir = None if directory is None else tmp_path / directory
+    error = fails(training.loop(tmp_path, checkpoint_dir=checkpoint_dir), AbortedError)
+    assert notes(error) == "torchhooks: not recovered from, because there is no checkpoint to restore"
+    assert training.calls == 2
+
+
+def test_after_that_the_loop_is_over(tmp_path: Path) -> None:
+    hook = RecordingHook()
+    loop = Training({1: AbortedError("gone")}).loop(tmp_path, hook)
+    with pytest.raises(AbortedError):
+        loop.run()
+    assert (loop.should_stop(), loop.stop_reason) == (True, "AbortedError: gone")
+    with pytest.raises(LifecycleError, match="a run that failed with AbortedError: gone"):
+        loop.run()
+    loop.close()
+    assert [call[0] for call in hook.calls[2:]] == ["before_run", "teardown"]
+
+
+def test_a_checkpoint_that_is_still_being_written_is_one_to_restore(tmp_path: Path) -> None:
+    saver = Saver(async_save=True)
+    saver.disk = SlowDisk()
+    loop = Training({1: AbortedError}).loop(tmp_path, saving(tmp_path, every=9), scaffold=Scaffold(saver=saver))
+    assert steps_of(loop, 2) == [1, 2]
+
+
+def test_so_is_one_that_is_being_written_by_a_saver_of_the_hook(tmp_path: Path) -> None:
+    saver = Saver(async_save=True)
+    saver.disk = SlowDisk()
+    loop = Training({3: AbortedError}).loop(tmp_path, saving(tmp_path, saver=saver))
+    assert steps_of(loop, 3) == [1, 2, 3]
+
+
+class SlowDisk(Disk):
+    """A checkpoint is there only after a while."""
+
+    def rename(self, path: str, new_path: str) -> None:
+        threading.Event().wait(0.05)
+        super().rename(path, new_path)
+
+
+def test_a_checkpoint_that_could_not_be_written_behind_comes_out_of_the_recovery(tmp_path: Path) -> None:
+    class FullDisk(Disk):
+        def rename(self, path: str, new_path: str) -> None:
+            if new_path.endswith("-2"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().rename(path, new_path)
+
+    saver = Saver(async_save=True)
+    saver.disk = FullDisk()
+    loop = Training({3: AbortedError("gone")}).loop(tmp_path, saving(tmp_path, saver=saver))
+    error = fails(loop, CheckpointError)
+    assert "model.ckpt-2 was not written: No space left" in str(error)
+    assert isinstance(error.__context__, AbortedError)
+
+
+# -- while a session is being created ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def resumable(tmp_path: Path) -> Path:
+    """A folder in which a training of two steps left its checkpoints."""
+    steps_of(Training().loop(tmp_path, saving(tmp_path)), 2)
+    return tmp_path
+
+
+def test_recovers_when_the_first_restore_fails(resumable: Path, lines: Lines) -> None:
+    scaffold = Scaffold(saver=FaultySaver({("restore_latest", 1): AbortedError("gone")}))
+    assert steps_of(Training().loop(resumable, scaffold=scaffold), 2) == [3, 4]
+    assert recoveries(lines) == ["recovering now from AbortedError: gone (recovery 1 in a row)"]
+
+
+def test_recovers_when_the_first_after_create_session_fails(resumable: Path) -> None:
+    calls: Calls = []
+    a = RecordingHook(name="a", calls=calls)
+    b = RecordingHook(name="b", calls=calls, raises={"after_create_session": AbortedError})
+    assert steps_of(Training().loop(resumable, a, b), 1) == [3]
+    assert of_method(calls, "after_create_session") == [
+        (name, "after_create_session", 2) for name in ("a", "b", "a", "b")
+    ]
+
+
+def test_an_init_fn_that_fails_has_nothing_to_restore_from(tmp_path: Path) -> None:
+    def init_fn(scaffold: Scaffold, session: Session) -> None:
+        raise AbortedError
+
+    with pytest.raises(AbortedError) as caught:
+        Training().loop(tmp_path, saving(tmp_path), scaffold=Scaffold(init_fn=init_fn))
+    assert "no checkpoint to restore" in notes(caught.value)
+
+
+def test_an_init_fn_is_not_called_when_recovering(tmp_path: Path) -> None:
+    inits: list[int] = []
+    scaffold = Scaffold(init_fn=lambda scaffold, session: inits.append(session.global_step))
+    steps_of(Training({2: AbortedError}).loop(tmp_path, saving(tmp_path), scaffold=scaffold), 3)
+    assert inits == [0]
+
+
+def test_another_recoverable_error_while_recovering_is_recovered_from_too(tmp_path: Path, lines: Lines) -> None:
+    hook = RecordingHook(raises={("after_create_session", 2): CableError("again")})
+    loop = Training({2: AbortedError("gone")}).loop(tmp_path, saving(tmp_path), hook)
+    assert steps_of(loop, 3) == [1, 1, 2]
+    assert recoveries(lines) == [
+        "recovering now from AbortedError: gone (recovery 1 in a row)",
+        "recovering in 0.0001 s from CableError: again (recovery 2 in a row)",
+    ]
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, StopIteration])
+def test_any_other_error_while_recovering_comes_out(kind: type[BaseException], tmp_path: Path) -> None:
+    hook = RecordingHook(raises={("after_create_session", 2): kind})
+    gone = AbortedError("gone")
+    loop = Training({2: gone}).loop(tmp_path, saving(tmp_path), hook)
+    loop.run()
+    with pytest.raises(kind) as caught:
+        loop.run()
+    assert caught.value.__context__ is gone
+    assert loop.should_stop()
+    loop.close()
+
+
+def test_a_value_that_arrives_while_recovering_may_ask_for_it_too(tmp_path: Path, lines: Lines) -> None:
+    class Doubting(SessionRunHook):
+        """Asks for recovery once the value of its second run has arrived."""
+
+        runs = 0
+
+        def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+            return SessionRunArgs("loss")
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            self.runs += 1
+            run_context.when_ready(run_values.results, self.doubt if self.runs == 2 else float)
+
+        def doubt(self, loss: torch.Tensor) -> None:
+            raise AbortedError("doubtful")
+
+    with FakeDevice(lag=50):
+        loop = Training({3: AbortedError("gone")}).loop(tmp_path, saving(tmp_path, every=100), Doubting())
+        assert steps_of(loop, 4) == [1, 2, 1, 2]
+    assert recoveries(lines) == ["recovering now from AbortedError: doubtful (recovery 1 in a row)"]
+
+
+# -- how often, and how soon ------------------------------------------------------------------------------------------
+
+
+def pauses_of(number: int, recovery: Recovery | None = None) -> list[float]:
+    recovery = recovery or Recovery()
+    pauses: list[float] = []
+    for _ in range(number):
+        pauses.append(0.0)
+        recovery.pause(AbortedError("gone"), lambda secs: pauses.__setitem__(-1, secs))
+    return pauses
+
+
+@pytest.fixture
+def _real_pauses(monkeypatch: pytest.MonkeyPatch, _quick: None) -> None:
+    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("_real_pauses")
+def test_the_first_is_made_at_once_and_each_further_one_after_twice_the_pause() -> None:
+    assert pauses_of(9) == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.usefixtures("_real_pauses")
+def test_the_pause_stays_what_it_is_however_many_there_are() -> None:
+    assert pauses_of(3000)[-1] == 60
+
+
+@pytest.mark.usefixtures("_real_pauses")
+def test_after_a_run_that_went_well_the_next_is_a_first_one_again() -> None:
+    recovery = Recovery()
+    pauses_of(3, recovery)
+    recovery.run_went_well()
+    assert pauses_of(2, recovery) == [0, 1]
+
+
+def in_a_row(lines: Lines) -> list[int]:
+    return [int(text.split("(recovery ")[1].split()[0]) for text in recoveries(lines)]
+
+
+def test_recoveries_of_one_run_are_in_a_row_and_those_of_another_are_not(tmp_path: Path, lines: Lines) -> None:
+    faults = dict.fromkeys([2, 3, 4, 6], AbortedError)
+    steps_of(Training(faults).loop(tmp_path, saving(tmp_path)), 6)
+    assert in_a_row(lines) == [1, 2, 3, 1]
+
+
+def test_a_recovery_at_creation_is_in_a_row_with_no_other(resumable: Path, lines: Lines) -> None:
+    hook = RecordingHook(raises={"after_create_session": AbortedError})
+    steps_of(Training({3: AbortedError}).loop(resumable, hook), 4)
+    assert in_a_row(lines) == [1, 1]
+
+
+def test_there_are_at_most_so_many(tmp_path: Path) -> None:
+    training = Training(dict.fromkeys(range(2, 99), AbortedError))
+    error = fails(training.loop(tmp_path, saving(tmp_path), max_recoveries=3), AbortedError)
+    assert training.calls == 2 + 3
+    assert notes(error) == ("torchhooks: not recovered from, because of max_recoveries=3: there were 3 within 3600 s")
+
+
+def test_none_is_made_if_none_is_allowed(tmp_path: Path) -> None:
+    training = Training({2: AbortedError})
+    error = fails(training.loop(tmp_path, saving(tmp_path), max_recoveries=0), AbortedError)
+    assert training.calls == 2
+    assert "because of max_recoveries=0" in notes(error)
+
+
+def test_runs_that_go_well_in_between_do_not_make_the_number_larger(tmp_path: Path) -> None:
+    training = Training(dict.fromkeys([2, 4, 6], AbortedError))
+    fails(training.loop(tmp_path, saving(tmp_path), max_recoveries=2), AbortedError)
+    assert training.calls == 6
+
+
+def test_those_of_more_than_an_hour_ago_are_not_counted(clock: FakeClock) -> None:
+    recovery = Recovery(max_recoveries=1)
+    allowed = []
+    for secs in (0, 3599, 1, 10):
+        clock.advance(secs)
+        allowed.append(recovery.allows(AbortedError()))
+    assert allowed == [True, False, True, False]
+
+
+def test_recoveries_while_recovering_count(tmp_path: Path) -> None:
+    scaffold = Scaffold(saver=FaultySaver({("restore_latest", n): AbortedError for n in range(2, 99)}))
+    training = Training({1: AbortedError})
+    fails(training.loop(tmp_path, saving(tmp_path), scaffold=scaffold, max_recoveries=4), AbortedError)
+    assert isinstance(scaffold.saver, FaultySaver)
+    assert scaffold.saver.count["restore_latest"] == 1 + 4
+
+
+def test_each_one_is_logged_with_its_error_and_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gone = AbortedError("gone")
+    with caplog.at_level(logging.WARNING, "torchhooks"):
+        steps_of(Training({2: gone, 3: CableError}).loop(tmp_path, saving(tmp_path)), 3)
+    logged = [record.exc_info for record in caplog.records if record.exc_info]
+    assert [info[0] for info in logged] == [AbortedError, CableError]
+    assert (logged[0][1], bool(gone.__traceback__)) == (gone, True)
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+POISONED = [
+    "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: an illegal instruction was encountered",
+    "CUDA error: unspecified launch failure",
+    "CUDA error: the launch timed out and was terminated",
+    "CUDA error: misaligned address",
+    "CUDA error: invalid program counter",
+    "CUDA error: operation not supported on global/shared address space",
+    "CUDA error: hardware stack error",
+    "CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error",
+    "CUDA error: uncorrectable ECC error encountered",
+    "CUDA error: uncorrectable NVLink error detected during the execution",
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`",
+]
+
+
+@pytest.mark.parametrize("text", POISONED)
+def test_cuda_errors_that_cost_the_process_its_context_are_recognised(text: str) -> None:
+    assert is_poisoned(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        "NCCL error: unhandled system error",
+        "the file has an uncorrectable error",
+        "",
+    ],
+)
+def test_others_are_not(text: str) -> None:
+    assert not is_poisoned(RuntimeError(text))
+
+
+def test_such_an_error_is_not_recovered_from_in_the_process(tmp_path: Path) -> None:
+    training = Training({2: RuntimeError(POISONED[0])})
+    loop = training.loop(tmp_path, saving(tmp_path), recoverable_errors=[RuntimeError])
+    error = fails(loop, RuntimeError)
+    assert training.calls == 2
+    assert "this process has lost its CUDA context: start again" in notes(error)
+
+
+@pytest.mark.parametrize("cause", [True, False])
+def test_nor_is_one_that_came_of_it(cause: bool, tmp_path: Path) -> None:
+    def step() -> None:
+        try:
+            raise RuntimeError(POISONED[1])
+        except RuntimeError as error:
+            if cause:
+                raise AbortedError("the GPU failed") from error
+            raise AbortedError("the GPU failed")  # noqa: B904
+
+    with pytest.raises(AbortedError, match="the GPU failed"):
+        steps_of(MonitoredLoop(step, hooks=[saving(tmp_path)], checkpoint_dir=tmp_path), 1)
+
+
+def test_an_error_that_came_of_itself_is_looked_at_once() -> None:
+    one, other = AbortedError("one"), AbortedError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert not is_poisoned(one)
+
+
+# -- what goes with the run, and what stays ---------------------------------------------------------------------------
+
+
+def test_a_stop_that_was_asked_for_in_the_run_goes_with_it(tmp_path: Path) -> None:
+    hooks = [RecordingHook(stop_at=3), RecordingHook(raises={("after_run", 3): AbortedError})]
+    assert steps_of(Training().loop(tmp_path, saving(tmp_path, every=1), *hooks), 5) == [1, 2, 4, 5, 6]
+
+
+def test_so_does_one_that_was_asked_for_before_the_step(tmp_path: Path) -> None:
+    class AskingOnce(SessionRunHook):
+        asked = False
+
+        def before_run(self, run_context: SessionRunContext) -> None:
+            if not self.asked:
+                self.asked = True
+                run_context.request_stop()
+
+    loop = Training({1: AbortedError}).loop(tmp_path, saving(tmp_path), AskingOnce())
+    assert steps_of(loop, 3) == [1, 2, 3]
+
+
+def test_timers_go_on(tmp_path: Path) -> None:
+    writer = RecordingWriter()
+    summaries = SummarySaverHook(save_steps=3, summary_writer=writer, summary_op={"loss": "loss"})
+    steps_of(Training({3: AbortedError}).loop(tmp_path, saving(tmp_path), summaries), 7)
+    assert [step for step, _ in writer.scalars["loss"]] == [1, 4, 7]
+
+
+def test_the_start_of_the_session_is_written_once(tmp_path: Path) -> None:
+    writer = RecordingWriter()
+    summaries = SummarySaverHook(save_steps=1, summary_writer=writer, summary_op={"loss": "loss"})
+    steps_of(Training({3: AbortedError}).loop(tmp_path, saving(tmp_path), summaries), 7)
+    assert [record for record in writer.records if record[0] == "session_log"] == [("session_log", "START", 1)]
+
+
+def test_runs_that_a_hook_sat_out_are_counted_across_a_recovery(tmp_path: Path, lines: Lines) -> None:
+    logging_hook = LoggingTensorHook(["global_step"], every_n_iter=3)
+    steps_of(Training({4: AbortedError}).loop(tmp_path, saving(tmp_path), logging_hook), 7)
+    logged = [text.split(" (")[0] for _, text in lines if text.startswith("global_step =")]
+    assert logged == ["global_step = 1", "global_step = 3", "global_step = 6"]
+
+
+def test_a_number_of_steps_to_make_does_not_start_again(tmp_path: Path) -> None:
+    loop = Training({4: AbortedError}).loop(tmp_path, saving(tmp_path), StopAtStepHook(num_steps=5))
+    assert steps_of(loop, 99)[-1] == 5
+
+
+def test_the_time_spent_waiting_for_data_goes_on(tmp_path: Path) -> None:
+    with Training({2: AbortedError}).loop(tmp_path, saving(tmp_path)) as loop:
+        for _ in loop.until_stop(range(3)):
+            loop.run()
+            assert loop.session.data_wait_secs is not None
+
+
+# -- the session ------------------------------------------------------------------------------------------------------
+
+
+def test_the_loop_has_the_new_session_and_the_old_one_refuses(tmp_path: Path) -> None:
+    with Training({1: AbortedError}).loop(tmp_path, saving(tmp_path)) as loop:
+        old = loop.session
+        loop.run()
+        assert loop.session is not old
+        assert loop.session.run("global_step") == 1
+        with pytest.raises(LifecycleError, match=r"recovered and made another one, which is loop\.session"):
+            old.run("global_step")
+
+
+def test_hooks_are_given_the_new_session(tmp_path: Path) -> None:
+    sessions: list[Session] = []
+
+    class Keeping(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            sessions.append(run_context.session)
+
+        def end(self, session: Session) -> None:
+            sessions.append(session)
+
+    with Training({2: AbortedError}).loop(tmp_path, saving(tmp_path), Keeping()) as loop:
+        loop.run()
+        loop.run()
+        current = loop.session
+    assert [session is current for session in sessions] == [False, True, True]
+
+
+def test_what_the_failed_run_returned_is_dropped_before_the_step_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest keeps what is logged, and with it the error, its frames and what is in them.
+    monkeypatch.setattr(logging.getLogger("torchhooks"), "propagate", False)
+    outputs: list[weakref.ref[torch.Tensor]] = []
+
+    def step() -> torch.Tensor:
+        assert not outputs or outputs[-1]() is None
+        loss = torch.ones(3)
+        outputs.append(weakref.ref(loss))
+        return loss
+
+    hook = RecordingHook(raises={"after_run": AbortedError})
+    with MonitoredLoop(step, hooks=[saving(tmp_path), hook], checkpoint_dir=tmp_path) as loop:
+        loop.run()
+    assert len(outputs) == 2
+
+
+class Watching(SessionRunHook):
+    """Starts a thread for each session, which writes down when it ends; and writes down the sessions."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self.events.append("created")
+
+        def watch() -> None:
+            with coord.stop_on_exception():
+                coord.wait_for_stop()
+                self.events.append("ended")
+
+        thread = threading.Thread(target=watch)
+        coord.register_thread(thread)
+        thread.start()
+
+
+def test_threads_of_the_old_session_have_ended_before_there_is_a_new_one(tmp_path: Path) -> None:
+    watching = Watching()
+    steps_of(Training({2: AbortedError}).loop(tmp_path, saving(tmp_path), watching), 3)
+    assert watching.events == ["created", "ended", "created", "ended"]
+
+
+def test_so_have_those_of_a_session_of_which_the_creation_failed(tmp_path: Path) -> None:
+    watching, faulty = Watching(), RecordingHook(raises={("after_create_session", 2): AbortedError})
+    steps_of(Training({2: AbortedError}).loop(tmp_path, saving(tmp_path), watching, faulty), 3)
+    assert watching.events == ["created", "ended"] * 3
+
+
+def test_an_error_of_a_thread_that_is_told_to_stop_comes_out(tmp_path: Path) -> None:
+    class Failing(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            def watch() -> None:
+                with coord.stop_on_exception():
+                    coord.wait_for_stop()
+                    raise OSError("the queue is gone")
+
+            thread = threading.Thread(target=watch)
+            coord.register_thread(thread)
+            thread.start()
+
+    loop = Training({2: AbortedError}).loop(tmp_path, saving(tmp_path), Failing())
+    loop.run()
+    with pytest.raises(OSError, match="the queue is gone"):
+        loop.run()
+    loop.close()
+
+
+# -- what is restored -------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(tmp_path: Path, lines: Lines) -> None:
+    class Damaging(CheckpointSaverListener):
+        def after_save(self, session: Session, step: int) -> None:
+            if step == 4:
+                path = Path(f"{tmp_path}/model.ckpt-4")
+                path.write_bytes(path.read_bytes()[:-40])
+
+    training = Training({5: AbortedError})
+    assert steps_of(training.loop(tmp_path, saving(tmp_path, listeners=[Damaging()])), 5) == [1, 2, 3, 4, 3]
+    assert any("model.ckpt-4" in text and "skipped" in text for _, text in lines)
+
+
+def test_what_was_written_last_is_restored_not_the_highest_step(tmp_path: Path) -> None:
+    with Training({5: AbortedError}).loop(tmp_path, saving(tmp_path)) as loop:
+        for _ in range(4):
+            loop.run()
+        loop.session.global_step = 1
+        loop.session.saver.save(loop.session, tmp_path / "model.ckpt", 1)
+        loop.run()
+        assert loop.global_step == 2
+
+
+def test_a_recovered_session_is_saved_again(tmp_path: Path) -> None:
+    steps_of(Training({4: AbortedError}).loop(tmp_path, saving(tmp_path)), 3)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 2, 3]
+    assert latest_checkpoint(tmp_path) == f"{tmp_path}/model.ckpt-3"
+
+
+# -- run_step_fn ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_fn_is_called_again_whole_with_the_new_session(tmp_path: Path) -> None:
+    sessions: list[Session] = []
+
+    def step_fn(context: StepContext[torch.Tensor]) -> torch.Tensor:
+        sessions.append(context.session)
+        return context.run_with_hooks()
+
+    with Training({2: AbortedError}).loop(tmp_path, saving(tmp_path)) as loop:
+        loop.run_step_fn(step_fn)
+        assert loop.run_step_fn(step_fn) == 1
+        assert sessions[2] is loop.session
+    assert [session is sessions[0] for session in sessions] == [True, True, False]
+
+
+def test_an_error_of_the_step_fn_itself_is_recovered_from(tmp_path: Path) -> None:
+    faults = [None, AbortedError, None]
+
+    def step_fn(context: StepContext[torch.Tensor]) -> int:
+        context.run_with_hooks()
+        fault = faults.pop(0)
+        if fault is not None:
+            raise fault
+        return context.session.global_step
+
+    with Training().loop(tmp_path, saving(tmp_path, every=9)) as loop:
+        assert [loop.run_step_fn(step_fn), loop.run_step_fn(step_fn)] == [1, 1]
+
+
+def test_a_step_fn_may_handle_the_error_itself(tmp_path: Path, lines: Lines) -> None:
+    def step_fn(context: StepContext[torch.Tensor]) -> str:
+        try:
+            context.run_with_hooks()
+        except AbortedError:
+            return "handled"
+        return "went well"
+
+    with Training({1: AbortedError}).loop(tmp_path, saving(tmp_path)) as loop:
+        assert [loop.run_step_fn(step_fn), loop.run_step_fn(step_fn)] == ["handled", "went well"]
+    assert not recoveries(lines)
+
+
+def test_step_fns_that_went_well_end_a_row_of_recoveries(tmp_path: Path, lines: Lines) -> None:
+    with Training(dict.fromkeys([2, 3, 5], AbortedError)).loop(tmp_path, saving(tmp_path)) as loop:
+        for _ in range(4):
+            loop.run_step_fn(lambda context: context.run_with_hooks())
+    assert in_a_row(lines) == [1, 2, 1]
+
+
+def test_a_step_fn_with_nothing_to_restore_from_ends_the_loop(tmp_path: Path) -> None:
+    hook = RecordingHook()
+    loop = Training({1: AbortedError}).loop(tmp_path, hook)
+    with pytest.raises(AbortedError) as caught:
+        loop.run_step_fn(lambda context: context.run_with_hooks())
+    assert "no checkpoint to restore" in notes(caught.value)
+    loop.close()
+    assert not of_method(hook.calls, "end")
+
+
+# -- all of it together -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("calls_all", [False, True], ids=["idle-skipped", "all-called"])
+def test_a_fault_in_every_third_call_of_the_step_loses_nothing(every: int, calls_all: bool, tmp_path: Path) -> None:
+    training = Training(dict.fromkeys(range(2, 99, 3), AbortedError))
+    hooks = [saving(tmp_path, every), StopAtStepHook(last_step=9)]
+    for hook in hooks if calls_all else ():
+        hook.next_due = lambda: None  # type: ignore[method-assign]
+    seen: list[tuple[float, int]] = []
+    with training.loop(tmp_path, *hooks, max_recoveries=99) as loop:
+        while not loop.should_stop():
+            seen.append((float(loop.run()), loop.global_step))
+    assert all(w == step for w, step in seen)
+    assert (loop.stop_reason, float(training.model.w)) == ("StopAtStepHook: step 9", 9.0)
