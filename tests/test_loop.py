@@ -1127,18 +1127,19 @@ def test_a_thread_may_stop_the_loop() -> None:
     assert recorder.calls[-2:] == [("end", 1), ("teardown",)]
 
 
-def test_a_thread_that_stops_while_the_next_item_is_fetched_stops_cleanly() -> None:
+def test_an_item_that_is_fetched_while_a_thread_stops_is_the_last_and_still_used() -> None:
     hook = Background(stop)
 
     def batches() -> Iterator[int]:
         yield 1
         hook.wait()
         yield 2
+        yield 3
 
     with MonitoredLoop(half, hooks=[hook]) as loop:
         for _ in loop.until_stop(batches()):
             loop.run()
-    assert loop.global_step == 1
+    assert loop.global_step == 2
 
 
 # A thread cannot know where the loop is: a stop between the look at should_stop() and run() must not be an error.

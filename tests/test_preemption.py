@@ -166,3 +166,19 @@ def test_the_process_ends_by_the_signal_and_loses_neither_an_error_nor_what_was_
     assert ran.returncode == -signal.SIGTERM
     assert ran.stdout == "printed signal SIGTERM\n"
     assert "ValueError: the end failed" in ran.stderr
+
+
+def test_an_item_that_was_taken_when_the_signal_came_is_still_used(delivered: list[str]) -> None:
+    taken, used = [], []
+
+    def items() -> Iterator[int]:
+        for item in range(9):
+            taken.append(item)
+            if item == 3:
+                signal.raise_signal(signal.SIGTERM)
+            yield item
+
+    with MonitoredLoop(used.append, signals=["SIGTERM"]) as loop:
+        for item in loop.until_stop(items()):
+            loop.run(item)
+    assert taken == used == [0, 1, 2, 3]

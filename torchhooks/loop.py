@@ -246,7 +246,8 @@ class MonitoredLoop(Generic[R]):
     def until_stop(self, iterable: Iterable[T]) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop is to stop or the data ends. Nests: epochs around batches.
 
-        No item is taken that will not be used. When the outermost one ends, ``stop_reason`` is "data ended".
+        No item is taken and then dropped: one that was waited for while a signal or a thread asked to stop is still
+        yielded, and its run made. When the outermost one ends, ``stop_reason`` is "data ended".
         """
         self._session._depth = self._iterating = depth = self._iterating + 1
         try:
@@ -256,9 +257,8 @@ class MonitoredLoop(Generic[R]):
                 item = next(iterator, _DATA_ENDED)
                 waits = self._session._data_waits
                 waits[depth] = waits.get(depth, 0.0) + time.monotonic() - asked
-                if self.should_stop():
-                    return
-                self._stop_reason = "data ended" if item is _DATA_ENDED and depth == 1 else None
+                if not self._stopping:
+                    self._stop_reason = "data ended" if item is _DATA_ENDED and depth == 1 else None
                 if item is _DATA_ENDED:
                     return
                 yield cast(T, item)
