@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -129,6 +130,12 @@ class DirectSummaryWriter(SummaryWriter):
             self._get_file_writer().add_event(event, args[0], **kwargs)
         else:
             super().add_scalar(tag, scalar_value, *args, **kwargs)
+
+    def add_points(self, points: Iterable[tuple[str, float]], step: int, walltime: float | None = None) -> None:
+        """Write a point of each of several curves, by tag, as one event."""
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=float(value)) for tag, value in points]
+        event = event_pb2.Event(summary=summary_pb2.Summary(value=values))
+        self._get_file_writer().add_event(event, step, walltime)
 
     def add_session_log(self, session_log: Any, global_step: int | None = None) -> None:
         """Write a ``SessionLog`` of tensorboard's (``tf.summary.FileWriter.add_session_log``)."""

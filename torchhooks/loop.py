@@ -250,18 +250,22 @@ class MonitoredLoop(Generic[R]):
         yielded, and its run made. When the outermost one ends, ``stop_reason`` is "data ended".
         """
         self._session._depth = self._iterating = depth = self._iterating + 1
+        signals, waited = self._signals, self._session._data_waits.get(depth, 0.0)
         try:
             iterator = iter(iterable)
-            while not self.should_stop():
+            while not self._stopping and signals.received is None:
                 asked = time.monotonic()
                 item = next(iterator, _DATA_ENDED)
-                waits = self._session._data_waits
-                waits[depth] = waits.get(depth, 0.0) + time.monotonic() - asked
-                if not self._stopping:
-                    self._stop_reason = "data ended" if item is _DATA_ENDED and depth == 1 else None
+                waited += time.monotonic() - asked
+                self._session._data_waits[depth] = waited
                 if item is _DATA_ENDED:
+                    if depth == 1 and not self._stopping:
+                        self._stop_reason = "data ended"
                     return
+                if self._stop_reason is not None and not self._stopping:
+                    self._stop_reason = None  # the data of an earlier loop had ended
                 yield cast(T, item)
+            self.should_stop()  # says why, if it was a signal
         finally:
             self._iterating -= 1
             self._session._depth = self._iterating

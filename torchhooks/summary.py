@@ -171,6 +171,11 @@ class scalar(SummaryOp):  # noqa: N801 - used as a function is, like functools.p
             wanted = "a scalar is one number: reduce it in a closure, as by .mean() or .norm(), or use histogram()"
             raise ValueError(self._message(f"shape {shape}, {math.prod(shape)} elements", wanted))
 
+    def number(self, value: Any) -> float:
+        """``value``, which is on the host, as the number that is written; errors as those of :meth:`write`."""
+        self._check(value)
+        return self._host_value(value)
+
     def _host_value(self, value: Any) -> float:
         number = _number(value)
         try:
@@ -293,12 +298,25 @@ def summary_ops(summary_op: Any) -> tuple[SummaryOp, ...]:
 
 
 def write_summaries(writer: Any, composed: Any, step: int, walltime: float | None = None) -> None:
-    """Write each :class:`Summary` in ``composed``: one, or lists, tuples and mappings of them, on the host by now."""
+    """Write each :class:`Summary` in ``composed``: one, or lists, tuples and mappings of them, on the host by now.
+
+    A writer with ``add_points`` gets all scalars in one call, which makes one event of them.
+    """
+    summaries = list(_each(composed))
+    scalars = [(one.op, one.value) for one in summaries if isinstance(one.op, scalar)]
+    if len(scalars) > 1 and hasattr(writer, "add_points"):
+        writer.add_points([(op.tag, op.number(value)) for op, value in scalars], step, walltime)
+        summaries = [one for one in summaries if not isinstance(one.op, scalar)]
+    for op, value in summaries:
+        op.write(writer, value, step, walltime)
+
+
+def _each(composed: Any) -> Iterator[Summary]:
     if isinstance(composed, Summary):
-        composed.op.write(writer, composed.value, step, walltime)
-        return
-    for part in composed.values() if isinstance(composed, Mapping) else composed:
-        write_summaries(writer, part, step, walltime)
+        yield composed
+    else:
+        for part in composed.values() if isinstance(composed, Mapping) else composed:
+            yield from _each(part)
 
 
 def check_writer(writer: Any, ops: Iterable[SummaryOp] = ()) -> None:

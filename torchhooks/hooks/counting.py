@@ -148,8 +148,8 @@ class StepCounterHook(SessionRunHook):
             if waiting_share >= _WORTH_A_LINE:
                 logger.info("waiting for data: %.1f%% of the time", 100 * waiting_share)
         if self._target.writer is not None:
-            for tag, value in curves.items():
-                _CURVES[tag].write(self._target.writer, value, step, wall_time)
+            points = [summary.Summary(_CURVES[tag], value) for tag, value in curves.items()]
+            summary.write_summaries(self._target.writer, points, step, wall_time)
 
     def _period_is_over(self) -> bool:
         if self._every_n_steps is not None:
