@@ -6,6 +6,8 @@ import errno
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +171,11 @@ def test_is_called_in_no_run_in_which_it_has_nothing_to_save(tmp_path: Path) -> 
 
 
 def test_a_hook_that_is_used_again_begins_anew(tmp_path: Path) -> None:
-    hook = CheckpointSaverHook(tmp_path / "one", save_steps=4)
-    trace(hook, losses=[0.1] * 5, checkpoint_dir=tmp_path / "one")
     listener = Listener()
-    hook._listeners = (listener,)
-    trace(hook, losses=[0.1] * 5, start_step=100, checkpoint_dir=tmp_path / "none")
+    hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])
+    trace(hook, losses=[0.1] * 5)
+    listener.calls.clear()
+    trace(hook, losses=[0.1] * 5, start_step=100)
     assert saves(listener) == [100, 104, 105]
 
 
@@ -389,18 +391,14 @@ def test_nothing_is_saved_of_the_run_of_a_nan_nor_after_it(
 ) -> None:
     listener = Listener()
     hooks = [CheckpointSaverHook(tmp_path, save_steps=1, listeners=[listener]), NanTensorHook("loss", fail)]
-    losses = [0.5, 0.25, NAN, 0.5, 0.5]
-    with FakeDevice(lag or 0) as device:
-        if lag is None:
-            device.__exit__()
+    hooks = hooks if saver_first else hooks[::-1]
+    with nullcontext() if lag is None else FakeDevice(lag):
         trace(
-            *(hooks if saver_first else reversed(hooks)),
-            losses=losses,
+            *hooks,
+            losses=[0.5, 0.25, NAN, 0.5, 0.5],
             checkpoint_dir=tmp_path,
             catch=NanLossDuringTrainingError,
         )
-        if lag is None:
-            device.__enter__()
     assert steps(tmp_path) == saves(listener) == [0, 1, 2]
 
 
@@ -494,8 +492,8 @@ def test_any_hook_may_refuse_a_checkpoint(tmp_path: Path, lines: Lines) -> None:
 
 def test_the_first_of_several_refusals_is_the_reason() -> None:
     session = Session()
-    for reason in (None, "first", "second"):
-        session.guard_checkpoints(lambda reason=reason: reason)
+    for reasons in ({}, {"why": "first"}, {"why": "second"}):
+        session.guard_checkpoints(partial(reasons.get, "why"))
     assert session.why_no_checkpoint() == "first"
 
 
@@ -649,9 +647,13 @@ def test_the_end_of_the_loop_waits_for_it(own: bool, tmp_path: Path) -> None:
 def test_so_does_the_end_of_a_loop_that_failed(own: bool, tmp_path: Path) -> None:
     disk, make = behind(tmp_path, own=own)
     opener = threading.Timer(0.02, disk.gate.set)
-    with pytest.raises(ValueError, match="gone"), make():
+
+    def step() -> None:
         opener.start()
         raise ValueError("gone")
+
+    with pytest.raises(ValueError, match="gone"), make(step=step) as loop:
+        loop.run()
     opener.join()
     assert steps(tmp_path) == [0]
 
@@ -681,9 +683,10 @@ def test_or_of_the_end(own: bool, tmp_path: Path) -> None:
 @OWN
 def test_or_is_noted_on_the_error_of_a_loop_that_failed(own: bool, tmp_path: Path) -> None:
     disk, make = behind(tmp_path, "-0", own=own)
-    with pytest.raises(ValueError, match="gone") as caught, make():
-        disk.gate.set()
-        raise ValueError("gone")
+    disk.gate.set()
+    failing = RecordingHook(raises={"before_run": ValueError("gone")})
+    with pytest.raises(ValueError, match="gone") as caught, make(failing) as loop:
+        loop.run()
     assert "model.ckpt-0 was not written" in "\n".join(caught.value.__notes__)
 
 
