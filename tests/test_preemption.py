@@ -169,7 +169,8 @@ def test_the_process_ends_by_the_signal_and_loses_neither_an_error_nor_what_was_
 
 
 def test_an_item_that_was_taken_when_the_signal_came_is_still_used(delivered: list[str]) -> None:
-    taken, used = [], []
+    taken: list[int] = []
+    used: list[int] = []
 
     def items() -> Iterator[int]:
         for item in range(9):
