@@ -230,9 +230,9 @@ class NotingSaver(Saver):
         super().__init__(**arguments)
         self.saved: list[int] = []
 
-    def save(self, session: Session, path: Any, global_step: int) -> str:
+    def save(self, session: Session, path: Any, global_step: int, **arguments: Any) -> str:
         self.saved.append(global_step)
-        return super().save(session, path, global_step)
+        return super().save(session, path, global_step, **arguments)
 
 
 def test_uses_the_saver_of_the_session(tmp_path: Path) -> None:
@@ -466,14 +466,14 @@ def test_what_is_watched_is_evaluated_once_a_run(tmp_path: Path) -> None:
     assert asked == [0.5, 0.25]
 
 
-def test_a_nan_of_a_run_that_a_recovery_undid_keeps_nothing_from_being_saved(tmp_path: Path) -> None:
-    hooks = [
-        RecordingHook(raises={("after_run", 2): AbortedError}),
-        CheckpointSaverHook(tmp_path, save_steps=1),
-        NanTensorHook("loss"),
-    ]
-    trace(*hooks, losses=[0.5, NAN, 0.25, 0.5], checkpoint_dir=tmp_path)
+@pytest.mark.parametrize("saver_first", [True, False], ids=["saver-first", "saver-last"])
+def test_a_nan_of_a_run_that_a_recovery_undid_keeps_nothing_from_being_saved(saver_first: bool, tmp_path: Path) -> None:
+    failing = RecordingHook(raises={("after_run", 2): AbortedError})
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=1), NanTensorHook("loss")]
+    hooks = hooks if saver_first else hooks[::-1]
+    traced = trace(failing, *hooks, losses=[0.5, NAN, 0.25, 0.5], checkpoint_dir=tmp_path)
     assert steps(tmp_path) == [0, 1, 2, 3]
+    assert not [text for _, text in traced.lines if "no checkpoint" in text]
 
 
 def test_any_hook_may_refuse_a_checkpoint(tmp_path: Path, lines: Lines) -> None:

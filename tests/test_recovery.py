@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,9 +20,11 @@ from torchhooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
     Coordinator,
+    Due,
     LifecycleError,
     LoggingTensorHook,
     MonitoredLoop,
+    NanTensorHook,
     Saver,
     Scaffold,
     Session,
@@ -37,7 +40,7 @@ from torchhooks import (
 )
 from torchhooks.checkpoint_files import Disk
 from torchhooks.recovery import Recovery, is_poisoned
-from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter
+from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter, trace
 
 Lines = list[tuple[str, str]]
 Calls = list[tuple[Any, ...]]
@@ -132,9 +135,9 @@ class FaultySaver(Saver):
         if error is not None:
             raise error
 
-    def save(self, session: Session, path: Any, global_step: int) -> str:
+    def save(self, session: Session, path: Any, global_step: int, **arguments: Any) -> str:
         self.maybe_fail("save")
-        return super().save(session, path, global_step)
+        return super().save(session, path, global_step, **arguments)
 
     def restore_latest(self, session: Session, directory: Any) -> str | None:
         self.maybe_fail("restore_latest")
@@ -685,8 +688,8 @@ def test_nor_is_one_that_came_of_it(cause: bool, tmp_path: Path) -> None:
                 raise AbortedError("the GPU failed") from error
             raise AbortedError("the GPU failed")  # noqa: B904
 
-    with pytest.raises(AbortedError, match="the GPU failed"):
-        steps_of(MonitoredLoop(step, hooks=[saving(tmp_path)], checkpoint_dir=tmp_path), 1)
+    error = fails(MonitoredLoop(step, hooks=[saving(tmp_path)], checkpoint_dir=tmp_path), AbortedError)
+    assert "this process has lost its CUDA context" in notes(error)
 
 
 def test_an_error_that_came_of_itself_is_looked_at_once() -> None:
@@ -714,6 +717,42 @@ def test_so_does_one_that_was_asked_for_before_the_step(tmp_path: Path) -> None:
 
     loop = Training({1: AbortedError}).loop(tmp_path, saving(tmp_path), AskingOnce())
     assert steps_of(loop, 3) == [1, 2, 3]
+
+
+def test_a_nan_that_stopped_the_run_goes_with_it(tmp_path: Path) -> None:
+    hooks = [
+        NanTensorHook("loss", False),
+        saving(tmp_path, every=1),
+        RecordingHook(raises={("after_run", 2): AbortedError}),
+    ]
+    traced = trace(*hooks, losses=[0.5, math.nan, 0.25, 0.5], checkpoint_dir=tmp_path)
+    assert (traced.steps, traced.stop_reason) == ([1, 2, 3], "data ended")
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+@pytest.mark.parametrize("by_step_fn", [True, False])
+def test_a_stop_that_an_earlier_run_asked_for_late_stays(recovers: bool, by_step_fn: bool, tmp_path: Path) -> None:
+    class AskingLate(SessionRunHook):
+        """Asks to stop once the value of its first run has arrived, and takes no part in others."""
+
+        asked = False
+
+        def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+            return SessionRunArgs("loss")
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            self.asked = True
+            run_context.when_ready(run_values.results, lambda _: run_context.request_stop("enough"))
+
+        def next_due(self) -> Due:
+            return Due() if self.asked else Due(runs=1)
+
+    training = Training({3: AbortedError} if recovers else {})
+    with FakeDevice(lag=50), training.loop(tmp_path, saving(tmp_path, every=3), AskingLate()) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run_step_fn(lambda context: context.run_with_hooks()) if by_step_fn else loop.run()
+    assert (loop.global_step, loop.stop_reason) == (1 if recovers else 3, "AskingLate: enough")
 
 
 def test_timers_go_on(tmp_path: Path) -> None:
@@ -812,7 +851,7 @@ class Watching(SessionRunHook):
                 coord.wait_for_stop()
                 self.events.append("ended")
 
-        thread = threading.Thread(target=watch)
+        thread = threading.Thread(target=watch, daemon=True)
         coord.register_thread(thread)
         thread.start()
 
@@ -837,7 +876,7 @@ def test_an_error_of_a_thread_that_is_told_to_stop_comes_out(tmp_path: Path) -> 
                     coord.wait_for_stop()
                     raise OSError("the queue is gone")
 
-            thread = threading.Thread(target=watch)
+            thread = threading.Thread(target=watch, daemon=True)
             coord.register_thread(thread)
             thread.start()
 

@@ -209,7 +209,7 @@ class MonitoredLoop(Generic[R]):
             self._busy = False
             return outputs
         outputs = self.run(*args, **kwargs)
-        self._recovery.run_went_well()
+        self._went_well()
         return outputs
 
     def run_step_fn(self, step_fn: Callable[[StepContext[R]], T]) -> T:
@@ -232,7 +232,7 @@ class MonitoredLoop(Generic[R]):
                 if self._stopping or not self._recovered_from(error):
                     raise
             else:
-                self._recovery.run_went_well()
+                self._went_well()
                 return result
             finally:
                 self._in_step_fn = False
@@ -375,8 +375,15 @@ class MonitoredLoop(Generic[R]):
         old, coord = self._session, self._coord
         self._new_session()
         self._session._data_waits, self._session._depth = old._data_waits, old._depth
+        self._session._late_stop = old._late_stop  # of an earlier run, which went well
         old._closed, old._outputs = True, NO_OUTPUTS
         self._join_threads(coord)
+
+    def _went_well(self) -> None:
+        """What was tried again, or may have been, has been done."""
+        self._recovery.run_went_well()
+        if self._session._late_stop is not None:
+            self._stop(_who_and_why(self._session._late_stop))
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._session._global_step += 1
@@ -489,6 +496,8 @@ class MonitoredLoop(Generic[R]):
         context.finished = True
         if context.stop_requested:
             self._stop(_who_and_why(context))
+        elif session._late_stop is not None:  # out of a call that a saver had made before its checkpoint
+            self._stop(_who_and_why(session._late_stop))
         if changed:
             schedule.ask(told)
 

@@ -105,11 +105,8 @@ class NanTensorHook(SessionRunHook):
         self._request = SessionRunArgs(self._badness)
         self._message: str | None = None
 
-    def begin(self) -> None:
-        self._message = None
-
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._badness.found = None
+        self._message = self._badness.found = None  # after a recovery the state is one from before the NaN
         session.guard_checkpoints(lambda: self._message or self._what_is_wrong_now(session))
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
