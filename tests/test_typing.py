@@ -99,7 +99,7 @@ class Listening(CheckpointSaverListener):
 def newest(folder: Path) -> str | None:
     try:
         assert_type([checkpoint.step for checkpoint in list_checkpoints(folder)], list[int])
-        return latest_checkpoint(folder)
+        return best_checkpoint(folder / "best") or latest_checkpoint(folder)
     except (DamagedCheckpointError, CheckpointError):
         return None
 
@@ -146,6 +146,7 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield FeedFnHook(lambda: {"scale": 2.0})
     yield GlobalStepWaiterHook(0)
     yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
+    yield BestCheckpointHook(folder, lambda accuracy: accuracy, save_steps=5, mode="max", keep=3)
     yield from (Watching(), Narrowed(), Silent(), RecordingHook("loss"))
 
 
@@ -177,6 +178,8 @@ def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, 
         assert_type(loop.should_stop(), bool)
         assert_type(loop.global_step, int)
         assert_type(loop.session, Session)
+    with MonitoredTrainingLoop(step, model, checkpoint_dir=folder, save_summaries_secs=None) as loop:
+        assert_type(loop, MonitoredLoop[Outputs])
     SummaryWriterCache.get(folder).add_scalar("x", 1.0, 1)
     SummaryWriterCache.clear()
     assert_type(loop.stop_reason, str | None)
@@ -248,6 +251,8 @@ loop.session = loop.session  # E: misc
 loop.session.global_step = "3"  # E: assignment
 loop.stop_reason.upper()  # E: union-attr
 StopAtStepHook(last_step="3")  # E: arg-type
+BestCheckpointHook("run", "loss", save_steps=5, mode="least")  # E: arg-type
+MonitoredTrainingLoop(step, save_checkpoint_steps="5")  # E: arg-type
 LoggingTensorHook(["loss"], formatter=3)  # E: arg-type
 SessionRunArgs(feed_dict=["x"])  # E: arg-type
 """

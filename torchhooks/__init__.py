@@ -20,7 +20,7 @@ is, without what happens on errors:
 """
 
 from torchhooks import summary
-from torchhooks.checkpoint import Saver, latest_checkpoint, list_checkpoints
+from torchhooks.checkpoint import Saver, best_checkpoint, latest_checkpoint, list_checkpoints
 from torchhooks.coordinator import Coordinator, LooperThread
 from torchhooks.errors import (
     AbortedError,
@@ -42,6 +42,7 @@ from torchhooks.hook import (
     SessionRunValues,
     Stateful,
 )
+from torchhooks.hooks.best import BestCheckpointHook
 from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.feeding import FeedFnHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
@@ -51,9 +52,11 @@ from torchhooks.loop import MonitoredLoop, StepContext
 from torchhooks.session import Scaffold, Session
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
 from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.training import MonitoredTrainingLoop
 
 __all__ = [
     "AbortedError",
+    "BestCheckpointHook",
     "CheckpointError",
     "CheckpointSaverHook",
     "CheckpointSaverListener",
@@ -69,6 +72,7 @@ __all__ = [
     "LoggingTensorHook",
     "LooperThread",
     "MonitoredLoop",
+    "MonitoredTrainingLoop",
     "NanLossDuringTrainingError",
     "NanTensorHook",
     "NeverTriggerTimer",
@@ -91,6 +95,7 @@ __all__ = [
     "SummaryWriter",
     "SummaryWriterCache",
     "TorchHooksError",
+    "best_checkpoint",
     "latest_checkpoint",
     "list_checkpoints",
     "summary",

@@ -6,8 +6,9 @@
     saver.restore_latest(session, "run")                                    # the newest whole one
 
 In the file, by name: ``"model"``, ``"optimizer"``, each entry of ``session.state`` under its own name, each entry of
-``session.hooks`` as ``"hooks.<name>"``, ``"global_step"``, and in ``"random"`` the states of the random numbers of
-Python, NumPy and torch. ``torch.load(path, weights_only=True)`` reads it without this library.
+``session.hooks`` as ``"hooks.<name>"``, ``"global_step"``, in ``"random"`` the states of the random numbers of Python,
+NumPy and torch, and in ``"score"`` how good the state is, if that was said.
+``torch.load(path, weights_only=True)`` reads it without this library.
 
 A checkpoint is loaded with ``weights_only=True``, always, so that no file can run code. What could not be loaded so is
 refused when it is saved, with its name: a state is made of tensors, numbers, strings, bytes, ``None``, and torch's
@@ -54,9 +55,9 @@ if TYPE_CHECKING:
     from torchhooks.hook import Stateful
     from torchhooks.session import Session
 
-__all__ = ["Checkpoint", "Saver", "latest_checkpoint", "list_checkpoints"]
+__all__ = ["Checkpoint", "Saver", "best_checkpoint", "latest_checkpoint", "list_checkpoints", "scored_checkpoints"]
 
-_OWN = ("global_step", "random")
+_OWN = ("global_step", "random", "score")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
 _Path = str | os.PathLike[str]
@@ -97,7 +98,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def save(self, session: Session, path: _Path, global_step: int) -> str:
+    def save(self, session: Session, path: _Path, global_step: int, *, score: float | None = None) -> str:
         """Write the state of ``session`` as it is now; the folder is made if this is its first checkpoint.
 
         With ``async_save`` it first waits for the one before, so that there is one copy of the state at a time. If that
@@ -107,6 +108,7 @@ class Saver:
             session: what to save.
             path: of the checkpoint, without the step: ``"run/model.ckpt"``.
             global_step: the number that the checkpoint goes by.
+            score: how good the state is, more is better: what :func:`best_checkpoint` goes by.
 
         Returns:
             Where it is, or will be: ``"run/model.ckpt-700"``.
@@ -119,6 +121,8 @@ class Saver:
         earlier = self._finish()
         try:
             state = _collect(session, _Snapshot() if self._async_save else _as_it_is)
+            if score is not None:
+                state["score"] = float(score)
             self._start(state, prefix, step)
         except Exception as error:
             if earlier is not None:
@@ -239,6 +243,34 @@ class Saver:
             async_save=self._async_save,
             strict=self._strict,
         )
+
+
+def best_checkpoint(directory: _Path) -> str | None:
+    """The path of the checkpoint in ``directory`` with the highest score, ``None`` if there is none with a score.
+
+    Of equal ones it is the first. A BestCheckpointHook keeps them in a folder of their own: ``"run/best"``.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    scored = scored_checkpoints(directory)
+    return max(scored, key=lambda pair: pair[0])[1].path if scored else None
+
+
+def scored_checkpoints(directory: _Path) -> list[tuple[float, Checkpoint]]:
+    """The whole checkpoints in ``directory`` that were saved with a score, with it, in the order of writing."""
+    scored = [(_score(checkpoint.path), checkpoint) for checkpoint in list_checkpoints(directory)]
+    return [(score, checkpoint) for score, checkpoint in scored if score is not None]
+
+
+def _score(path: str) -> float | None:
+    try:
+        # Mapped into memory, so that no tensor is read.
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        logger.warning("%s is damaged, or cannot be read: %s. It is skipped.", path, brief(error).splitlines()[0])
+        return None
+    return cast("float | None", saved.get("score"))
 
 
 def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> Retention:

@@ -1,0 +1,383 @@
+"""BestCheckpointHook: which states are kept, when the metric is looked at, and that a better one never gives way."""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+import torch
+
+from torchhooks import (
+    AbortedError,
+    BestCheckpointHook,
+    CheckpointError,
+    CheckpointSaverHook,
+    Coordinator,
+    FetchError,
+    MonitoredLoop,
+    NanTensorHook,
+    Saver,
+    Session,
+    SessionRunHook,
+    best_checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+)
+from torchhooks.checkpoint import scored_checkpoints
+from torchhooks.checkpoint_files import Disk
+from torchhooks.testing import FakeDevice, RecordingHook, log_lines, trace
+
+
+class Box:
+    """A state of one value."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+def kept(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there."""
+    return sorted(checkpoint.step for checkpoint in list_checkpoints(folder / "best"))
+
+
+def best_step(folder: Path) -> int:
+    path = best_checkpoint(folder / "best")
+    assert path is not None
+    return int(path.rpartition("-")[2])
+
+
+def keep_best(folder: Path, losses: list[Any], *others: SessionRunHook, start_step: int = 0, **arguments: Any) -> None:
+    """A loop whose metric is each of ``losses`` in turn."""
+    given: dict[str, Any] = {"save_steps": 1, "mode": "max", **arguments}
+    trace(*others, BestCheckpointHook(folder, "loss", **given), losses=losses, start_step=start_step)
+
+
+class FullDisk(Disk):
+    """Has no room left from some moment on."""
+
+    full = False
+
+    def create(self, path: str) -> BinaryIO:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().create(path)
+
+
+class KilledBeforeTheIndex(Disk):
+    """Is interrupted when a checkpoint is whole, and the one that it replaces not yet removed."""
+
+    def rename(self, path: str, new_path: str) -> None:
+        if new_path.endswith(".json"):
+            raise KeyboardInterrupt
+        super().rename(path, new_path)
+
+
+# -- which ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep", "steps"), [("max", 1, [4]), ("min", 1, [2]), ("max", 3, [3, 4, 5]), ("min", 2, [1, 2])]
+)
+def test_the_best_stay(mode: str, keep: int, steps: list[int], tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.2, 0.1, 0.5, 0.9, 0.7, 0.3], mode=mode, keep=keep)
+    assert kept(tmp_path) == steps
+
+
+@pytest.mark.parametrize(("mode", "step"), [("max", 4), ("min", 2)])
+def test_the_best_of_those_is_found_again_without_the_mode(mode: str, step: int, tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.2, 0.1, 0.5, 0.9, 0.7, 0.3], mode=mode, keep=6)
+    assert best_step(tmp_path) == step
+
+
+def test_of_equal_ones_the_first_stay(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.5, 0.5, 0.5, 0.4], keep=2)
+    assert (kept(tmp_path), best_step(tmp_path)) == ([1, 2], 1)
+
+
+def test_of_equal_ones_the_last_goes_first(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.5, 0.5, 0.9], keep=2)
+    assert kept(tmp_path) == [1, 3]
+
+
+def test_nan_is_never_kept(tmp_path: Path) -> None:
+    keep_best(tmp_path, [math.nan, 0.1, math.nan], keep=3)
+    assert kept(tmp_path) == [2]
+
+
+def test_an_infinite_value_has_its_place_in_the_order(tmp_path: Path) -> None:
+    keep_best(tmp_path, [math.inf, 3.0, -math.inf], mode="min", keep=3)
+    assert [score for score, _ in scored_checkpoints(tmp_path / "best")] == [-math.inf, -3.0, math.inf]
+
+
+def test_a_kept_one_is_restored_with_the_state_of_its_step(tmp_path: Path) -> None:
+    box = Box()
+    hook = BestCheckpointHook(tmp_path, lambda value: value, save_steps=1, mode="max")
+    with MonitoredLoop(lambda value: vars(box).update(value=value), state={"box": box}, hooks=[hook]) as loop:
+        for value in [0.3, 0.8, 0.5]:
+            loop.run(value)
+    session, path = Session(state={"box": box}), best_checkpoint(tmp_path / "best")
+    assert path is not None
+    Saver().restore(session, path)
+    assert (session.global_step, box.value) == (2, 0.8)
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, 1, True, np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.ones(1, 1)], ids=repr
+)
+def test_every_kind_of_number_is_a_metric(value: Any, tmp_path: Path) -> None:
+    keep_best(tmp_path, [{"loss": value}])
+    assert [score for score, _ in scored_checkpoints(tmp_path / "best")] == [float(value)]
+
+
+def test_a_metric_on_a_device_is_that_of_the_state_that_is_kept(tmp_path: Path) -> None:
+    with FakeDevice(lag=50):
+        keep_best(tmp_path, [0.2, 0.9, 0.5])
+    assert [(score, c.step) for score, c in scored_checkpoints(tmp_path / "best")] == [(float(np.float32(0.9)), 2)]
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), {"accuracy": 0.5}, None, "good"], ids=repr)
+def test_what_is_not_one_number_is_an_error_of_that_run(value: Any, tmp_path: Path) -> None:
+    message = "loss is " + re.escape(repr(value)) + ": what BestCheckpointHook goes by must be one number"
+    with pytest.raises(TypeError, match=message):
+        keep_best(tmp_path, [{"loss": value}])
+
+
+# -- when -------------------------------------------------------------------------------------------------------------
+
+
+def looks(losses: int, folder: Path, **arguments: Any) -> list[int]:
+    """The steps at which a closure was asked for the metric."""
+    seen: list[int] = []
+
+    def metric(global_step: int) -> float:
+        seen.append(global_step)
+        return 0.5
+
+    start_step, secs = arguments.pop("start_step", 0), arguments.pop("secs", 1.0)
+    hook = BestCheckpointHook(folder, metric, mode="max", **arguments)
+    trace(hook, losses=[0.1] * losses, start_step=start_step, secs=secs)
+    return seen
+
+
+def test_the_metric_is_evaluated_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+    assert looks(10, tmp_path, save_steps=4) == [4, 8, 10]
+
+
+def test_the_end_looks_at_nothing_twice(tmp_path: Path) -> None:
+    assert looks(8, tmp_path, save_steps=4) == [4, 8]
+
+
+def test_a_period_begins_at_the_step_that_was_restored(tmp_path: Path) -> None:
+    assert looks(5, tmp_path, save_steps=4, start_step=101) == [105, 106]
+
+
+def test_a_period_of_seconds_goes_by_the_clock(tmp_path: Path) -> None:
+    # A period begins at the end of a run; whether it is over is decided before the next ones.
+    assert looks(7, tmp_path, save_secs=2.0) == [3, 6, 7]
+
+
+def test_a_loop_without_a_run_looks_at_nothing(tmp_path: Path) -> None:
+    assert looks(0, tmp_path, save_steps=1) == []
+
+
+def test_a_loop_that_failed_does_not_look_at_its_end(tmp_path: Path) -> None:
+    seen: list[int] = []
+    hook = BestCheckpointHook(tmp_path, lambda global_step: seen.append(global_step), save_steps=9, mode="max")
+    trace(hook, losses=[0.1, ValueError], catch=ValueError)
+    assert seen == []
+
+
+def test_what_only_a_run_knows_is_left_out_at_the_end_with_a_warning(tmp_path: Path) -> None:
+    hook = BestCheckpointHook(tmp_path, lambda inputs: inputs, save_steps=2, mode="max")
+    with log_lines() as lines, MonitoredLoop(lambda inputs: None, hooks=[hook]) as loop:
+        for value in [0.1, 0.2, 0.3]:
+            loop.run(value)
+    assert kept(tmp_path) == [2]
+    (warning,) = (text for level, text in lines if level == "WARNING")
+    assert warning.startswith("the last state, of step 3, is not compared with the best: ")
+
+
+def test_an_unknown_metric_is_an_error_of_the_first_look(tmp_path: Path) -> None:
+    with pytest.raises(FetchError, match="'los'"):
+        trace(BestCheckpointHook(tmp_path, "los", save_steps=1, mode="min"))
+
+
+# -- what it leaves alone ---------------------------------------------------------------------------------------------
+
+
+def test_the_training_is_not_restored_from_the_best(tmp_path: Path) -> None:
+    saver = CheckpointSaverHook(tmp_path, save_steps=2)
+    best = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
+    trace(saver, best, losses=[0.1, 0.2, 0.9], checkpoint_dir=tmp_path)
+    assert (latest_checkpoint(tmp_path), best_step(tmp_path)) == (f"{tmp_path}/model.ckpt-3", 3)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 2, 3]
+
+
+def test_two_hooks_keep_their_own(tmp_path: Path) -> None:
+    least = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="min", name="least")
+    keep_best(tmp_path, [0.5, 0.9, 0.1], least)
+    assert (kept(tmp_path), [c.step for c in list_checkpoints(tmp_path / "least")]) == ([2], [3])
+
+
+def test_nothing_is_kept_of_a_state_that_a_nan_hook_refused(tmp_path: Path) -> None:
+    losses = [{"loss": 0.5, "accuracy": 0.5}, {"loss": math.nan, "accuracy": 0.9}]
+    best = BestCheckpointHook(tmp_path, "accuracy", save_steps=1, mode="max")
+    seen = trace(best, NanTensorHook("loss", fail_on_nan_loss=False), losses=losses)
+    assert kept(tmp_path) == [1]
+    assert ("WARNING", "no checkpoint of step 2: loss is NaN at step 2") in seen.lines
+
+
+def test_the_time_that_saving_takes_is_not_counted(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Noting(Disk):
+        def rename(self, path: str, new_path: str) -> None:
+            super().rename(path, new_path)
+            seen.append(Path(new_path).name)
+
+    class Listening(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            session.on_pause(lambda pause: seen.append("end of a pause"))
+
+    hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
+    hook._saver.disk = Noting()
+    trace(Listening(), hook, losses=[0.1])
+    assert seen == ["model.1.ckpt-1", "checkpoints.json", "end of a pause"]
+
+
+def test_a_hook_with_a_state_behind_it_is_warned_of(tmp_path: Path) -> None:
+    class Counting(SessionRunHook, Box):
+        pass
+
+    seen = trace(BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max"), Counting(), losses=[])
+    assert [text for level, text in seen.lines if level == "WARNING" and "stands behind" in text] != []
+
+
+# -- again ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_training_goes_on_from_what_is_there(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.5, 0.9], keep=2)
+    keep_best(tmp_path, [0.4, 0.6, 0.1], keep=2, start_step=2)
+    assert kept(tmp_path) == [2, 4]
+
+
+def test_places_that_are_added_later_are_filled(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.5, 0.9], keep=1)
+    keep_best(tmp_path, [0.1], keep=2, start_step=2)
+    assert kept(tmp_path) == [2, 3]
+
+
+def test_a_step_that_is_made_again_is_not_kept_twice(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.5, 0.9], keep=3)
+    keep_best(tmp_path, [0.9, 0.3], keep=3, start_step=1)
+    assert kept(tmp_path) == [1, 2, 3]
+
+
+def test_a_step_that_is_made_again_and_better_is_kept(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.5, 0.75])
+    keep_best(tmp_path, [1.0], start_step=1)
+    assert [(score, c.step) for score, c in scored_checkpoints(tmp_path / "best")] == [(1.0, 2)]
+
+
+def test_a_recovered_session_goes_on_from_what_is_there(tmp_path: Path) -> None:
+    saver = CheckpointSaverHook(tmp_path, save_steps=1)
+    best = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
+    trace(saver, best, losses=[0.5, 0.9, AbortedError, 0.7], checkpoint_dir=tmp_path)
+    assert kept(tmp_path) == [2]
+
+
+def test_a_damaged_one_is_skipped_with_a_warning_and_its_place_is_free(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    keep_best(tmp_path, [0.9])
+    Path(best_checkpoint(tmp_path / "best") or "").write_bytes(b"cut short")
+    keep_best(tmp_path, [0.1], start_step=1)
+    assert best_step(tmp_path) == 2
+    assert any("model.1.ckpt-1 is cut short" in text for _, text in lines)
+
+
+def test_no_folder_has_no_best(tmp_path: Path) -> None:
+    assert best_checkpoint(tmp_path / "best") is None
+
+
+def test_checkpoints_without_a_score_are_not_compared(tmp_path: Path) -> None:
+    Saver().save(Session(), tmp_path / "model.ckpt", 3)
+    assert best_checkpoint(tmp_path) is None
+
+
+# -- when writing fails -----------------------------------------------------------------------------------------------
+
+
+def test_a_better_one_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
+    hook._saver.disk = disk = FullDisk()
+    loop = MonitoredLoop(lambda loss: loss, hooks=[hook])
+    loop.run(0.5)
+    disk.full = True
+    with pytest.raises(CheckpointError, match="No space left"):
+        loop.run(0.9)
+    loop.close()
+    assert kept(tmp_path) == [1]
+
+
+def test_a_better_one_that_is_whole_counts_also_when_the_old_one_could_not_be_removed(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.5])
+    hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
+    hook._saver.disk = KilledBeforeTheIndex()
+    trace(hook, losses=[0.9], start_step=1, catch=KeyboardInterrupt)
+    assert kept(tmp_path) == [1, 2]
+    keep_best(tmp_path, [0.7, 1.0], start_step=2)
+    assert kept(tmp_path) == [4]
+
+
+def test_written_behind_the_same_ones_stay(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.2, 0.1, 0.5, 0.9, 0.7, 0.3], keep=3, async_save=True)
+    assert kept(tmp_path) == [3, 4, 5]
+
+
+def test_written_behind_an_error_comes_out_at_the_end(tmp_path: Path) -> None:
+    hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max", async_save=True)
+    hook._saver.disk = disk = FullDisk()
+    disk.full = True
+    with pytest.raises(CheckpointError, match="No space left"):
+        trace(hook, RecordingHook(), losses=[0.5])
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_steps": 1, "mode": "least"}, """mode='least': must be "max" or "min\""""),
+        ({"save_steps": 1, "mode": "max", "keep": 0}, "keep=0: must be a whole number, 1 or more"),
+        ({"mode": "max"}, "save_secs=None, save_steps=None: give exactly one of them"),
+        ({"save_steps": 1, "save_secs": 2.5, "mode": "max"}, "save_secs=2.5, save_steps=1: give exactly one of them"),
+    ],
+)
+def test_refuses_what_cannot_be_and_shows_it(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BestCheckpointHook("run", "accuracy", **arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "BestCheckpointHook('run', 'accuracy', save_steps=100, mode='max')",
+        "BestCheckpointHook('run', 'loss', save_secs=2.5, mode='min', keep=3, name='least', async_save=True)",
+    ],
+)
+def test_a_repr_can_be_pasted_back(text: str) -> None:
+    assert repr(eval(text)) == text

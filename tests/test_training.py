@@ -1,0 +1,392 @@
+"""MonitoredTrainingLoop: which hooks it adds, in which order, what switches them off, and how a worker starts."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchhooks import (
+    AbortedError,
+    BestCheckpointHook,
+    CheckpointError,
+    CheckpointSaverHook,
+    MonitoredTrainingLoop,
+    Saver,
+    Scaffold,
+    Session,
+    SessionRunHook,
+    StopAtStepHook,
+    latest_checkpoint,
+    list_checkpoints,
+)
+from torchhooks.log import logger
+from torchhooks.testing import FakeClock, RecordingHook, log_lines
+
+
+class Remembering(SessionRunHook):
+    """A hook with a state: how many runs it has seen."""
+
+    def __init__(self, name: str = "remembering") -> None:
+        self.name = name
+        self.runs = 0
+
+    def after_run(self, *_: Any) -> None:
+        self.runs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"runs": self.runs}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.runs = state_dict["runs"]
+
+    def __repr__(self) -> str:
+        return f"Remembering({self.name!r})"
+
+
+def hooks_of(**arguments: Any) -> list[SessionRunHook]:
+    """The hooks of a loop, in their order."""
+    with MonitoredTrainingLoop(lambda: 0.5, **arguments) as loop:
+        pass
+    return [seat.hook for seat in loop._schedule.everybody]
+
+
+def kinds(**arguments: Any) -> list[str]:
+    """The kinds of hooks that a loop has, in their order."""
+    return [type(hook).__name__ for hook in hooks_of(**arguments)]
+
+
+def default_hooks(**arguments: Any) -> str:
+    """The hooks that a loop has, as they would be written, without their scaffold."""
+    return re.sub(r", scaffold=<.*?>", "", "\n".join(map(repr, hooks_of(**arguments))))
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(folder)]
+
+
+# -- which hooks ------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_that_of_tensorflow(tmp_path: Path) -> None:
+    ours, chiefs = StopAtStepHook(5), RecordingHook()
+    assert kinds(checkpoint_dir=tmp_path, hooks=[ours], chief_only_hooks=[chiefs]) == [
+        "RecordingHook",
+        "StepCounterHook",
+        "SummarySaverHook",
+        "CheckpointSaverHook",
+        "StopAtStepHook",
+    ]
+
+
+def test_the_periods_are_those_of_tensorflow(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    assert default_hooks(checkpoint_dir=folder).splitlines() == [
+        f"StepCounterHook(output_dir={folder!r})",  # every 100 steps is its own default
+        f"SummarySaverHook(save_steps=100, output_dir={folder!r})",
+        f"CheckpointSaverHook({folder!r}, save_secs=600)",
+    ]
+
+
+def test_without_any_folder_steps_per_second_are_logged_and_nothing_is_written() -> None:
+    assert default_hooks() == "StepCounterHook()"
+
+
+def test_a_summary_dir_alone_saves_no_checkpoints(tmp_path: Path) -> None:
+    assert kinds(summary_dir=tmp_path) == ["StepCounterHook", "SummarySaverHook"]
+
+
+def test_a_summary_dir_gets_the_curves_in_place_of_the_checkpoint_dir(tmp_path: Path) -> None:
+    scaffold = Scaffold(summary_op={"loss": "loss"})
+    with MonitoredTrainingLoop(
+        lambda: 0.5, checkpoint_dir=tmp_path / "run", summary_dir=tmp_path / "curves", scaffold=scaffold
+    ) as loop:
+        loop.run()
+    curves = EventAccumulator(str(tmp_path / "curves")).Reload()
+    assert [(point.step, point.value) for point in curves.Scalars("loss")] == [(1, 0.5)]
+    assert EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hook"),
+    [
+        ({"save_checkpoint_steps": 7}, "CheckpointSaverHook({}, save_steps=7)"),
+        ({"save_checkpoint_secs": 7}, "CheckpointSaverHook({}, save_secs=7)"),
+        ({"save_checkpoint_secs": 7, "save_checkpoint_steps": None}, "CheckpointSaverHook({}, save_secs=7)"),
+        ({"save_checkpoint_secs": None, "save_checkpoint_steps": 7}, "CheckpointSaverHook({}, save_steps=7)"),
+        ({"save_checkpoint_secs": 0, "save_checkpoint_steps": 7}, "CheckpointSaverHook({}, save_steps=7)"),
+        ({"save_summaries_secs": 7.5}, "SummarySaverHook(save_secs=7.5, output_dir={})"),
+        ({"save_summaries_steps": 7}, "SummarySaverHook(save_steps=7, output_dir={})"),
+        ({"log_step_count_steps": 7}, "StepCounterHook(every_n_steps=7, output_dir={})"),
+    ],
+)
+def test_a_period_takes_the_place_of_the_default_one(arguments: dict[str, Any], hook: str, tmp_path: Path) -> None:
+    lines = default_hooks(checkpoint_dir=str(tmp_path), **arguments).splitlines()
+    assert hook.format(repr(str(tmp_path))) in lines
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("off", [None, 0, -1])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("save_checkpoint_secs", "CheckpointSaverHook"),
+        ("save_checkpoint_steps", "CheckpointSaverHook"),
+        ("save_summaries_steps", "SummarySaverHook"),
+        ("save_summaries_secs", "SummarySaverHook"),
+        ("log_step_count_steps", "StepCounterHook"),
+    ],
+)
+def test_none_and_zero_switch_a_hook_off(name: str, kind: str, off: Any, tmp_path: Path) -> None:
+    everything = kinds(checkpoint_dir=tmp_path)
+    assert set(everything) - set(kinds(checkpoint_dir=tmp_path, **{name: off})) == {kind}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"save_checkpoint_secs": 60, "save_checkpoint_steps": 10},
+            "save_checkpoint_secs=60, save_checkpoint_steps=10: give exactly one of them",
+        ),
+        (
+            {"save_summaries_secs": 60, "save_summaries_steps": 10},
+            "save_summaries_steps=10, save_summaries_secs=60: give exactly one of them",
+        ),
+        ({"save_checkpoint_steps": 2.5}, "save_checkpoint_steps=2.5: must be a whole number, 1 or more"),
+        ({"save_summaries_secs": "soon"}, "save_summaries_secs='soon': a period is a number of seconds"),
+        ({"log_step_count_steps": 0.5}, "log_step_count_steps=0.5: must be a whole number, 1 or more"),
+        ({"max_wait_secs": -1}, "max_wait_secs=-1: a period is a number of seconds, 0 or more"),
+    ],
+)
+def test_refuses_what_cannot_be_in_the_names_of_the_caller(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MonitoredTrainingLoop(lambda: 0.5, **arguments)
+
+
+@pytest.mark.parametrize("name", ["hooks", "chief_only_hooks"])
+def test_what_is_no_hook_is_refused_with_the_name_of_the_list(name: str) -> None:
+    given: dict[str, Any] = {name: [RecordingHook(), 3]}
+    with pytest.raises(TypeError, match=re.escape("hooks[1]=3 is no hook")) as raised:
+        MonitoredTrainingLoop(lambda: 0.5, **given)
+    assert raised.value.__notes__ == [f"torchhooks: in {name} of MonitoredTrainingLoop"]
+
+
+def test_hooks_may_be_a_generator() -> None:
+    assert kinds(hooks=(StopAtStepHook(5) for _ in range(1)), log_step_count_steps=None) == ["StopAtStepHook"]
+
+
+# -- hooks with a state -----------------------------------------------------------------------------------------------
+
+
+def order(tmp_path: Path, **arguments: Any) -> list[str]:
+    with log_lines() as lines:
+        found = kinds(checkpoint_dir=tmp_path, save_summaries_steps=None, log_step_count_steps=None, **arguments)
+    assert [text for level, text in lines if level == "WARNING"] == []
+    return found
+
+
+def test_hooks_that_have_a_state_come_before_the_saver(tmp_path: Path) -> None:
+    hooks = [RecordingHook(), Remembering("a"), StopAtStepHook(5), Remembering("b")]
+    assert order(tmp_path, hooks=hooks) == [
+        "Remembering",
+        "Remembering",
+        "CheckpointSaverHook",
+        "RecordingHook",
+        "StopAtStepHook",
+    ]
+
+
+def test_hooks_that_have_a_state_come_before_a_saver_among_the_chief_only_hooks(tmp_path: Path) -> None:
+    best = BestCheckpointHook(tmp_path, "loss", save_steps=5, mode="min")
+    found = order(tmp_path, hooks=[Remembering()], chief_only_hooks=[RecordingHook(), best])
+    assert found == ["RecordingHook", "Remembering", "BestCheckpointHook", "CheckpointSaverHook"]
+
+
+def test_without_a_saver_hooks_stay_as_they_were_given() -> None:
+    hooks = [RecordingHook(), Remembering()]
+    assert kinds(hooks=hooks, log_step_count_steps=None) == ["RecordingHook", "Remembering"]
+
+
+def test_what_is_saved_of_a_hook_includes_the_run(tmp_path: Path) -> None:
+    for expected in (0, 3):
+        hook = Remembering()
+        with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[hook]) as loop:
+            assert (hook.runs, loop.global_step) == (expected, expected)
+            for _ in range(3):
+                loop.run()
+
+
+# -- a whole training -------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, model: torch.nn.Module, last_step: int, **arguments: Any) -> list[int]:
+    """The steps that were made."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    made: list[int] = []
+    hooks = [StopAtStepHook(last_step=last_step)]
+    with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir=folder, hooks=hooks, **arguments) as loop:
+        while not loop.should_stop():
+            loop.run()
+            made.append(loop.global_step)
+    return made
+
+
+def test_a_second_loop_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    assert train(tmp_path, first, 3) == [1, 2, 3]
+    assert train(tmp_path, second, 5) == [4, 5]
+    train(tmp_path / "other", first, 2)  # two more steps of the first one
+    assert torch.equal(first.weight, second.weight)
+
+
+def test_the_saver_of_the_scaffold_saves_and_restores(tmp_path: Path) -> None:
+    scaffold = Scaffold(saver=Saver(max_to_keep=2))
+    train(tmp_path, torch.nn.Linear(2, 1), 5, scaffold=scaffold, save_checkpoint_steps=1)
+    assert saved_steps(tmp_path) == [4, 5]
+
+
+def test_other_arguments_are_those_of_the_loop(tmp_path: Path) -> None:
+    losses = iter([0.5, TimeoutError(), 0.25])
+
+    def step() -> Any:
+        loss = next(losses)
+        if isinstance(loss, Exception):
+            raise loss
+        return loss
+
+    with MonitoredTrainingLoop(step, checkpoint_dir=tmp_path, recoverable_errors=[TimeoutError]) as loop:
+        assert [loop.run(), loop.run()] == [0.5, 0.25]
+
+
+def test_an_argument_that_nobody_has_is_an_error() -> None:
+    with pytest.raises(TypeError, match="save_checkpoints_steps"):
+        MonitoredTrainingLoop(lambda: 0.5, save_checkpoints_steps=5)
+
+
+def test_the_grace_period_of_the_threads_is_passed_on() -> None:
+    with MonitoredTrainingLoop(lambda: 0.5, stop_grace_period_secs=3.5) as loop:
+        assert loop._grace_secs == 3.5
+
+
+# -- a worker ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def when_it_waits(action: Any) -> Iterator[None]:
+    """Call ``action()`` each time that somebody says that they wait."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("waiting for the chief"):
+                action()
+
+    handler = Handler()
+    logger.addHandler(handler)
+    try:
+        with log_lines():
+            yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_worker_has_the_hooks_and_no_others(tmp_path: Path) -> None:
+    Saver().save(Session(), tmp_path / "model.ckpt", 3)
+    found = kinds(
+        checkpoint_dir=tmp_path, hooks=[StopAtStepHook(5)], chief_only_hooks=[RecordingHook()], is_chief=False
+    )
+    assert found == ["StopAtStepHook"]
+
+
+def test_a_worker_starts_from_the_checkpoint_of_the_chief(tmp_path: Path) -> None:
+    chief, worker = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    Saver().save(Session(chief), tmp_path / "model.ckpt", 0)
+    with MonitoredTrainingLoop(lambda: 0.5, worker, checkpoint_dir=tmp_path, is_chief=False):
+        assert torch.equal(worker.weight, chief.weight)
+
+
+def test_a_worker_writes_nothing(tmp_path: Path) -> None:
+    Saver().save(Session(), tmp_path / "model.ckpt", 3)
+    before = sorted(tmp_path.rglob("*"))
+    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False) as loop:
+        loop.run()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_worker_waits_until_the_chief_has_saved(tmp_path: Path) -> None:
+    session = Session()
+    session.global_step = 7
+
+    with (
+        when_it_waits(lambda: Saver().save(session, tmp_path / "model.ckpt", 7)),
+        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False) as loop,
+    ):
+        assert loop.global_step == 7
+
+
+def test_a_worker_that_waited_too_long_says_for_what(tmp_path: Path) -> None:
+    message = (
+        f"{tmp_path} has had no checkpoint for 0 seconds, and a worker (is_chief=False) starts from one that the chief "
+        "saves there"
+    )
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False, max_wait_secs=0)
+
+
+def test_a_worker_waits_no_longer_than_it_is_told_to(tmp_path: Path) -> None:
+    with FakeClock() as clock, when_it_waits(lambda: clock.advance(7200)), pytest.raises(CheckpointError, match="7200"):
+        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False)
+
+
+def test_a_worker_that_waited_in_vain_has_begun_no_hook(tmp_path: Path) -> None:
+    hook = RecordingHook()
+    with pytest.raises(CheckpointError):
+        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[hook], is_chief=False, max_wait_secs=0)
+    assert hook.calls == []
+
+
+def test_a_worker_without_a_folder_starts_at_once() -> None:
+    with MonitoredTrainingLoop(lambda: 0.5, is_chief=False) as loop:
+        assert loop.run() == 0.5
+
+
+def test_a_worker_recovers_from_the_checkpoint_of_the_chief(tmp_path: Path) -> None:
+    Saver().save(Session(), tmp_path / "model.ckpt", 3)
+    results = iter([AbortedError(), 0.25])
+
+    def step() -> Any:
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    with MonitoredTrainingLoop(step, checkpoint_dir=tmp_path, is_chief=False) as loop:
+        assert loop.run() == 0.25
+
+
+def test_a_chief_waits_for_nobody(tmp_path: Path) -> None:
+    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, max_wait_secs=0):
+        assert latest_checkpoint(tmp_path) is not None
+
+
+def test_a_saver_of_ones_own_goes_beside(tmp_path: Path) -> None:
+    own = CheckpointSaverHook(tmp_path / "own", save_steps=1)
+    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[own], save_checkpoint_steps=2) as loop:
+        for _ in range(2):
+            loop.run()
+    assert (saved_steps(tmp_path), saved_steps(tmp_path / "own")) == ([0, 2], [0, 1, 2])
