@@ -44,6 +44,8 @@ from torchhooks.errors import FetchError, NoRunYetError
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
+_NO_NAMES: Mapping[str, Any] = types.MappingProxyType({})
+
 
 _WATCHED = ((":", "output"), (":", "input"), (":", "grad"))
 
@@ -210,71 +212,6 @@ def named_outputs(outputs: Any) -> Mapping[str, Any]:
     return {}
 
 
-class Scope:
-    """Everything that has a name at one moment.
-
-    Args:
-        session: what closures get as ``session``; its ``model``, ``optimizer`` and ``global_step`` have names.
-        outputs: what the step returned.
-        feeds: what was fed, by name.
-        inputs: called when an input of the run is asked for, for all of them by parameter name.
-        watched: what submodules did in this run, by name (``"fc1:output"``), copied already.
-        ran: whether there are outputs of a run.
-        gone: names that mean something during a run only: what the step takes.
-    """
-
-    def __init__(
-        self,
-        session: Any,
-        outputs: Any = None,
-        feeds: Mapping[str, Any] = types.MappingProxyType({}),
-        inputs: Callable[[], Mapping[str, Any]] = dict,
-        watched: Mapping[str, Any] = types.MappingProxyType({}),
-        ran: bool = True,
-        gone: Collection[str] = (),
-    ) -> None:
-        self.session = session
-        self.outputs = outputs
-        self.feeds = feeds
-        self.ran = ran
-        self.gone = gone
-        self._inputs = inputs
-        self.watched = watched
-        self._outputs = named_outputs(outputs)
-
-    def find(self, name: str) -> Any:
-        """What ``name`` stands for, or ``_MISSING``."""
-        if name in self.feeds:
-            return self.feeds[name]
-        if name in self._outputs:
-            return self._outputs[name]
-        if name == "global_step":
-            return self.session.global_step
-        if name == "lr" and _has_rate(self.session.optimizer):
-            return learning_rate(self.session.optimizer)
-        value = model_value(self.session.model, name)
-        return self._inputs().get(name, _MISSING) if value is _MISSING else value
-
-    def find_parameter(self, name: str) -> Any:
-        """What a closure's parameter ``name`` stands for, or ``_MISSING``."""
-        value = self.find(name)
-        if value is not _MISSING:
-            return value
-        if name in ("model", "optimizer"):
-            return getattr(self.session, name)
-        return {"session": self.session, "outputs": self.outputs}.get(name, _MISSING)
-
-    def names(self) -> list[str]:
-        """Every name there is, in the order in which they are looked up."""
-        names = [*self.feeds, *map(str, self._outputs), "global_step"]
-        names += ["lr"] if _has_rate(self.session.optimizer) else []
-        names += [*self.watched]
-        if self.session.model is not None:
-            tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
-            names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # torch.compile's name for what it wraps
-        return [*dict.fromkeys([*names, *self._inputs()])]
-
-
 def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
     return optimizer is not None and all("lr" in group for group in optimizer.param_groups)
 
@@ -356,18 +293,39 @@ def describe(fetch: Any) -> str:
 
 
 class Evaluator:
-    """Evaluates the fetches of one moment, each distinct one once.
+    """Everything that has a name at one moment, and the fetches of that moment, each distinct one evaluated once.
 
     Args:
-        scope: the names of that moment.
+        session: what closures get as ``session``; its ``model``, ``optimizer`` and ``global_step`` have names.
+        outputs: what the step returned.
+        feeds: what was fed, by name.
+        inputs: called when an input of the run is asked for, for all of them by parameter name.
+        watched: what submodules did in this run, by name (``"fc1:output"``), copied already.
+
+    Attributes:
+        ran: whether there are outputs of a run.
+        gone: names that mean something during a run only: what the step takes.
     """
 
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-        self._names: dict[str, Any] = dict(scope.watched)  # which are snapshots already
-        self._closures: dict[Any, Any] = {}
-        self._objects: dict[int, tuple[Any, Any]] = {}
-        self._who: object = ""
+    ran = True
+    gone: Collection[str] = ()
+    _who: object = ""
+
+    def __init__(
+        self,
+        session: Any,
+        outputs: Any = None,
+        feeds: Mapping[str, Any] = _NO_NAMES,
+        inputs: Callable[[], Mapping[str, Any]] = dict,
+        watched: Mapping[str, Any] = _NO_NAMES,
+    ) -> None:
+        self.session = session
+        self.outputs = outputs
+        self.feeds = feeds
+        self.watched = watched
+        self._inputs = inputs
+        self._values: dict[Any, Any] = {}  # by name, by closure, and by the id of other objects
+        self._outputs = {"loss": outputs} if type(outputs) is torch.Tensor else named_outputs(outputs)
 
     def evaluate(self, fetch: Any, who: object) -> Any:
         """The value of ``fetch``, in its shape. ``who`` asked for it: errors say so, with its ``str``.
@@ -397,32 +355,34 @@ class Evaluator:
         )
 
     def _name(self, name: str) -> Any:
-        if name not in self._names:
-            self._names[name] = snapshot(self._find(name))
-        return self._names[name]
+        if name in self.watched:
+            return self.watched[name]
+        if name not in self._values:
+            self._values[name] = snapshot(self._find(name))
+        return self._values[name]
 
     def _uncopied(self, fetch: Any) -> Any:
-        return self._find(fetch) if type(fetch) is str and fetch not in self._names else self._leaf(fetch)
+        return self._find(fetch) if type(fetch) is str and fetch not in self.watched else self._leaf(fetch)
 
     def _find(self, name: str) -> Any:
-        value = self._scope.find(name)
+        value = self._look_up(name)
         if value is _MISSING:
             raise self._unknown(name, f"{self._who} asked for {name!r}, which nothing has")
         return value
 
     def _once(self, fetch: Any, value: Callable[[], Any]) -> Any:
-        if id(fetch) not in self._objects:
-            self._objects[id(fetch)] = fetch, snapshot(value())  # kept with it, so that no other object gets its id
-        return self._objects[id(fetch)][1]
+        if id(fetch) not in self._values:
+            self._values[id(fetch)] = fetch, snapshot(value())  # kept with it, so that no other object gets its id
+        return self._values[id(fetch)][1]
 
     def _closure(self, closure: Callable[..., Any]) -> Any:
         try:
             hash(closure)
         except TypeError:  # cannot be compared by value, so by identity
             return self._once(closure, lambda: self._call_by_name(closure))
-        if closure not in self._closures:
-            self._closures[closure] = snapshot(self._call_by_name(closure))
-        return self._closures[closure]
+        if closure not in self._values:
+            self._values[closure] = snapshot(self._call_by_name(closure))
+        return self._values[closure]
 
     def _call_by_name(self, closure: Callable[..., Any]) -> Any:
         args: list[Any] = []
@@ -436,7 +396,7 @@ class Evaluator:
         return self._call(closure, functools.partial(closure, *args, **kwargs))
 
     def _argument(self, closure: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-        value = self._scope.find_parameter(parameter.name)
+        value = self._look_up_parameter(parameter.name)
         if value is not _MISSING:
             return value
         if parameter.default is not inspect.Parameter.empty:
@@ -447,7 +407,8 @@ class Evaluator:
         )
 
     def _compose(self, fetch: ComposedFetch) -> Any:
-        value = map_leaves(self._leaf if fetch.copies else self._uncopied, fetch.fetch)
+        evaluate, parts = self._leaf if fetch.copies else self._uncopied, fetch.fetch
+        value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
         try:
             return fetch.compose(value)
         except BaseException as error:
@@ -464,18 +425,49 @@ class Evaluator:
 
     def _note(self, error: BaseException, fetch: Any) -> None:
         with contextlib.suppress(Exception):  # what cannot be printed, or takes no note, must not hide the error
-            names = shortened([*self._scope.names(), "model", "optimizer", "session", "outputs"])
+            names = shortened([*self._all_names(), "model", "optimizer", "session", "outputs"])
             error.add_note(f"torchhooks: in {describe(fetch)}, which {self._who} asked for; names here: {names}")
 
     def _unknown(self, name: str, message: str) -> FetchError:
-        scope = self._scope
-        if name in scope.gone:
+        if name in self.gone:
             return NoRunYetError(f"{message} now: it is an input of a run, and there is none at the moment.")
-        names = scope.names()
+        names = self._all_names()
         message += f".{did_you_mean(name, names)} There is: {shortened(names)}."
-        if scope.ran:
+        if self.ran:
             return FetchError(message)
         return NoRunYetError(f"{message} What a step returns has a name only after a run in which it did.")
+
+    def _look_up(self, name: str) -> Any:
+        """What ``name`` stands for, or ``_MISSING``."""
+        if name in self.feeds:
+            return self.feeds[name]
+        if name in self._outputs:
+            return self._outputs[name]
+        if name == "global_step":
+            return self.session.global_step
+        if name == "lr" and _has_rate(self.session.optimizer):
+            return learning_rate(self.session.optimizer)
+        value = model_value(self.session.model, name)
+        return self._inputs().get(name, _MISSING) if value is _MISSING else value
+
+    def _look_up_parameter(self, name: str) -> Any:
+        """What a closure's parameter ``name`` stands for, or ``_MISSING``."""
+        value = self._look_up(name)
+        if value is not _MISSING:
+            return value
+        if name in ("model", "optimizer"):
+            return getattr(self.session, name)
+        return {"session": self.session, "outputs": self.outputs}.get(name, _MISSING)
+
+    def _all_names(self) -> list[str]:
+        """Every name there is, in the order in which they are looked up."""
+        names = [*self.feeds, *map(str, self._outputs), "global_step"]
+        names += ["lr"] if _has_rate(self.session.optimizer) else []
+        names += [*self.watched]
+        if self.session.model is not None:
+            tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
+            names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # torch.compile's name for what it wraps
+        return [*dict.fromkeys([*names, *self._inputs()])]
 
 
 def did_you_mean(name: str, names: list[str]) -> str:

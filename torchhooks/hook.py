@@ -58,7 +58,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from torchhooks.timer import Due
 
@@ -122,7 +122,9 @@ class SessionRunValues(NamedTuple):
 class SessionRunContext:
     """One run, as all its hooks see it: the same object in every ``before_run`` and ``after_run`` of the run."""
 
-    # Defaults on the class: one of these is made in every run, and every attribute that is not set then is time won.
+    # One of these is made in every run, so all that need not be set then is on the class: that of one session, of().
+    session: Session
+    """The raw session: evaluates fetches without calling hooks."""
     stop_requested: bool = False
     """Whether a hook has asked to stop in this run."""
     stop_reason: str | None = None
@@ -134,18 +136,23 @@ class SessionRunContext:
     finished: bool = False
     """Whether the run is over."""
 
-    def __init__(self, session: Session, step: Step, readback: Readback, args: Any, kwargs: Any) -> None:
-        self.session = session
-        """The raw session: evaluates fetches without calling hooks."""
-        self._step = step
-        self._readback = readback
-        self._args = args
-        self._kwargs = kwargs
+    _step: Step
+    _readback: Readback
+    _args: tuple[Any, ...]
+    _kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, session: Session, step: Step, readback: Readback) -> type[Self]:
+        """The class of the contexts of one session; whoever makes one sets ``_args`` and ``_kwargs``."""
+        return type(cls.__name__, (cls,), {"session": session, "_step": step, "_readback": readback})
 
     @property
     def original_args(self) -> SessionRunArgs:
         """What the caller of ``run`` passed: ``SessionRunArgs(step, the run's inputs by parameter name)``."""
-        return SessionRunArgs(self._step.function, self._step.inputs(self._args, self._kwargs))
+        return SessionRunArgs(self._step.function, self._inputs())
+
+    def _inputs(self) -> dict[str, Any]:
+        return self._step.inputs(self._args, self._kwargs)
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop the loop after this run. It cannot be taken back; ``reason`` ends up in ``loop.stop_reason``.

@@ -32,7 +32,7 @@ from torchhooks.checkpoint import latest_checkpoint
 from torchhooks.coordinator import Coordinator
 from torchhooks.costs import HookCosts
 from torchhooks.errors import AbortedError, FeedError, LifecycleError, add_note, brief
-from torchhooks.fetch import Evaluator, Scope, watched_names
+from torchhooks.fetch import ComposedFetch, Evaluator, watched_names
 from torchhooks.hook import (
     RunMetadata,
     RunOptions,
@@ -62,13 +62,15 @@ from torchhooks.watch import NO_WATCH, ModuleWatch
 R = TypeVar("R")
 T = TypeVar("T")
 
-_Asked = dict[Seat, SessionRunArgs]
+_Asked = list[tuple[Seat, SessionRunArgs]]
 _Values = Mapping[Seat, SessionRunValues]
 
 _NO_OPTIONS = RunOptions()
 _NO_METADATA = RunMetadata()
 _NOTHING = SessionRunValues(None, _NO_OPTIONS, _NO_METADATA)
 _NO_VALUES: _Values = {}
+_new_tuple: Any = tuple.__new__
+"""Makes a named tuple in half of the time that its class takes."""
 _DATA_ENDED = object()
 
 
@@ -134,10 +136,10 @@ class MonitoredLoop(Generic[R]):
         self._per_run = 1 if step_unit == "run" else 0
         self._grace_secs = stop_grace_period_secs
 
-        self._readback = Readback()
         copied = check_hooks(hooks)
         self._stateful = check_hook_states(copied)
         self._schedule = Schedule(copied)
+        self._readback = Readback(self._schedule.wake)
         self._costs = HookCosts(self._schedule, self._readback) if hook_costs else None
         self._busy = False
         self._stopping = False
@@ -149,7 +151,7 @@ class MonitoredLoop(Generic[R]):
         self._iterating = 0
         self._step_counter: Any = None
         self._in_step_fn = False
-        self._signals = SignalWatch(signals)
+        self._signals = SignalWatch(signals, self._schedule.wake)
         self._new_session()
         show_lines()
         try:
@@ -173,35 +175,25 @@ class MonitoredLoop(Generic[R]):
         if self._busy or self._stopping:
             self._refuse()
         session, schedule = self._session, self._schedule
-        before, after = schedule.before, schedule.after
         number = schedule.runs + 1
         self._busy = True
         try:
             if (
-                schedule.always
-                or session._global_step + 1 >= before.step
-                or number >= before.run
-                or (before.moment is not None and time.monotonic() >= before.moment)
-            ):
-                outputs = self._run_with_hooks(args, kwargs)
-            else:  # Nobody is due. This is all that an idle run costs, so it is written out.
+                session._global_step + 1 < schedule.step
+                and number < schedule.run
+                and (schedule.moment is None or time.monotonic() < schedule.moment)
+            ):  # Nobody is due. This is all that an idle run costs, so it is written out.
                 session._outputs = NO_OUTPUTS
                 outputs = session._outputs = self._step(*args, **kwargs)
                 session._global_step = step = session._global_step + self._per_run
-                if (
-                    step >= after.step
-                    or number >= after.run
-                    or (after.moment is not None and time.monotonic() >= after.moment)
-                ):
-                    self._tell(after.due(step, number), self._context(args, kwargs), _NO_VALUES)
-                else:
+                if step < schedule.step and (schedule.moment is None or time.monotonic() < schedule.moment):
                     schedule.runs = number
-            if self._readback.waiting:
-                self._readback.end_run()
-                if self._session._late_stop is not None:
-                    self._stop(_who_and_why(self._session._late_stop))
-            if self._signals.received is not None:
-                self._stop(f"signal {self._signals.received}")
+                else:
+                    self._tell(schedule.after.due(step, number), self._context(args, kwargs), _NO_VALUES)
+            else:
+                outputs = self._run_with_hooks(args, kwargs)
+            if schedule.news:
+                self._end_run()
         except BaseException as error:
             if not self._recovered_from(error):
                 raise
@@ -328,6 +320,7 @@ class MonitoredLoop(Generic[R]):
         session.checkpoint_dir = self._checkpoint_dir
         session._inputs = self._about_step.parameters
         session._drain = self._readback.drain
+        self._contexts = SessionRunContext.of(session, self._about_step, self._readback)
         self._coord = Coordinator()
 
     def _create_session(self) -> None:
@@ -395,7 +388,7 @@ class MonitoredLoop(Generic[R]):
         before, after = schedule.before, schedule.after
         number = schedule.runs + 1
         context = self._context(args, kwargs)
-        asked: _Asked | None = None
+        asked: _Asked = []
         step = session._global_step + 1
         seats = before.always
         if step >= before.step or number >= before.run or before.moment is not None:
@@ -409,7 +402,9 @@ class MonitoredLoop(Generic[R]):
                         seat.catch_up(number - 1)
                     request = seat.before_run(context)
                     if request is not None:
-                        asked = _noted(asked or {}, request, seat)
+                        if request is not seat.plain:
+                            _check_request(asked, seat, request)
+                        asked.append((seat, request))
                     if session._global_step + 1 != step:  # this hook set it, and those behind it go by what they find
                         step = session._global_step + 1
                         pending = schedule.behind(seat, pending, before, step, number)
@@ -421,50 +416,64 @@ class MonitoredLoop(Generic[R]):
             self._note(error, context.caller, "before_run")
             raise
         session._outputs = NO_OUTPUTS
-        if asked is None:
-            outputs, values = self._step(*args, **kwargs), _NO_VALUES
-            session._outputs = outputs
-            session._global_step += self._per_run
+        values = _NO_VALUES
+        if asked:
+            outputs, values = self._answer(asked, context, args, kwargs)
         else:
-            outputs, values = self._answer(asked, args, kwargs)
+            outputs = session._outputs = self._step(*args, **kwargs)
+            session._global_step += self._per_run
         step = session._global_step
         if after.always or step >= after.step or number >= after.run or after.moment is not None:
             seats = in_order(seats, after.due(step, number))
         self._tell(seats, context, values)
         return outputs
 
-    def _answer(self, asked: _Asked, args: Any, kwargs: Any) -> tuple[R, _Values]:
+    def _answer(self, asked: _Asked, context: SessionRunContext, args: Any, kwargs: Any) -> tuple[R, _Values]:
         """The step, counted, and the values that were asked for."""
         session = self._session
         fed: dict[str, Any] = {}
         names: list[tuple[str, object]] = []
         trace = False
-        for seat, (fetches, feed_dict, options) in asked.items():
-            if feed_dict:
-                fed.update(feed_dict)
-            if fetches is not None and (watched := watched_names(fetches)):
-                names += [(name, seat) for name in watched]
-            trace = trace or (options is not None and options.trace)
+        for seat, request in asked:
+            if request is not seat.plain:
+                fetches, feed_dict, options = request
+                fed.update(feed_dict or {})
+                names += [(name, seat) for name in watched_names(fetches)]
+                trace = trace or (options is not None and options.trace)
         if fed:
             self._about_step.check_feeds(asked, args, kwargs)
-        watch = ModuleWatch(session.model, names) if names else NO_WATCH
+            kwargs = {**kwargs, **fed}
+        watch, metadata = NO_WATCH, _NO_METADATA
         if names or trace:
-            outputs, metadata = self._about_step.make(args, {**kwargs, **fed}, watch, trace)
+            watch = ModuleWatch(session.model, names)
+            outputs, metadata = self._about_step.make(args, kwargs, watch, trace)
         else:
-            outputs, metadata = self._step(*args, **kwargs, **fed), _NO_METADATA
+            outputs = self._step(*args, **kwargs)
         session._outputs = outputs
         session._global_step += self._per_run
-        watch.check()
-        inputs = functools.partial(self._about_step.inputs, args, kwargs)
-        evaluate: Callable[[Any, Any], Any] = Evaluator(Scope(session, outputs, fed, inputs, watch.values)).evaluate
+        if names:
+            watch.check()
+        evaluate: Callable[[Any, Any], Any]
+        evaluate = Evaluator(session, outputs, fed, context._inputs, watch.values).evaluate
         if self._costs is not None:
             evaluate = self._costs.timed_evaluation(evaluate)
         joined = RunOptions(trace) if trace else _NO_OPTIONS
         values: dict[Seat, SessionRunValues] = {}
-        for seat, (fetches, _, _) in asked.items():
+        for seat, (fetches, _, _) in asked:
             results = None if fetches is None else evaluate(fetches, seat)
-            values[seat] = SessionRunValues(results, joined, metadata)
+            values[seat] = _new_tuple(SessionRunValues, (results, joined, metadata))
         return outputs, values
+
+    def _end_run(self) -> None:
+        """Make the late calls that can be made, and notice a signal."""
+        readback = self._readback
+        if readback.waiting:
+            readback.end_run()
+            if self._session._late_stop is not None:
+                self._stop(_who_and_why(self._session._late_stop))
+        if self._signals.received is not None:
+            self._stop(f"signal {self._signals.received}")
+        self._schedule.news = readback.waiting
 
     def _tell(self, seats: list[Seat], context: SessionRunContext, values: _Values) -> None:
         """Every ``after_run``, in order; then a stop that somebody asked for takes effect."""
@@ -502,7 +511,9 @@ class MonitoredLoop(Generic[R]):
             schedule.ask(told)
 
     def _context(self, args: Any, kwargs: Any) -> SessionRunContext:
-        return SessionRunContext(self._session, self._about_step, self._readback, args, kwargs)
+        context = self._contexts()
+        context._args, context._kwargs = args, kwargs
+        return context
 
     # -- stop and end -----------------------------------------------------------------------------------------
 
@@ -658,22 +669,23 @@ class StepContext(Generic[R]):
         raise StopIteration("step_fn asked to stop")
 
 
-def _noted(asked: _Asked, request: Any, seat: Seat) -> _Asked:
-    """``asked`` with what ``seat`` asks for, if that is a request and feeds nothing that is fed already."""
+def _check_request(asked: _Asked, seat: Seat, request: Any) -> None:
+    """Raise if what ``seat`` asks for is no request, or feeds what is fed already."""
     if not isinstance(request, SessionRunArgs):
         raise TypeError(f"before_run of {seat} returned {request!r}: return SessionRunArgs(fetches) or None")
-    feed_dict = request.feed_dict
+    fetches, feed_dict, options = request
     if feed_dict:
         if not isinstance(feed_dict, Mapping):
             raise TypeError(f"before_run of {seat} feeds {feed_dict!r}: give a mapping, parameter name to value")
-        for other, (_, fed, _) in asked.items():
+        for other, (_, fed, _) in asked:
             for name in feed_dict.keys() & (fed or {}):
                 raise FeedError(
                     f"{seat} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, take one "
                     "of them out"
                 )
-    asked[seat] = request
-    return asked
+    plain = feed_dict is None and options is None and isinstance(fetches, (str, ComposedFetch))
+    if plain and not watched_names(fetches):
+        seat.plain = request  # and stays so, since none of it can change
 
 
 def _who_and_why(context: SessionRunContext) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -17,25 +17,27 @@ from torchhooks.log import logger
 class SignalWatch:
     """Takes note of signals, between :meth:`install` and :meth:`restore`.
 
-    The handler sets :attr:`received` and does nothing else. :meth:`restore` puts the old handlers back and delivers the
-    signal again, to them: by default SIGTERM then ends the process (exit code 143), and SIGINT raises KeyboardInterrupt
-    (130 if nobody catches it). A second SIGINT raises KeyboardInterrupt at once.
+    The handler sets :attr:`received`, calls ``wake`` and does nothing else. :meth:`restore` puts the old handlers back
+    and delivers the signal again, to them: by default SIGTERM then ends the process (exit code 143), and SIGINT raises
+    KeyboardInterrupt (130 if nobody catches it). A second SIGINT raises KeyboardInterrupt at once.
 
     Processes that are forked meanwhile, such as a DataLoader's workers, go by the old handlers.
 
     Args:
         signals: their names, or members of :class:`signal.Signals`.
+        wake: called in the handler, once :attr:`received` is set.
 
     Raises:
         ValueError: this system has no such signal, or none that can be handled.
     """
 
-    def __init__(self, signals: Iterable[str | signal.Signals]) -> None:
+    def __init__(self, signals: Iterable[str | signal.Signals], wake: Callable[[], object] = bool) -> None:
         self.received: str | None = None
         """The name of the first signal that came, such as ``"SIGTERM"``."""
         if isinstance(signals, str):
             raise TypeError(f"signals={signals!r}: give a list of names, [{signals!r}]")
         self._signals = [_signal(given) for given in signals]
+        self._wake = wake
         self._old: dict[int, Any] = {}
         self._pid = os.getpid()
 
@@ -67,6 +69,7 @@ class SignalWatch:
             signal.raise_signal(number)
         elif self.received is None:
             self.received = signal.Signals(number).name
+            self._wake()
         elif number == signal.SIGINT:
             self.received = None  # it is delivered now
             raise KeyboardInterrupt

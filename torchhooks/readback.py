@@ -162,9 +162,14 @@ class _Batch(NamedTuple):
 
 
 class Readback:
-    """Brings values to the host and hands them to callbacks, in the order of the requests."""
+    """Brings values to the host and hands them to callbacks, in the order of the requests.
 
-    def __init__(self) -> None:
+    Args:
+        wake: called when there is a call that has to wait, so that :meth:`end_run` be called.
+    """
+
+    def __init__(self, wake: Callable[[], object] = bool) -> None:
+        self._wake = wake
         self.waiting = False
         """Whether there is a call that has not been made yet."""
         self._runs = 0
@@ -221,6 +226,7 @@ class Readback:
         routes = self._routes_of(parts.tensors)
         self._asked.append(Request(values, callback, parts.tensors, parts.events, routes, made_by, step, deadline))
         self.waiting = True
+        self._wake()
 
     def end_run(self) -> None:
         """A run has ended: send what has gathered, make the calls for what has arrived. Waits only for a deadline."""

@@ -26,6 +26,7 @@ class Seat:
         "end",
         "hook",
         "index",
+        "plain",
         "schedules",
         "seen",
     )
@@ -37,6 +38,8 @@ class Seat:
         self.after_run = hook.after_run
         self.end = hook.end
         self.schedules = _overrides(hook, "next_due")
+        self.plain: object = None
+        """The request that was last found to ask for values, of which none has to be watched for, and nothing else."""
         self.seen = 0
         """The number of the last run that this hook knows of: it took part, or was told that it sat out."""
         self.due_step = 0
@@ -93,7 +96,6 @@ class Look:
         seats = tuple(seats)
         self.always = [seat for seat in seats if not seat.schedules]
         self.scheduled = [seat for seat in seats if seat.schedules]
-        self.reckon()
 
     def reckon(self) -> None:
         """Find the earliest dues again, after one of them changed."""
@@ -130,9 +132,14 @@ def in_order(some: list[Seat], others: list[Seat]) -> list[Seat]:
 class Schedule:
     """The hooks of one loop that have something to do in runs.
 
+    Before :attr:`step`, the run numbered :attr:`run` and :attr:`moment` nobody is due, neither before the step of a run
+    nor after it.
+
     Args:
         hooks: all hooks of the loop.
     """
+
+    __slots__ = ("after", "before", "everybody", "moment", "news", "run", "runs", "seats", "step")
 
     def __init__(self, hooks: Iterable[SessionRunHook]) -> None:
         self.everybody = [Seat(index, hook) for index, hook in enumerate(hooks)]
@@ -142,10 +149,24 @@ class Schedule:
         self.after = Look(late)
         self.seats = in_order(early, late)
         """Those with a run method. The others cost nothing."""
-        self.always = bool(self.before.always or self.after.always)
-        """Whether there is a hook that takes part in every run."""
         self.runs = 0
         """How many runs got to their ``after_run``."""
+        self.news = False
+        """Whether there is something to look at when the run is over: the one thing that an idle run looks at."""
+        self._reckon()
+
+    def wake(self) -> None:
+        """Have the end of the run looked at; a handler of signals may call this."""
+        self.news = True
+
+    def _reckon(self) -> None:
+        """Find out until when nobody is due at either look: before which step, which run and which moment."""
+        before, after = self.before, self.after
+        before.reckon()
+        after.reckon()
+        self.step = -1 if before.always or after.always else min(before.step, after.step)
+        self.run = min(before.run, after.run)
+        self.moment = min((m for m in (before.moment, after.moment) if m is not None), default=None)
 
     def start(self) -> None:
         """Ask everybody when they are due: a session was created."""
@@ -158,8 +179,7 @@ class Schedule:
         for seat in seats:
             if seat.schedules:
                 seat.ask(self.runs)
-        self.before.reckon()
-        self.after.reckon()
+        self._reckon()
 
     def behind(self, seat: Seat, pending: list[Seat], look: Look, step: int, run: int) -> list[Seat]:
         """Who is still to be called after ``seat``: the rest of ``pending`` and who has become due with ``step``."""

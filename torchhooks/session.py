@@ -12,7 +12,7 @@ import torch
 
 from torchhooks.checkpoint import Saver
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
-from torchhooks.fetch import Evaluator, Scope, detached, map_leaves, watched_names
+from torchhooks.fetch import Evaluator, detached, map_leaves, watched_names
 from torchhooks.hook import SessionRunContext, Stateful
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
@@ -185,7 +185,9 @@ class Session:
             )
         ran = self._outputs is not NO_OUTPUTS
         outputs = detached(self._outputs) if ran else None
-        return Evaluator(Scope(self, outputs, feeds=feed_dict or {}, ran=ran, gone=self._inputs))
+        evaluator = Evaluator(self, outputs, feed_dict or {})
+        evaluator.ran, evaluator.gone = ran, self._inputs
+        return evaluator
 
 
 def _without_left_out(tree: Any) -> Any:

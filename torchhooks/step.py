@@ -47,7 +47,7 @@ class Step:
         return inputs
 
     def check_feeds(
-        self, asked: Mapping[Any, SessionRunArgs], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, asked: Iterable[tuple[object, SessionRunArgs]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Raise if something is fed that the step does not take, or that the caller gave too.
 
@@ -55,7 +55,7 @@ class Step:
             TypeError: the step has no such parameter.
             FeedError: the caller gave it, by name or by position.
         """
-        feeders = {name: who for who, request in asked.items() for name in request.feed_dict or ()}
+        feeders = {name: who for who, request in asked for name in request.feed_dict or ()}
         by_position = self._bound(args, {})
         given = {*kwargs, *(() if by_position is None else by_position.arguments)}
         for name, who in feeders.items():
