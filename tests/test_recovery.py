@@ -887,6 +887,41 @@ def test_an_error_of_a_thread_that_is_told_to_stop_comes_out(tmp_path: Path) -> 
     loop.close()
 
 
+class Reporting(SessionRunHook):
+    """Reports errors, one a session, from a thread of its own that is over before the session has its first run."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+        self.sessions: list[int] = []
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self.sessions.append(session.global_step)
+        if self.errors:
+            thread = threading.Thread(target=coord.request_stop, args=(self.errors.pop(0),))
+            thread.start()
+            thread.join()
+
+
+def test_an_error_of_a_thread_is_recovered_from_at_the_end_of_the_run(tmp_path: Path) -> None:
+    reporting, training = Reporting(AbortedError("the queue is gone")), Training({})
+    assert steps_of(training.loop(tmp_path, saving(tmp_path), reporting), 3) == [1, 2, 3]
+    assert reporting.sessions == [0, 0]
+
+
+def test_with_nothing_to_restore_it_comes_out_of_the_run_and_of_nothing_else(tmp_path: Path) -> None:
+    error = AbortedError("the queue is gone")
+    loop = Training({}).loop(tmp_path, Reporting(error))
+    assert not loop.should_stop()
+    assert fails(loop, AbortedError) is error
+
+
+def test_an_error_of_a_thread_that_is_not_recovered_from_stops_the_loop(tmp_path: Path) -> None:
+    loop = Training({}).loop(tmp_path, saving(tmp_path), Reporting(OSError("the queue is gone")))
+    assert loop.should_stop()
+    with pytest.raises(OSError, match="the queue is gone"):
+        loop.close()
+
+
 # -- what is restored -------------------------------------------------------------------------------------------------
 
 

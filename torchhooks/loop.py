@@ -93,7 +93,8 @@ class MonitoredLoop(Generic[R]):
         checkpoint_dir: the folder whose newest whole checkpoint is restored, at creation and when recovering. It is not
             written to: that is a CheckpointSaverHook's part.
         recoverable_errors: exceptions after which, out of a run, the newest checkpoint is restored and the run made
-            again. With nothing to restore from they come out as any other.
+            again. One that a background thread reported comes out of the run that is being made, or of the next. With
+            nothing to restore from they come out as any other.
         max_recoveries: how often that is done within an hour; the first is made at once, the next ones after a growing
             pause.
         signals: signals at which to stop cleanly after the run that is being made, so that a CheckpointSaverHook saves
@@ -465,15 +466,22 @@ class MonitoredLoop(Generic[R]):
         return outputs, values
 
     def _end_run(self) -> None:
-        """Make the late calls that can be made, and notice a signal."""
+        """Make the late calls that can be made, and notice a signal and what a thread failed with."""
+        self._schedule.news = False  # first, since there may be news at any time
         readback = self._readback
         if readback.waiting:
+            self._schedule.news = True
             readback.end_run()
             if self._session._late_stop is not None:
                 self._stop(_who_and_why(self._session._late_stop))
         if self._signals.received is not None:
             self._stop(f"signal {self._signals.received}")
-        self._schedule.news = readback.waiting
+        coord = self._coord
+        if coord.should_stop() and not self._stopping:  # for an error that may be recovered from
+            try:
+                coord.raise_requested_exception()
+            finally:
+                coord.clear_stop()  # once raised, it is not to come out of the join too
 
     def _tell(self, seats: list[Seat], context: SessionRunContext, values: _Values) -> None:
         """Every ``after_run``, in order; then a stop that somebody asked for takes effect."""
@@ -550,8 +558,15 @@ class MonitoredLoop(Generic[R]):
             self._stopping = True
 
     def _thread_stopped(self, coord: Coordinator) -> None:
-        if not self._closed and coord is self._coord:
-            self._stop(f"thread {threading.current_thread().name}", by_thread=True)
+        if self._closed or coord is not self._coord:
+            return
+        try:
+            coord.raise_requested_exception()
+        except BaseException as error:
+            if self._recovery.covers(error):
+                self._schedule.wake()
+                return
+        self._stop(f"thread {threading.current_thread().name}", by_thread=True)
 
     def _recovered_from(self, error: BaseException) -> bool:
         """The run was left by ``error``: recover, or else the loop is over. Whether the run is to be made again."""
