@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {"hook"},
     {"events", "fetch"},
     {"checkpoint_files", "coordinator", "distributed", "readback", "summary", "watch"},
-    {"checkpoint", "preemption", "recovery", "writers"},
+    {"checkpoint", "jsonl", "preemption", "recovery", "writers"},
     {"schedule", "session", "step"},
     {"costs"},
     {"loop", "hooks"},  # "hooks" is each module of torchhooks/hooks/

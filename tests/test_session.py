@@ -52,6 +52,7 @@ def test_has_nothing_where_nothing_was_given() -> None:
     session = Session()
     assert (session.model, session.optimizer, session.checkpoint_dir) == (None, None, None)
     assert (session.state, session.hooks, session.global_step) == ({}, {}, 0)
+    assert session.begun_at == 0
 
 
 def test_the_device_is_where_the_model_is(model: torch.nn.Linear) -> None:
@@ -91,6 +92,7 @@ def test_runs_count_on_from_a_step_that_was_set() -> None:
         loop.session.global_step = 41
         loop.run()
         assert loop.global_step == loop.session.global_step == 42
+        assert loop.session.begun_at == 41
 
 
 # -- run --------------------------------------------------------------------------------------------------------------

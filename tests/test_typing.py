@@ -117,6 +117,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler: Stateful = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 curves: SummaryWriter = Curves()
 curves = RecordingWriter()
+curves = JsonLinesWriter(Path("curves.jsonl"))
 
 
 def step(inputs: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> Outputs:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from torchhooks import SummaryWriterCache
-from torchhooks.testing import RecordingWriter
+from torchhooks import StepCounterHook, SummaryWriterCache
+from torchhooks.testing import RecordingWriter, trace
 from torchhooks.writers import WriterTarget
 
 
@@ -40,6 +40,10 @@ def test_nowhere_to_write_to_is_no_writer() -> None:
     target = WriterTarget(None, None)
     assert target.open() is None
     target.close()
+
+
+def test_a_session_that_goes_on_with_nowhere_to_write_to_needs_no_start() -> None:
+    assert trace(StepCounterHook(1), losses=[0.5] * 2, start_step=7).steps == [8, 9]
 
 
 def test_close_without_an_open_is_harmless(tmp_path: Path) -> None:

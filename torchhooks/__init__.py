@@ -48,6 +48,7 @@ from torchhooks.hooks.feeding import FeedFnHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
+from torchhooks.jsonl import JsonLinesWriter
 from torchhooks.loop import MonitoredLoop, StepContext
 from torchhooks.session import Scaffold, Session
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
@@ -68,6 +69,7 @@ __all__ = [
     "FetchError",
     "FinalOpsHook",
     "GlobalStepWaiterHook",
+    "JsonLinesWriter",
     "LifecycleError",
     "LoggingTensorHook",
     "LooperThread",

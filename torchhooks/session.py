@@ -58,6 +58,7 @@ class Session:
         self._drain: Callable[[], object] = _nothing_to_drain
         # The loop reads and writes these on every run, past the checks of the property and of run().
         self._global_step = 0
+        self._begun_at = 0
         self._outputs: Any = NO_OUTPUTS
         self._data_waits: dict[int, float] = {}
         self._depth = 0
@@ -80,7 +81,12 @@ class Session:
             number = -1
         if number < 0:
             raise ValueError(f"global_step={step!r}: must be a whole number, 0 or more")
-        self._global_step = number
+        self._global_step = self._begun_at = number
+
+    @property
+    def begun_at(self) -> int:
+        """The step from which this session counts: what was restored, or last set; 0 if nothing was."""
+        return self._begun_at
 
     @property
     def device(self) -> torch.device:

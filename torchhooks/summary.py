@@ -48,7 +48,11 @@ _HISTOGRAM_END = 9e19  # torch's outermost bins end a little further out
 
 
 class SummaryWriter(Protocol):
-    """What people bring to have curves written: TensorBoard's writer, or one for a tracker of their own."""
+    """What people bring to have curves written: TensorBoard's writer, or one for a tracker of their own.
+
+    One that also has ``purge_from(step)`` is told to take back the points of ``step`` and beyond when a training goes
+    on from before them, or begins anew, with 0.
+    """
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object:
         """Take one point of the curve ``tag``."""

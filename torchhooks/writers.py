@@ -32,6 +32,7 @@ class WriterTarget:
         self._given = summary_writer
         self._starts_session = starts_session
         self._started = False
+        self._created = False
         self.writer: Any = None
         """The writer, from :meth:`open` to :meth:`close`; ``None`` if there is nowhere to write to."""
 
@@ -39,6 +40,7 @@ class WriterTarget:
         """Get the writer, and return it."""
         self.writer = self._given
         self._started = False
+        self._created = False
         if self._output_dir is not None:
             self.writer = SummaryWriterCache.get(self._output_dir)
         with self._lock:
@@ -55,8 +57,24 @@ class WriterTarget:
         elif writer is not None:
             writer.flush()
 
-    def start_session(self, step: int) -> None:
-        """Write the session's START, as that of ``step``, unless that was done.
+    def session_created(self, step: int, last_written: int | None) -> bool:
+        """Take note that there is a session; if it is one after a recovery, a writer that can takes points back.
+
+        Args:
+            step: what the session has reached.
+            last_written: the step of the hook's last point, if there is one.
+
+        Returns:
+            Whether that point was taken back, so that the hook has to write again from here on.
+        """
+        recovered, self._created = self._created, True
+        if not recovered or not self._takes_back():
+            return False
+        self.writer.purge_from(step + 1)
+        return last_written is not None and last_written > step
+
+    def start_session(self, begun_at: int, step: int) -> None:
+        """Write the session's START, in the first run, which brought it from ``begun_at`` to ``step``; but only once.
 
         That of every hook which writes one to the same place goes with it: a START makes TensorBoard forget what it has
         read of its step and beyond, so the second hook's must not come after the first one's summaries.
@@ -65,16 +83,37 @@ class WriterTarget:
             for target in self._at_this_place():
                 if target._starts_session and not target._started:
                     target._started = True
-                    self.add_start(step)
+                    self.add_start(begun_at, step)
 
-    def add_start(self, step: int) -> None:
-        """Write one START, if there is a writer."""
-        if self.writer is not None:
-            add_session_log(self.writer, "START", step)
+    def start_session_alone(self, begun_at: int, step: int) -> None:
+        """As :meth:`start_session`, where nobody else does: after a restore, and if the writer takes points back."""
+        if not self.session_started_by_another():
+            # Twice: TensorBoard's server takes the first START in a folder for the beginning, and forgets nothing.
+            for _ in range(2 if begun_at else 1 if self._takes_back() else 0):
+                self.add_start(begun_at, step)
+
+    def add_start(self, begun_at: int, step: int) -> None:
+        """Write one START, if there is a writer: at the first step that is made, however many the first run makes."""
+        if self._takes_back():
+            self.writer.purge_from(begun_at + 1 if begun_at else 0)
+        elif self.writer is not None:
+            add_session_log(self.writer, "START", begun_at + 1 if begun_at else min(step, 1))
+
+    @classmethod
+    def flush_all(cls) -> None:
+        """Have every writer that is in use put what it has where it survives a kill, before a checkpoint is saved."""
+        with cls._lock:
+            targets = list(cls._all_open)
+        for target in targets:
+            if target.writer is not None:
+                target.writer.flush()
 
     def session_started_by_another(self) -> bool:
         """Whether another hook writes the session's START to the same place."""
         return any(target._starts_session for target in self._at_this_place() if target is not self)
+
+    def _takes_back(self) -> bool:
+        return callable(getattr(self.writer, "purge_from", None))
 
     def _at_this_place(self) -> list[WriterTarget]:
         with self._lock:

@@ -36,7 +36,8 @@ class StepCounterHook(SessionRunHook):
     curve ``waiting_for_data``, and logged from 1 % on.
 
     Unlike TensorFlow, a loop that goes on from a later step than 0 has ``SessionLog.START`` written in its first run,
-    from which TensorBoard knows that the curve beyond this step is void; if no SummarySaverHook does so there.
+    from which TensorBoard knows that the curve beyond this step is void; if no SummarySaverHook does so there. A writer
+    with ``purge_from(step)``, as a :class:`torchhooks.JsonLinesWriter`, is told in any loop, and after a recovery.
 
     Args:
         every_n_steps: steps from one report to the next.
@@ -84,15 +85,16 @@ class StepCounterHook(SessionRunHook):
             summary.check_writer(self._target.writer)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._resumed = session.global_step > 0
+        if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
+            self._timer.reset()
         session.on_pause(lambda pause: self._pauses.append(pause))
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
         step = session.global_step
         self._runs += 1
-        if self._runs == 1 and self._resumed:
-            self._start_session(step)
+        if self._runs == 1:
+            self._target.start_session_alone(session.begun_at, step)
         if self._timer.should_trigger_for_step(step):
             _, elapsed_steps = self._timer.update_last_triggered_step(step)
             self._measure(run_context, elapsed_steps)
@@ -113,10 +115,6 @@ class StepCounterHook(SessionRunHook):
 
     def sat_out(self, runs: int) -> None:
         self._runs += runs
-
-    def _start_session(self, step: int) -> None:
-        if not self._target.session_started_by_another():
-            self._target.add_start(step)
 
     def _measure(self, run_context: SessionRunContext, steps: int | None) -> None:
         """End a period, have it reported when its length is known, and begin the next one."""

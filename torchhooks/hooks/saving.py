@@ -20,7 +20,8 @@ class SummarySaverHook(SessionRunHook):
     """Writes summaries every so often (``tf.train.SummarySaverHook``).
 
     ``save_steps=8`` writes at 1, 9, 17. The first run also writes ``SessionLog.START``, from which TensorBoard knows
-    that what an earlier process wrote beyond this step is void.
+    that what an earlier process wrote beyond the step that was restored is void. A writer with ``purge_from(step)``, as
+    a :class:`torchhooks.JsonLinesWriter`, is told by that, also after a recovery; what it takes back is written again.
 
     Unlike TensorFlow, which goes by its last look, whether a run is due is decided on ``session.global_step + 1``.
 
@@ -75,16 +76,24 @@ class SummarySaverHook(SessionRunHook):
         else:
             summary.check_writer(writer, self._ops)
 
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
+            self._timer.reset()
+
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        self._due = self._timer.should_trigger_for_step(run_context.session.global_step + 1)
+        self._step_before = run_context.session.global_step
+        self._due = self._timer.should_trigger_for_step(self._step_before + 1)
         return self._request if self._due and self._target.writer is not None else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         writer = self._target.writer
         if not self._due or writer is None:
             return
-        step = run_context.session.global_step
-        self._target.start_session(step)
+        session = run_context.session
+        step = session.global_step
+        self._target.start_session(session.begun_at, step)
+        if step == self._timer.last_triggered_step() or 0 < step == self._step_before == session.begun_at:
+            return  # no step was made since the last point, here or before a restore: the curve has this one
         self._timer.update_last_triggered_step(step)
         now = time.time()
         run_context.when_ready(run_values.results, lambda values: summary.write_summaries(writer, values, step, now))
@@ -120,8 +129,10 @@ class CheckpointSaverHook(SessionRunHook):
     """Saves checkpoints every so often (``tf.train.CheckpointSaverHook``).
 
     ``save_steps=4`` saves at 0, 4, 8, and at a clean end, unless that step is saved already. A recovered session is
-    saved again when it is created. It saves where it stands in the list of hooks. The time it takes is not counted by a
-    StepCounterHook.
+    saved again when it is created. The time it takes is not counted by a StepCounterHook.
+
+    It saves where it stands in the list of hooks, once writers of curves were flushed. Put it behind the hooks that use
+    them: what they write of the same step after it is missing from the curve if the process is killed in between.
 
     Unlike TensorFlow, nothing is saved of a run in which a NanTensorHook sees NaN, nor after it, wherever the two stand
     in the list; listeners are not called then.
@@ -224,6 +235,7 @@ class CheckpointSaverHook(SessionRunHook):
             logger.warning("no checkpoint of step %d: %s", step, reason)
             return False
         with session.paused():
+            WriterTarget.flush_all()
             for listener in self._listeners:
                 listener.before_save(session, step)
             logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
