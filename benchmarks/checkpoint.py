@@ -7,15 +7,17 @@ removed, which is what Saver(max_to_keep=1) does; only fsync makes that safe, so
 torch.save alone leaves the file to the system, which writes it later or, if the power fails, never.
 
 "Until it is on disk" ends when the file would survive that. While it is written behind, small real steps are made:
-"lost meanwhile" is what these took longer than the same steps before.
+their speed meanwhile is a part of that of the same steps before, and "lost" is what they took longer. Once they are
+made with all of torch's threads, and once with one fewer, which leaves a core to the thread that writes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -43,20 +45,25 @@ from common import (
 
 BY_HAND, SYNCED = "torch.save by hand", "torch.save by hand, and fsync"
 OURS, BEHIND = "Saver()", "Saver(async_save=True)"
+A_CORE_LEFT = "the same, a core left to it"
 TENSOR = (1000, 1000)  # 4 MB
 TENSORS_EACH = 3
 LEAST_MEGABYTES = 4 * TENSORS_EACH
 
 
 class Measured(NamedTuple):
-    """Seconds, a figure a round."""
+    """Seconds, a figure a round; of those that are written behind by name."""
 
     megabytes: int
     still: Rounds
-    durable: list[float]
+    first: dict[str, float]
+    """The very first save, which has to get the memory for its copy."""
+    durable: Rounds
     """From the call of a save that is written behind until it is on disk."""
-    lost: list[float]
-    """What the steps made meanwhile took longer than before."""
+    speed: Rounds
+    """Of the steps made meanwhile: a part of what it was before."""
+    lost: Rounds
+    """What these took longer than before."""
 
 
 def make_session(megabytes: int) -> tuple[Session, int]:
@@ -125,64 +132,106 @@ class Ours:
 class Behind(Ours):
     """Saver, behind the thread that trains, and what the training notices of it."""
 
-    def __init__(self, session: Session, folder: Path) -> None:
+    def __init__(self, session: Session, folder: Path, threads: int) -> None:
         super().__init__(session, folder, async_save=True)
         training = mlp()
         self._train = over(training.step, training.batch)
+        self._threads = threads
         self._pool = ThreadPoolExecutor(1)
+        self.still: list[float] = []
         self.durable: list[float] = []
+        self.speed: list[float] = []
         self.lost: list[float] = []
 
     def __call__(self) -> float:
-        usual = us_a_run(self._train, 1000) / 1e6
+        with threads(self._threads):
+            usual = us_a_run(self._train, 1000) / 1e6
         still = super().__call__()
         started = perf_counter()
         written = self._pool.submit(self._saver.wait)
         steps = 0
-        while not written.done():
-            self._train(10)
-            steps += 10
+        with threads(self._threads):
+            while not written.done():
+                self._train(10)
+                steps += 10
         written.result()
         meanwhile = perf_counter() - started
+        self.still.append(still)
         self.durable.append(still + meanwhile)
+        self.speed.append(steps * usual / meanwhile)
         self.lost.append(meanwhile - steps * usual)
         return still
 
 
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """As many threads for each operator of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def measure(megabytes: int, rounds: int, folder: Path | None) -> Measured:
-    """All four, in turns."""
+    """All of them, in turns."""
     session, really = make_session(megabytes)
+    most = torch.get_num_threads()
     with TemporaryDirectory(dir=folder) as name:
-        behind = Behind(session, Path(name, "behind"))
+        behind = {
+            BEHIND: Behind(session, Path(name, "behind"), most),
+            A_CORE_LEFT: Behind(session, Path(name, "a_core_left"), max(1, most - 1)),
+        }
         still = take_turns(
             {
                 BY_HAND: ByHand(session, Path(name, "by_hand"), sync=False),
                 SYNCED: ByHand(session, Path(name, "synced"), sync=True),
                 OURS: Ours(session, Path(name, "ours")),
-                BEHIND: behind,
+                **behind,
             },
             rounds,
         )
-    return Measured(really, still, behind.durable[1:], behind.lost[1:])  # take_turns threw away the first round
+    # take_turns threw away the first round
+    return Measured(
+        really,
+        still,
+        {name: saver.still[0] for name, saver in behind.items()},
+        {name: saver.durable[1:] for name, saver in behind.items()},
+        {name: saver.speed[1:] for name, saver in behind.items()},
+        {name: saver.lost[1:] for name, saver in behind.items()},
+    )
 
 
 def show(measured: Measured) -> str:
-    """The table."""
+    """The tables."""
     still = measured.still
-    durable = {SYNCED: median(still[SYNCED]), OURS: median(still[OURS]), BEHIND: median(measured.durable)}
+    durable = {SYNCED: still[SYNCED], OURS: still[OURS], BEHIND: measured.durable[BEHIND]}
     rows = [
         (
             name,
-            min(figures) * 1e3,
-            median(figures) * 1e3,
-            f"{median_ratio(figures, still[SYNCED]):.2f} x",
-            durable[name] * 1e3 if name in durable else None,
-            median(measured.lost) * 1e3 if name == BEHIND else None,
+            min(still[name]) * 1e3,
+            median(still[name]) * 1e3,
+            f"{median_ratio(still[name], still[SYNCED]):.2f} x",
+            median(durable[name]) * 1e3 if name in durable else None,
         )
-        for name, figures in still.items()
+        for name in (BY_HAND, SYNCED, OURS, BEHIND)
     ]
-    header = ["stands still: least", "median", "beside by hand and fsync", "until it is on disk", "lost meanwhile"]
-    return table([f"ms, a state of {measured.megabytes:,} MB", *header], rows)
+    header = ["stands still: least", "median", "beside by hand and fsync", "until it is on disk"]
+    behind = [
+        (
+            name,
+            measured.first[name] * 1e3,
+            median(still[name]) * 1e3,
+            f"{median_ratio(still[name], still[OURS]):.2f} x",
+            f"{median(measured.speed[name]):.2f} x",
+            median(measured.lost[name]) * 1e3,
+        )
+        for name in (BEHIND, A_CORE_LEFT)
+    ]
+    behind_header = ["stands still: first", "later", "beside Saver()", "steps' speed meanwhile", "lost meanwhile"]
+    what = f"ms, a state of {measured.megabytes:,} MB"
+    return f"{table([what, *header], rows)}\n\n{table([what, *behind_header], behind)}"
 
 
 def budgets(measured: Measured) -> list[Budget]:

@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ARGUMENTS = {"overhead": ["--runs", "200", "--rounds", "1"], "soak": ["--runs", "1000"]}
+ARGUMENTS = {
+    "checkpoint": ["--megabytes", "12", "--rounds", "1"],
+    "overhead": ["--runs", "200", "--rounds", "1"],
+    "soak": ["--runs", "1000"],
+}
 
 
 class Ran(NamedTuple):

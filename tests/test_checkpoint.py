@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -29,6 +29,7 @@ from torch import nn
 
 from torchhooks.checkpoint import Saver, latest_checkpoint, list_checkpoints
 from torchhooks.checkpoint_files import INDEX, Disk, Folder, Retention
+from torchhooks.devices import FakeDevice
 from torchhooks.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.session import Session
 
@@ -935,6 +936,221 @@ def test_close_may_be_called_again_and_save_after_it(tmp_path: Path) -> None:
     save_steps(tmp_path, 2, saver=saver)
     saver.close()
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_save_looks_at_the_state_only_when_the_one_before_is_written(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Looking(Box):
+        def state_dict(self) -> dict[str, Any]:
+            seen.append(steps(tmp_path))
+            return super().state_dict()
+
+    saver, session = Saver(async_save=True), make_session(box=Looking(torch.zeros(100_000)))
+    for step in (1, 2, 3):
+        saver.save(session, tmp_path / "model.ckpt", step)
+    saver.close()
+    assert seen == [[], [1], [1, 2]]
+
+
+class ReadingDisk(Disk):
+    """Notes where in memory that lies which is written in one piece of ``nbytes`` bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.read_from: list[int] = []
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        if len(data) == self.nbytes:
+            self.read_from.append(np.frombuffer(data, np.uint8).ctypes.data)
+        super().write(file, data)
+
+
+def test_the_memory_of_the_copies_is_used_again(tmp_path: Path) -> None:
+    saver, disk = Saver(async_save=True), ReadingDisk(4_000_000)
+    saver.disk = disk
+    tensors = [torch.zeros(1_000_000), torch.zeros(2), torch.ones(1_000_000)]
+    for step in (1, 2, 3):
+        saver.save(boxed(tensors), tmp_path / "model.ckpt", step)
+    saver.close()
+    first, second = disk.read_from[:2]
+    assert disk.read_from == [first, second] * 3
+    assert not {first, second} & {tensor.data_ptr() for tensor in tensors}
+
+
+def resident_megabytes() -> float:
+    text = Path("/proc/self/status").read_text()
+    (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", text)
+    return int(kilobytes) / 1000
+
+
+def test_one_copy_of_the_state_is_held_until_close(tmp_path: Path) -> None:
+    saver, tensors = Saver(async_save=True), [torch.ones(10_000_000) for _ in range(3)]
+    before = resident_megabytes()
+    for step in (1, 2, 3):
+        saver.save(boxed(tensors), tmp_path / "model.ckpt", step)
+    saver.wait()
+    held = resident_megabytes()
+    saver.save(boxed(tensors[:2]), tmp_path / "model.ckpt", 4)
+    saver.wait()
+    less = resident_megabytes()
+    saver.close()
+    after = resident_megabytes()
+    assert 110 < held - before < 150
+    assert 70 < less - before < 110
+    assert after - before < 30
+
+
+def test_what_was_made_for_the_saver_is_not_held_while_its_copy_is_written(tmp_path: Path) -> None:
+    class Fresh(Box):
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": torch.ones(30_000_000)}
+
+    class WeighingDisk(Disk):
+        def create(self, path: str) -> BinaryIO:
+            megabytes.append(resident_megabytes())
+            return super().create(path)
+
+    saver, megabytes = Saver(async_save=True), [resident_megabytes()]
+    saver.disk = WeighingDisk()
+    saver.save(make_session(box=Fresh()), tmp_path / "model.ckpt", 1)
+    saver.wait()
+    before, writing, *_ = megabytes
+    assert 110 < writing - before < 150
+
+
+STATES: list[Any] = [
+    [torch.full((size,), float(size)) for size in (5, 2_500_000, 0, 7)],
+    [torch.full((size,), float(-size)) for size in (5, 2_500_000, 0, 7)],
+    [torch.full((size,), float(size)) for size in (5, 7, 2_500_000, 0, 9)],  # others at these places, and more of them
+    [torch.full((size,), float(-size)) for size in (6, 7)],
+    [],
+    [torch.arange(3 * 2**22 + 1, dtype=torch.int8)],  # no whole number of pieces
+]
+
+
+def test_every_checkpoint_has_its_own_values_however_the_state_changes(tmp_path: Path) -> None:
+    saver = Saver(async_save=True, max_to_keep=None)
+    paths = [saver.save(boxed(state), tmp_path / "model.ckpt", step) for step, state in enumerate(STATES)]
+    saver.close()
+    for path, state in zip(paths, STATES, strict=True):
+        back = value_in(path)
+        assert [(tensor.dtype, tensor.shape) for tensor in back] == [(tensor.dtype, tensor.shape) for tensor in state]
+        assert all(map(torch.equal, back, state))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_values_that_are_made_for_the_saver_are_not_taken_for_one_another(tmp_path: Path, async_save: bool) -> None:
+    class Fresh(Box):
+        def state_dict(self) -> dict[str, Any]:
+            return {
+                "value": torch.full((100_000,), self.value),
+                "conjugate": torch.full((1000,), self.value * 1j).conj(),
+            }
+
+    saver, numbers = Saver(async_save=async_save), [float(number) for number in range(10)]
+    session = make_session(hooks={str(number): Fresh(number) for number in numbers})
+    path = saver.save(session, tmp_path / "model.ckpt", 1)
+    saver.close()
+    saved = torch.load(path, weights_only=True)
+    assert [saved[f"hooks.{number}"]["value"][-1].item() for number in numbers] == numbers
+    assert [saved[f"hooks.{number}"]["conjugate"][-1].item() for number in numbers] == [-1j * n for n in numbers]
+
+
+def test_all_is_copied_when_the_call_returns(tmp_path: Path) -> None:
+    saver, tensor = Saver(async_save=True), torch.zeros(8_000_000)
+    for step in range(1, 6):
+        tensor.fill_(step)
+        path = saver.save(boxed(tensor), tmp_path / "model.ckpt", step)
+        tensor[-1_000_000:] = -1
+        assert value_in(path, saver).unique().tolist() == [step]
+
+
+@pytest.mark.parametrize("device", [nullcontext(), FakeDevice()])
+def test_a_conjugate_is_not_taken_for_another_one(tmp_path: Path, device: AbstractContextManager[object]) -> None:
+    saver, numbers = Saver(async_save=True), [1j * number for number in range(10)]
+    with device:
+        path = saver.save(boxed([torch.full((9000,), n).conj() for n in numbers]), tmp_path / "model.ckpt", 1)
+    assert [tensor[0].item() for tensor in value_in(path, saver)] == [-n for n in numbers]
+
+
+def test_after_a_save_that_was_refused_the_next_is_right(tmp_path: Path) -> None:
+    saver, tensor = Saver(async_save=True), torch.zeros(1000)
+    for step in (1, 2):
+        tensor += 1
+        saver.save(boxed(tensor), tmp_path / "model.ckpt", step)
+        with pytest.raises(CheckpointError, match="a type"):
+            saver.save(boxed([tensor, int]), tmp_path / "model.ckpt", 9)
+    assert value_in(f"{tmp_path}/model.ckpt-2", saver).sum() == 2000
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_default_device_of_the_users_changes_nothing(tmp_path: Path, async_save: bool) -> None:
+    saver, tensor = Saver(async_save=async_save), torch.ones(5)
+    with torch.device("meta"):
+        path = saver.save(boxed(tensor), tmp_path / "model.ckpt", 1)
+        saver.close()
+    assert torch.equal(value_in(path), tensor)
+
+
+def test_memory_that_was_got_in_inference_mode_is_used_outside_of_it_and_back(tmp_path: Path) -> None:
+    saver, tensor = Saver(async_save=True), torch.zeros(1000)
+    for step, mode in enumerate([True, False, True]):
+        tensor += 1
+        with torch.inference_mode(mode):
+            path = saver.save(boxed(tensor), tmp_path / "model.ckpt", step)
+        assert value_in(path, saver).sum() == 1000 * (step + 1)
+
+
+class OrderedDevice(FakeDevice):
+    """Notes when its copies were waited for."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.order = order
+
+    def event(self, device: torch.device) -> Any:
+        order = self.order
+
+        class Event:
+            def wait(self) -> None:
+                order.append("the device was waited for")
+
+        order.append("an event was recorded")
+        return Event()
+
+
+def test_copies_from_a_device_are_waited_for_behind_and_before_the_file_is_begun(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class OrderedDisk(Disk):
+        def create(self, path: str) -> BinaryIO:
+            order.append("a file was begun")
+            return super().create(path)
+
+    saver = Saver(async_save=True)
+    saver.disk = OrderedDisk()
+    with OrderedDevice(order):
+        path = saver.save(boxed([torch.ones(2), torch.ones(3)]), tmp_path / "model.ckpt", 1)
+        saver.wait()
+    assert order[:3] == ["an event was recorded", "the device was waited for", "a file was begun"]
+    assert order.count("the device was waited for") == 1
+    assert [tensor.sum() for tensor in value_in(path)] == [2, 3]
+
+
+def test_an_error_of_the_device_comes_out_of_the_next_call(tmp_path: Path) -> None:
+    class Broken(FakeDevice):
+        def event(self, device: torch.device) -> Any:
+            event = super().event(device)
+            vars(event)["wait"] = lambda: 1 // 0
+            return event
+
+    saver = Saver(async_save=True)
+    with Broken():
+        saver.save(boxed(torch.ones(2)), tmp_path / "model.ckpt", 1)
+        with pytest.raises(ZeroDivisionError):
+            saver.wait()
+    assert not latest_checkpoint(tmp_path)
 
 
 def test_two_savers_may_write_to_one_folder_at_once(tmp_path: Path) -> None:

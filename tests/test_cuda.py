@@ -7,7 +7,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torchhooks import (
     MonitoredLoop,
     NanLossDuringTrainingError,
     NanTensorHook,
+    Saver,
+    Session,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
@@ -26,6 +29,7 @@ from torchhooks import (
     SummarySaverHook,
     summary,
 )
+from torchhooks.checkpoint_files import Disk
 from torchhooks.readback import CudaCopier, Readback
 from torchhooks.testing import RecordingWriter, Sync, log_lines, sync_audit
 
@@ -324,6 +328,60 @@ def test_memory_stays_where_it_was() -> None:
             loop.run()
             training.losses.clear()
         assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class PinnedDisk(Disk):
+    """Notes where that lies which is written in one piece of 4 MB, and whether that memory is pinned."""
+
+    def __init__(self) -> None:
+        self.read_from: list[tuple[int, bool]] = []
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        if len(data) == 4_000_000:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the memory is not to be written to
+                memory = torch.frombuffer(data, dtype=torch.uint8)
+            self.read_from.append((memory.data_ptr(), memory.is_pinned()))
+        super().write(file, data)
+
+
+def test_a_checkpoint_that_is_written_behind_does_not_make_the_host_wait(tmp_path: Path) -> None:
+    weight, saver = torch.nn.Parameter(torch.zeros(1_000_000, device="cuda")), Saver(async_save=True)
+    session = Session(torch.nn.ParameterList([weight]))
+    paths, behind = [], []
+    for step in (1, 2, 3):
+        with torch.no_grad():
+            with no_syncs():
+                keep_busy(40 * BUSY)
+                weight.fill_(step)
+                paths.append(saver.save(session, tmp_path / "model.ckpt", step))
+            queued = torch.cuda.Event()
+            queued.record()
+            behind.append(not queued.query())
+            weight.fill_(-1)  # queued behind the copy
+    saver.close()
+    assert all(behind[1:])  # the first save has to get pinned memory, for which CUDA may wait
+    for step, path in enumerate(paths, 1):
+        (saved,) = torch.load(path, weights_only=True)["model"].values()
+        assert saved.unique().tolist() == [step]
+
+
+def test_copies_for_a_checkpoint_go_to_pinned_memory_that_is_used_again(tmp_path: Path) -> None:
+    saver, disk = Saver(async_save=True), PinnedDisk()
+    saver.disk = disk
+    tied = torch.nn.Parameter(torch.zeros(1_000_000, device="cuda"))
+    session = Session(torch.nn.ParameterList([tied, tied, torch.zeros(1_000_000)]))  # the last one is on the host
+    for step in (1, 2, 3):
+        path = saver.save(session, tmp_path / "model.ckpt", step)
+    saver.close()
+    (first, pinned), (second, ordinary) = disk.read_from[:2]
+    assert (pinned, ordinary) == (True, False)
+    assert disk.read_from == [(first, True), (second, False)] * 3
+    saved = torch.load(path, weights_only=True)["model"]
+    assert saved["0"].data_ptr() == saved["1"].data_ptr()
 
 
 # -- streams and devices ----------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note,
 from torchhooks.fetch import shortened
 from torchhooks.hook import call_repr
 from torchhooks.log import logger
+from torchhooks.readback import DeviceEvent, copiers
 from torchhooks.timer import seconds
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class Saver:
         max_to_keep: how many checkpoints of one name stay in a folder; ``None`` or 0: all of them.
         keep_checkpoint_every_n_hours: of those to be removed, keep one for good each time so many hours have passed.
         async_save: ``save`` copies the state to the CPU's memory and returns; the file is written behind. An error of
-            that comes out of the next call. Call :meth:`close` at the end.
+            that comes out of the next call. The memory, one copy of the state, is kept for the next save until
+            :meth:`close`, which has to be called at the end. For what is on a CUDA device it is pinned, which torch
+            rounds up to a power of two for each tensor, and nobody waits for the device but the thread that writes.
         strict: whether a checkpoint that does not fit the training is an error; otherwise what fits is loaded, and the
             rest named in a warning.
     """
@@ -97,6 +100,7 @@ class Saver:
         self._folders: dict[str, Folder] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._held: _Held = []
 
     def save(self, session: Session, path: _Path, global_step: int, *, score: float | None = None) -> str:
         """Write the state of ``session`` as it is now; the folder is made if this is its first checkpoint.
@@ -120,10 +124,12 @@ class Saver:
         prefix, step = _checked_path(path), _checked_step(global_step)
         earlier = self._finish()
         try:
-            state = _collect(session, _Snapshot() if self._async_save else _as_it_is)
+            snapshot = _Snapshot(self._held) if self._async_save else None
+            self._held = []  # until this snapshot is whole: after an error, copies may still be on their way there
+            state = _collect(session, _as_it_is if snapshot is None else snapshot)
             if score is not None:
                 state["score"] = float(score)
-            self._start(state, prefix, step)
+            self._start(state, snapshot, prefix, step)
         except Exception as error:
             if earlier is not None:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
@@ -176,22 +182,31 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """:meth:`wait`, under the name that the end of things has. It may be called again, and so may ``save``."""
-        self.wait()
+        """:meth:`wait`, and let go of the memory for copies. It may be called again, and so may ``save``."""
+        try:
+            self.wait()
+        finally:
+            self._held = []
 
-    def _start(self, state: dict[str, Any], prefix: str, step: int) -> None:
+    def _start(self, state: dict[str, Any], snapshot: _Snapshot | None, prefix: str, step: int) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
-        if not self._async_save:
+        if snapshot is None:
             self._write(state, folder, name, step)
             return
+        self._held = snapshot.end()
+        gate = threading.Lock()
         # Not a daemon: at the end of the process Python waits for it.
         self._thread = threading.Thread(
-            target=self._write_behind, args=(state, folder, name, step), name=f"save {name}-{step}"
+            target=self._write_behind, args=(gate, snapshot, state, folder, name, step), name=f"save {name}-{step}"
         )
-        self._thread.start()
+        with gate:  # at which it stops: otherwise start() returns only when Python next changes threads, 5 ms later
+            self._thread.start()
 
-    def _write_behind(self, *args: Any) -> None:
+    def _write_behind(self, gate: threading.Lock, snapshot: _Snapshot, *args: Any) -> None:
         try:
+            with gate:
+                pass
+            snapshot.wait()
             self._write(*args)
         except BaseException as error:
             self._error = error
@@ -450,23 +465,90 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-class _Snapshot:
-    """Copies tensors to the CPU, with the values of now; those that share memory share it in the copy."""
+_Held = list[tuple[tuple[torch.device, int], torch.UntypedStorage]]  # memory, and where and how large its original is
+_PIECE = 1 << 22  # bytes
 
-    def __init__(self) -> None:
-        self._storages: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
+
+class _Snapshot:
+    """Copies tensors to the CPU, with the values of now; those that share memory share it in the copy.
+
+    Args:
+        held: what the snapshot before this one had returned from :meth:`end`. Its memory is used again, place by place
+            in the order of the state: the system takes longer to provide memory than to copy.
+    """
+
+    def __init__(self, held: _Held) -> None:
+        self._held = held
+        # With the originals: where a temporary one is freed, another one may come to lie.
+        self._copies: dict[tuple[torch.device, int, int], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._pieces: list[tuple[np.ndarray, np.ndarray]] = []  # of copies and originals, both on the CPU
+        self._events: list[DeviceEvent] = []
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = _as_it_is(tensor)
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            return tensor.to("cpu", copy=True)  # waits, as below
+            return tensor.to("cpu", copy=True)  # waits for the device
         storage = tensor.untyped_storage()
         where = (storage.device, storage.data_ptr(), storage.nbytes())
-        if where not in self._storages:
-            # From a device this waits until the copy has arrived: the next step may overwrite what is copied.
-            self._storages[where] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-        copy = torch.empty(0, dtype=tensor.dtype)
-        return copy.set_(self._storages[where], tensor.storage_offset(), tensor.size(), tensor.stride())
+        if where not in self._copies:
+            self._copies[where] = storage, self._copy_of(storage)
+        copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        return copy.set_(self._copies[where][1], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def end(self) -> _Held:
+        """All has been asked for; returns the memory. Copies from devices may still be on their way into it."""
+        _copy(self._pieces)
+        self._pieces.clear()
+        del self._held[len(self._copies) :]
+        devices = {storage.device for storage, _ in self._copies.values()}
+        self._events = [copiers[device.type].event(device) for device in devices if device.type in copiers]
+        return self._held
+
+    def wait(self) -> None:
+        """Return once all copies are there. Waits for the device."""
+        for event in self._events:
+            event.wait()
+        self._copies.clear()
+
+    def _copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        place, like, kind = len(self._copies), (storage.device, storage.nbytes()), storage.device.type
+        if [kept for kept, _ in self._held[place : place + 1]] != [like]:
+            self._held[place : place + 1] = []  # goes before the other comes
+            memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=kind == "cuda")
+            self._held.insert(place, (like, memory.untyped_storage()))
+        copy = self._held[place][1]
+        if kind == "cpu" and kind not in copiers:
+            to, of = _bytes(copy), _bytes(storage)
+            self._pieces += [(to[at : at + _PIECE], of[at : at + _PIECE]) for at in range(0, len(of), _PIECE)]
+        else:
+            # Not waited for where streams keep the order: what the next step does to the original comes after this.
+            copy.copy_(storage, non_blocking=kind in copiers)
+        return copy
+
+
+def _bytes(storage: torch.UntypedStorage) -> np.ndarray:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+
+
+def _copy(pieces: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Fill the first of each pair from the second, in as many threads as torch has for one operator.
+
+    Each takes a next piece when it is done with one. In torch's own copy every thread waits for all others at every
+    tensor, which takes several times as long when another process, as one that loads data, has one of the cores.
+    """
+    left = iter(pieces)
+
+    def work() -> None:
+        for to, of in left:
+            np.copyto(to, of)  # lets go of the interpreter
+
+    number = min(torch.get_num_threads(), sum(len(of) for _, of in pieces) // _PIECE)
+    helpers = [threading.Thread(target=work) for _ in range(number - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
 
 
 def _random_states() -> dict[str, Any]:

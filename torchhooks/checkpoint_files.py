@@ -63,7 +63,7 @@ _SEAL_LIMIT = 4096  # a name has at most 255 characters, of at most 12 bytes eac
 _CHECKSUM_LENGTH = len(b"00000000\n")
 _LENGTHS = struct.Struct("<HH")  # of a record's name and of what stands between that and its contents
 _LENGTHS_OFFSET = 26
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16  # more would be read again around each record when the sum is made
 _WRITING = threading.Lock()  # two savers of one process may write to one folder
 
 
