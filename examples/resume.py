@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -21,9 +22,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from torchhooks import (
     CheckpointSaverHook,
     FinalOpsHook,
@@ -37,27 +40,8 @@ from torchhooks import (
 )
 
 STEPS = 300
+EPOCHS = 11  # of 29 batches
 KILLED_AT = 137
-
-
-class Batches:
-    """Shuffled batches, epoch after epoch. What is left of the epoch is its state, so that no batch is made twice."""
-
-    def __init__(self, *tensors: Tensor, size: int) -> None:
-        self.tensors, self.size = tensors, size
-        self.rest = torch.empty(0, dtype=torch.long)
-
-    def take(self) -> list[Tensor]:
-        if len(self.rest) < self.size:
-            self.rest = torch.randperm(len(self.tensors[0]))  # torch's random state is in the checkpoint too
-        taken, self.rest = self.rest.split([self.size, len(self.rest) - self.size])
-        return [tensor[taken] for tensor in self.tensors]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"rest": self.rest}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.rest = state["rest"]
 
 
 class Preemption(SessionRunHook):
@@ -74,9 +58,10 @@ class Preemption(SessionRunHook):
 
 def train(folder: str, killed_at: int | None = None) -> None:
     """Train up to STEPS, from the newest checkpoint in ``folder`` if there is one; print the last loss."""
-    torch.manual_seed(0)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
     points = torch.randn(1800, 2)
-    data = Batches(points, (points.norm(dim=1) < 1.2).long(), size=64)
+    loader = DataLoader(TensorDataset(points, (points.norm(dim=1) < 1.2).long()), batch_size=64, shuffle=True)
     model = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -106,12 +91,12 @@ def train(folder: str, killed_at: int | None = None) -> None:
         optimizer,
         hooks=hooks,
         checkpoint_dir=folder,
-        state={"scheduler": scheduler, "data": data},
+        state={"scheduler": scheduler},
         signals=["SIGTERM"],
     ) as loop:
-        # What is taken is always trained on, so a checkpoint never counts a batch that was not.
-        while not loop.should_stop():
-            loop.run(*data.take())
+        for _ in loop.until_stop(range(EPOCHS)):
+            for inputs, targets in loop.until_stop(loader):  # goes on with the batch that comes next
+                loop.run(inputs, targets)
     # After a signal nobody comes here: once the loop is closed, the process dies of it.
     print(f"loss {final.final_ops_values.item()!r} at step {loop.global_step}")
 
@@ -131,7 +116,7 @@ def end_of(folder: str) -> dict[str, Any]:
     if path is None:
         raise SystemExit(f"{folder} has no checkpoint: the training did not come to its end")
     saved: dict[str, Any] = torch.load(path, weights_only=True)
-    return {**saved, "random": saved["random"]["torch"]}  # those of Python and NumPy were not seeded
+    return saved
 
 
 def same(one: Any, other: Any) -> bool:

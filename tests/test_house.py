@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"events", "fetch"},
     {"checkpoint_files", "coordinator", "distributed", "readback", "summary", "watch"},
     {"checkpoint", "jsonl", "preemption", "recovery", "writers"},
-    {"schedule", "session", "step"},
+    {"position", "schedule", "session", "step"},
     {"costs"},
     {"loop", "hooks"},  # "hooks" is each module of torchhooks/hooks/
     {"training"},

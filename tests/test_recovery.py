@@ -93,7 +93,7 @@ def steps_of(loop: MonitoredLoop[Any], runs: int) -> list[int]:
     """The global step after each run."""
     made = []
     with loop:
-        for _ in loop.until_stop(range(runs)):
+        for _ in loop.until_stop(range(runs), resume=False):
             loop.run()
             made.append(loop.global_step)
     return made

@@ -169,7 +169,7 @@ def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, 
         recoverable_errors=[AbortedError],
     ) as loop:
         assert_type(loop, MonitoredLoop[Outputs])
-        for epoch in loop.until_stop(range(3)):
+        for epoch in loop.until_stop(range(3), resume=False):
             assert_type(epoch, int)
             for inputs, targets in loop.until_stop(zip([torch.ones(2)], [torch.ones(1)])):
                 assert_type(inputs, torch.Tensor)

@@ -7,7 +7,8 @@
 
 In the file, by name: ``"model"``, ``"optimizer"``, each entry of ``session.state`` under its own name, each entry of
 ``session.hooks`` as ``"hooks.<name>"``, ``"global_step"``, in ``"random"`` the states of the random numbers of Python,
-NumPy and torch, and in ``"score"`` how good the state is, if that was said.
+NumPy and torch, in ``"position"`` how far the ``until_stop`` of the loop are in their data
+(:mod:`torchhooks.position`), and in ``"score"`` how good the state is, if that was said.
 ``torch.load(path, weights_only=True)`` reads it without this library.
 
 A checkpoint is loaded with ``weights_only=True``, always, so that no file can run code. What could not be loaded so is
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "Saver", "best_checkpoint", "latest_checkpoint", "list_checkpoints", "scored_checkpoints"]
 
-_OWN = ("global_step", "random", "score")
+_OWN = ("global_step", "position", "random", "score")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
 _Path = str | os.PathLike[str]
@@ -234,10 +235,14 @@ class Saver:
             if self._strict:
                 raise CheckpointError(f"{report}\nMake them fit, or load what fits with Saver(strict=False).")
             logger.warning("%s\nThe rest is loaded.", report)
+        position = getattr(session, "position", None)
         for name, state in states.items():
-            self._load(name, parts[name], state, path)
+            if position is None or not position.iterates(parts[name]):
+                self._load(name, parts[name], state, path)
         session.global_step = saved["global_step"]
-        _set_random_states(saved["random"])
+        set_random_states(saved["random"])
+        if position is not None:
+            position.load_state_dict(saved.get("position"), saved["random"])
 
     def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
         try:
@@ -381,12 +386,16 @@ def _collect(session: Session, take: Callable[[torch.Tensor], torch.Tensor]) -> 
             add_note(error, f"while saving {name!r}")
             raise
         state[name] = plain(own, (name,))
+    position = getattr(session, "position", None)
+    where = None if position is None else position.state_dict()
+    if where is not None:
+        state["position"] = {**where, "loaders": plain(where["loaders"], ("position", "loaders"))}
     if plain.problems:
         raise CheckpointError(
             f"This cannot be saved, because loading it again could run code: {shortened(plain.problems, 8)}. Let "
             "state_dict() give tensors, numbers, strings and None, in dicts, lists, tuples and sets."
         )
-    return {**state, "global_step": session.global_step, "random": _random_states()}
+    return {**state, "global_step": session.global_step, "random": random_states()}
 
 
 # Exactly these: what torch's unpickler for weights_only takes in every version from 2.6 on. A subclass is another type.
@@ -551,7 +560,8 @@ def _copy(pieces: list[tuple[np.ndarray, np.ndarray]]) -> None:
         helper.join()
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """The states of the random numbers of Python, NumPy, torch and, once it is in use, CUDA."""
     states = {
         "python": random.getstate(),
         "numpy": _without_arrays(np.random.get_state(legacy=False)),
@@ -562,7 +572,8 @@ def _random_states() -> dict[str, Any]:
     return states
 
 
-def _set_random_states(states: Mapping[str, Any]) -> None:
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Put :func:`random_states` back, on as many CUDA devices as there are."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

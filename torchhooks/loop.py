@@ -22,7 +22,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar, cast
 
@@ -43,6 +43,7 @@ from torchhooks.hook import (
     Stateful,
 )
 from torchhooks.log import logger, show_lines
+from torchhooks.position import Position
 from torchhooks.preemption import SignalWatch
 from torchhooks.readback import Readback
 from torchhooks.recovery import Recovery
@@ -141,6 +142,7 @@ class MonitoredLoop(Generic[R]):
         self._stateful = check_hook_states(copied)
         self._schedule = Schedule(copied)
         self._readback = Readback(self._schedule.wake)
+        self._position = Position(self._schedule, self._parts[2] or {})
         self._costs = HookCosts(self._schedule, self._readback) if hook_costs else None
         self._busy = False
         self._stopping = False
@@ -236,32 +238,66 @@ class MonitoredLoop(Generic[R]):
             self._stop(f"signal {self._signals.received}")
         return self._stopping
 
-    def until_stop(self, iterable: Iterable[T]) -> Generator[T, None, None]:
+    def until_stop(self, iterable: Iterable[T], *, resume: bool = True) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop is to stop or the data ends. Nests: epochs around batches.
 
         No item is taken and then dropped: one that was waited for while a signal or a thread asked to stop is still
         yielded, and its run made. When the outermost one ends, ``stop_reason`` is "data ended".
+
+        Checkpoints have the position in the data in them. In a loop that was restored from one, what was done is not
+        yielded again, and the random numbers go on as they would have:
+
+        * What has ``state_dict()`` and ``load_state_dict()``, such as torchdata's StatefulDataLoader, goes on by them.
+          It need not be in the loop's ``state``.
+        * A ``range`` goes on behind the last value; a longer one than before makes what it has more.
+        * Anything else, a DataLoader or a list, is iterated anew, with the random numbers of then, and the items that
+          were done are dropped. Unless it is a list, a line says how many they were and how long that took.
+        * An iterator, such as ``enumerate(loader)`` or a generator, is taken where it stands. A line says so.
+
+        An item is done once a run was made in it. Where one item means several runs it cannot be told how much is left:
+        it is yielded again. So is the item of an outer ``until_stop``, and the inner one goes on in it. Phases one
+        after the other are told apart by their number: those that were over yield nothing. After a recovery within the
+        process the data go on where they are. What is called inside of a run, an evaluation by a hook say, does not
+        count.
+
+        What stands behind an inner ``until_stop`` is also reached when that ended because of a stop, and once more when
+        the training goes on. ``if loop.should_stop(): break`` between them leaves it to then.
+
+        Args:
+            iterable: the items.
+            resume: False: take it as it is, whatever a checkpoint says.
         """
+        if self.should_stop():
+            return  # without iter(), which may draw random numbers
         self._session._depth = self._iterating = depth = self._iterating + 1
         signals, waited = self._signals, self._session._data_waits.get(depth, 0.0)
+        schedule, position = self._schedule, self._position
+        place = position.begin(iterable, aside=self._busy)
         try:
-            iterator = iter(iterable)
+            iterator: Iterator[T] = position.iterator(place, iterable, resume, self.should_stop)
             while not self._stopping and signals.received is None:
                 asked = time.monotonic()
                 item = next(iterator, _DATA_ENDED)
                 waited += time.monotonic() - asked
                 self._session._data_waits[depth] = waited
                 if item is _DATA_ENDED:
+                    place.ended = True
                     if depth == 1 and not self._stopping:
                         self._stop_reason = "data ended"
                     return
                 if self._stop_reason is not None and not self._stopping:
                     self._stop_reason = None  # the data of an earlier loop had ended
+                if schedule.runs - place.runs > 1:
+                    place.several = True
+                place.runs = schedule.runs
+                place.taken += 1
                 yield cast(T, item)
+            place.through = True
             self.should_stop()  # says why, if it was a signal
         finally:
             self._iterating -= 1
             self._session._depth = self._iterating
+            position.leave(place, self._stopping or signals.received is not None)
 
     @property
     def session(self) -> Session:
@@ -319,6 +355,7 @@ class MonitoredLoop(Generic[R]):
         self._session = session = Session(model, optimizer, state, saver)
         session.hooks = self._stateful
         session.checkpoint_dir = self._checkpoint_dir
+        session.position = self._position
         session._inputs = self._about_step.parameters
         session._drain = self._readback.drain
         self._contexts = SessionRunContext.of(session, self._about_step, self._readback)
@@ -367,6 +404,7 @@ class MonitoredLoop(Generic[R]):
     def _leave_session(self) -> None:
         """Put a new session in the place of the one that failed, whose threads are waited for."""
         old, coord = self._session, self._coord
+        self._position.run_is_made_again()
         self._new_session()
         self._session._data_waits, self._session._depth = old._data_waits, old._depth
         self._session._late_stop = old._late_stop  # of an earlier run, which went well

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from torchhooks.fetch import Evaluator, detached, map_leaves, watched_names
 from torchhooks.hook import SessionRunContext, Stateful
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
+
+if TYPE_CHECKING:
+    from torchhooks.position import Position
 
 NO_OUTPUTS: Any = type("NoOutputs", (), {})()
 """What stands for the outputs before the first run, and from the moment a step begins until it returns."""
@@ -52,6 +55,8 @@ class Session:
         """The hooks that have a state, by the names under which it is kept in checkpoints."""
         self.checkpoint_dir: str | None = None
         """Where the loop restores from; ``None`` if it does not."""
+        self.position: Position | None = None
+        """How far the loop is in its data; ``None`` for a session without a loop."""
         self.savers: list[Any] = [self.saver]
         """What is waited for before anything is restored and when the loop closes: a hook adds its own saver."""
         self._refusals: list[Callable[[], str | None]] = []

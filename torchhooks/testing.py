@@ -348,7 +348,7 @@ def trace(
         step, scaffold = _step(pending, clock, secs), _starting_at(start_step)
         try:
             with MonitoredLoop(step, hooks=hooks, scaffold=scaffold, **loop_arguments) as loop:
-                for _ in loop.until_stop(_while(pending)):
+                for _ in loop.until_stop(_while(pending), resume=False):
                     loop.run()
                     steps.append(loop.global_step)
         except catch as caught:
