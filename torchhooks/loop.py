@@ -270,16 +270,18 @@ class MonitoredLoop(Generic[R]):
         if self.should_stop():
             return  # without iter(), which may draw random numbers
         self._session._depth = self._iterating = depth = self._iterating + 1
-        signals, waited = self._signals, self._session._data_waits.get(depth, 0.0)
+        signals, waits = self._signals, self._session._data_waits
         schedule, position = self._schedule, self._position
         place = position.begin(iterable, aside=self._busy)
         try:
             iterator: Iterator[T] = position.iterator(place, iterable, resume, self.should_stop)
             while not self._stopping and signals.received is None:
-                asked = time.monotonic()
-                item = next(iterator, _DATA_ENDED)
-                waited += time.monotonic() - asked
-                self._session._data_waits[depth] = waited
+                if depth in waits:  # somebody wants to know
+                    asked = time.monotonic()
+                    item = next(iterator, _DATA_ENDED)
+                    waits[depth] += time.monotonic() - asked
+                else:
+                    item = next(iterator, _DATA_ENDED)
                 if item is _DATA_ENDED:
                     place.ended = True
                     if depth == 1 and not self._stopping:

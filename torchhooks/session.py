@@ -151,8 +151,11 @@ class Session:
 
     @property
     def data_wait_secs(self) -> float | None:
-        """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if there is none."""
-        return self._data_waits.get(self._depth)
+        """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if there is none.
+
+        It is measured from the moment at which this is first asked for.
+        """
+        return self._data_waits.setdefault(self._depth, 0.0) if self._depth else None
 
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
         """Evaluate ``fetches`` now: no step is made, no hook is called (``tf.Session.run``).
