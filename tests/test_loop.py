@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torchhooks import (
+    AbortedError,
     Coordinator,
     Due,
     FeedError,
@@ -1102,6 +1103,62 @@ def test_an_error_in_a_thread_that_was_swallowed_comes_out_of_close_again() -> N
         loop.run()
     with pytest.raises(KeyError, match="disk"):
         loop.close()
+
+
+def test_after_a_stop_by_a_thread_one_run_is_still_made_and_no_more() -> None:
+    hook = Background(stop)
+    with MonitoredLoop(half, hooks=[hook]) as loop:
+        loop.run()
+        hook.wait()
+        loop.run()
+        with pytest.raises(LifecycleError, match="after a stop \\(thread background\\)"):
+            loop.run()
+    assert loop.global_step == 2
+
+
+def test_or_one_call_of_run_step_fn_however_many_runs_it_makes() -> None:
+    hook = Background(stop)
+    with MonitoredLoop(half, hooks=[hook]) as loop:
+        hook.wait()
+        loop.run_step_fn(lambda context: (context.run_with_hooks(), context.run_with_hooks()))
+        with pytest.raises(LifecycleError, match="after a stop"):
+            loop.run_step_fn(lambda context: None)
+    assert loop.global_step == 2
+
+
+@pytest.mark.parametrize("error", [KeyError, AbortedError])
+def test_a_run_that_fails_inside_of_run_step_fn_after_a_stop_is_no_clean_end(error: type[Exception]) -> None:
+    hook, recorder = Background(stop), RecordingHook()
+
+    def step() -> None:
+        hook.wait()
+        raise error("disk")
+
+    loop = MonitoredLoop(step, hooks=[hook, recorder])
+    with pytest.raises(error, match="disk"):
+        loop.run_step_fn(lambda context: context.run_with_hooks())
+    loop.close()
+    assert [call[0] for call in recorder.calls][2:] == ["before_run", "teardown"]
+
+
+class Reminded(SessionRunHook):
+    """Takes part in one run, and later asks to stop by what it has kept of that."""
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.kept = run_context
+
+    def next_due(self) -> Due:
+        return Due() if hasattr(self, "kept") else Due(runs=1)
+
+
+def test_a_stop_that_is_asked_for_after_its_run_stops_the_loop_though_nobody_is_due() -> None:
+    hook = Reminded()
+    with MonitoredLoop(half, hooks=[hook]) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+            if loop.global_step == 3:
+                hook.kept.request_stop("time is up")
+    assert (loop.global_step, loop.stop_reason) == (3, "Reminded: time is up")
 
 
 def test_an_error_in_a_thread_beside_one_in_the_step_is_noted_and_logged(lines: list[tuple[str, str]]) -> None:

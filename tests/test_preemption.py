@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from torchhooks import CheckpointSaverHook, MonitoredLoop, latest_checkpoint
+from torchhooks import (
+    AbortedError,
+    CheckpointSaverHook,
+    Coordinator,
+    GlobalStepWaiterHook,
+    LooperThread,
+    MonitoredLoop,
+    Session,
+    SessionRunHook,
+    latest_checkpoint,
+)
 from torchhooks.testing import RecordingHook
 
 MODEL = torch.nn.Linear(1, 1)
@@ -44,6 +54,36 @@ def signalling(step: int, number: signal.Signals) -> Any:
         return 0.5
 
     return run
+
+
+class Waiting(SessionRunHook):
+    """Has a thread that goes on until the loop ends, and is hit by a signal before its first run."""
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        LooperThread.loop(coord, 0.01, target=int)
+        threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
+
+
+def test_a_hook_that_waits_in_a_run_is_not_waited_for(delivered: list[str]) -> None:
+    with MonitoredLoop(lambda: 0.5, hooks=[Waiting(), GlobalStepWaiterHook(9)], signals=["SIGTERM"]) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+    assert (loop.global_step, loop.stop_reason, delivered) == (1, "signal SIGTERM", ["SIGTERM"])
+
+
+def test_nor_is_the_pause_before_a_recovery(tmp_path: Path, delivered: list[str]) -> None:
+    failing = RecordingHook(raises={("before_run", number): AbortedError for number in range(1, 99)})
+
+    def run() -> None:
+        threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
+        loop.run()
+
+    saver = CheckpointSaverHook(tmp_path, save_steps=9)
+    loop = MonitoredLoop(lambda: 0.5, MODEL, hooks=[saver, failing], checkpoint_dir=tmp_path, signals=["SIGTERM"])
+    with pytest.raises(AbortedError) as caught, loop:
+        run()
+    assert caught.value.__notes__[-1] == "torchhooks: not recovered from, because signal SIGTERM came"
+    assert delivered == ["SIGTERM"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

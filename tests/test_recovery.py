@@ -902,17 +902,97 @@ class Reporting(SessionRunHook):
             thread.join()
 
 
-def test_an_error_of_a_thread_is_recovered_from_at_the_end_of_the_run(tmp_path: Path) -> None:
+def test_an_error_of_a_thread_is_recovered_from_before_the_next_run(tmp_path: Path) -> None:
     reporting, training = Reporting(AbortedError("the queue is gone")), Training({})
     assert steps_of(training.loop(tmp_path, saving(tmp_path), reporting), 3) == [1, 2, 3]
     assert reporting.sessions == [0, 0]
 
 
-def test_with_nothing_to_restore_it_comes_out_of_the_run_and_of_nothing_else(tmp_path: Path) -> None:
+def test_should_stop_recovers_from_it_also_where_no_run_comes(tmp_path: Path) -> None:
+    reporting = Reporting(AbortedError("the queue is gone"))
+    with Training({}).loop(tmp_path, saving(tmp_path), reporting) as loop:
+        assert not loop.should_stop()
+        assert reporting.sessions == [0, 0]
+
+
+def test_so_does_run_step_fn(tmp_path: Path) -> None:
+    reporting = Reporting(AbortedError("the queue is gone"))
+    with Training({}).loop(tmp_path, saving(tmp_path), reporting) as loop:
+        assert loop.run_step_fn(lambda context: len(reporting.sessions)) == 1
+        assert reporting.sessions == [0, 0]
+
+
+def test_a_run_that_was_over_is_not_made_again_for_it(tmp_path: Path) -> None:
+    class ReportingIn(SessionRunHook):
+        """Reports an error from a thread, in its second run."""
+
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            self.coord = coord
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            self.seen.append(run_context.session.global_step)
+            if len(self.seen) == 2:
+                thread = threading.Thread(target=self.coord.request_stop, args=(AbortedError("gone"),))
+                thread.start()
+                thread.join()
+
+    hook = ReportingIn()
+    batches: list[int] = []
+    with MonitoredLoop(batches.append, hooks=[hook, saving(tmp_path, every=1)], checkpoint_dir=tmp_path) as loop:
+        for batch in loop.until_stop(range(4)):
+            loop.run(batch)
+    assert (batches, hook.seen) == ([0, 1, 2, 3], [1, 2, 3, 4])
+
+
+def test_with_nothing_to_restore_it_comes_out_once(tmp_path: Path) -> None:
     error = AbortedError("the queue is gone")
     loop = Training({}).loop(tmp_path, Reporting(error))
-    assert not loop.should_stop()
-    assert fails(loop, AbortedError) is error
+    with pytest.raises(AbortedError) as caught:
+        loop.should_stop()
+    assert caught.value is error
+    loop.close()
+
+
+def test_without_a_folder_it_stops_the_loop_as_any_other() -> None:
+    loop = MonitoredLoop(lambda: None, hooks=[Reporting(AbortedError("the queue is gone"))])
+    assert loop.should_stop()
+    with pytest.raises(AbortedError, match="the queue is gone"):
+        loop.close()
+
+
+def test_another_error_of_a_thread_behind_it_is_not_swallowed(tmp_path: Path) -> None:
+    class ReportingTwo(Reporting):
+        """Reports both errors in the one session."""
+
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            while self.errors:
+                super().after_create_session(session, coord)
+
+    loop = Training({}).loop(tmp_path, saving(tmp_path), ReportingTwo(AbortedError("gone"), MemoryError("no more")))
+    assert str(fails(loop, MemoryError)) == "no more"
+
+
+def test_the_pauses_grow_only_while_no_run_is_made_between(tmp_path: Path, lines: Lines) -> None:
+    errors = [AbortedError(str(number)) for number in range(3)]
+
+    class ReportingOnce(Reporting):
+        """Reports an error before the first run, and one in each of the next two."""
+
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            self.coord = coord
+            if not self.sessions:
+                super().after_create_session(session, coord)
+            self.sessions.append(session.global_step)
+
+        def before_run(self, run_context: SessionRunContext) -> None:
+            if self.errors:
+                super().after_create_session(run_context.session, self.coord)
+
+    steps_of(Training({}).loop(tmp_path, saving(tmp_path), ReportingOnce(*errors)), 4)
+    assert [text.rpartition("(")[2] for text in recoveries(lines)] == ["recovery 1 in a row)"] * 3
 
 
 def test_an_error_of_a_thread_that_is_not_recovered_from_stops_the_loop(tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from torchhooks import (
     NoRunYetError,
     Scaffold,
     Session,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
 )
 from torchhooks.testing import RecordingHook
 
@@ -294,3 +297,25 @@ def test_the_scaffold_that_is_copied_from_stays_as_it_is() -> None:
 def test_a_scaffold_is_copied_only_from_a_scaffold() -> None:
     with pytest.raises(TypeError, match="copy_from_scaffold='x': must be a Scaffold"):
         Scaffold(copy_from_scaffold="x")  # type: ignore[arg-type]
+
+
+# -- where it has begun -----------------------------------------------------------------------------------------------
+
+
+def test_it_begins_where_it_was_restored_or_set_before_its_first_run() -> None:
+    with MonitoredLoop(
+        lambda: 0.5, scaffold=Scaffold(init_fn=lambda _, session: setattr(session, "global_step", 7))
+    ) as loop:
+        loop.run()
+        assert (loop.session.begun_at, loop.global_step) == (7, 8)
+
+
+def test_a_step_that_a_hook_sets_in_a_run_is_no_new_beginning() -> None:
+    class CountsExamples(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            run_context.session.global_step += 63
+
+    with MonitoredLoop(lambda: 0.5, hooks=[CountsExamples()]) as loop:
+        loop.run()
+        loop.run()
+        assert (loop.session.begun_at, loop.global_step) == (0, 128)

@@ -77,6 +77,8 @@ class Coordinator:
         self._joined = False
         self._threads: list[threading.Thread] = []
         self._callbacks: list[Callable[[], object]] = []
+        self.later_errors: list[BaseException] = []
+        """What was reported after the error that :meth:`join` raises."""
 
     def request_stop(self, ex: BaseException | _ExcInfo | None = None) -> None:
         """Ask all threads to stop; from here on :meth:`should_stop` is true.
@@ -109,6 +111,8 @@ class Coordinator:
             kept = error is not None and self._reported is None
             if error is not None and kept:
                 self._reported = _Reported(error, error.__traceback__)
+            elif error is not None:
+                self.later_errors.append(error)
             if not self._stop_event.is_set():
                 self._stop_event.set()
                 callbacks = list(self._callbacks)
@@ -145,6 +149,7 @@ class Coordinator:
         with self._lock:
             self._joined = False
             self._reported = None
+            self.later_errors.clear()
             self._stop_event.clear()
 
     def should_stop(self) -> bool:

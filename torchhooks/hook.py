@@ -163,6 +163,7 @@ class SessionRunContext:
             self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
             if self.finished:
                 self.session._late_stop = self
+                self.session._wake()
 
     def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
         """Call ``callback(host_values)`` as soon as ``values`` are on the host, without making anybody wait.

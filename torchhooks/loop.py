@@ -70,6 +70,7 @@ _NO_OPTIONS = RunOptions()
 _NO_METADATA = RunMetadata()
 _NOTHING = SessionRunValues(None, _NO_OPTIONS, _NO_METADATA)
 _NO_VALUES: _Values = {}
+_SIGNAL_POLL_SECS = 0.1
 _new_tuple: Any = tuple.__new__
 """Makes a named tuple in half of the time that its class takes."""
 _DATA_ENDED = object()
@@ -94,8 +95,8 @@ class MonitoredLoop(Generic[R]):
         checkpoint_dir: the folder whose newest whole checkpoint is restored, at creation and when recovering. It is not
             written to: that is a CheckpointSaverHook's part.
         recoverable_errors: exceptions after which, out of a run, the newest checkpoint is restored and the run made
-            again. One that a background thread reported comes out of the run that is being made, or of the next. With
-            nothing to restore from they come out as any other.
+            again. From one that a background thread reported the loop recovers when that run is over, or in
+            :meth:`should_stop`. With nothing to restore from they come out as any other.
         max_recoveries: how often that is done within an hour; the first is made at once, the next ones after a growing
             pause.
         signals: signals at which to stop cleanly after the run that is being made, so that a CheckpointSaverHook saves
@@ -150,6 +151,7 @@ class MonitoredLoop(Generic[R]):
         self._closed = False
         self._failure: BaseException | None = None
         self._stop_reason: str | None = None
+        self._unproven = False  # recovered from a thread's error, and no run made since
         self._begun = 0
         self._iterating = 0
         self._step_counter: Any = None
@@ -202,6 +204,8 @@ class MonitoredLoop(Generic[R]):
                 raise
         else:
             self._busy = False
+            if schedule.news:
+                self._heed_thread()
             return outputs
         outputs = self.run(*args, **kwargs)
         self._went_well()
@@ -216,26 +220,38 @@ class MonitoredLoop(Generic[R]):
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
             raise ValueError(f"step_fn={step_fn!r}: must be a function of exactly one argument, the step context")
+        inside, by_thread = self._in_step_fn, self._stopped_by_thread
         while True:
             if self._busy or self._stopping:
                 self._refuse()
-            self._in_step_fn = True
+            self._in_step_fn, self._stopped_by_thread = True, by_thread  # the function may make more than one run
             try:
                 result = step_fn(StepContext(self))
             except BaseException as error:
-                self._in_step_fn = False
-                if self._stopping or not self._recovered_from(error):
+                self._in_step_fn = inside
+                if self._stopping:
+                    self._run_failed(error)
+                    raise
+                if not self._recovered_from(error):
                     raise
             else:
+                self._in_step_fn = inside
                 self._went_well()
+                self._heed_thread()
                 return result
             finally:
-                self._in_step_fn = False
+                self._in_step_fn = inside
+                self._stopped_by_thread = self._stopped_by_thread and not by_thread
 
     def should_stop(self) -> bool:
-        """Whether the loop is to end: a hook, a thread or a signal asked for it, something failed, or it is closed."""
-        if self._signals.received is not None and not self._stopping:
-            self._stop(f"signal {self._signals.received}")
+        """Whether the loop is to end: a hook, a thread or a signal asked for it, something failed, or it is closed.
+
+        Raises:
+            Exception: one of ``recoverable_errors`` that a background thread reported, if it is not recovered from.
+        """
+        if not self._stopping and self._schedule.news:
+            self._notice()
+            self._heed_thread()
         return self._stopping
 
     def until_stop(self, iterable: Iterable[T], *, resume: bool = True) -> Generator[T, None, None]:
@@ -270,12 +286,11 @@ class MonitoredLoop(Generic[R]):
         if self.should_stop():
             return  # without iter(), which may draw random numbers
         self._session._depth = self._iterating = depth = self._iterating + 1
-        signals, waits = self._signals, self._session._data_waits
-        schedule, position = self._schedule, self._position
+        waits, schedule, position = self._session._data_waits, self._schedule, self._position
         place = position.begin(iterable, aside=self._busy)
         try:
             iterator: Iterator[T] = position.iterator(place, iterable, resume, self.should_stop)
-            while not self._stopping and signals.received is None:
+            while not (self._stopping or (schedule.news and self.should_stop())):
                 if depth in waits:  # somebody wants to know
                     asked = time.monotonic()
                     item = next(iterator, _DATA_ENDED)
@@ -295,11 +310,10 @@ class MonitoredLoop(Generic[R]):
                 place.taken += 1
                 yield cast(T, item)
             place.through = True
-            self.should_stop()  # says why, if it was a signal
         finally:
             self._iterating -= 1
             self._session._depth = self._iterating
-            position.leave(place, self._stopping or signals.received is not None)
+            position.leave(place, self._stopping or self._signals.received is not None)
 
     @property
     def session(self) -> Session:
@@ -359,7 +373,8 @@ class MonitoredLoop(Generic[R]):
         session.checkpoint_dir = self._checkpoint_dir
         session.position = self._position
         session._inputs = self._about_step.parameters
-        session._drain = self._readback.drain
+        session._drain, session._wake = self._readback.drain, self._schedule.wake
+        session._is_interrupted = lambda: self._signals.received is not None
         self._contexts = SessionRunContext.of(session, self._about_step, self._readback)
         self._coord = Coordinator()
 
@@ -382,6 +397,9 @@ class MonitoredLoop(Generic[R]):
         """Whether to recover from ``error``, which has come out of a run or of the making of a session."""
         if self._in_step_fn or self._stopping or not self._recovery.allows(error):
             return False
+        if self._signals.received is not None:
+            add_note(error, f"torchhooks: not recovered from, because signal {self._signals.received} came")
+            return False
         self._session.wait_for_savers()  # the newest checkpoint, or the only one, may not be whole yet
         if self._checkpoint_dir is None or latest_checkpoint(self._checkpoint_dir) is None:
             add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
@@ -393,8 +411,10 @@ class MonitoredLoop(Generic[R]):
         while True:
             try:
                 self._readback.drain()
-                self._leave_session()
-                self._recovery.pause(error, threading.Event().wait)
+                self._leave_session(error)
+                self._recovery.pause(error, self._wait)
+                if self._signals.received is not None:
+                    raise error
                 self._create_session()
             except BaseException as another:
                 if not self._may_recover(another):
@@ -403,21 +423,52 @@ class MonitoredLoop(Generic[R]):
             else:
                 return
 
-    def _leave_session(self) -> None:
-        """Put a new session in the place of the one that failed, whose threads are waited for."""
+    def _wait(self, secs: float) -> None:
+        """Wait so many seconds, or until a signal comes."""
+        end = time.monotonic() + secs
+        while self._signals.received is None and (left := end - time.monotonic()) > 0:
+            threading.Event().wait(min(left, _SIGNAL_POLL_SECS))
+
+    def _leave_session(self, error: BaseException) -> None:
+        """Put a new session in the place of the one that failed with ``error``, and wait for its threads.
+
+        Raises:
+            BaseException: what else a thread has failed with, and is not recovered from.
+        """
         old, coord = self._session, self._coord
         self._position.run_is_made_again()
         self._new_session()
         self._session._data_waits, self._session._depth = old._data_waits, old._depth
         self._session._late_stop = old._late_stop  # of an earlier run, which went well
         old._closed, old._outputs = True, NO_OUTPUTS
-        self._join_threads(coord)
+        try:
+            self._join_threads(coord)
+        except BaseException as another:
+            if another is not error:
+                raise
+        for later in coord.later_errors:
+            if not self._recovery.covers(later):
+                raise later
+
+    def _heed_thread(self) -> None:
+        """Recover from what a background thread has failed with, if that is to be recovered from: between two runs."""
+        if self._stopping or self._busy or self._in_step_fn or not self._coord.should_stop():
+            return
+        try:
+            self._coord.raise_requested_exception()
+        except BaseException as error:
+            if not self._recovery.covers(error):
+                return  # the loop is about to be stopped for it
+            if not self._recovered_from(error):
+                self._coord.clear_stop()  # it is not to come out of the join too
+                raise
+            self._unproven = True
+            self._schedule.wake()
 
     def _went_well(self) -> None:
         """What was tried again, or may have been, has been done."""
         self._recovery.run_went_well()
-        if self._session._late_stop is not None:
-            self._stop(_who_and_why(self._session._late_stop))
+        self._notice()
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._session._global_step += 1
@@ -506,22 +557,25 @@ class MonitoredLoop(Generic[R]):
         return outputs, values
 
     def _end_run(self) -> None:
-        """Make the late calls that can be made, and notice a signal and what a thread failed with."""
+        """Make the late calls that can be made, and notice whoever asks for a stop."""
         self._schedule.news = False  # first, since there may be news at any time
         readback = self._readback
         if readback.waiting:
             self._schedule.news = True
             readback.end_run()
-            if self._session._late_stop is not None:
-                self._stop(_who_and_why(self._session._late_stop))
+        if self._unproven:
+            self._unproven = False
+            self._recovery.run_went_well()
+        self._notice()
+        if self._coord.should_stop():
+            self._schedule.news = True
+
+    def _notice(self) -> None:
+        """Stop if a signal came, or if a stop was asked for after its run was over."""
+        if self._session._late_stop is not None:
+            self._stop(_who_and_why(self._session._late_stop))
         if self._signals.received is not None:
             self._stop(f"signal {self._signals.received}")
-        coord = self._coord
-        if coord.should_stop() and not self._stopping:  # for an error that may be recovered from
-            try:
-                coord.raise_requested_exception()
-            finally:
-                coord.clear_stop()  # once raised, it is not to come out of the join too
 
     def _tell(self, seats: list[Seat], context: SessionRunContext, values: _Values) -> None:
         """Every ``after_run``, in order; then a stop that somebody asked for takes effect."""
@@ -585,6 +639,7 @@ class MonitoredLoop(Generic[R]):
             self._failure = error
             raise
         if self._stopped_by_thread:
+            self._stopped_by_thread = self._in_step_fn
             return  # the caller may have looked at should_stop() just before, so this run is one that is still made
         raise LifecycleError(
             f"run() was called after a stop ({self._stop_reason}): check should_stop() first, or iterate with "
@@ -603,8 +658,8 @@ class MonitoredLoop(Generic[R]):
         try:
             coord.raise_requested_exception()
         except BaseException as error:
-            if self._recovery.covers(error):
-                self._schedule.wake()
+            if self._recovery.covers(error) and self._checkpoint_dir is not None:
+                self._schedule.wake()  # for should_stop(), or the end of the run
                 return
         self._stop(f"thread {threading.current_thread().name}", by_thread=True)
 

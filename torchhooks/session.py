@@ -61,6 +61,8 @@ class Session:
         """What is waited for before anything is restored and when the loop closes: a hook adds its own saver."""
         self._refusals: list[Callable[[], str | None]] = []
         self._drain: Callable[[], object] = _nothing_to_drain
+        self._wake: Callable[[], object] = _nothing_to_drain
+        self._is_interrupted: Callable[[], bool] = bool
         # The loop reads and writes these on every run, past the checks of the property and of run().
         self._global_step = 0
         self._begun_at = 0
@@ -86,11 +88,13 @@ class Session:
             number = -1
         if number < 0:
             raise ValueError(f"global_step={step!r}: must be a whole number, 0 or more")
-        self._global_step = self._begun_at = number
+        self._global_step = number
+        if self._outputs is NO_OUTPUTS:
+            self._begun_at = number
 
     @property
     def begun_at(self) -> int:
-        """The step from which this session counts: what was restored, or last set; 0 if nothing was."""
+        """The step from which this session counts: what was restored, or set before its first run; else 0."""
         return self._begun_at
 
     @property
@@ -148,6 +152,11 @@ class Session:
             raise errors[0]
         if errors:
             raise ExceptionGroup("several checkpoints were not written", errors)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the loop was sent a signal to stop: a hook that waits for something inside a run looks at it."""
+        return self._is_interrupted()
 
     @property
     def data_wait_secs(self) -> float | None:

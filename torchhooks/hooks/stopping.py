@@ -250,7 +250,7 @@ class GlobalStepWaiterHook(SessionRunHook):
                     f"{self!r}: the global step is {session.global_step}, and nothing in this process advances it "
                     "while this run waits: register the thread that does with the coordinator, or leave the hook out"
                 )
-            if self._coord.wait_for_stop(_POLL_SECS):
+            if self._coord.wait_for_stop(_POLL_SECS) or session.interrupted:
                 return
         self._waited = True
 
