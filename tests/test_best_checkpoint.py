@@ -198,6 +198,70 @@ def test_a_loop_that_failed_does_not_look_at_its_end(tmp_path: Path) -> None:
     assert seen == []
 
 
+class Accumulating:
+    """A step that calls ``optimizer.step()`` in every fourth run, and its loop."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.runs = 0
+
+    def __call__(self, inputs: torch.Tensor) -> dict[str, Any]:
+        self.runs += 1
+        loss = self.model(inputs).sum()
+        loss.backward()
+        if self.runs % 4 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"loss": loss, "runs": self.runs}
+
+    def train(self, runs: int, *hooks: SessionRunHook) -> None:
+        given: dict[str, Any] = {"hooks": hooks, "step_unit": "optimizer_step"}
+        with MonitoredLoop(self, self.model, self.optimizer, **given) as loop:
+            for _ in range(runs):
+                loop.run(torch.ones(1, 1))
+
+
+def test_with_accumulated_gradients_the_metric_is_evaluated_at_the_same_steps_once_each(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def metric(global_step: int, runs: int) -> float:
+        seen.append((global_step, runs))
+        return global_step
+
+    Accumulating().train(4 * 11, BestCheckpointHook(tmp_path, metric, save_steps=5, mode="max", keep=9))
+    assert (seen, kept(tmp_path)) == ([(5, 20), (10, 40), (11, 44)], [5, 10, 11])
+
+
+def test_with_accumulated_gradients_and_a_period_of_seconds_no_step_is_looked_at_twice(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def metric(global_step: int) -> float:
+        seen.append(global_step)
+        return 0.5
+
+    Accumulating().train(4 * 3 + 2, BestCheckpointHook(tmp_path, metric, save_secs=0, mode="max"))
+    assert seen == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "metric",
+    ["runs", "0:output", lambda inputs, runs: inputs.sum() * runs],
+    ids=["an output", "a submodule", "an input"],
+)
+def test_with_accumulated_gradients_what_only_a_run_knows_is_a_metric_too(metric: Any, tmp_path: Path) -> None:
+    Accumulating().train(4 * 4, BestCheckpointHook(tmp_path, metric, save_steps=2, mode="max", keep=9))
+    assert kept(tmp_path) == [2, 4]
+
+
+def test_what_a_submodule_returned_is_a_metric(tmp_path: Path) -> None:
+    training = Accumulating()
+    hook = BestCheckpointHook(tmp_path, "0:output", save_steps=1, mode="max")
+    with MonitoredLoop(training, training.model, hooks=[hook]) as loop:
+        loss = float(loop.run(torch.ones(1, 1))["loss"].detach())
+    assert [score for score, _ in scored_checkpoints(tmp_path / "best")] == [loss]
+
+
 def test_what_only_a_run_knows_is_left_out_at_the_end_with_a_warning(tmp_path: Path) -> None:
     hook = BestCheckpointHook(tmp_path, lambda inputs: inputs, save_steps=2, mode="max")
     with log_lines() as lines, MonitoredLoop(lambda inputs: None, hooks=[hook]) as loop:
@@ -228,6 +292,46 @@ def test_two_hooks_keep_their_own(tmp_path: Path) -> None:
     least = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="min", name="least")
     keep_best(tmp_path, [0.5, 0.9, 0.1], least)
     assert (kept(tmp_path), [c.step for c in list_checkpoints(tmp_path / "least")]) == ([2], [3])
+
+
+def best_hook(folder: Any, **arguments: Any) -> BestCheckpointHook:
+    return BestCheckpointHook(folder, "loss", save_steps=1, mode="max", **arguments)
+
+
+def test_two_hooks_with_one_folder_are_refused_before_anything_is_restored(tmp_path: Path) -> None:
+    first, second, create = best_hook(tmp_path), best_hook(tmp_path, keep=2), RecordingHook()
+    message = f"{second!r}: {first!r} keeps its best in {tmp_path}/best already"
+    with pytest.raises(ValueError, match=f"{re.escape(message)}.*give one of them another name="):
+        MonitoredLoop(lambda: 0.5, hooks=[create, first, second])
+    assert create.calls == [("begin",), ("teardown",)]
+
+
+def test_two_names_of_one_folder_are_seen_through(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    with pytest.raises(ValueError, match=r"run/\.\./run/best already"):
+        MonitoredLoop(
+            lambda: 0.5, hooks=[best_hook(tmp_path / "link"), best_hook(tmp_path / "run" / "..", name="run/best")]
+        )
+
+
+def test_the_folder_of_a_loop_that_is_open_is_refused_to_every_other(tmp_path: Path) -> None:
+    with MonitoredLoop(lambda: 0.5, hooks=[best_hook(tmp_path)]) as loop:
+        for _ in range(2):  # a refusal does not set it free
+            with pytest.raises(ValueError, match="close the loop of that one first"):
+                MonitoredLoop(lambda: 0.5, hooks=[best_hook(tmp_path)])
+        loop.run()
+    assert kept(tmp_path) == [1]
+
+
+def test_the_folder_of_a_loop_that_failed_is_free_again(tmp_path: Path) -> None:
+    failing = best_hook(tmp_path, async_save=True)
+    failing._saver.disk = disk = FullDisk()
+    disk.full = True
+    with pytest.raises(CheckpointError, match="No space left"):
+        trace(failing, losses=[0.5])
+    keep_best(tmp_path, [0.5])
+    assert kept(tmp_path) == [1]
 
 
 def test_nothing_is_kept_of_a_state_that_a_nan_hook_refused(tmp_path: Path) -> None:
@@ -277,6 +381,34 @@ def test_places_that_are_added_later_are_filled(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.5, 0.9], keep=1)
     keep_best(tmp_path, [0.1], keep=2, start_step=2)
     assert kept(tmp_path) == [2, 3]
+
+
+def test_with_a_smaller_keep_what_lies_in_the_other_places_counts(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.1, 0.2, 0.9], keep=3)
+    keep_best(tmp_path, [0.3], keep=1, start_step=3)
+    assert (kept(tmp_path), best_step(tmp_path)) == ([1, 2, 3], 3)
+
+
+def test_with_a_smaller_keep_what_is_among_the_best_takes_the_place_of_the_worst(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.1, 0.9, 0.2, 0.5], keep=4)
+    keep_best(tmp_path, [0.3, 0.7, 0.5], keep=2, start_step=4)
+    assert kept(tmp_path) == [2, 3, 4, 6]
+    keep_best(tmp_path, [1.0], keep=1, start_step=7)
+    assert kept(tmp_path) == [2, 4, 6, 8]
+
+
+def test_with_a_smaller_keep_a_place_beyond_it_counts_as_one_that_is_kept(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.1, 0.2, 0.9], keep=3)
+    for place in (1, 2):
+        (tmp_path / "best" / f"model.{place}.ckpt-{place}").unlink()
+    keep_best(tmp_path, [0.3, 0.4, 0.2], keep=2, start_step=3)
+    assert kept(tmp_path) == [3, 5]
+
+
+def test_other_checkpoints_in_the_folder_are_not_touched_and_not_counted(tmp_path: Path) -> None:
+    Saver().save(Session(), tmp_path / "best" / "mine.ckpt", 7, score=0.8)
+    keep_best(tmp_path, [0.5, 0.6])
+    assert kept(tmp_path) == [2, 7]
 
 
 def test_a_step_that_is_made_again_is_not_kept_twice(tmp_path: Path) -> None:

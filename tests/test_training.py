@@ -320,6 +320,32 @@ def test_a_worker_starts_from_the_checkpoint_of_the_chief(tmp_path: Path) -> Non
         assert torch.equal(worker.weight, chief.weight)
 
 
+def test_a_worker_passes_over_the_states_of_hooks_that_only_the_chief_has(tmp_path: Path) -> None:
+    chiefs, shared, fresh = Remembering("chief's"), Remembering("shared"), Remembering("chief's")
+    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[shared], chief_only_hooks=[chiefs]) as loop:
+        loop.run()
+    worker = Remembering("shared")
+    with MonitoredTrainingLoop(
+        lambda: 0.5, checkpoint_dir=tmp_path, hooks=[worker], chief_only_hooks=[fresh], is_chief=False
+    ) as loop:
+        assert (loop.global_step, worker.runs, fresh.runs) == (1, 1, 0)
+
+
+def test_a_worker_passes_over_no_other_state(tmp_path: Path) -> None:
+    Saver().save(Session(state={"box": Remembering()}), tmp_path / "model.ckpt", 3)
+    with pytest.raises(CheckpointError, match="in the file only: 'box'"):
+        MonitoredTrainingLoop(
+            lambda: 0.5, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering("box")], is_chief=False
+        )
+
+
+def test_a_chief_passes_over_no_state(tmp_path: Path) -> None:
+    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering()]) as loop:
+        loop.run()
+    with pytest.raises(CheckpointError, match=r"in the file only: 'hooks\.remembering'"):
+        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path)
+
+
 def test_a_worker_writes_nothing(tmp_path: Path) -> None:
     Saver().save(Session(), tmp_path / "model.ckpt", 3)
     before = sorted(tmp_path.rglob("*"))
@@ -376,6 +402,22 @@ def test_a_worker_recovers_from_the_checkpoint_of_the_chief(tmp_path: Path) -> N
         return result
 
     with MonitoredTrainingLoop(step, checkpoint_dir=tmp_path, is_chief=False) as loop:
+        assert loop.run() == 0.25
+
+
+def test_a_worker_that_recovers_passes_over_the_states_of_the_chief(tmp_path: Path) -> None:
+    session = Session()
+    session.hooks = {"remembering": Remembering()}
+    Saver().save(session, tmp_path / "model.ckpt", 3)
+    results = iter([AbortedError(), 0.25])
+
+    def step() -> Any:
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    with MonitoredTrainingLoop(step, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering()], is_chief=False) as loop:
         assert loop.run() == 0.25
 
 

@@ -229,6 +229,8 @@ class Saver:
     def _restore(self, session: Session, path: str) -> None:
         saved = _read(path)
         parts = _parts(session)
+        for name in getattr(session, "hooks_elsewhere", ()):
+            saved.pop(f"{_HOOKS}{name}", None)
         states, misfits = _compare(parts, saved)
         if misfits:
             report = "\n  ".join([f"{path} does not fit this training:", *misfits])

@@ -53,6 +53,8 @@ class Session:
         self.saver = Saver() if saver is None else saver
         self.hooks: Mapping[str, Stateful] = {}
         """The hooks that have a state, by the names under which it is kept in checkpoints."""
+        self.hooks_elsewhere: Collection[str] = ()
+        """The names of hooks that only another process has: their states in checkpoints are passed over."""
         self.checkpoint_dir: str | None = None
         """Where the loop restores from; ``None`` if it does not."""
         self.position: Position | None = None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ from torchhooks.hooks.saving import CheckpointSaverHook, SummarySaverHook
 from torchhooks.log import logger, show_lines
 from torchhooks.loop import MonitoredLoop
 from torchhooks.session import Scaffold
-from torchhooks.step import check_hooks
+from torchhooks.step import check_hook_states, check_hooks
 from torchhooks.timer import SecondOrStepTimer, seconds
 
 R = TypeVar("R")
@@ -86,7 +86,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (it stands in for tf.train.MonitoredTr
         optimizer: likewise.
         checkpoint_dir: where checkpoints are restored from and saved to; without it, neither.
         hooks: the user's own hooks.
-        chief_only_hooks: hooks that a worker leaves out.
+        chief_only_hooks: hooks that a worker leaves out, and their states in the chief's checkpoints too.
         scaffold: how a session is initialised, its saver, and the ``summary_op`` of the summaries; without that, a
             SummarySaverHook writes the session's START and nothing else, as in TensorFlow.
         state: further objects that belong into checkpoints, by name.
@@ -121,6 +121,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (it stands in for tf.train.MonitoredTr
         save_checkpoint_steps=save_checkpoint_steps,
     )
     longest_wait = seconds(max_wait_secs, "max_wait_secs")
+    elsewhere = () if is_chief else check_hook_states(_states_first(chief_only))
     if is_chief:
         folder = checkpoint_dir if summary_dir is None else summary_dir
         defaults: list[SessionRunHook] = []
@@ -133,7 +134,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (it stands in for tf.train.MonitoredTr
         given = _states_first([*chief_only, *defaults, *given])
     elif checkpoint_dir is not None:
         _wait_for_chief(os.fspath(checkpoint_dir), longest_wait)
-    return MonitoredLoop(
+    return _Loop(
+        elsewhere,
         step,
         model,
         optimizer,
@@ -144,6 +146,23 @@ def MonitoredTrainingLoop(  # noqa: N802  (it stands in for tf.train.MonitoredTr
         stop_grace_period_secs=stop_grace_period_secs,
         **loop_arguments,
     )
+
+
+class _Loop(MonitoredLoop[R]):
+    """A loop whose checkpoints have the states of hooks that it does not have itself.
+
+    Args:
+        hooks_elsewhere: their names.
+        arguments: of the MonitoredLoop.
+    """
+
+    def __init__(self, hooks_elsewhere: Collection[str], *args: Any, **arguments: Any) -> None:
+        self._hooks_elsewhere = hooks_elsewhere
+        super().__init__(*args, **arguments)
+
+    def _new_session(self) -> None:
+        super()._new_session()
+        self._session.hooks_elsewhere = self._hooks_elsewhere
 
 
 def _checked(hooks: Iterable[SessionRunHook], name: str) -> list[SessionRunHook]:

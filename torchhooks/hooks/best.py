@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any, Literal, NamedTuple
+import re
+import threading
+import weakref
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torchhooks.checkpoint import Saver, scored_checkpoints
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError
-from torchhooks.fetch import describe
+from torchhooks.fetch import ComposedFetch, describe, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.timer import Due, SecondOrStepTimer, count
+
+_PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
 
 class _Kept(NamedTuple):
@@ -22,6 +27,26 @@ class _Kept(NamedTuple):
 
     score: float
     step: int
+
+
+class _IfDue(ComposedFetch):
+    """The metric, evaluated only once the step has been counted and it is due: a run may count none."""
+
+    session: Session
+
+    def __init__(self, metric: Any, timer: SecondOrStepTimer) -> None:
+        self.watched_names = watched_names(metric)
+        self.evaluated = False
+        self._metric = metric
+        self._timer = timer
+
+    @property
+    def fetch(self) -> Any:
+        self.evaluated = self._timer.should_trigger_for_step(self.session.global_step)
+        return self._metric if self.evaluated else ()
+
+    def compose(self, value: Any) -> Any:
+        return value
 
 
 class BestCheckpointHook(SessionRunHook):
@@ -33,10 +58,11 @@ class BestCheckpointHook(SessionRunHook):
     those kept takes its place, once it is whole; the first ``keep`` are kept in any case, NaN never, and of equal ones
     the first. ``best_checkpoint("run/best")`` is then the path of the best.
 
-    A training that is resumed goes on from what is in the folder. What is kept there is a checkpoint like any other, so
-    a training can be resumed from it too; but a loop restores from ``checkpoint_dir`` itself, whose own checkpoints are
-    not touched and not counted. Let a CheckpointSaverHook stand in front, so that at the end it does not wait for the
-    metric. As with that hook, nothing is saved from the run on in which a NanTensorHook sees NaN.
+    A training that is resumed goes on from what is in the folder. With a smaller ``keep``, all that is there counts and
+    stays: what is among the best ``keep`` of that takes the place of the worst. What is kept is a checkpoint like any
+    other, so a training can be resumed from it too; but a loop restores from ``checkpoint_dir`` itself, whose own
+    checkpoints are not touched and not counted. Let a CheckpointSaverHook stand in front, so that at the end it does
+    not wait for the metric. As with that hook, nothing is saved from the run on in which a NanTensorHook sees NaN.
 
     The time that saving takes is not counted by a StepCounterHook; that of the metric is, unless it is spent inside
     ``with session.paused():``.
@@ -48,17 +74,22 @@ class BestCheckpointHook(SessionRunHook):
         save_steps: steps from one to the next.
         mode: whether the best is the greatest, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
-        name: of the folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names. The number in front of
-            ``ckpt`` is that of a place, from 1 to ``keep``, and not a rank.
+        name: of the folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, also in two loops of a
+            process that are open at the same time. The number in front of ``ckpt`` is that of a place, from 1 to
+            ``keep``, and not a rank.
         async_save: write behind the training, as ``Saver(async_save=True)`` does.
 
     Raises:
-        ValueError: not exactly one period, or another ``mode``.
+        ValueError: not exactly one period, or another ``mode``; out of ``begin``, if another hook keeps its best in the
+            same folder.
         TypeError: out of the run, if the metric is not one number.
     """
 
     saves_checkpoints = True
     """That hooks with a state belong in front of it."""
+
+    _lock = threading.Lock()
+    _in_use: ClassVar[weakref.WeakValueDictionary[str, BestCheckpointHook]] = weakref.WeakValueDictionary()
 
     def __init__(
         self,
@@ -92,26 +123,35 @@ class BestCheckpointHook(SessionRunHook):
         # Of each name a saver keeps the newest: what is to replace another is written under the name of that.
         self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
-        self._request = SessionRunArgs(metric)
+        self._fetch = _IfDue(metric, self._timer)
+        self._request = SessionRunArgs(self._fetch)
 
     def begin(self) -> None:
         self._timer.reset()
-        self._due = False
+        folder = os.path.realpath(self._folder)
+        with self._lock:
+            other = self._in_use.setdefault(folder, self)
+        if other is not self:
+            raise ValueError(
+                f"{self!r}: {other!r} keeps its best in {self._folder} already, and each would remove those of the "
+                "other: give one of them another name=, or close the loop of that one first"
+            )
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._fetch.session = session
         self._saver.wait()
         self._kept: dict[str, _Kept] = {}
         for score, checkpoint in scored_checkpoints(self._folder):
-            if checkpoint.prefix in self._places:
+            if _PLACE.fullmatch(checkpoint.prefix):
                 self._put(checkpoint.prefix, _Kept(score, checkpoint.step))
         self._timer.update_last_triggered_step(session.global_step)
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        self._due = self._timer.should_trigger_for_step(run_context.session.global_step + 1)
-        return self._request if self._due else None
+        self._fetch.evaluated = False
+        return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if self._due:
+        if self._fetch.evaluated:
             self._timer.update_last_triggered_step(run_context.session.global_step)
             self._look_at(run_values.results, run_context.session)
 
@@ -121,7 +161,12 @@ class BestCheckpointHook(SessionRunHook):
         self._saver.wait()
 
     def teardown(self) -> None:
-        self._saver.close()
+        try:
+            self._saver.close()
+        finally:
+            with self._lock:
+                for folder in [folder for folder, hook in self._in_use.items() if hook is self]:
+                    del self._in_use[folder]
 
     def next_due(self) -> Due:
         return self._timer.next_due()
@@ -165,11 +210,13 @@ class BestCheckpointHook(SessionRunHook):
         # A step is made again after a recovery. What is as good as before is then kept already.
         if math.isnan(score) or any(step == kept.step and score <= kept.score for kept in self._kept.values()):
             return None
-        for place in self._places:
-            if place not in self._kept:
-                return place
-        worst = min(reversed(self._kept), key=lambda place: self._kept[place].score)
-        return worst if score > self._kept[worst].score else None
+        keep = len(self._places)
+        if len(self._kept) < keep:
+            return next(place for place in self._places if place not in self._kept)
+        best = sorted((kept.score for kept in self._kept.values()), reverse=True)[:keep]
+        if score <= best[-1]:
+            return None
+        return min(reversed(self._kept), key=lambda place: self._kept[place].score)
 
     def _put(self, place: str, kept: _Kept) -> None:
         self._kept.pop(place, None)  # so that they stay in the order in which they were written
