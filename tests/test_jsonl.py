@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,16 +21,21 @@ import pytest
 import torch
 
 from torchhooks import (
+    AbortedError,
+    CheckpointSaverHook,
     JsonLinesWriter,
     LifecycleError,
     MonitoredLoop,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
     StepCounterHook,
     SummarySaverHook,
     jsonl,
     summary,
 )
 from torchhooks.checkpoint_files import Disk
-from torchhooks.testing import trace
+from torchhooks.testing import RecordingWriter, trace
 
 ROOT = Path(__file__).parents[1]
 LINE = b'{"step": 1, "time": 5.0, "loss": 0.5}\n'
@@ -52,6 +57,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def steps(path: Path) -> list[int]:
     return [line["step"] for line in read(path)]
+
+
+def beside(path: Path) -> set[str]:
+    """What is in the folder but the file and what is locked for it."""
+    return set(os.listdir(path.parent)) - {path.name, f".{path.name}.lock"}
 
 
 def filled(path: Path, *steps: int) -> JsonLinesWriter:
@@ -191,7 +201,7 @@ def test_a_last_line_that_only_lacks_its_end_stays(path: Path) -> None:
         (LINE + LINE[:20] + b"\n" + LINE, 2),
         (LINE + b"epoch 2", 2),
         (LINE + b"[" * 100_000, 2),
-        (b'{"step": ' + b" " * (2 << 20), 1),
+        (b'{"step": ' + b" " * (65 << 20), 1),
     ],
     ids=["csv", "json", "array", "binary", "torn in the middle", "text", "deep", "long"],
 )
@@ -200,6 +210,29 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(content: bytes, l
     with pytest.raises(ValueError, match=rf"curves.jsonl: line {line} is no JSON object, .*or choose another path"):
         JsonLinesWriter(path)
     assert path.read_bytes() == content
+
+
+def test_a_line_of_very_many_points_is_read_again_and_mended_when_it_is_cut_short(path: Path, lines: Lines) -> None:
+    points = [(f"layers.{layer}.weight/grad_norm", 0.123456789) for layer in range(25_000)]
+    with JsonLinesWriter(path) as writer:
+        writer.add_points(points, 1)
+        writer.add_points(points, 2)
+    os.truncate(path, path.stat().st_size - 10)
+    filled(path, 3)
+    assert [(line["step"], len(line)) for line in read(path)] == [(1, 25_002), (3, 3)]
+
+
+def test_a_line_is_refused_from_the_length_on_that_could_not_be_read_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_LONGEST_LINE", len(LINE))
+    writer = JsonLinesWriter(path)
+    writer.add_points([("loss", 0.5)], 1, 5.0)
+    with pytest.raises(ValueError, match=r"step 2: a line with 1 tags has 39 bytes, at most 38 can be read again: w"):
+        writer.add_points([("loss", 0.25)], 2, 5.0)
+    writer.close()
+    JsonLinesWriter(path).add_scalar("loss", 0.5, 3, 5.0)
+    assert steps(path) == [1, 3]
 
 
 # -- removing ---------------------------------------------------------------------------------------------------------
@@ -260,7 +293,7 @@ def test_a_line_that_somebody_spoiled_meanwhile_is_an_error_and_the_file_left_as
     content = path.read_bytes()
     with pytest.raises(ValueError, match=r"line 3 is no JSON object, b'done\\n'"):
         writer.purge_from(2)
-    assert (path.read_bytes(), os.listdir(path.parent)) == (content, [path.name])
+    assert (path.read_bytes(), beside(path)) == (content, set())
 
 
 def test_a_disk_that_fails_leaves_the_file_as_it_is_and_nothing_beside_it(
@@ -275,7 +308,7 @@ def test_a_disk_that_fails_leaves_the_file_as_it_is_and_nothing_beside_it(
     with pytest.raises(OSError, match="no space left"):
         writer.purge_from(2)
     writer.add_scalar("loss", 0.5, 3)
-    assert (steps(path), os.listdir(path.parent)) == ([1, 2, 3], [path.name])
+    assert (steps(path), beside(path)) == ([1, 2, 3], set())
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_not_begun(path: Path) -> None:
@@ -364,6 +397,130 @@ def test_a_writer_of_ones_own_that_can_purge_is_told_like_this_one() -> None:
     assert set(tracker.calls[2:]) == {"from 0"}
 
 
+# -- a loop within a step of another ----------------------------------------------------------------------------------
+
+
+class Outer:
+    """A training that goes on from a step, and in one of its steps makes another training of two steps."""
+
+    def __init__(self, path: Path, inner: Callable[[], list[Any]], at: int, begun_at: int = 0) -> None:
+        self._inner, self._at = inner, at
+        with MonitoredLoop(self._step, hooks=[summaries(JsonLinesWriter(path))]) as self._loop:
+            self._loop.session.global_step = begun_at
+            for _ in self._loop.until_stop(range(4)):
+                self._loop.run()
+
+    def _step(self) -> float:
+        if self._loop.global_step == self._at - 1:
+            trace(*self._inner(), losses=[0.25] * 2)
+        return 0.5
+
+
+def losses(path: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read(path) if "loss" in line]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda path: [summaries(JsonLinesWriter(path)), StepCounterHook(1, summary_writer=JsonLinesWriter(path))],
+        lambda path: [StepCounterHook(1, summary_writer=JsonLinesWriter(path)), summaries(JsonLinesWriter(path))],
+    ],
+    ids=["summaries first", "counter first"],
+)
+def test_the_lines_of_a_training_stay_when_one_within_it_begins_at_0(
+    inner: Callable[[Path], list[Any]], path: Path
+) -> None:
+    filled(path, 1, 2, 3, 4, 5)
+    Outer(path, lambda: inner(path), at=3)
+    assert losses(path) == [(1, 0.5), (2, 0.5), (1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5)]
+
+
+def test_the_lines_of_a_training_stay_when_a_counter_within_it_begins_at_0(path: Path) -> None:
+    Outer(path, lambda: [StepCounterHook(1, summary_writer=JsonLinesWriter(path))], at=3)
+    assert losses(path) == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5)]
+    assert steps(path) == [1, 2, 2, 3, 4]
+
+
+def test_what_was_restored_stays_when_one_within_the_first_run_begins_at_0(path: Path) -> None:
+    filled(path, 1, 2, 3, 4, 5)
+    Outer(path, lambda: [summaries(JsonLinesWriter(path))], at=4, begun_at=3)
+    assert losses(path) == [(1, 0.5), (2, 0.5), (3, 0.5), (1, 0.25), (2, 0.25), (4, 0.5), (5, 0.5), (6, 0.5), (7, 0.5)]
+
+
+def test_a_training_within_one_within_another_leaves_both(path: Path) -> None:
+    def inner() -> list[Any]:
+        return [summaries(JsonLinesWriter(path)), Within(path)]
+
+    Outer(path, inner, at=3)
+    assert losses(path) == [(1, 0.5), (2, 0.5), (1, 0.25), (1, 0.125), (2, 0.25), (3, 0.5), (4, 0.5)]
+
+
+class Within(SessionRunHook):
+    """Makes a training of one step after the first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if run_context.session.global_step == 1:
+            trace(summaries(JsonLinesWriter(self._path)), losses=[0.125])
+
+
+def test_a_recovery_of_a_training_within_another_leaves_what_both_have_written(path: Path, tmp_path: Path) -> None:
+    def inner() -> None:
+        failing = iter([False, False, True])
+
+        def step() -> float:
+            if next(failing, False):
+                raise AbortedError("the machine is back")
+            return 0.25
+
+        hooks = [summaries(JsonLinesWriter(path)), CheckpointSaverHook(tmp_path / "inner", save_steps=100)]
+        with MonitoredLoop(step, hooks=hooks, checkpoint_dir=tmp_path / "inner") as loop:
+            while loop.global_step < 3:
+                loop.run()
+
+    with MonitoredLoop(lambda: 0.5, hooks=[summaries(JsonLinesWriter(path))]) as loop:
+        for _ in range(3):
+            loop.run()
+        inner()
+        loop.run()
+    of_the_inner = [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert losses(path) == [(1, 0.5), (2, 0.5), (3, 0.5), *of_the_inner, (4, 0.5)]
+
+
+def test_of_two_loops_that_take_turns_the_one_that_was_created_first_removes_what_was_there(path: Path) -> None:
+    filled(path, 8, 9)
+    with (
+        MonitoredLoop(lambda: 0.5, hooks=[StepCounterHook(1, summary_writer=JsonLinesWriter(path))]) as one,
+        MonitoredLoop(lambda: 0.25, hooks=[summaries(JsonLinesWriter(path))]) as other,
+    ):
+        for _ in range(2):
+            one.run()
+            other.run()
+    assert steps(path) == [1, 2, 2]
+
+
+def sessions(writer: RecordingWriter) -> list[tuple[Any, ...]]:
+    return [record for record in writer.records if record[0] == "session_log"]
+
+
+def test_a_counter_within_a_training_voids_none_of_its_points_in_event_files() -> None:
+    writer = RecordingWriter()
+    with MonitoredLoop(lambda: 0.5, hooks=[SummarySaverHook(1, summary_writer=writer, summary_op="loss")]) as loop:
+        loop.run()
+        before = len(sessions(writer))
+        trace(StepCounterHook(1, summary_writer=writer), losses=[0.25] * 2, start_step=1)
+    assert len(sessions(writer)) == before == 1
+
+
+def test_a_training_that_begins_when_the_other_is_closed_removes_its_lines_as_ever(path: Path) -> None:
+    Outer(path, lambda: [summaries(JsonLinesWriter(path))], at=3)
+    trace(summaries(JsonLinesWriter(path)), losses=[0.25])
+    assert losses(path) == [(1, 0.25)]
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -429,8 +586,27 @@ def test_a_second_process_is_refused_until_the_first_is_gone(path: Path, run: An
     assert steps(path) == [1, 2]
 
 
-def test_the_claim_goes_over_to_the_new_file_when_lines_are_removed(path: Path, run: Any) -> None:
-    run(HOLD.replace("print", "writer.purge_from(0)\nprint")).wait_for_line()
+MEANWHILE = {
+    "lines are removed": "writer.purge_from(0)",
+    "the process reads the file": "open(path).read()",
+    "a child ends": "os.fork() or os._exit(0); os.wait()",
+    "a failed attempt is forgotten": """
+writer.close()
+open(path, "a").write("no JSON\\n")
+try:
+    JsonLinesWriter(path)
+except ValueError as error:
+    kept = error
+open(path, "w").close()
+writer = JsonLinesWriter(path)
+del kept
+""",
+}
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE.values(), ids=MEANWHILE)
+def test_the_claim_stays_when(meanwhile: str, path: Path, run: Any) -> None:
+    assert run(HOLD.replace("print", f"{meanwhile}\nprint")).wait_for_line() == "ready"
     with pytest.raises(LifecycleError, match="another process is writing"):
         JsonLinesWriter(path)
 
@@ -465,43 +641,22 @@ def test_a_kill_before_the_new_file_is_in_place_leaves_the_old_one(path: Path, r
         'for step in range(5):\n    writer.add_scalar("loss", 0.5, step)\nwriter.purge_from(2)\n'
     )
     assert process.wait() == -signal.SIGKILL
-    assert len(os.listdir(path.parent)) == 2
+    assert beside(path) == {f".{path.name}.tmp"}
     filled(path, 5)
-    assert (steps(path), os.listdir(path.parent)) == ([0, 1, 2, 3, 4, 5], [path.name])
+    assert (steps(path), beside(path)) == ([0, 1, 2, 3, 4, 5], set())
 
 
-class Locks:
-    """The system's locks of files, with something that happens before the first."""
+class NoLocks:
+    """A system whose files cannot be locked."""
 
     LOCK_EX, LOCK_NB = fcntl.LOCK_EX, fcntl.LOCK_NB
 
-    def __init__(self, first: Any) -> None:
-        self._first = first
-
     def lockf(self, file: Any, operation: int) -> None:
-        first, self._first = self._first, None
-        if first is not None:
-            first()
-        fcntl.lockf(file, operation)
-
-
-def test_a_file_that_another_process_replaces_while_it_is_opened_is_opened_once_more(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def replace() -> None:
-        (path.parent / "new").write_bytes(LINE)
-        os.replace(path.parent / "new", path)
-
-    monkeypatch.setattr(jsonl, "fcntl", Locks(replace))
-    filled(path, 2)
-    assert steps(path) == [1, 2]
+        raise OSError(errno.ENOLCK, "no locks available")
 
 
 def test_where_files_cannot_be_locked_it_goes_without(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    for locks in (Locks(refuse), None):
+    for locks in (NoLocks(), None):
         monkeypatch.setattr(jsonl, "fcntl", locks)
         filled(path, 1)
     assert steps(path) == [1, 1]

@@ -39,7 +39,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _BEGINNING = b'{"step": '
-_LONGEST_LINE = 1 << 20
+_LONGEST_LINE = 1 << 26
 _CHUNK = 1 << 20
 _disk = Disk()
 
@@ -59,7 +59,13 @@ class JsonLinesWriter:
     StepCounterHook with this writer differs from one with event files. Lines without a step, which are not its own,
     stay. A hook of yours that writes here in its first run stands behind these in the list.
 
-    Any number of them may have one path, in one process: they write to one file. Another process cannot.
+    **A loop within a step of another**, or created before another is closed, removes nothing if both write here, in
+    its first run as after a recovery: the other's lines stay. But its own lines go as the other's do: those written
+    before the other's first run is over, when that is one from step 0, and those of steps that the other makes again.
+    A file of its own has none of this.
+
+    Any number of them may have one path, in one process: they write to one file. Another process cannot: an empty file
+    beside it, ``.curves.jsonl.lock`` for ``curves.jsonl``, is locked while the writer is open; it stays, for the next.
 
     Args:
         path: the file. It is opened now, made if missing, with its folder. A last line that a kill cut short goes.
@@ -99,14 +105,24 @@ class JsonLinesWriter:
         self.add_points([(tag, value)], step, walltime)
 
     def add_points(self, points: Iterable[tuple[str, Any]], step: int, walltime: float | None = None) -> None:
-        """Write a line with a point of each of several curves, by tag; else as :meth:`add_scalar`."""
+        """Write a line with a point of each of several curves, by tag; else as :meth:`add_scalar`.
+
+        Raises:
+            ValueError: also, when the line has more than 64 MiB, which would not be read again. Nothing is written.
+        """
         step = _whole(step)
         line: dict[str, Any] = {"step": step, "time": float(time.time() if walltime is None else walltime)}
         for tag, value in points:
             if tag in ("step", "time"):
                 raise ValueError(f"tag {tag!r}: every line has a {tag!r} of its own; give the curve another name")
             line[tag] = _as_json(tag, value)
-        self._opened().append(json.dumps(line, allow_nan=False).encode() + b"\n", step)
+        encoded = json.dumps(line, allow_nan=False).encode() + b"\n"
+        if len(encoded) > _LONGEST_LINE:
+            raise ValueError(
+                f"step {step}: a line with {len(line) - 2} tags has {len(encoded)} bytes, at most {_LONGEST_LINE} can "
+                "be read again: write them in several calls, or with several hooks"
+            )
+        self._opened().append(encoded, step)
 
     def purge_from(self, step: int) -> None:
         """Remove the lines of ``step`` and beyond, for steps that are about to be made again.
@@ -146,17 +162,26 @@ class JsonLinesWriter:
 class _File:
     """The one open file of a path; closed when nobody holds it any more."""
 
+    _claimed: io.FileIO | None = None
     _raw: io.FileIO | None = None
 
     def __init__(self, path: str) -> None:
+        folder, name = os.path.split(path)
         self._path = path
-        self._copy_path = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.tmp")
+        self._copy_path = os.path.join(folder, f".{name}.tmp")
         self._lock = threading.Lock()
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        self._raw = _open_and_claim(path)
-        with suppress(FileNotFoundError):
-            os.remove(self._copy_path)  # a kill has left it
-        self._highest = self._look_through(self._raw)
+        os.makedirs(folder, exist_ok=True)
+        try:
+            # A file that nobody else opens: whoever closes a file lets go of every lock that the process has on it.
+            self._claimed = _open(os.path.join(folder, f".{name}.lock"))
+            _claim(self._claimed, path)
+            with suppress(FileNotFoundError):
+                os.remove(self._copy_path)  # a kill has left it
+            self._raw = _open(path)
+            self._highest = self._look_through(self._raw)
+        except BaseException:
+            self._close()  # not when the error is forgotten, by which time another _File may have the claim
+            raise
 
     def append(self, line: bytes, step: int) -> None:
         """Write ``line`` whole, or nothing of it."""
@@ -177,7 +202,7 @@ class _File:
             if step > self._highest:
                 return
             assert self._raw is not None
-            copy = _open_and_claim(self._copy_path)
+            copy = _open(self._copy_path)
             try:
                 removed = self._copy_below(step, self._raw, copy)
                 shutil.copymode(self._path, self._copy_path)
@@ -234,31 +259,26 @@ class _File:
             ) from None
         return step if isinstance(step, (int, float)) and not isinstance(step, bool) else -math.inf
 
+    def _close(self) -> None:
+        for file in (self._raw, self._claimed):
+            if file is not None:
+                file.close()
+
     def __del__(self) -> None:
-        if self._raw is not None:
-            self._raw.close()
+        self._close()
 
 
-def _open_and_claim(path: str) -> io.FileIO:
-    """Open a file to append to it, unless another process has."""
-    while True:
-        raw = open(path, "a+b", buffering=0)  # noqa: SIM115
-        try:
-            _claim(raw, path)
-            if os.path.samestat(os.fstat(raw.fileno()), os.stat(path)):
-                return raw
-        except BaseException:
-            raw.close()
-            raise
-        raw.close()  # another process has put a new one in its place, and let go of this one
+def _open(path: str) -> io.FileIO:
+    return open(path, "a+b", buffering=0)
 
 
-def _claim(raw: io.FileIO, path: str) -> None:
+def _claim(file: io.FileIO, path: str) -> None:
+    """Lock ``file``, so that no other process writes to ``path``."""
     if fcntl is None:
         return
     try:
         # Not flock, which the workers of a DataLoader would inherit: they outlive a process that is killed by seconds.
-        fcntl.lockf(raw, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return  # a file system that has no locks
@@ -274,7 +294,7 @@ def _lines(raw: io.FileIO) -> Iterator[bytes]:
     try:
         yield from iter(lambda: reader.readline(_LONGEST_LINE), b"")
     finally:
-        reader.detach()  # which would close the file, and with it let go of the claim
+        reader.detach()  # which would close the file
 
 
 def _is_torn(line: bytes) -> bool:

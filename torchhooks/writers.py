@@ -33,6 +33,7 @@ class WriterTarget:
         self._starts_session = starts_session
         self._started = False
         self._created = False
+        self._within = False
         self.writer: Any = None
         """The writer, from :meth:`open` to :meth:`close`; ``None`` if there is nowhere to write to."""
 
@@ -43,6 +44,8 @@ class WriterTarget:
         self._created = False
         if self._output_dir is not None:
             self.writer = SummaryWriterCache.get(self._output_dir)
+        # All of a loop are opened before its session is created: one that has a session is of a loop around this one.
+        self._within = self._takes_back() and any(target._created for target in self._at_this_place())
         with self._lock:
             self._all_open.add(self)
         return self.writer
@@ -60,6 +63,8 @@ class WriterTarget:
     def session_created(self, step: int, last_written: int | None) -> bool:
         """Take note that there is a session; if it is one after a recovery, a writer that can takes points back.
 
+        Not in a loop within another one that writes to the same place: the other's points would go too.
+
         Args:
             step: what the session has reached.
             last_written: the step of the hook's last point, if there is one.
@@ -68,7 +73,7 @@ class WriterTarget:
             Whether that point was taken back, so that the hook has to write again from here on.
         """
         recovered, self._created = self._created, True
-        if not recovered or not self._takes_back():
+        if not recovered or not self._takes_back() or self._within:
             return False
         self.writer.purge_from(step + 1)
         return last_written is not None and last_written > step
@@ -80,7 +85,7 @@ class WriterTarget:
         read of its step and beyond, so the second hook's must not come after the first one's summaries.
         """
         if self._starts_session and not self._started:
-            for target in self._at_this_place():
+            for target in self._of_this_loop():
                 if target._starts_session and not target._started:
                     target._started = True
                     self.add_start(begun_at, step)
@@ -93,9 +98,13 @@ class WriterTarget:
                 self.add_start(begun_at, step)
 
     def add_start(self, begun_at: int, step: int) -> None:
-        """Write one START, if there is a writer: at the first step that is made, however many the first run makes."""
+        """Write one START, if there is a writer: at the first step that is made, however many the first run makes.
+
+        A writer that can takes points back instead; but not in a loop within another one that writes there.
+        """
         if self._takes_back():
-            self.writer.purge_from(begun_at + 1 if begun_at else 0)
+            if not self._within:
+                self.writer.purge_from(begun_at + 1 if begun_at else 0)
         elif self.writer is not None:
             add_session_log(self.writer, "START", begun_at + 1 if begun_at else min(step, 1))
 
@@ -110,10 +119,14 @@ class WriterTarget:
 
     def session_started_by_another(self) -> bool:
         """Whether another hook writes the session's START to the same place."""
-        return any(target._starts_session for target in self._at_this_place() if target is not self)
+        return any(target._starts_session for target in self._of_this_loop() if target is not self)
 
     def _takes_back(self) -> bool:
         return callable(getattr(self.writer, "purge_from", None))
+
+    def _of_this_loop(self) -> list[WriterTarget]:
+        """Those at this place without the ones of a loop around this one, or within it."""
+        return [target for target in self._at_this_place() if target._within == self._within]
 
     def _at_this_place(self) -> list[WriterTarget]:
         with self._lock:
