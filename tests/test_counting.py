@@ -24,6 +24,8 @@ Loop = MonitoredLoop[None]
 class Training:
     """A loop on a clock that stands still, in which each step takes a second and a report comes every two."""
 
+    step_secs = 1.0
+
     def __init__(self, *others: SessionRunHook, **arguments: Any) -> None:
         self.clock = FakeClock()
         self.writer = RecordingWriter()
@@ -33,7 +35,9 @@ class Training:
     def drive(self, body: Callable[[Loop], object]) -> Curves:
         """What was written while ``body`` drove the loop."""
         with self.clock, log_lines() as lines:
-            with MonitoredLoop(lambda: self.clock.advance(1.0), torch.nn.Linear(1, 1), hooks=self.hooks) as loop:
+            with MonitoredLoop(
+                lambda: self.clock.advance(self.step_secs), torch.nn.Linear(1, 1), hooks=self.hooks
+            ) as loop:
                 body(loop)
             self.lines = [text for _, text in lines]
         return self.writer.scalars
@@ -231,6 +235,14 @@ def test_a_share_below_one_percent_is_not_worth_a_line() -> None:
     ((step, share),) = curves[WAITING]
     assert (step, round(share, 6)) == (3, round(1 / 129, 6))
     assert [line.split(":")[0] for line in training.lines] == [RATE]
+
+
+@pytest.mark.parametrize(("waited_secs", "lines"), [(2**-17, 0), (2**-16, 1)])
+def test_nor_is_what_asking_for_an_item_takes(waited_secs: float, lines: int) -> None:
+    training = Training()
+    training.step_secs = waited_secs
+    assert training.drive(over(lambda: training.waiting(waited_secs, 3)))[WAITING] == [(3, 0.5)]
+    assert sum(line.startswith("waiting") for line in training.lines) == lines
 
 
 def test_there_is_no_share_where_nobody_waited() -> None:

@@ -18,7 +18,7 @@ from torchhooks.writers import WriterTarget
 
 _RATE = "global_step/sec"
 _CURVES = {tag: summary.scalar(tag, tag) for tag in (_RATE, "examples/sec", "waiting_for_data")}
-_WORTH_A_LINE = 0.01
+_WORTH_A_LINE = 0.01, 1e-5  # of the time, and seconds a step: less is what asking for an item takes
 
 
 class StepCounterHook(SessionRunHook):
@@ -33,7 +33,7 @@ class StepCounterHook(SessionRunHook):
     nothing waits, and steps that are only queued are not counted as made. The line comes a little later.
 
     If the loop was driven by ``until_stop``, the share of the time that it waited for data is written beside, as the
-    curve ``waiting_for_data``, and logged from 1 % on.
+    curve ``waiting_for_data``, and logged from 1 % and 10 us a step on.
 
     Unlike TensorFlow, a loop that goes on from a later step than 0 has ``SessionLog.START`` written in its first run,
     from which TensorBoard knows that the curve beyond this step is void; if no SummarySaverHook does so there. A writer
@@ -143,7 +143,7 @@ class StepCounterHook(SessionRunHook):
             logger.info("examples/sec: %g", curves["examples/sec"])
         if waiting_share is not None:
             curves["waiting_for_data"] = waiting_share
-            if waiting_share >= _WORTH_A_LINE:
+            if waiting_share >= _WORTH_A_LINE[0] and waiting_share * secs >= _WORTH_A_LINE[1] * steps:
                 logger.info("waiting for data: %.1f%% of the time", 100 * waiting_share)
         if self._target.writer is not None:
             points = [summary.Summary(_CURVES[tag], value) for tag, value in curves.items()]
