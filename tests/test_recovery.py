@@ -944,6 +944,9 @@ def test_a_run_that_was_over_is_not_made_again_for_it(tmp_path: Path) -> None:
     with MonitoredLoop(batches.append, hooks=[hook, saving(tmp_path, every=1)], checkpoint_dir=tmp_path) as loop:
         for batch in loop.until_stop(range(4)):
             loop.run(batch)
+            position = loop.session.position
+            assert position is not None
+            assert [place["done"] for place in (position.state_dict() or {})["path"]] == [True]
     assert (batches, hook.seen) == ([0, 1, 2, 3], [1, 2, 3, 4])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -391,8 +391,8 @@ def test_a_worker_without_a_folder_starts_at_once() -> None:
         assert loop.run() == 0.5
 
 
-def test_a_worker_recovers_from_the_checkpoint_of_the_chief(tmp_path: Path) -> None:
-    Saver().save(Session(), tmp_path / "model.ckpt", 3)
+def aborted_once() -> Callable[[], Any]:
+    """A step that fails the first time."""
     results = iter([AbortedError(), 0.25])
 
     def step() -> Any:
@@ -401,7 +401,12 @@ def test_a_worker_recovers_from_the_checkpoint_of_the_chief(tmp_path: Path) -> N
             raise result
         return result
 
-    with MonitoredTrainingLoop(step, checkpoint_dir=tmp_path, is_chief=False) as loop:
+    return step
+
+
+def test_a_worker_recovers_from_the_checkpoint_of_the_chief(tmp_path: Path) -> None:
+    Saver().save(Session(), tmp_path / "model.ckpt", 3)
+    with MonitoredTrainingLoop(aborted_once(), checkpoint_dir=tmp_path, is_chief=False) as loop:
         assert loop.run() == 0.25
 
 
@@ -409,15 +414,8 @@ def test_a_worker_that_recovers_passes_over_the_states_of_the_chief(tmp_path: Pa
     session = Session()
     session.hooks = {"remembering": Remembering()}
     Saver().save(session, tmp_path / "model.ckpt", 3)
-    results = iter([AbortedError(), 0.25])
-
-    def step() -> Any:
-        result = next(results)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    with MonitoredTrainingLoop(step, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering()], is_chief=False) as loop:
+    step, chief_only = aborted_once(), [Remembering()]
+    with MonitoredTrainingLoop(step, checkpoint_dir=tmp_path, chief_only_hooks=chief_only, is_chief=False) as loop:
         assert loop.run() == 0.25
 
 

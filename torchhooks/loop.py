@@ -240,7 +240,6 @@ class MonitoredLoop(Generic[R]):
                 self._heed_thread()
                 return result
             finally:
-                self._in_step_fn = inside
                 self._stopped_by_thread = self._stopped_by_thread and not by_thread
 
     def should_stop(self) -> bool:
@@ -436,7 +435,6 @@ class MonitoredLoop(Generic[R]):
             BaseException: what else a thread has failed with, and is not recovered from.
         """
         old, coord = self._session, self._coord
-        self._position.run_is_made_again()
         self._new_session()
         self._session._data_waits, self._session._depth = old._data_waits, old._depth
         self._session._late_stop = old._late_stop  # of an earlier run, which went well
@@ -446,6 +444,8 @@ class MonitoredLoop(Generic[R]):
         except BaseException as another:
             if another is not error:
                 raise
+        else:  # otherwise it was a thread that failed, and not a run
+            self._position.run_is_made_again()
         for later in coord.later_errors:
             if not self._recovery.covers(later):
                 raise later

@@ -62,8 +62,8 @@ class Session:
         self.savers: list[Any] = [self.saver]
         """What is waited for before anything is restored and when the loop closes: a hook adds its own saver."""
         self._refusals: list[Callable[[], str | None]] = []
-        self._drain: Callable[[], object] = _nothing_to_drain
-        self._wake: Callable[[], object] = _nothing_to_drain
+        self._drain: Callable[[], object] = _nothing
+        self._wake: Callable[[], object] = _nothing
         self._is_interrupted: Callable[[], bool] = bool
         # The loop reads and writes these on every run, past the checks of the property and of run().
         self._global_step = 0
@@ -223,8 +223,8 @@ def _without_left_out(tree: Any) -> Any:
     return map_leaves(lambda leaf: None if leaf is _LEFT_OUT else leaf, tree)
 
 
-def _nothing_to_drain() -> None:
-    """What a session without a loop has to wait for."""
+def _nothing() -> None:
+    """What there is to wait for, or to wake, where there is no loop."""
 
 
 class Scaffold:
