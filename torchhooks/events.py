@@ -66,7 +66,8 @@ class EventFile:
         """Write ``event``, an ``Event`` of tensorboard's."""
         data = event.SerializeToString()
         with self._lock:
-            self._settle(wait=False)
+            if self._in_line:
+                self._settle(wait=False)
             if len(data) <= _LARGE and not self._in_line:
                 self._records.write(data)
             else:

@@ -91,6 +91,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree) if rebuild is None else rebuild(function, tree)
 
 
+def is_fixed(tree: Any) -> bool:
+    """Whether nobody can put another leaf into ``tree``: it is a leaf, or a tuple of what is fixed."""
+    kind = type(tree)
+    return all(map(is_fixed, tree)) if kind is tuple else _rebuilds.setdefault(kind, _how_to_rebuild(kind)) is None
+
+
 def _how_to_rebuild(kind: type) -> _Rebuild | None:
     """How to make a ``kind`` of new parts, ``None`` if it is no structure; found out once for each class."""
     if issubclass(kind, ComposedFetch) or callable(getattr(kind, "compute", None)):

@@ -32,7 +32,7 @@ from torchhooks.checkpoint import latest_checkpoint
 from torchhooks.coordinator import Coordinator
 from torchhooks.costs import HookCosts
 from torchhooks.errors import AbortedError, FeedError, LifecycleError, add_note, brief
-from torchhooks.fetch import ComposedFetch, Evaluator, watched_names
+from torchhooks.fetch import Evaluator, is_fixed, watched_names
 from torchhooks.hook import (
     RunMetadata,
     RunOptions,
@@ -793,8 +793,7 @@ def _check_request(asked: _Asked, seat: Seat, request: Any) -> None:
                     f"{seat} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, take one "
                     "of them out"
                 )
-    plain = feed_dict is None and options is None and isinstance(fetches, (str, ComposedFetch))
-    if plain and not watched_names(fetches):
+    if feed_dict is None and options is None and is_fixed(fetches) and not watched_names(fetches):
         seat.plain = request  # and stays so, since none of it can change
 
 

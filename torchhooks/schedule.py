@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 
 from torchhooks.errors import add_note
 from torchhooks.hook import SessionRunHook
@@ -44,7 +46,7 @@ class Seat:
         """The number of the last run that this hook knows of: it took part, or was told that it sat out."""
         self.due_step = 0
         self.due_run = 0
-        self.due_moment: float | None = None
+        self.due_moment = math.inf
 
     def catch_up(self, runs: int) -> None:
         """Tell the hook of the runs that went by without it, if there were any, up to the one numbered ``runs``."""
@@ -63,13 +65,7 @@ class Seat:
             due = Due(step=-1)
         self.due_step = NEVER_STEP if due.step is None else due.step
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
-        self.due_moment = due.moment
-
-    def is_due(self, step: int, run: int, now: float | None) -> bool:
-        """Whether the hook takes part in the run numbered ``run``, which ends at ``step``."""
-        if step >= self.due_step or run >= self.due_run:
-            return True
-        return self.due_moment is not None and now is not None and now >= self.due_moment
+        self.due_moment = math.inf if due.moment is None else due.moment
 
     def __str__(self) -> str:
         try:
@@ -100,33 +96,37 @@ class Look:
     def reckon(self) -> None:
         """Find the earliest dues again, after one of them changed."""
         step = run = NEVER_STEP
-        moment: float | None = None
+        moment = math.inf
         for seat in self.scheduled:
             if seat.due_step < step:
                 step = seat.due_step
             if seat.due_run < run:
                 run = seat.due_run
-            if seat.due_moment is not None and (moment is None or seat.due_moment < moment):
+            if seat.due_moment < moment:
                 moment = seat.due_moment
-        self.step, self.run, self.moment = step, run, moment
+        self.step, self.run = step, run
+        self.moment = None if moment == math.inf else moment
 
     def due(self, step: int, run: int) -> list[Seat]:
         """Who takes part in the run numbered ``run``, which ends at ``step``, in the order of the hooks."""
         if self.moment is None:
             if step < self.step and run < self.run:
                 return self.always
-            now = None
+            now = -math.inf
         else:
             now = time.monotonic()
-        late = [seat for seat in self.scheduled if seat.is_due(step, run, now)]
+        late = [s for s in self.scheduled if step >= s.due_step or run >= s.due_run or now >= s.due_moment]
         return in_order(self.always, late)
+
+
+_by_index = attrgetter("index")
 
 
 def in_order(some: list[Seat], others: list[Seat]) -> list[Seat]:
     """Both lists together, in the order of the hooks."""
     if not others:
         return some
-    return sorted([*some, *others], key=lambda seat: seat.index) if some else others
+    return sorted([*some, *others], key=_by_index) if some else others
 
 
 class Schedule:

@@ -73,6 +73,7 @@ class Session:
         self._depth = 0
         self._pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
+        self._somewhere: torch.Tensor | None = None
         self._late_stop: SessionRunContext | None = None
         self._closed = False
         self._inputs: Collection[str] = ()
@@ -102,10 +103,9 @@ class Session:
     @property
     def device(self) -> torch.device:
         """Where the model's first parameter or buffer is; without one, the CPU."""
-        if self.model is not None:
-            for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
-                return tensor.device
-        return _CPU
+        if self._somewhere is None and self.model is not None:
+            self._somewhere = next(itertools.chain(self.model.parameters(), self.model.buffers()), None)
+        return _CPU if self._somewhere is None else self._somewhere.device
 
     @contextmanager
     def paused(self) -> Iterator[None]:

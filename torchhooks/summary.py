@@ -166,6 +166,8 @@ class scalar(SummaryOp):  # noqa: N801 - used as a function is, like functools.p
     def _check(self, value: Any) -> None:
         if type(value) is torch.Tensor and value.numel() == 1 and value.is_floating_point():
             return  # nearly all are
+        if type(value) is float:
+            return
         if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
             return
         way_out = "did a closure return nothing, or zero_grad() take a gradient?" if value is None else "convert it"
@@ -306,21 +308,28 @@ def write_summaries(writer: Any, composed: Any, step: int, walltime: float | Non
 
     A writer with ``add_points`` gets all scalars in one call, which makes one event of them.
     """
-    summaries = list(_each(composed))
-    scalars = [(one.op, one.value) for one in summaries if isinstance(one.op, scalar)]
-    if len(scalars) > 1 and hasattr(writer, "add_points"):
-        writer.add_points([(op.tag, op.number(value)) for op, value in scalars], step, walltime)
-        summaries = [one for one in summaries if not isinstance(one.op, scalar)]
-    for op, value in summaries:
+    takes_points = hasattr(writer, "add_points")
+    points: list[tuple[str, float]] = []
+    others: list[Summary] = []
+    for one in _each(composed):
+        if takes_points and isinstance(one.op, scalar):
+            points.append((one.op.tag, one.op.number(one.value)))
+        else:
+            others.append(one)
+    if points:
+        writer.add_points(points, step, walltime)
+    for op, value in others:
         op.write(writer, value, step, walltime)
 
 
-def _each(composed: Any) -> Iterator[Summary]:
-    if isinstance(composed, Summary):
-        yield composed
-    else:
-        for part in composed.values() if isinstance(composed, Mapping) else composed:
-            yield from _each(part)
+def _each(composed: Any) -> list[Summary]:
+    if type(composed) is Summary:
+        return [composed]
+    flat: list[Summary] = []
+    is_list = type(composed) is tuple or type(composed) is list
+    for part in composed.values() if not is_list and isinstance(composed, Mapping) else composed:
+        flat += [part] if type(part) is Summary else _each(part)
+    return flat
 
 
 def check_writer(writer: Any, ops: Iterable[SummaryOp] = ()) -> None:

@@ -111,7 +111,7 @@ class StepCounterHook(SessionRunHook):
         due = self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
-        return due._replace(runs=self._checked_at[0] + self._every_n_steps - self._runs)
+        return Due(due.step, due.moment, self._checked_at[0] + self._every_n_steps - self._runs)
 
     def sat_out(self, runs: int) -> None:
         self._runs += runs

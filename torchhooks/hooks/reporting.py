@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class LoggingTensorHook(SessionRunHook):
             _check_can_be_had_at_the_end(self, self._tensors)
         self._at_end = at_end
         self._formatter = formatter
-        self._request = SessionRunArgs(self._tensors)
+        self._request = SessionRunArgs(tuple(self._tensors.values()))
 
     def begin(self) -> None:
         self._timer.reset()
@@ -79,7 +79,7 @@ class LoggingTensorHook(SessionRunHook):
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         if self._due:
             elapsed_secs, _ = self._timer.update_last_triggered_step(self._iterations)
-            run_context.when_ready(run_values.results, lambda values: self._log(values, elapsed_secs))
+            run_context.when_ready(run_values.results, lambda values: self._log(self._tagged(values), elapsed_secs))
         self._iterations += 1
 
     def end(self, session: Session) -> None:
@@ -97,6 +97,9 @@ class LoggingTensorHook(SessionRunHook):
 
     def sat_out(self, runs: int) -> None:
         self._iterations += runs
+
+    def _tagged(self, values: Iterable[Any]) -> dict[str, Any]:
+        return dict(zip(self._tensors, values, strict=True))
 
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
         printable = {tag: map_leaves(_printable, value) for tag, value in values.items()}
