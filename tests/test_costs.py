@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from torchhooks import (
+    Due,
     LoggingTensorHook,
     MonitoredLoop,
     Session,
@@ -115,7 +116,7 @@ def test_nothing_is_reported_unless_it_is_asked_for() -> None:
 def test_unless_it_is_asked_for_nothing_stands_between_the_loop_and_its_hooks() -> None:
     hook = Called()
     trace(hook)
-    assert hook.callers == {"_run_with_hooks", "_tell"}
+    assert hook.callers == {"_run_with_hooks", "_after_step"}
 
 
 def test_unless_it_is_asked_for_nobody_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +152,23 @@ def test_what_the_step_takes_is_not_the_hooks(watch: Stopwatch) -> None:
 
     lines = logged(lambda: MonitoredLoop(step, hooks=[Taking(watch, after=0.25)], hook_costs=True))
     assert lines[0].startswith("hooks took 25.00 % of 3 s, 3 runs")
+
+
+class Watching(SessionRunHook):
+    """Looks at what the step returned, which takes a while, and never sees anything."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch = watch
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        raise AssertionError
+
+    def next_due(self) -> Due:
+        return Due(when=lambda outputs: self.watch.advance(0.25))
+
+
+def test_to_look_at_what_the_step_returned_is_a_call(watch: Stopwatch) -> None:
+    assert costs(Watching(watch)).rows == {"0 Watching": Row(calls=5, ms=1000.0, us_each=200000.0, percent=100.0)}
 
 
 class Fetching(SessionRunHook):

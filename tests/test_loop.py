@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import math
 import threading
 import weakref
@@ -22,6 +23,7 @@ from torchhooks import (
     LoggingTensorHook,
     LooperThread,
     MonitoredLoop,
+    RunOptions,
     Scaffold,
     Session,
     SessionRunArgs,
@@ -662,6 +664,106 @@ def test_a_hook_behind_one_that_moves_the_step_takes_part_in_that_run_and_goes_o
     hook = Sitting(lambda step: Due(step=step + 5))
     run_times(12, Jumping(), hook)
     assert hook.took_part == [10, 15, 20]
+
+
+# -- taking part because of what the step returned --------------------------------------------------------------------
+
+
+class Noticing(Sitting):
+    """Takes part in runs whose step returned one of the values it is told, and notes what it was given."""
+
+    def __init__(self, *values: object) -> None:
+        super().__init__(lambda step: Due(when=lambda outputs: outputs in values))
+        self.given: list[Any] = []
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        super().after_run(run_context, run_values)
+        self.given.append(run_values.results)
+
+
+class NoticingEarly(Noticing):
+    """Asks for something in its before_run."""
+
+    request: Any = SessionRunArgs(["loss", "global_step"])
+
+    def before_run(self, run_context: SessionRunContext) -> Any:
+        return self.request
+
+
+def counting() -> Callable[[], int]:
+    return itertools.count(1).__next__
+
+
+def test_a_hook_takes_part_in_the_runs_whose_outputs_it_is_waiting_for() -> None:
+    hook = Noticing(2, 5)
+    run_times(7, hook, step=counting())
+    assert (hook.took_part, hook.missed, hook.given) == ([2, 5], [1, 2, 2], [None, None])
+
+
+def test_what_such_a_hook_asks_for_is_evaluated_although_it_is_asked_behind_the_step() -> None:
+    hook = NoticingEarly(2, 5)
+    run_times(7, hook, step=counting())
+    assert (hook.took_part, hook.missed, hook.given) == ([2, 5], [1, 2, 2], [[2, 2], [5, 5]])
+
+
+def test_who_notices_something_is_called_in_its_place_among_the_others() -> None:
+    order: list[tuple[str, Any]] = []
+
+    class Named(NoticingEarly):
+        def __init__(self, name: str, *values: object) -> None:
+            super().__init__(*values)
+            self.name = name
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            order.append((self.name, run_values.results))
+
+    class Always(Named):
+        def next_due(self) -> None:
+            return None
+
+    class LateOnly(Named):
+        before_run = SessionRunHook.before_run
+
+    run_times(2, Named("a", 2), Always("b"), LateOnly("c", 2), Named("d", 1), step=counting())
+    assert order == [("b", [1, 1]), ("d", [1, 1]), ("a", [2, 2]), ("b", [2, 2]), ("c", None)]
+
+
+def test_a_hook_is_due_at_the_first_of_its_step_and_what_it_notices() -> None:
+    hook = Sitting(lambda step: Due(step=step + 3, when=lambda outputs: outputs == 2))
+    run_times(9, hook, step=counting())
+    assert hook.took_part == [2, 5, 8]
+
+
+def test_in_a_run_that_is_fed_everybody_who_watches_takes_part() -> None:
+    hook = Noticing()
+    with MonitoredLoop(lambda bonus: bonus, hooks=[FeedFnHook(lambda: {"bonus": 1.0}), hook]) as loop:
+        loop.run()
+        loop.run()
+    assert hook.took_part == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("request_", "wish"),
+    [
+        (SessionRunArgs(None, {"x": 1}), "feeds 'x'"),
+        (SessionRunArgs("layer:output"), "wants 'layer:output'"),
+        (SessionRunArgs(None, None, RunOptions(trace=True)), "wants a trace"),
+    ],
+)
+def test_who_is_asked_behind_the_step_can_have_no_part_in_it(request_: SessionRunArgs, wish: str) -> None:
+    hook = NoticingEarly(2)
+    hook.request = request_
+    with pytest.raises(LifecycleError, match=rf"\(hook 0\) {wish}, but what its Due.when noticed") as raised:
+        run_times(3, hook, step=counting())
+    assert any("in before_run of" in note and "at global step 2" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("also", [[], [RecordingHook()]], ids=["alone", "beside another"])
+def test_an_error_in_when_names_the_hook(also: list[SessionRunHook]) -> None:
+    hook = Sitting(lambda step: Due(when=lambda outputs: 1 / 0))
+    with pytest.raises(ZeroDivisionError) as raised:
+        run_times(1, hook, *also)
+    assert any("in Due.when of" in note and "Sitting" in note for note in raised.value.__notes__)
 
 
 def test_a_hook_without_run_methods_is_not_asked_when_it_is_due() -> None:

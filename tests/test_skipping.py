@@ -121,6 +121,45 @@ class LateWorker(Worker):
         super().after_run(run_context, run_values)
 
 
+class Watcher(SessionRunHook):
+    """Writes down the runs in which the loss is large; takes part when it is, or when it cannot be told."""
+
+    def __init__(self, diary: Diary, limit: float) -> None:
+        self.diary, self.limit = diary, limit
+
+    def begin(self) -> None:
+        self.runs = 0
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        return SessionRunArgs(["loss"])
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.look(run_context, *run_values.results)
+
+    def look(self, run_context: SessionRunContext, loss: torch.Tensor) -> None:
+        self.runs += 1
+        if self.is_large(loss):
+            self.diary.append((run_context.session.global_step, self.runs, loss.item()))
+
+    def is_large(self, loss: torch.Tensor) -> bool:
+        return not loss.item() < self.limit
+
+    def next_due(self) -> Due | None:
+        return Due(when=self.is_large)
+
+    def sat_out(self, runs: int) -> None:
+        self.runs += runs
+
+
+class LateWatcher(Watcher):
+    """The same, overriding ``after_run`` only."""
+
+    before_run = SessionRunHook.before_run
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.look(run_context, run_context.session.run("loss"))
+
+
 def stop(run_context: SessionRunContext) -> None:
     run_context.request_stop("enough")
 
@@ -174,6 +213,10 @@ def worker(kind: type[Worker], distances: list[Distance], deed: Deed | None, wor
     return kind(world.diary, distances, deed)
 
 
+def watcher(kind: type[Watcher], limit: float, world: World) -> SessionRunHook:
+    return kind(world.diary, limit)
+
+
 def failing(method: str, run: int, error: type[Exception], world: World) -> SessionRunHook:
     return RecordingHook("loss", raises={(method, run): error}, calls=world.diary)
 
@@ -211,12 +254,14 @@ scheduled = st.one_of(
     recipes(reporter, st.just({}), st.just(True)),
     recipes(stopper, st.sampled_from(["num_steps", "last_step"]), st.integers(1, 30)),
     recipes(worker, workers, distances, st.none() | doing(st.just(stop) | st.builds(partial, st.just(fail), errors))),
+    recipes(watcher, st.sampled_from([Watcher, LateWatcher]), st.sampled_from([0.25, 1.0])),
+    recipes(any_other, st.just(partial(NanTensorHook, "loss")), st.booleans()),
     recipes(any_other, st.just(FinalOpsHook), st.just({"loss": "loss", "step": "global_step"})),
     recipes(any_other, st.just(GlobalStepWaiterHook), st.just(0)),
 )
 # Called in every run.
 always = st.one_of(
-    recipes(any_other, st.just(partial(NanTensorHook, "loss")), st.booleans()),
+    recipes(any_other, st.just(partial(NanTensorHook, twice)), st.booleans()),
     recipes(any_other, st.just(FeedFnHook), st.just(lambda: {"bonus": 1.0})),
     recipes(failing, st.sampled_from(["before_run", "after_run", "end"]), st.integers(1, 8), errors),
 )

@@ -12,6 +12,8 @@ import torch
 
 from torchhooks import (
     Coordinator,
+    FeedFnHook,
+    FetchError,
     GlobalStepWaiterHook,
     LifecycleError,
     LooperThread,
@@ -19,10 +21,13 @@ from torchhooks import (
     NanLossDuringTrainingError,
     NanTensorHook,
     Session,
+    SessionRunArgs,
+    SessionRunContext,
     SessionRunHook,
     StopAtStepHook,
 )
 from torchhooks.testing import RecordingHook, trace
+from torchhooks.timer import NEVER
 
 NAN, INF = math.nan, math.inf
 
@@ -255,6 +260,62 @@ def test_a_hook_that_found_nan_may_be_used_again() -> None:
 # -- GlobalStepWaiterHook ---------------------------------------------------------------------------------------------
 
 
+class Asked(NanTensorHook):
+    """Counts how often it is asked what it wants."""
+
+    times = 0
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        self.times += 1
+        return super().before_run(run_context)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "times"),
+    [
+        ("loss", torch.tensor(1.0), 0),
+        ("loss", torch.tensor([1.0], requires_grad=True), 0),
+        ("loss", 1.0, 0),
+        ("loss", {"loss": torch.tensor(1.0), "other": NAN}, 0),
+        ("1", (NAN, 1.0), 0),
+        ("loss", torch.ones(2), 9),
+        ("loss", 1, 9),
+        ("weight", torch.tensor(NAN), 9),
+        ("x", torch.tensor(NAN), 9),
+        (lambda loss: loss, torch.tensor(1.0), 9),
+        (["loss"], torch.tensor(1.0), 9),
+        (":output", torch.tensor(1.0), 9),
+    ],
+)
+def test_takes_no_part_in_runs_where_one_number_of_its_own_name_is_finite(name: Any, outputs: Any, times: int) -> None:
+    model, hook = torch.nn.Linear(1, 1), Asked(name)
+
+    def step(x: float) -> Any:
+        model(torch.ones(1))
+        return outputs
+
+    with MonitoredLoop(step, model, hooks=[hook]) as loop:
+        for _ in range(9):
+            loop.run(0.5)
+    assert hook.times == times
+
+
+def test_an_output_that_is_not_always_there_is_asked_for_as_ever() -> None:
+    outputs = [{"loss": 1.0}, {"loss": 2.0}, {"other": 1.0}]
+    seen = trace(NanTensorHook("loss"), losses=outputs, catch=FetchError)
+    assert seen.steps == [1, 2]
+    assert "NanTensorHook('loss') (hook 0) asked for 'loss', which nothing has" in str(seen.error)
+
+
+def test_a_fed_value_of_the_name_of_an_output_is_the_one_that_is_watched() -> None:
+    feeds = FeedFnHook(lambda: {"loss": NAN})
+    with (
+        pytest.raises(NanLossDuringTrainingError),
+        MonitoredLoop(lambda loss: 1.0, hooks=[feeds, NanTensorHook("loss")]) as loop,
+    ):
+        loop.run()
+
+
 class Advances(SessionRunHook):
     """Advances the step in the background, as the other workers would."""
 
@@ -301,7 +362,7 @@ def test_waits_in_the_first_run_only() -> None:
         loop.run()
         loop.session.global_step = 0
         loop.run()
-    assert hook.next_due() == (None, None, None)
+    assert hook.next_due() == NEVER
 
 
 def test_is_an_error_where_nothing_can_advance_the_step() -> None:

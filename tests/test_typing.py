@@ -75,7 +75,7 @@ class Watching(SessionRunHook):
     def teardown(self) -> None: ...
 
     def next_due(self) -> Due:
-        return self.timer.next_due() if self.timer.last_triggered_step() else Due(step=3, moment=1.0, runs=2)
+        return self.timer.next_due() if self.timer.last_triggered_step() else Due(step=3, moment=1.0, runs=2, when=bool)
 
     def sat_out(self, runs: int) -> None: ...
 

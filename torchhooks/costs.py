@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,8 @@ from torchhooks.schedule import Schedule, Seat
 class HookCosts:
     """Counts and times the calls of every hook in ``schedule``, from its creation to :meth:`report`.
 
-    The time is the host's, in the hook's ``before_run``, ``after_run`` and ``end``, in evaluating what it asked for,
-    and in its ``when_ready`` callbacks. What two hooks ask for is on the account of the first.
+    The time is the host's, in the hook's ``before_run``, ``after_run``, ``Due.when`` and ``end``, in evaluating what it
+    asked for, and in its ``when_ready`` callbacks. What two hooks ask for is on the account of the first.
 
     Args:
         schedule: whose hooks.
@@ -32,6 +33,7 @@ class HookCosts:
             seat.before_run = self._timed(seat, seat.before_run)
             seat.after_run = self._timed(seat, seat.after_run)
             seat.end = self._timed(seat, seat.end)
+            seat.timed = functools.partial(self._timed, seat)
         readback.call = self._timed_call(readback.call)
 
     def report(self) -> None:

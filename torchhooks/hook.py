@@ -232,6 +232,9 @@ class SessionRunHook:
         A hook that overrides ``before_run`` is looked at before the step: it takes part if ``global_step + 1`` has
         reached ``Due.step``. A hook that overrides only ``after_run`` is looked at after the step: it takes part if
         ``global_step`` has, however many steps the run counted. The clock is read at the same point.
+
+        ``Due.when`` is looked at after the step, whatever the hook overrides. A hook that takes part because of it has
+        both methods called then: it can still ask for values, but not feed, trace, or watch a submodule.
         """
         return None
 

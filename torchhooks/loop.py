@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
 
 import torch
 
@@ -64,10 +64,22 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _Asked = list[tuple[Seat, SessionRunArgs]]
+
+
+class _Made(NamedTuple):
+    """How a step was made, beside by its arguments."""
+
+    fed: Mapping[str, Any]
+    watched: Mapping[str, Any]
+    options: RunOptions
+    metadata: RunMetadata
+
+
 _Values = Mapping[Seat, SessionRunValues]
 
 _NO_OPTIONS = RunOptions()
 _NO_METADATA = RunMetadata()
+_MADE = _Made({}, {}, _NO_OPTIONS, _NO_METADATA)
 _NOTHING = SessionRunValues(None, _NO_OPTIONS, _NO_METADATA)
 _NO_VALUES: _Values = {}
 _SIGNAL_POLL_SECS = 0.1
@@ -191,10 +203,16 @@ class MonitoredLoop(Generic[R]):
                 session._outputs = NO_OUTPUTS
                 outputs = session._outputs = self._step(*args, **kwargs)
                 session._global_step = step = session._global_step + self._per_run
-                if step < schedule.step and (schedule.moment is None or time.monotonic() < schedule.moment):
+                if (
+                    step < schedule.step
+                    and (schedule.moment is None or time.monotonic() < schedule.moment)
+                    and not (schedule.watchers and schedule.noticed_by(outputs))
+                ):
                     schedule.runs = number
                 else:
-                    self._tell(schedule.after.due(step, number), self._context(args, kwargs), _NO_VALUES)
+                    context = self._contexts()
+                    context._args, context._kwargs = args, kwargs
+                    self._after_step([], [], context, outputs, _MADE)
             else:
                 outputs = self._run_with_hooks(args, kwargs)
             if schedule.news:
@@ -477,10 +495,12 @@ class MonitoredLoop(Generic[R]):
 
     def _run_with_hooks(self, args: Any, kwargs: Any) -> R:
         session, schedule = self._session, self._schedule
-        before, after = schedule.before, schedule.after
+        before = schedule.before
         number = schedule.runs + 1
-        context = self._context(args, kwargs)
+        context = self._contexts()
+        context._args, context._kwargs = args, kwargs
         asked: _Asked = []
+        plain = True
         step = session._global_step + 1
         seats = before.always
         if step >= before.step or number >= before.run or before.moment is not None:
@@ -495,7 +515,7 @@ class MonitoredLoop(Generic[R]):
                     request = seat.before_run(context)
                     if request is not None:
                         if request is not seat.plain:
-                            _check_request(asked, seat, request)
+                            plain = _is_plain(asked, seat, request) and plain
                         asked.append((seat, request))
                     if session._global_step + 1 != step:  # this hook set it, and those behind it go by what they find
                         step = session._global_step + 1
@@ -508,30 +528,25 @@ class MonitoredLoop(Generic[R]):
             self._note(error, context.caller, "before_run")
             raise
         session._outputs = NO_OUTPUTS
-        values = _NO_VALUES
-        if asked:
-            outputs, values = self._answer(asked, context, args, kwargs)
-        else:
+        if plain:
+            made = _MADE
             outputs = session._outputs = self._step(*args, **kwargs)
             session._global_step += self._per_run
-        step = session._global_step
-        if after.always or step >= after.step or number >= after.run or after.moment is not None:
-            seats = in_order(seats, after.due(step, number))
-        self._tell(seats, context, values)
+        else:
+            outputs, made = self._make_with_wishes(asked, args, kwargs)
+        self._after_step(seats, asked, context, outputs, made)
         return outputs
 
-    def _answer(self, asked: _Asked, context: SessionRunContext, args: Any, kwargs: Any) -> tuple[R, _Values]:
-        """The step, counted, and the values that were asked for."""
+    def _make_with_wishes(self, asked: _Asked, args: Any, kwargs: Any) -> tuple[R, _Made]:
+        """The step, counted, with what hooks feed, watched for what they want to see of submodules."""
         session = self._session
         fed: dict[str, Any] = {}
         names: list[tuple[str, object]] = []
         trace = False
-        for seat, request in asked:
-            if request is not seat.plain:
-                fetches, feed_dict, options = request
-                fed.update(feed_dict or {})
-                names += [(name, seat) for name in watched_names(fetches)]
-                trace = trace or (options is not None and options.trace)
+        for seat, (fetches, feed_dict, options) in asked:
+            fed.update(feed_dict or {})
+            names += [(name, seat) for name in watched_names(fetches)]
+            trace = trace or (options is not None and options.trace)
         if fed:
             self._about_step.check_feeds(asked, args, kwargs)
             kwargs = {**kwargs, **fed}
@@ -545,16 +560,86 @@ class MonitoredLoop(Generic[R]):
         session._global_step += self._per_run
         if names:
             watch.check()
+        return outputs, _Made(fed, watch.values, RunOptions(trace) if trace else _NO_OPTIONS, metadata)
+
+    def _after_step(
+        self, seats: list[Seat], asked: _Asked, context: SessionRunContext, outputs: Any, made: _Made
+    ) -> None:
+        """The values that were asked for, and every ``after_run``, in order; then a stop takes effect."""
+        session, schedule = self._session, self._schedule
+        after = schedule.after
+        number = schedule.runs + 1
+        if schedule.watchers:
+            # What is fed may have the name of an output, which is all that they have looked at.
+            if made.fed:
+                late = [seat for seat in schedule.watchers if seat not in seats]
+            else:
+                late = schedule.noticed_by(outputs, seats)
+            if late:
+                self._ask_late(late, asked, context)
+                seats = in_order(seats, late)
+        values = self._evaluate(asked, context, outputs, made) if asked else _NO_VALUES
+        step = session._global_step
+        if after.always or step >= after.step or number >= after.run or after.moment is not None:
+            seats = in_order(seats, [late for late in after.due(step, number) if late not in seats])
+        schedule.runs = number
+        told = pending = seats
+        changed = False
+        try:
+            while pending:
+                for seat in pending:
+                    context.caller = seat
+                    if seat.schedules:
+                        seat.catch_up(number - 1)
+                        changed = True
+                    seat.after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
+                    seat.seen = number
+                    if session._global_step != step:  # this hook set it, and those behind it go by what they find
+                        step = session._global_step
+                        pending = schedule.behind(seat, pending, after, step, number)
+                        told = [*told, *pending]
+                        break
+                else:
+                    break
+        except BaseException as error:
+            self._note(error, context.caller, "after_run")
+            schedule.fail_at(context.caller)
+            raise
+        context.finished = True
+        if context.stop_requested:
+            self._stop(_who_and_why(context))
+        elif session._late_stop is not None:  # out of a call that a saver had made before its checkpoint
+            self._stop(_who_and_why(session._late_stop))
+        if changed:
+            schedule.ask(told)
+
+    def _ask_late(self, seats: list[Seat], asked: _Asked, context: SessionRunContext) -> None:
+        """The ``before_run`` of those who have noticed something in the outputs."""
+        try:
+            for seat in seats:
+                context.caller = seat
+                seat.catch_up(self._schedule.runs)
+                request = seat.before_run(context)
+                if request is not None:
+                    if request is not seat.plain and not _is_plain(asked, seat, request):
+                        _check_late(seat, request)
+                    asked.append((seat, request))
+        except BaseException as error:
+            self._note(error, context.caller, "before_run")
+            raise
+        asked.sort(key=lambda pair: pair[0].index)
+
+    def _evaluate(self, asked: _Asked, context: SessionRunContext, outputs: Any, made: _Made) -> _Values:
         evaluate: Callable[[Any, Any], Any]
-        evaluate = Evaluator(session, outputs, fed, context._inputs, watch.values).evaluate
+        evaluate = Evaluator(self._session, outputs, made.fed, context._inputs, made.watched).evaluate
         if self._costs is not None:
             evaluate = self._costs.timed_evaluation(evaluate)
-        joined = RunOptions(trace) if trace else _NO_OPTIONS
+        _, _, options, metadata = made
         values: dict[Seat, SessionRunValues] = {}
         for seat, (fetches, _, _) in asked:
             results = None if fetches is None else evaluate(fetches, seat)
-            values[seat] = _new_tuple(SessionRunValues, (results, joined, metadata))
-        return outputs, values
+            values[seat] = _new_tuple(SessionRunValues, (results, options, metadata))
+        return values
 
     def _end_run(self) -> None:
         """Make the late calls that can be made, and notice whoever asks for a stop."""
@@ -576,46 +661,6 @@ class MonitoredLoop(Generic[R]):
             self._stop(_who_and_why(self._session._late_stop))
         if self._signals.received is not None:
             self._stop(f"signal {self._signals.received}")
-
-    def _tell(self, seats: list[Seat], context: SessionRunContext, values: _Values) -> None:
-        """Every ``after_run``, in order; then a stop that somebody asked for takes effect."""
-        session, schedule = self._session, self._schedule
-        schedule.runs = number = schedule.runs + 1
-        step = session._global_step
-        told = pending = seats
-        changed = False
-        try:
-            while pending:
-                for seat in pending:
-                    context.caller = seat
-                    if seat.schedules:
-                        seat.catch_up(number - 1)
-                        changed = True
-                    seat.after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
-                    seat.seen = number
-                    if session._global_step != step:  # this hook set it, and those behind it go by what they find
-                        step = session._global_step
-                        pending = schedule.behind(seat, pending, schedule.after, step, number)
-                        told = [*told, *pending]
-                        break
-                else:
-                    break
-        except BaseException as error:
-            self._note(error, context.caller, "after_run")
-            schedule.fail_at(context.caller)
-            raise
-        context.finished = True
-        if context.stop_requested:
-            self._stop(_who_and_why(context))
-        elif session._late_stop is not None:  # out of a call that a saver had made before its checkpoint
-            self._stop(_who_and_why(session._late_stop))
-        if changed:
-            schedule.ask(told)
-
-    def _context(self, args: Any, kwargs: Any) -> SessionRunContext:
-        context = self._contexts()
-        context._args, context._kwargs = args, kwargs
-        return context
 
     # -- stop and end -----------------------------------------------------------------------------------------
 
@@ -779,8 +824,13 @@ class StepContext(Generic[R]):
         raise StopIteration("step_fn asked to stop")
 
 
-def _check_request(asked: _Asked, seat: Seat, request: Any) -> None:
-    """Raise if what ``seat`` asks for is no request, or feeds what is fed already."""
+def _is_plain(asked: _Asked, seat: Seat, request: Any) -> bool:
+    """Whether ``seat`` asks for values only, and for none that has to be watched for.
+
+    Raises:
+        TypeError: it is no request.
+        FeedError: it feeds what is fed already.
+    """
     if not isinstance(request, SessionRunArgs):
         raise TypeError(f"before_run of {seat} returned {request!r}: return SessionRunArgs(fetches) or None")
     fetches, feed_dict, options = request
@@ -793,8 +843,23 @@ def _check_request(asked: _Asked, seat: Seat, request: Any) -> None:
                     f"{seat} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, take one "
                     "of them out"
                 )
-    if feed_dict is None and options is None and is_fixed(fetches) and not watched_names(fetches):
+    if feed_dict is not None or options is not None or watched_names(fetches):
+        return False
+    if is_fixed(fetches):
         seat.plain = request  # and stays so, since none of it can change
+    return True
+
+
+def _check_late(seat: Seat, request: SessionRunArgs) -> None:
+    """Raise if ``seat``, which is asked only now that the step has been made, wants to have a part in that."""
+    fetches, feed_dict, options = request
+    wishes = [f"feeds {name!r}" for name in feed_dict or ()] + [f"wants {name!r}" for name in watched_names(fetches)]
+    wishes += ["wants a trace"] if options is not None and options.trace else []
+    if wishes:
+        raise LifecycleError(
+            f"{seat} {wishes[0]}, but what its Due.when noticed is known only behind the step: let next_due() return "
+            "None, or a step, a moment or a number of runs, so that before_run is called in front of it"
+        )
 
 
 def _who_and_why(context: SessionRunContext) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from operator import attrgetter
+from typing import Any
 
 from torchhooks.errors import add_note
 from torchhooks.hook import SessionRunHook
@@ -31,6 +32,8 @@ class Seat:
         "plain",
         "schedules",
         "seen",
+        "timed",
+        "when",
     )
 
     def __init__(self, index: int, hook: SessionRunHook) -> None:
@@ -47,6 +50,9 @@ class Seat:
         self.due_step = 0
         self.due_run = 0
         self.due_moment = math.inf
+        self.when: Callable[[Any], object] | None = None
+        self.timed: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+        """What measures ``when``, which is another one each time."""
 
     def catch_up(self, runs: int) -> None:
         """Tell the hook of the runs that went by without it, if there were any, up to the one numbered ``runs``."""
@@ -66,6 +72,7 @@ class Seat:
         self.due_step = NEVER_STEP if due.step is None else due.step
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
         self.due_moment = math.inf if due.moment is None else due.moment
+        self.when = due.when if due.when is None or self.timed is None else self.timed(due.when)
 
     def __str__(self) -> str:
         try:
@@ -139,7 +146,7 @@ class Schedule:
         hooks: all hooks of the loop.
     """
 
-    __slots__ = ("after", "before", "everybody", "moment", "news", "run", "runs", "seats", "step")
+    __slots__ = ("after", "before", "everybody", "moment", "news", "run", "runs", "seats", "step", "watchers")
 
     def __init__(self, hooks: Iterable[SessionRunHook]) -> None:
         self.everybody = [Seat(index, hook) for index, hook in enumerate(hooks)]
@@ -166,6 +173,7 @@ class Schedule:
         after.reckon()
         self.step = -1 if before.always or after.always else min(before.step, after.step)
         self.run = min(before.run, after.run)
+        self.watchers = [seat for seat in self.seats if seat.when is not None]
         self.moment = min((m for m in (before.moment, after.moment) if m is not None), default=None)
 
     def start(self) -> None:
@@ -180,6 +188,18 @@ class Schedule:
             if seat.schedules:
                 seat.ask(self.runs)
         self._reckon()
+
+    def noticed_by(self, outputs: Any, seats: Container[Seat] = ()) -> list[Seat]:
+        """Who, beside ``seats``, takes part in a run because of what its step returned."""
+        found = []
+        for seat in self.watchers:
+            try:
+                if seat not in seats and seat.when(outputs):  # type: ignore[misc]  # all of these have one
+                    found.append(seat)
+            except BaseException as error:
+                add_note(error, f"torchhooks: in Due.when of {seat}")
+                raise
+        return found
 
     def behind(self, seat: Seat, pending: list[Seat], look: Look, step: int, run: int) -> list[Seat]:
         """Who is still to be called after ``seat``: the rest of ``pending`` and who has become due with ``step``."""

@@ -11,6 +11,7 @@ triggers twice for one step, and a period runs from the last trigger, not from m
 import math
 import operator
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 
@@ -21,11 +22,15 @@ class Due(NamedTuple):
         step: in the run that is to bring the global step to this number, or past it.
         moment: in the first run once ``time.monotonic()`` has reached this many seconds.
         runs: in this many runs from now; 1 is the next one.
+        when: in the first run in which ``when(outputs)`` is true, ``outputs`` being what the step returned. It is
+            called behind every step that the hook has no part in so far, perhaps twice, so it should be quick and
+            change nothing. In a run in which a hook feeds something it is not asked, and taken as true.
     """
 
     step: int | None = None
     moment: float | None = None
     runs: int | None = None
+    when: Callable[[Any], object] | None = None
 
 
 NOW = Due(step=-1)

@@ -14,7 +14,7 @@ import torch
 
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
-from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves
+from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves, named_outputs, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
 from torchhooks.readback import is_remote, to_host
@@ -104,9 +104,11 @@ class NanTensorHook(SessionRunHook):
         self._badness = _Badness(loss_tensor, also_inf)
         self._request = SessionRunArgs(self._badness)
         self._message: str | None = None
+        self._out_of_sight = False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._message = self._badness.found = None  # after a recovery the state is one from before the NaN
+        self._out_of_sight = type(self._loss_tensor) is not str or bool(watched_names(self._loss_tensor))
         session.guard_checkpoints(lambda: self._message or self._what_is_wrong_now(session))
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
@@ -119,6 +121,14 @@ class NanTensorHook(SessionRunHook):
                 found = to_host(found)
             notice = functools.partial(self._notice, run_context, run_context.session.global_step)
             run_context.when_ready(found, notice, max_lag_runs=self._max_lag_steps)
+
+    def next_due(self) -> Due | None:
+        return None if self._out_of_sight else Due(when=self._looks_bad)
+
+    def _looks_bad(self, outputs: Any) -> bool:
+        number = _float_of(outputs, self._loss_tensor)
+        self._out_of_sight = self._out_of_sight or number is None
+        return number is None or not math.isfinite(number)
 
     def _what_is_wrong_now(self, session: Session) -> str | None:
         """For a saver that stands in front of this hook, and asks before it was told of the run."""
@@ -176,6 +186,18 @@ class _Badness(ComposedFetch):
         if any(is_so is not False for is_so in found.values()):
             self.found = found
         return self.found
+
+
+def _float_of(outputs: Any, name: str) -> float | None:
+    """The output ``name`` if it is one float, on the host."""
+    value: Any = outputs
+    if type(outputs) is not torch.Tensor or name != "loss":
+        value = named_outputs(outputs).get(name)
+    if type(value) is torch.Tensor:
+        if value.numel() != 1 or is_remote(value):
+            return None
+        value = value.item()
+    return value if type(value) is float else None
 
 
 def _any_of(parts: list[Any], test: str) -> Any:
