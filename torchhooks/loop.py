@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 
 import torch
 
@@ -48,7 +48,7 @@ from torchhooks.preemption import SignalWatch
 from torchhooks.readback import Readback
 from torchhooks.recovery import Recovery
 from torchhooks.schedule import Schedule, Seat, in_order
-from torchhooks.session import NO_OUTPUTS, Scaffold, Session
+from torchhooks.session import NO_OUTPUTS, DataWait, Scaffold, Session
 from torchhooks.step import (
     Step,
     check_hook_states,
@@ -85,7 +85,7 @@ _NO_VALUES: _Values = {}
 _SIGNAL_POLL_SECS = 0.1
 _new_tuple: Any = tuple.__new__
 """Makes a named tuple in half of the time that its class takes."""
-_DATA_ENDED = object()
+_DATA_ENDED: Any = object()
 
 
 class MonitoredLoop(Generic[R]):
@@ -303,29 +303,34 @@ class MonitoredLoop(Generic[R]):
         if self.should_stop():
             return  # without iter(), which may draw random numbers
         self._session._depth = self._iterating = depth = self._iterating + 1
-        waits, schedule, position = self._session._data_waits, self._schedule, self._position
+        wait = self._session._data_waits.setdefault(depth, DataWait())
+        schedule, position = self._schedule, self._position
         place = position.begin(iterable, aside=self._busy)
+        is_first = True
         try:
-            iterator: Iterator[T] = position.iterator(place, iterable, resume, self.should_stop)
+            iterator: Iterator[Any] = position.iterator(place, iterable, resume, self.should_stop)
             while not (self._stopping or (schedule.news and self.should_stop())):
-                if depth in waits:  # somebody wants to know
+                if wait.secs is None:
+                    item = next(iterator, _DATA_ENDED)
+                else:  # somebody wants to know
                     asked = time.monotonic()
                     item = next(iterator, _DATA_ENDED)
-                    waits[depth] += time.monotonic() - asked
-                else:
-                    item = next(iterator, _DATA_ENDED)
+                    wait.secs += time.monotonic() - asked
                 if item is _DATA_ENDED:
                     place.ended = True
                     if depth == 1 and not self._stopping:
                         self._stop_reason = "data ended"
                     return
-                if self._stop_reason is not None and not self._stopping:
-                    self._stop_reason = None  # the data of an earlier loop had ended
-                if schedule.runs - place.runs > 1:
+                if is_first:
+                    is_first = False
+                    if not self._stopping:
+                        self._stop_reason = None  # the data of an earlier loop had ended
+                runs = schedule.runs
+                if runs - place.runs > 1:
                     place.several = True
-                place.runs = schedule.runs
+                place.runs = runs
                 place.taken += 1
-                yield cast(T, item)
+                yield item
             place.through = True
         finally:
             self._iterating -= 1

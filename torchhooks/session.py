@@ -28,6 +28,15 @@ _LEFT_OUT: Any = type("LeftOut", (), {})()
 _CPU = torch.device("cpu")
 
 
+class DataWait:
+    """How long the ``until_stop`` of one depth have waited for their data; ``None`` until somebody asks for it."""
+
+    __slots__ = ("secs",)
+
+    def __init__(self) -> None:
+        self.secs: float | None = None
+
+
 class Session:
     """The state of a training: model, optimizer, the step it has reached, and what the last run returned.
 
@@ -69,7 +78,7 @@ class Session:
         self._global_step = 0
         self._begun_at = 0
         self._outputs: Any = NO_OUTPUTS
-        self._data_waits: dict[int, float] = {}
+        self._data_waits: dict[int, DataWait] = {}
         self._depth = 0
         self._pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
@@ -166,7 +175,11 @@ class Session:
 
         It is measured from the moment at which this is first asked for.
         """
-        return self._data_waits.setdefault(self._depth, 0.0) if self._depth else None
+        if not self._depth:
+            return None
+        wait = self._data_waits[self._depth]
+        wait.secs = wait.secs or 0.0
+        return wait.secs
 
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
         """Evaluate ``fetches`` now: no step is made, no hook is called (``tf.Session.run``).

@@ -322,6 +322,14 @@ def write_summaries(writer: Any, composed: Any, step: int, walltime: float | Non
         op.write(writer, value, step, walltime)
 
 
+def write_points(writer: Any, points: Mapping[str, float], step: int, walltime: float) -> None:
+    """Write a point of each of several curves, by tag."""
+    if hasattr(writer, "add_points"):
+        writer.add_points(points.items(), step, walltime)
+    else:
+        write_summaries(writer, [Summary(scalar(tag, tag), value) for tag, value in points.items()], step, walltime)
+
+
 def _each(composed: Any) -> list[Summary]:
     if type(composed) is Summary:
         return [composed]
