@@ -14,7 +14,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -85,6 +85,11 @@ class Stamped:
         self.gaps: list[int] = []
         """Nanoseconds between calls, one fewer than there were calls."""
         self._ended = 0
+
+    @property
+    def us_a_step(self) -> float:
+        """Microseconds between two calls, on average."""
+        return fmean(self.gaps) / 1e3
 
     def __call__(self, batch: Tensor) -> Tensor:
         """One step."""

@@ -2,9 +2,13 @@
 
     pip install -e '.[peers]' && python benchmarks/peers.py [--check] [--only ignite lightning]
 
-Figures are what comes between two steps, beyond the bare ``for`` loop measured right before, taken from inside of the
-step: starting and ending a peer's loop is left out. Each peer lives in a process of its own; they take turns. How each
-is used stands in its file in ``peer_loops/``; one that is not installed is left out and named.
+Figures are processor time: what the training's thread spends between two steps, taken from inside of the step, and what
+other threads of the process spend at any time, beyond the bare ``for`` loop measured right before. Starting and ending
+a peer's loop is left out. The last column is the time between two steps alone, by the wall clock: it leaves out what a
+peer's thread takes from the steps, such as that of torch's SummaryWriter.
+
+Each peer lives in a process of its own; they take turns. How each is used stands in its file in ``peer_loops/``; one
+that is not installed is left out and named.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from tempfile import TemporaryDirectory
+from time import process_time_ns, thread_time_ns
 from typing import Any
 
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
 
 from common import Budget, Rounds, Stamped, describe, finish, machine, mlp, nothing, parser, table, take_turns
 from peer_loops import IDLE_HOOKS, PERIOD, Job
@@ -50,6 +56,7 @@ HEADER = {
     "monitored": "monitored",
     "nan": "and a NaN check",
     "idle": "each idle hook",
+    "wall": "monitored, wall clock between steps",
 }
 STEPS = {"nothing": nothing, "real": mlp}
 
@@ -73,7 +80,8 @@ def serve(name: str, connection: Connection, folder: str) -> None:
     try:
         peer = importlib.import_module(f"peer_loops.{name}")
         logging.basicConfig(level=logging.INFO, force=True)  # after the import, at which some configure it themselves
-        connection.send((peer.COLUMNS, version(peer.PACKAGE) if peer.PACKAGE else None))
+        wall = ("wall",) if "monitored" in peer.COLUMNS else ()
+        connection.send(((*peer.COLUMNS, *wall), version(peer.PACKAGE) if peer.PACKAGE else None))
         while (asked := connection.recv()) is not None:
             which, column, steps = asked
             with TemporaryDirectory() as run_folder:
@@ -82,20 +90,46 @@ def serve(name: str, connection: Connection, folder: str) -> None:
         connection.send(traceback.format_exc())
 
 
+class Billed(Stamped):
+    """A step that notes processor time: this thread's between two calls, and what all other threads took meanwhile."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._began = 0
+        self._others = 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        started = thread_time_ns()
+        if self.runs:
+            self.gaps.append(started - self._ended)
+        else:
+            self._began = process_time_ns() - thread_time_ns()
+        self.runs += 1
+        loss = self._step(batch)
+        self._others = process_time_ns() - thread_time_ns() - self._began
+        self._ended = thread_time_ns()
+        return loss
+
+    @property
+    def us_a_step(self) -> float:
+        return super().us_a_step + self._others / self.runs / 1e3
+
+
 def measure(peer: Any, which: str, column: str, steps: int, folder: str) -> float:
-    """Microseconds between two steps beyond those of the bare loop."""
+    """Microseconds a step beyond those of the bare loop."""
     training = STEPS[which]()
-    step = Stamped(training.step)
+    step = Stamped(training.step) if column == "wall" else Billed(training.step)
     for _ in range(steps):
         step(training.batch)
-    bare = fmean(step.gaps)
+    bare = step.us_a_step
     step.reset()
+    column = "monitored" if column == "wall" else column
     peer.train(Job(column, steps, step, training.model, training.optimizer, training.batch, folder))
     if step.runs != steps:
         raise AssertionError(f"made {step.runs} steps instead of {steps}")
     if column in ("monitored", "nan"):
         check_written(Path(folder), steps)
-    return (fmean(step.gaps) - bare) / 1e3
+    return step.us_a_step - bare
 
 
 def check_written(folder: Path, steps: int) -> None:

@@ -116,7 +116,7 @@ def test_nothing_is_reported_unless_it_is_asked_for() -> None:
 def test_unless_it_is_asked_for_nothing_stands_between_the_loop_and_its_hooks() -> None:
     hook = Called()
     trace(hook)
-    assert hook.callers == {"_run_with_hooks", "_after_step"}
+    assert hook.callers == {"_run_with_hooks"}
 
 
 def test_unless_it_is_asked_for_nobody_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,9 +133,6 @@ class SessionRunContext:
     """Whose method was being called when the stop was asked for."""
     caller: object = None
     """Whose method is being called."""
-    finished: bool = False
-    """Whether the run is over."""
-
     _step: Step
     _readback: Readback
     _args: tuple[Any, ...]
@@ -154,6 +151,11 @@ class SessionRunContext:
     def _inputs(self) -> dict[str, Any]:
         return self._step.inputs(self._args, self._kwargs)
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self.session._live is not self
+
     def request_stop(self, reason: str | None = None) -> None:
         """Stop the loop after this run. It cannot be taken back; ``reason`` ends up in ``loop.stop_reason``.
 
@@ -161,8 +163,8 @@ class SessionRunContext:
         """
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
+            self.session._stops.append(self)
             if self.finished:
-                self.session._late_stop = self
                 self.session._wake()
 
     def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:

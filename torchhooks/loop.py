@@ -86,6 +86,7 @@ _SIGNAL_POLL_SECS = 0.1
 _new_tuple: Any = tuple.__new__
 """Makes a named tuple in half of the time that its class takes."""
 _DATA_ENDED: Any = object()
+_NOT_MADE: Any = object()
 
 
 class MonitoredLoop(Generic[R]):
@@ -210,9 +211,7 @@ class MonitoredLoop(Generic[R]):
                 ):
                     schedule.runs = number
                 else:
-                    context = self._contexts()
-                    context._args, context._kwargs = args, kwargs
-                    self._after_step([], [], context, outputs, _MADE)
+                    self._run_with_hooks(args, kwargs, outputs)
             else:
                 outputs = self._run_with_hooks(args, kwargs)
             if schedule.news:
@@ -460,7 +459,7 @@ class MonitoredLoop(Generic[R]):
         old, coord = self._session, self._coord
         self._new_session()
         self._session._data_waits, self._session._depth = old._data_waits, old._depth
-        self._session._late_stop = old._late_stop  # of an earlier run, which went well
+        self._session._stops = old._stops  # of earlier runs, which went well
         old._closed, old._outputs = True, NO_OUTPUTS
         try:
             self._join_threads(coord)
@@ -498,49 +497,92 @@ class MonitoredLoop(Generic[R]):
 
     # -- one run in which somebody takes part -----------------------------------------------------------------
 
-    def _run_with_hooks(self, args: Any, kwargs: Any) -> R:
+    def _run_with_hooks(self, args: Any, kwargs: Any, outputs: Any = _NOT_MADE) -> R:
+        """A run in which somebody takes part; or the rest of one, if that was seen only behind the step."""
         session, schedule = self._session, self._schedule
-        before = schedule.before
         number = schedule.runs + 1
-        context = self._contexts()
+        new_context = self._contexts
+        context = new_context()
         context._args, context._kwargs = args, kwargs
+        session._live = context
         asked: _Asked = []
-        plain = True
-        step = session._global_step + 1
-        seats = before.always
-        if step >= before.step or number >= before.run or before.moment is not None:
-            seats = before.due(step, number)
-        pending = seats
+        seats: list[Seat] = []
+        made = _MADE
+        if outputs is _NOT_MADE:
+            before = schedule.before
+            plain = True
+            step = session._global_step
+            seats = before.always
+            if step >= before.step - 1 or number >= before.run or before.moment is not None:
+                seats = before.due(step + 1, number)
+            pending = seats
+            try:
+                while pending:
+                    for seat in pending:
+                        context.caller = seat
+                        if seat.schedules:
+                            seat.catch_up(number - 1)
+                        before_run = seat.before_run  # Python calls a name faster than what it finds in a slot
+                        request = before_run(context)
+                        if request is not None:
+                            if request is not seat.plain:
+                                plain = _is_plain(asked, seat, request) and plain
+                            asked.append((seat, request))
+                        if session._global_step != step:  # this hook set it, and those behind it go by what they find
+                            step = session._global_step
+                            pending = schedule.behind(seat, pending, before, step + 1, number)
+                            seats = in_order(seats, [late for late in pending if late not in seats])
+                            break
+                    else:
+                        break
+            except BaseException as error:
+                self._note(error, context.caller, "before_run")
+                raise
+            session._outputs = NO_OUTPUTS
+            if plain:
+                outputs = session._outputs = self._step(*args, **kwargs)
+                session._global_step += self._per_run
+            else:
+                outputs, made = self._make_with_wishes(asked, args, kwargs)
+
+        if schedule.watchers:
+            seats = self._ask_watchers(seats, asked, context, outputs, made)
+        values = self._evaluate(asked, context, outputs, made) if asked else _NO_VALUES
+
+        after = schedule.after
+        step = session._global_step
+        if step >= after.step or number >= after.run or after.moment is not None:
+            seats = in_order(seats, [late for late in after.due(step, number) if late not in seats])
+        schedule.runs = number
+        told = pending = seats
+        changed = False
         try:
             while pending:
                 for seat in pending:
                     context.caller = seat
                     if seat.schedules:
                         seat.catch_up(number - 1)
-                    request = seat.before_run(context)
-                    if request is not None:
-                        if request is not seat.plain:
-                            plain = _is_plain(asked, seat, request) and plain
-                        asked.append((seat, request))
-                    if session._global_step + 1 != step:  # this hook set it, and those behind it go by what they find
-                        step = session._global_step + 1
-                        pending = schedule.behind(seat, pending, before, step, number)
-                        seats = in_order(seats, [late for late in pending if late not in seats])
+                        changed = True
+                    after_run = seat.after_run
+                    after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
+                    seat.seen = number
+                    if session._global_step != step:
+                        step = session._global_step
+                        pending = schedule.behind(seat, pending, after, step, number)
+                        told = [*told, *pending]
                         break
                 else:
                     break
         except BaseException as error:
-            self._note(error, context.caller, "before_run")
+            self._note(error, context.caller, "after_run")
+            schedule.fail_at(context.caller)
             raise
-        session._outputs = NO_OUTPUTS
-        if plain:
-            made = _MADE
-            outputs = session._outputs = self._step(*args, **kwargs)
-            session._global_step += self._per_run
-        else:
-            outputs, made = self._make_with_wishes(asked, args, kwargs)
-        self._after_step(seats, asked, context, outputs, made)
-        return outputs
+        session._live = None
+        if session._stops:
+            self._stop(_who_and_why(session._stops[0]))
+        if changed:
+            schedule.ask(told)
+        return outputs  # type: ignore[no-any-return]
 
     def _make_with_wishes(self, asked: _Asked, args: Any, kwargs: Any) -> tuple[R, _Made]:
         """The step, counted, with what hooks feed, watched for what they want to see of submodules."""
@@ -567,63 +609,19 @@ class MonitoredLoop(Generic[R]):
             watch.check()
         return outputs, _Made(fed, watch.values, RunOptions(trace) if trace else _NO_OPTIONS, metadata)
 
-    def _after_step(
+    def _ask_watchers(
         self, seats: list[Seat], asked: _Asked, context: SessionRunContext, outputs: Any, made: _Made
-    ) -> None:
-        """The values that were asked for, and every ``after_run``, in order; then a stop takes effect."""
-        session, schedule = self._session, self._schedule
-        after = schedule.after
-        number = schedule.runs + 1
-        if schedule.watchers:
-            # What is fed may have the name of an output, which is all that they have looked at.
-            if made.fed:
-                late = [seat for seat in schedule.watchers if seat not in seats]
-            else:
-                late = schedule.noticed_by(outputs, seats)
-            if late:
-                self._ask_late(late, asked, context)
-                seats = in_order(seats, late)
-        values = self._evaluate(asked, context, outputs, made) if asked else _NO_VALUES
-        step = session._global_step
-        if after.always or step >= after.step or number >= after.run or after.moment is not None:
-            seats = in_order(seats, [late for late in after.due(step, number) if late not in seats])
-        schedule.runs = number
-        told = pending = seats
-        changed = False
+    ) -> list[Seat]:
+        """``seats``, and those who have noticed something in ``outputs``: their ``before_run`` is called now."""
+        schedule = self._schedule
+        if made.fed:  # and what is fed may have the name of an output, which is all that they look at
+            late = [seat for seat in schedule.watchers if seat not in seats]
+        else:
+            late = schedule.noticed_by(outputs, seats)
         try:
-            while pending:
-                for seat in pending:
-                    context.caller = seat
-                    if seat.schedules:
-                        seat.catch_up(number - 1)
-                        changed = True
-                    seat.after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
-                    seat.seen = number
-                    if session._global_step != step:  # this hook set it, and those behind it go by what they find
-                        step = session._global_step
-                        pending = schedule.behind(seat, pending, after, step, number)
-                        told = [*told, *pending]
-                        break
-                else:
-                    break
-        except BaseException as error:
-            self._note(error, context.caller, "after_run")
-            schedule.fail_at(context.caller)
-            raise
-        context.finished = True
-        if context.stop_requested:
-            self._stop(_who_and_why(context))
-        elif session._late_stop is not None:  # out of a call that a saver had made before its checkpoint
-            self._stop(_who_and_why(session._late_stop))
-        if changed:
-            schedule.ask(told)
-
-    def _ask_late(self, seats: list[Seat], asked: _Asked, context: SessionRunContext) -> None:
-        """The ``before_run`` of those who have noticed something in the outputs."""
-        try:
-            for seat in seats:
+            for seat in late:
                 context.caller = seat
-                seat.catch_up(self._schedule.runs)
+                seat.catch_up(schedule.runs)
                 request = seat.before_run(context)
                 if request is not None:
                     if request is not seat.plain and not _is_plain(asked, seat, request):
@@ -633,6 +631,7 @@ class MonitoredLoop(Generic[R]):
             self._note(error, context.caller, "before_run")
             raise
         asked.sort(key=lambda pair: pair[0].index)
+        return in_order(seats, late)
 
     def _evaluate(self, asked: _Asked, context: SessionRunContext, outputs: Any, made: _Made) -> _Values:
         evaluate: Callable[[Any, Any], Any]
@@ -662,8 +661,9 @@ class MonitoredLoop(Generic[R]):
 
     def _notice(self) -> None:
         """Stop if a signal came, or if a stop was asked for after its run was over."""
-        if self._session._late_stop is not None:
-            self._stop(_who_and_why(self._session._late_stop))
+        for context in self._session._stops:
+            if context.finished:
+                self._stop(_who_and_why(context))
         if self._signals.received is not None:
             self._stop(f"signal {self._signals.received}")
 
@@ -715,6 +715,8 @@ class MonitoredLoop(Generic[R]):
 
     def _recovered_from(self, error: BaseException) -> bool:
         """The run was left by ``error``: recover, or else the loop is over. Whether the run is to be made again."""
+        stops = self._session._stops
+        stops[:] = [context for context in stops if context.finished]  # what was asked for in this run is void
         try:
             if self._may_recover(error):
                 self._recover(error)
@@ -749,7 +751,7 @@ class MonitoredLoop(Generic[R]):
         traceback = None if error is None else error.__traceback__
         errors = self._ending_errors()
         self._session._closed = True
-        self._session._outputs = NO_OUTPUTS
+        self._session._outputs, self._session._live = NO_OUTPUTS, None
         if error is not None:
             error.with_traceback(traceback)  # a thread's error has been raised once more by the join
             for other in errors:

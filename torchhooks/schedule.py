@@ -171,7 +171,9 @@ class Schedule:
         before, after = self.before, self.after
         before.reckon()
         after.reckon()
-        self.step = -1 if before.always or after.always else min(before.step, after.step)
+        if after.always:
+            after.step = -1
+        self.step = -1 if before.always else min(before.step, after.step)
         self.run = min(before.run, after.run)
         self.watchers = [seat for seat in self.seats if seat.when is not None]
         self.moment = min((m for m in (before.moment, after.moment) if m is not None), default=None)
@@ -194,7 +196,8 @@ class Schedule:
         found = []
         for seat in self.watchers:
             try:
-                if seat not in seats and seat.when(outputs):  # type: ignore[misc]  # all of these have one
+                when = seat.when
+                if seat not in seats and when(outputs):  # type: ignore[misc]  # all of these have one
                     found.append(seat)
             except BaseException as error:
                 add_note(error, f"torchhooks: in Due.when of {seat}")

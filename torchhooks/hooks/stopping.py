@@ -17,7 +17,7 @@ from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves, named_outputs, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
 from torchhooks.log import logger
-from torchhooks.readback import is_remote, to_host
+from torchhooks.readback import copiers, is_remote, to_host
 from torchhooks.session import Session
 from torchhooks.timer import NEVER, Due, count
 
@@ -126,9 +126,15 @@ class NanTensorHook(SessionRunHook):
         return None if self._out_of_sight else Due(when=self._looks_bad)
 
     def _looks_bad(self, outputs: Any) -> bool:
-        number = _float_of(outputs, self._loss_tensor)
-        self._out_of_sight = self._out_of_sight or number is None
-        return number is None or not math.isfinite(number)
+        name, value = self._loss_tensor, outputs
+        if name != "loss" or type(outputs) is not torch.Tensor:
+            value = named_outputs(outputs).get(name)
+        if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1 and "cpu" not in copiers:
+            value = value.item()
+        if type(value) is float:
+            return not math.isfinite(value)
+        self._out_of_sight = True
+        return True
 
     def _what_is_wrong_now(self, session: Session) -> str | None:
         """For a saver that stands in front of this hook, and asks before it was told of the run."""
@@ -186,18 +192,6 @@ class _Badness(ComposedFetch):
         if any(is_so is not False for is_so in found.values()):
             self.found = found
         return self.found
-
-
-def _float_of(outputs: Any, name: str) -> float | None:
-    """The output ``name`` if it is one float, on the host."""
-    value: Any = outputs
-    if type(outputs) is not torch.Tensor or name != "loss":
-        value = named_outputs(outputs).get(name)
-    if type(value) is torch.Tensor:
-        if value.numel() != 1 or is_remote(value):
-            return None
-        value = value.item()
-    return value if type(value) is float else None
 
 
 def _any_of(parts: list[Any], test: str) -> Any:
