@@ -204,11 +204,7 @@ class MonitoredLoop(Generic[R]):
                 session._outputs = NO_OUTPUTS
                 outputs = session._outputs = self._step(*args, **kwargs)
                 session._global_step = step = session._global_step + self._per_run
-                if (
-                    step < schedule.step
-                    and (schedule.moment is None or time.monotonic() < schedule.moment)
-                    and not (schedule.watchers and schedule.noticed_by(outputs))
-                ):
+                if step < schedule.step and not (schedule.looks and schedule.finds_somebody(outputs)):
                     schedule.runs = number
                 else:
                     self._run_with_hooks(args, kwargs, outputs)

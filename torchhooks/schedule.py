@@ -146,7 +146,7 @@ class Schedule:
         hooks: all hooks of the loop.
     """
 
-    __slots__ = ("after", "before", "everybody", "moment", "news", "run", "runs", "seats", "step", "watchers")
+    __slots__ = ("after", "before", "everybody", "looks", "moment", "news", "run", "runs", "seats", "step", "watchers")
 
     def __init__(self, hooks: Iterable[SessionRunHook]) -> None:
         self.everybody = [Seat(index, hook) for index, hook in enumerate(hooks)]
@@ -176,6 +176,8 @@ class Schedule:
         self.step = -1 if before.always else min(before.step, after.step)
         self.run = min(before.run, after.run)
         self.watchers = [seat for seat in self.seats if seat.when is not None]
+        self.looks = bool(self.watchers) or after.moment is not None
+        """Whether, behind the step, there is more to look at than the step count."""
         self.moment = min((m for m in (before.moment, after.moment) if m is not None), default=None)
 
     def start(self) -> None:
@@ -190,6 +192,12 @@ class Schedule:
             if seat.schedules:
                 seat.ask(self.runs)
         self._reckon()
+
+    def finds_somebody(self, outputs: Any) -> bool:
+        """Whether behind the step somebody is due whom the step count does not call."""
+        if self.after.moment is not None and time.monotonic() >= self.after.moment:
+            return True
+        return bool(self.watchers and self.noticed_by(outputs))
 
     def noticed_by(self, outputs: Any, seats: Container[Seat] = ()) -> list[Seat]:
         """Who, beside ``seats``, takes part in a run because of what its step returned."""
