@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchhooks import (
+    Due,
     FinalOpsHook,
     LoggingTensorHook,
     MonitoredLoop,
@@ -167,6 +168,15 @@ def test_each_method_is_named() -> None:
         ("after_run", 1),
         ("end", 1),
     ]
+
+
+def test_who_waits_to_find_out_whether_to_take_part_is_named() -> None:
+    class Watching(Doing):
+        def next_due(self) -> Due:
+            return Due(when=lambda loss: loss[0].item() < 0)
+
+    hook = Watching(print)
+    assert {sync[:3] for sync in audited(NanTensorHook("loss"), hook)} == {(hook, "Due.when", 1), (hook, "Due.when", 2)}
 
 
 def test_a_closure_counts_as_the_hook_that_asked_for_it() -> None:

@@ -20,7 +20,7 @@ from torchhooks.fetch import Evaluator
 from torchhooks.hook import SessionRunHook
 from torchhooks.loop import MonitoredLoop
 from torchhooks.readback import Copier, Readback, copiers, pack, unpack
-from torchhooks.schedule import Seat
+from torchhooks.schedule import Schedule, Seat
 
 
 class FakeDevice:
@@ -132,7 +132,7 @@ class Sync(NamedTuple):
 
     Args:
         hook: the hook that did it, or that asked for the fetch that did.
-        method: the hook's method, or ``"fetch"`` for what it asked for in ``before_run``.
+        method: the hook's method, ``"fetch"`` for what it asked for in ``before_run``, or ``"Due.when"``.
         step: the global step at that moment.
         operation: what waited: an operator on the CPU, torch's own message on a GPU.
     """
@@ -233,6 +233,7 @@ def _looks_for_the_places(name: str, args: Sequence[Any]) -> bool:
 
 _ARRIVED = {Readback.request.__code__, Readback._deliver.__code__}
 _EVALUATE = Evaluator.evaluate.__code__
+_LOOK = Schedule.noticed_by.__code__
 
 
 def _attributed(operation: str) -> Sync | None:
@@ -246,6 +247,8 @@ def _attributed(operation: str) -> Sync | None:
                 return None
             if code is _EVALUATE and isinstance(frame.f_locals["who"], Seat):
                 found = frame.f_locals["who"].hook, "fetch"
+            elif code is _LOOK:
+                found = frame.f_locals["seat"].hook, "Due.when"
             elif isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
                 found = instance, code.co_name
         elif isinstance(instance, MonitoredLoop):

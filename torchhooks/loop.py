@@ -64,18 +64,17 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _Asked = list[tuple[Seat, SessionRunArgs]]
+_Values = Mapping[Seat, SessionRunValues]
 
 
 class _Made(NamedTuple):
-    """How a step was made, beside by its arguments."""
+    """What hooks had to do with how a step was made."""
 
     fed: Mapping[str, Any]
     watched: Mapping[str, Any]
     options: RunOptions
     metadata: RunMetadata
 
-
-_Values = Mapping[Seat, SessionRunValues]
 
 _NO_OPTIONS = RunOptions()
 _NO_METADATA = RunMetadata()
