@@ -3,9 +3,9 @@
     pip install -e '.[peers]' && python benchmarks/peers.py [--check] [--only ignite lightning]
 
 Figures are processor time: what the training's thread spends between two steps, taken from inside of the step, and what
-other threads of the process spend at any time, beyond the bare ``for`` loop measured right before. Starting and ending
-a peer's loop is left out. The last column is the time between two steps alone, by the wall clock: it leaves out what a
-peer's thread takes from the steps, such as that of torch's SummaryWriter.
+other threads of the process spend from the first step to the last, beyond the bare ``for`` loop measured right before.
+Starting and ending a peer's loop is left out. The last column is the time between two steps alone, by the wall clock:
+it leaves out what a peer's thread takes from the steps, such as that of torch's SummaryWriter.
 
 Each peer lives in a process of its own; they take turns. How each is used stands in its file in ``peer_loops/``; one
 that is not installed is left out and named.

@@ -660,3 +660,24 @@ def test_where_files_cannot_be_locked_it_goes_without(path: Path, monkeypatch: p
         monkeypatch.setattr(jsonl, "fcntl", locks)
         filled(path, 1)
     assert steps(path) == [1, 1]
+
+
+def test_a_single_curve_goes_by_the_add_scalar_of_a_subclass(tmp_path: Path) -> None:
+    class Prefixing(JsonLinesWriter):
+        def add_scalar(self, tag: str, value: Any, step: int, walltime: float | None = None) -> None:
+            super().add_scalar(f"mine/{tag}", value, step, walltime)
+
+    with Prefixing(tmp_path / "curves.jsonl") as writer:
+        hooks = [
+            StepCounterHook(1, summary_writer=writer),
+            SummarySaverHook(1, summary_writer=writer, summary_op={"loss": "loss"}),
+        ]
+        with MonitoredLoop(lambda: 0.5, hooks=hooks) as loop:
+            loop.run()
+            loop.run()
+    lines = (tmp_path / "curves.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [tag for line in lines for tag in json.loads(line) if tag not in ("step", "time")] == [
+        "mine/loss",
+        "mine/global_step/sec",
+        "mine/loss",
+    ]

@@ -666,6 +666,20 @@ def test_a_hook_behind_one_that_moves_the_step_takes_part_in_that_run_and_goes_o
     assert hook.took_part == [10, 15, 20]
 
 
+def test_a_request_that_another_hook_adds_to_is_taken_as_it_is_before_the_step() -> None:
+    shared: list[Any] = ["loss"]
+    asking = RecordingHook(shared)
+
+    class Adding(SessionRunHook):
+        def before_run(self, run_context: SessionRunContext) -> None:
+            shared[1:] = [":output"]
+
+    model = torch.nn.Identity()
+    with MonitoredLoop(model, model, hooks=[asking, Adding()]) as loop:
+        loop.run(torch.tensor(0.5))
+    assert asking.results == [[0.5, 0.5]]
+
+
 # -- taking part because of what the step returned --------------------------------------------------------------------
 
 

@@ -88,6 +88,15 @@ def test_what_is_on_the_host_is_handed_over_at_once(readback: Readback, value: A
     assert not readback.waiting
 
 
+def test_a_list_that_goes_on_growing_is_handed_over_as_it_is_now(readback: Readback) -> None:
+    growing: list[float] = []
+    got: list[Any] = []
+    for _ in range(2):
+        growing.append(0.5)
+        readback.request(growing, got.append)
+    assert got == [[0.5], [0.5, 0.5]]
+
+
 def test_a_time_on_the_hosts_clock_is_handed_over_at_once(readback: Readback, clock: FakeClock) -> None:
     begin = Moment(torch.device("cpu"))
     clock.advance(2.5)

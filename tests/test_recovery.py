@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -728,6 +729,50 @@ def test_a_nan_that_stopped_the_run_goes_with_it(tmp_path: Path) -> None:
     traced = trace(*hooks, losses=[0.5, math.nan, 0.25, 0.5], checkpoint_dir=tmp_path)
     assert (traced.steps, traced.stop_reason) == ([1, 2, 3], "data ended")
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 1, 2, 3]
+
+
+class AskingLater(SessionRunHook):
+    """In its second run, asks to stop once the value of this run has arrived."""
+
+    runs = 0
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        self.runs += 1
+        return SessionRunArgs("loss")
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if self.runs == 2:
+            run_context.when_ready(run_values.results, lambda _: run_context.request_stop("late"))
+
+
+def test_a_stop_that_a_failed_run_asks_for_late_goes_with_it(tmp_path: Path) -> None:
+    hooks = [saving(tmp_path, every=1), AskingLater(), RecordingHook(raises={("after_run", 2): AbortedError})]
+    with FakeDevice(lag=5), Training().loop(tmp_path, *hooks) as loop:
+        for _ in loop.until_stop(range(30)):
+            loop.run()
+    assert loop.stop_reason == "data ended"
+
+
+def carry_on(context: StepContext[Any]) -> None:
+    with contextlib.suppress(AbortedError):
+        context.run_with_hooks()
+
+
+def test_a_stop_that_a_run_asks_for_late_whose_error_was_caught_goes_with_it() -> None:
+    hooks = [AskingLater(), RecordingHook(raises={("after_run", 2): AbortedError})]
+    with FakeDevice(lag=5), MonitoredLoop(lambda: torch.tensor(1.0), hooks=hooks) as loop:
+        for _ in loop.until_stop(range(30)):
+            loop.run_step_fn(carry_on)
+    assert loop.stop_reason == "data ended"
+
+
+def test_checkpoints_are_saved_again_after_a_run_with_nan_whose_error_was_caught(tmp_path: Path) -> None:
+    losses = iter([1.0, math.nan, 1.0, 1.0])
+    failing = RecordingHook(raises={("after_run", 2): AbortedError})
+    with MonitoredLoop(lambda: next(losses), hooks=[failing, NanTensorHook("loss"), saving(tmp_path, every=1)]) as loop:
+        for _ in range(4):
+            loop.run_step_fn(carry_on)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize("recovers", [True, False])

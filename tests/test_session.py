@@ -62,6 +62,14 @@ def test_the_device_is_where_the_model_is(model: torch.nn.Linear) -> None:
     assert Session(model.to("meta")).device == torch.device("meta")
 
 
+def test_the_device_follows_a_model_whose_parameters_are_replaced() -> None:
+    model = torch.nn.Linear(2, 2, device="meta")
+    session = Session(model)
+    before = session.device
+    model.to_empty(device="cpu")
+    assert (before, session.device) == (torch.device("meta"), torch.device("cpu"))
+
+
 def test_a_model_of_buffers_has_their_device() -> None:
     assert Session(torch.nn.BatchNorm1d(2, affine=False, device="meta")).device == torch.device("meta")
 

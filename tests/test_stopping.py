@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -260,16 +261,6 @@ def test_a_hook_that_found_nan_may_be_used_again() -> None:
 # -- GlobalStepWaiterHook ---------------------------------------------------------------------------------------------
 
 
-class Asked(NanTensorHook):
-    """Counts how often it is asked what it wants."""
-
-    times = 0
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        self.times += 1
-        return super().before_run(run_context)
-
-
 @pytest.mark.parametrize(
     ("name", "outputs", "times"),
     [
@@ -287,17 +278,52 @@ class Asked(NanTensorHook):
         (":output", torch.tensor(1.0), 9),
     ],
 )
-def test_takes_no_part_in_runs_where_one_number_of_its_own_name_is_finite(name: Any, outputs: Any, times: int) -> None:
-    model, hook = torch.nn.Linear(1, 1), Asked(name)
+def test_takes_no_part_in_runs_where_one_number_of_its_own_name_is_finite(
+    name: Any, outputs: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    before_run = NanTensorHook.before_run
+
+    def counted(hook: NanTensorHook, run_context: SessionRunContext) -> SessionRunArgs:
+        asked.append(run_context.session.global_step)
+        return before_run(hook, run_context)
+
+    monkeypatch.setattr(NanTensorHook, "before_run", counted)
+    model = torch.nn.Linear(1, 1)
 
     def step(x: float) -> Any:
         model(torch.ones(1))
         return outputs
 
-    with MonitoredLoop(step, model, hooks=[hook]) as loop:
+    with MonitoredLoop(step, model, hooks=[NanTensorHook(name)]) as loop:
         for _ in range(9):
             loop.run(0.5)
-    assert hook.times == times
+    assert len(asked) == times
+
+
+@pytest.mark.parametrize("method", ["before_run", "after_run"])
+def test_a_subclass_with_a_run_method_of_its_own_takes_part_in_every_run(method: str) -> None:
+    runs: list[int] = []
+
+    def own(hook: NanTensorHook, run_context: SessionRunContext, *values: Any) -> Any:
+        runs.append(run_context.session.global_step)
+        return getattr(NanTensorHook, method)(hook, run_context, *values)
+
+    subclass = type("Own", (NanTensorHook,), {method: own})
+    trace(subclass("loss"), losses=[0.5] * 3)
+    assert len(runs) == 3
+
+
+def test_a_mapping_needs_no_get() -> None:
+    class Outputs:
+        def __getitem__(self, name: str) -> float:
+            return 1.0
+
+        def __contains__(self, name: object) -> bool:
+            return name == "loss"
+
+    Mapping.register(Outputs)
+    assert trace(NanTensorHook("loss"), losses=[Outputs()] * 3).steps == [1, 2, 3]
 
 
 def test_an_output_that_is_not_always_there_is_asked_for_as_ever() -> None:

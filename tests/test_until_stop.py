@@ -253,3 +253,12 @@ def test_the_end_of_another_iterator_in_the_body_ends_the_loop_cleanly() -> None
             loop.run()
     assert hook.calls[-2:] == [("end", 1), ("teardown",)]
     assert loop.stop_reason == "StopIteration"
+
+
+def test_there_is_no_reason_for_an_end_while_the_data_beside_go_on() -> None:
+    reasons = []
+    with MonitoredLoop(lambda: None) as loop:
+        for _ in itertools.zip_longest(loop.until_stop([1, 2]), loop.until_stop([1, 2, 3, 4])):
+            loop.run()
+            reasons.append(loop.stop_reason)
+    assert reasons == [None] * 4

@@ -137,6 +137,7 @@ class SessionRunContext:
     _readback: Readback
     _args: tuple[Any, ...]
     _kwargs: Mapping[str, Any]
+    _void: bool = False  # the run has failed: what is asked for in it does not count
 
     @classmethod
     def of(cls, session: Session, step: Step, readback: Readback) -> type[Self]:
@@ -163,9 +164,10 @@ class SessionRunContext:
         """
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
-            self.session._stops.append(self)
-            if self.finished:
-                self.session._wake()
+            if not self._void:
+                self.session._stops.append(self)
+                if self.finished:
+                    self.session._wake()
 
     def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
         """Call ``callback(host_values)`` as soon as ``values`` are on the host, without making anybody wait.
@@ -236,7 +238,8 @@ class SessionRunHook:
         ``global_step`` has, however many steps the run counted. The clock is read at the same point.
 
         ``Due.when`` is looked at after the step, whatever the hook overrides. A hook that takes part because of it has
-        both methods called then: it can still ask for values, but not feed, trace, or watch a submodule.
+        both methods called then: it can still ask for values, but not feed, trace, or watch a submodule, and its
+        ``before_run`` sees what the step has left, the global step included.
         """
         return None
 

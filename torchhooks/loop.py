@@ -300,7 +300,6 @@ class MonitoredLoop(Generic[R]):
         wait = self._session._data_waits.setdefault(depth, DataWait())
         schedule, position = self._schedule, self._position
         place = position.begin(iterable, aside=self._busy)
-        is_first = True
         try:
             iterator: Iterator[Any] = position.iterator(place, iterable, resume, self.should_stop)
             while not (self._stopping or (schedule.news and self.should_stop())):
@@ -315,10 +314,8 @@ class MonitoredLoop(Generic[R]):
                     if depth == 1 and not self._stopping:
                         self._stop_reason = "data ended"
                     return
-                if is_first:
-                    is_first = False
-                    if not self._stopping:
-                        self._stop_reason = None  # the data of an earlier loop had ended
+                if self._stop_reason is not None and not self._stopping:
+                    self._stop_reason = None  # the data of another loop had ended
                 runs = schedule.runs
                 if runs - place.runs > 1:
                     place.several = True
@@ -521,7 +518,8 @@ class MonitoredLoop(Generic[R]):
                         request = before_run(context)
                         if request is not None:
                             if request is not seat.plain:
-                                plain = _is_plain(asked, seat, request) and plain
+                                _check_request(asked, seat, request)
+                                plain = plain and request is seat.plain
                             asked.append((seat, request))
                         if session._global_step != step:  # this hook set it, and those behind it go by what they find
                             step = session._global_step
@@ -619,7 +617,8 @@ class MonitoredLoop(Generic[R]):
                 seat.catch_up(schedule.runs)
                 request = seat.before_run(context)
                 if request is not None:
-                    if request is not seat.plain and not _is_plain(asked, seat, request):
+                    if request is not seat.plain:
+                        _check_request(asked, seat, request)
                         _check_late(seat, request)
                     asked.append((seat, request))
         except BaseException as error:
@@ -710,8 +709,11 @@ class MonitoredLoop(Generic[R]):
 
     def _recovered_from(self, error: BaseException) -> bool:
         """The run was left by ``error``: recover, or else the loop is over. Whether the run is to be made again."""
-        stops = self._session._stops
-        stops[:] = [context for context in stops if context.finished]  # what was asked for in this run is void
+        failed, self._session._live = self._session._live, None
+        if failed is not None:
+            failed._void = True  # and so is a stop that was asked for in it
+            if failed in self._session._stops:
+                self._session._stops.remove(failed)
         try:
             if self._may_recover(error):
                 self._recover(error)
@@ -826,13 +828,8 @@ class StepContext(Generic[R]):
         raise StopIteration("step_fn asked to stop")
 
 
-def _is_plain(asked: _Asked, seat: Seat, request: Any) -> bool:
-    """Whether ``seat`` asks for values only, and for none that has to be watched for.
-
-    Raises:
-        TypeError: it is no request.
-        FeedError: it feeds what is fed already.
-    """
+def _check_request(asked: _Asked, seat: Seat, request: Any) -> None:
+    """Raise if what ``seat`` asks for is no request, or feeds what is fed already."""
     if not isinstance(request, SessionRunArgs):
         raise TypeError(f"before_run of {seat} returned {request!r}: return SessionRunArgs(fetches) or None")
     fetches, feed_dict, options = request
@@ -845,11 +842,8 @@ def _is_plain(asked: _Asked, seat: Seat, request: Any) -> bool:
                     f"{seat} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, take one "
                     "of them out"
                 )
-    if feed_dict is not None or options is not None or watched_names(fetches):
-        return False
-    if is_fixed(fetches):
+    if feed_dict is None and options is None and is_fixed(fetches) and not watched_names(fetches):
         seat.plain = request  # and stays so, since none of it can change
-    return True
 
 
 def _check_late(seat: Seat, request: SessionRunArgs) -> None:

@@ -359,17 +359,15 @@ def _landed(copies: dict[int, torch.Tensor], leaf: Any) -> Any:
 
 
 def _all_here(values: Any) -> bool:
-    """Whether ``values`` are what most are, with nothing to be brought or to be waited for: a quick look."""
+    """Whether ``values`` are what most are, with nothing to be brought, waited for or copied: a quick look."""
     parts = [values]
     for part in parts:
         kind = type(part)
         if kind is torch.Tensor:
             if "cpu" in copiers or not part.is_cpu:
                 return False
-        elif kind is dict:
-            parts += part.values()  # which the loop comes to
-        elif isinstance(part, (list, tuple)):
-            parts += part
+        elif isinstance(part, tuple):
+            parts += part  # which the loop comes to
         elif not (part is None or kind is float or kind is int or kind is str or isinstance(part, ComposedFetch)):
             return False
     return True

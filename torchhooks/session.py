@@ -82,7 +82,6 @@ class Session:
         self._depth = 0
         self._pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
-        self._somewhere: torch.Tensor | None = None
         self._live: SessionRunContext | None = None  # the run under way, if somebody takes part in it
         self._stops: list[SessionRunContext] = []  # the runs in which it was asked for, or after which
         self._closed = False
@@ -113,9 +112,10 @@ class Session:
     @property
     def device(self) -> torch.device:
         """Where the model's first parameter or buffer is; without one, the CPU."""
-        if self._somewhere is None and self.model is not None:
-            self._somewhere = next(itertools.chain(self.model.parameters(), self.model.buffers()), None)
-        return _CPU if self._somewhere is None else self._somewhere.device
+        if self.model is not None:
+            for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
+                return tensor.device
+        return _CPU
 
     @contextmanager
     def paused(self) -> Iterator[None]:

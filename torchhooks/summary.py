@@ -308,24 +308,19 @@ def write_summaries(writer: Any, composed: Any, step: int, walltime: float | Non
 
     A writer with ``add_points`` gets all scalars in one call, which makes one event of them.
     """
-    takes_points = hasattr(writer, "add_points")
-    points: list[tuple[str, float]] = []
-    others: list[Summary] = []
-    for one in _each(composed):
-        if takes_points and isinstance(one.op, scalar):
-            points.append((one.op.tag, one.op.number(one.value)))
-        else:
-            others.append(one)
-    if points:
-        writer.add_points(points, step, walltime)
-    for op, value in others:
+    summaries = _each(composed)
+    scalars = [(one.op, one.value) for one in summaries if isinstance(one.op, scalar)]
+    if len(scalars) > 1 and hasattr(writer, "add_points"):
+        writer.add_points([(op.tag, op.number(value)) for op, value in scalars], step, walltime)
+        summaries = [one for one in summaries if not isinstance(one.op, scalar)]
+    for op, value in summaries:
         op.write(writer, value, step, walltime)
 
 
 def write_points(writer: Any, points: Mapping[str, float], step: int, walltime: float) -> None:
     """Write a point of each of several curves, by tag."""
-    if hasattr(writer, "add_points"):
-        writer.add_points(points.items(), step, walltime)
+    if len(points) > 1 and hasattr(writer, "add_points"):
+        writer.add_points(list(points.items()), step, walltime)
     else:
         write_summaries(writer, [Summary(scalar(tag, tag), value) for tag, value in points.items()], step, walltime)
 

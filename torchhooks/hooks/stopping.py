@@ -108,7 +108,9 @@ class NanTensorHook(SessionRunHook):
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._message = self._badness.found = None  # after a recovery the state is one from before the NaN
-        self._out_of_sight = type(self._loss_tensor) is not str or bool(watched_names(self._loss_tensor))
+        # A subclass that does something of its own in runs is called in all of them.
+        own = any(getattr(type(self), name) is not getattr(NanTensorHook, name) for name in ("before_run", "after_run"))
+        self._out_of_sight = own or type(self._loss_tensor) is not str or bool(watched_names(self._loss_tensor))
         session.guard_checkpoints(lambda: self._message or self._what_is_wrong_now(session))
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
@@ -128,12 +130,14 @@ class NanTensorHook(SessionRunHook):
     def _looks_bad(self, outputs: Any) -> bool:
         name, value = self._loss_tensor, outputs
         if name != "loss" or type(outputs) is not torch.Tensor:
-            value = named_outputs(outputs).get(name)
+            named = named_outputs(outputs)
+            value = named[name] if name in named else None  # noqa: SIM401 - a mapping of the user's may have no get()
         if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1 and "cpu" not in copiers:
             value = value.item()
-        if type(value) is float:
-            return not math.isfinite(value)
-        self._out_of_sight = True
+        if type(value) is float and math.isfinite(value):
+            self._badness.found = None
+            return False
+        self._out_of_sight = self._out_of_sight or type(value) is not float
         return True
 
     def _what_is_wrong_now(self, session: Session) -> str | None:
