@@ -3,9 +3,10 @@
     pip install -e '.[peers]' && python benchmarks/peers.py [--check] [--only ignite lightning]
 
 Figures are processor time: what the training's thread spends between two steps, taken from inside of the step, and what
-other threads of the process spend from the first step to the last, beyond the bare ``for`` loop measured right before.
-Starting and ending a peer's loop is left out. The last column is the time between two steps alone, by the wall clock:
-it leaves out what a peer's thread takes from the steps, such as that of torch's SummaryWriter.
+other threads of the process spend from the first step to the end, beyond the bare ``for`` loop measured right before.
+What the training's own thread does to start and end a peer's loop is left out. The last column is the time between two
+steps alone, by the wall clock: it leaves out what a peer's thread takes from the steps, such as that of torch's
+SummaryWriter.
 
 Each peer lives in a process of its own; they take turns. How each is used stands in its file in ``peer_loops/``; one
 that is not installed is left out and named.
@@ -91,28 +92,30 @@ def serve(name: str, connection: Connection, folder: str) -> None:
 
 
 class Billed(Stamped):
-    """A step that notes processor time: this thread's between two calls, and what all other threads took meanwhile."""
+    """A step that notes processor time: this thread's between two calls, and all other threads' from the first on."""
 
     def reset(self) -> None:
         super().reset()
-        self._began = 0
-        self._others = 0
+        self._others_before = 0
 
     def __call__(self, batch: Tensor) -> Tensor:
         started = thread_time_ns()
         if self.runs:
             self.gaps.append(started - self._ended)
         else:
-            self._began = process_time_ns() - thread_time_ns()
+            self._others_before = _others_ns()
         self.runs += 1
         loss = self._step(batch)
-        self._others = process_time_ns() - thread_time_ns() - self._began
         self._ended = thread_time_ns()
         return loss
 
     @property
     def us_a_step(self) -> float:
-        return super().us_a_step + self._others / self.runs / 1e3
+        return super().us_a_step + (_others_ns() - self._others_before) / self.runs / 1e3
+
+
+def _others_ns() -> int:
+    return process_time_ns() - thread_time_ns()
 
 
 def measure(peer: Any, which: str, column: str, steps: int, folder: str) -> float:
@@ -127,9 +130,10 @@ def measure(peer: Any, which: str, column: str, steps: int, folder: str) -> floa
     peer.train(Job(column, steps, step, training.model, training.optimizer, training.batch, folder))
     if step.runs != steps:
         raise AssertionError(f"made {step.runs} steps instead of {steps}")
+    us_a_step = step.us_a_step  # now that what threads had left to do is done
     if column in ("monitored", "nan"):
         check_written(Path(folder), steps)
-    return step.us_a_step - bare
+    return us_a_step - bare
 
 
 def check_written(folder: Path, steps: int) -> None:
