@@ -258,9 +258,6 @@ def test_a_hook_that_found_nan_may_be_used_again() -> None:
     assert trace(hook, losses=[0.5, 0.5]).steps == [1, 2]
 
 
-# -- GlobalStepWaiterHook ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "outputs", "times"),
     [
@@ -340,6 +337,9 @@ def test_a_fed_value_of_the_name_of_an_output_is_the_one_that_is_watched() -> No
         MonitoredLoop(lambda loss: 1.0, hooks=[feeds, NanTensorHook("loss")]) as loop,
     ):
         loop.run()
+
+
+# -- GlobalStepWaiterHook ---------------------------------------------------------------------------------------------
 
 
 class Advances(SessionRunHook):

@@ -94,7 +94,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 def is_fixed(tree: Any) -> bool:
     """Whether nobody can put another leaf into ``tree``: it is a leaf, or a tuple of what is fixed."""
     kind = type(tree)
-    return all(map(is_fixed, tree)) if kind is tuple else _rebuilds.setdefault(kind, _how_to_rebuild(kind)) is None
+    if kind is tuple:
+        return all(map(is_fixed, tree))
+    if kind not in _rebuilds:
+        _rebuilds[kind] = _how_to_rebuild(kind)
+    return _rebuilds[kind] is None
 
 
 def _how_to_rebuild(kind: type) -> _Rebuild | None:

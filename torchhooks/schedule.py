@@ -172,7 +172,7 @@ class Schedule:
         before.reckon()
         after.reckon()
         if after.always:
-            after.step = -1
+            after.step = -1  # somebody takes part behind every step
         self.step = -1 if before.always else min(before.step, after.step)
         self.run = min(before.run, after.run)
         self.watchers = [seat for seat in self.seats if seat.when is not None]

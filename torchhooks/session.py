@@ -83,7 +83,7 @@ class Session:
         self._pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._live: SessionRunContext | None = None  # the run under way, if somebody takes part in it
-        self._stops: list[SessionRunContext] = []  # the runs in which it was asked for, or after which
+        self._stops: list[SessionRunContext] = []  # the runs in which, or after which, a stop was asked for
         self._closed = False
         self._inputs: Collection[str] = ()
 

@@ -317,20 +317,12 @@ def write_summaries(writer: Any, composed: Any, step: int, walltime: float | Non
         op.write(writer, value, step, walltime)
 
 
-def write_points(writer: Any, points: Mapping[str, float], step: int, walltime: float) -> None:
-    """Write a point of each of several curves, by tag."""
-    if len(points) > 1 and hasattr(writer, "add_points"):
-        writer.add_points(list(points.items()), step, walltime)
-    else:
-        write_summaries(writer, [Summary(scalar(tag, tag), value) for tag, value in points.items()], step, walltime)
-
-
 def _each(composed: Any) -> list[Summary]:
     if type(composed) is Summary:
         return [composed]
     flat: list[Summary] = []
-    is_list = type(composed) is tuple or type(composed) is list
-    for part in composed.values() if not is_list and isinstance(composed, Mapping) else composed:
+    parts = composed.values() if not isinstance(composed, (list, tuple)) and isinstance(composed, Mapping) else composed
+    for part in parts:
         flat += [part] if type(part) is Summary else _each(part)
     return flat
 

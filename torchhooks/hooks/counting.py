@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from torchhooks import summary
@@ -18,6 +17,7 @@ from torchhooks.timer import Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
 _RATE = "global_step/sec"
+_CURVES = {tag: summary.scalar(tag, tag) for tag in (_RATE, "examples/sec", "waiting_for_data")}
 _WORTH_A_LINE = 0.01, 1e-5  # of the time, and seconds a step: less is what asking for an item takes
 
 
@@ -128,14 +128,17 @@ class StepCounterHook(SessionRunHook):
             # Of the host's time, whose waiting it is.
             share = (self._waited_secs - waited) / (self._began.secs - begin.secs - sum(p.host_secs for p in pauses))
         elapsed = Elapsed(begin, self._began)
+        times = elapsed if elapsed.event is not None else elapsed.host_secs, tuple(pauses)
         report = functools.partial(self._report, session.global_step, time.time(), steps, share)
-        if elapsed.event is None and not pauses:
-            report((elapsed.host_secs, ()))  # what when_ready would do, by a longer way
-        else:
-            run_context.when_ready((elapsed, pauses), report)
+        run_context.when_ready(times, report)
 
     def _report(
-        self, step: int, wall_time: float, steps: int, waiting_share: float | None, times: tuple[float, Sequence[float]]
+        self,
+        step: int,
+        wall_time: float,
+        steps: int,
+        waiting_share: float | None,
+        times: tuple[float, tuple[float, ...]],
     ) -> None:
         elapsed, pauses = times
         secs = elapsed - sum(pauses)
@@ -150,7 +153,8 @@ class StepCounterHook(SessionRunHook):
             if waiting_share >= _WORTH_A_LINE[0] and waiting_share * secs >= _WORTH_A_LINE[1] * steps:
                 logger.info("waiting for data: %.1f%% of the time", 100 * waiting_share)
         if self._target.writer is not None:
-            summary.write_points(self._target.writer, curves, step, wall_time)
+            points = [summary.Summary(_CURVES[tag], value) for tag, value in curves.items()]
+            summary.write_summaries(self._target.writer, points, step, wall_time)
 
     def _period_is_over(self) -> bool:
         if self._every_n_steps is not None:

@@ -135,7 +135,7 @@ class NanTensorHook(SessionRunHook):
         if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1 and "cpu" not in copiers:
             value = value.item()
         if type(value) is float and math.isfinite(value):
-            self._badness.found = None
+            self._badness.found = None  # that of an earlier run
             return False
         self._out_of_sight = self._out_of_sight or type(value) is not float
         return True
