@@ -40,7 +40,6 @@ from torchhooks.hook import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
-    Stateful,
 )
 from torchhooks.hooks.best import BestCheckpointHook
 from torchhooks.hooks.counting import StepCounterHook
@@ -51,6 +50,7 @@ from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopA
 from torchhooks.jsonl import JsonLinesWriter
 from torchhooks.loop import MonitoredLoop, StepContext
 from torchhooks.session import Scaffold, Session
+from torchhooks.stateful import Stateful
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
 from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
 from torchhooks.training import MonitoredTrainingLoop

@@ -24,7 +24,6 @@ import errno
 import math
 import operator
 import os
-import random
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -47,14 +46,14 @@ from torchhooks.checkpoint_files import (
     verify,
 )
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief
-from torchhooks.fetch import shortened
-from torchhooks.hook import call_repr
 from torchhooks.log import logger
+from torchhooks.randomness import random_states, set_random_states
 from torchhooks.readback import DeviceEvent, copiers
+from torchhooks.stateful import Stateful, has_state
+from torchhooks.text import call_repr, shortened
 from torchhooks.timer import seconds
 
 if TYPE_CHECKING:
-    from torchhooks.hook import Stateful
     from torchhooks.session import Session
 
 __all__ = ["Checkpoint", "Saver", "best_checkpoint", "latest_checkpoint", "list_checkpoints", "scored_checkpoints"]
@@ -370,7 +369,7 @@ def _parts(session: Session) -> dict[str, Stateful]:
         parts[name] = part
     parts |= {f"{_HOOKS}{name}": hook for name, hook in getattr(session, "hooks", {}).items()}
     for name, part in parts.items():
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        if not has_state(part):
             raise CheckpointError(
                 f"{name!r} is {_a(part)}, without state_dict() and load_state_dict(): add them, or leave it out."
             )
@@ -560,34 +559,6 @@ def _copy(pieces: list[tuple[np.ndarray, np.ndarray]]) -> None:
     work()
     for helper in helpers:
         helper.join()
-
-
-def random_states() -> dict[str, Any]:
-    """The states of the random numbers of Python, NumPy, torch and, once it is in use, CUDA."""
-    states = {
-        "python": random.getstate(),
-        "numpy": _without_arrays(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Put :func:`random_states` back, on as many CUDA devices as there are."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device, state in enumerate(states.get("cuda", [])[:devices]):
-        torch.cuda.set_rng_state(state, device)
-
-
-def _without_arrays(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _without_arrays(value) for key, value in state.items()}
-    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def _read(path: str) -> dict[str, Any]:

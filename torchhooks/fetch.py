@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import numbers
@@ -41,6 +40,7 @@ import numpy as np
 import torch
 
 from torchhooks.errors import FetchError, NoRunYetError
+from torchhooks.text import did_you_mean, shortened
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
@@ -478,15 +478,3 @@ class Evaluator:
             tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
             names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # torch.compile's name for what it wraps
         return [*dict.fromkeys([*names, *self._inputs()])]
-
-
-def did_you_mean(name: str, names: list[str]) -> str:
-    """The question, after a space, or nothing if none of ``names`` is like ``name``."""
-    near = difflib.get_close_matches(name, names, n=3)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
-def shortened(names: list[str], limit: int = 24) -> str:
-    """``names`` in one line, the end of a long list counted instead of shown."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -56,9 +56,8 @@ not call its run methods, and a run in which nobody takes part costs next to not
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torchhooks.timer import Due
 
@@ -248,27 +247,3 @@ class SessionRunHook:
 
         For hooks that count their runs.
         """
-
-
-def call_repr(instance: object, *args: Any, **kwargs: Any) -> str:
-    """The call that would make ``instance`` again; keyword arguments that have their default value are left out."""
-    parameters = inspect.signature(type(instance)).parameters
-    shown = [repr(value) for value in args]
-    shown += [
-        f"{name}={value!r}"
-        for name, value in kwargs.items()
-        if name not in parameters or value is not parameters[name].default
-    ]
-    return f"{type(instance).__name__}({', '.join(shown)})"
-
-
-class Stateful(Protocol):
-    """What can be kept in a checkpoint: modules, optimizers, schedulers, scalers, loaders."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Everything that is needed to go on from here."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> object:
-        """Go on from there."""
-        ...

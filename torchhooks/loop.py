@@ -40,7 +40,6 @@ from torchhooks.hook import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
-    Stateful,
 )
 from torchhooks.log import logger, show_lines
 from torchhooks.position import Position
@@ -49,6 +48,7 @@ from torchhooks.readback import Readback
 from torchhooks.recovery import Recovery
 from torchhooks.schedule import Schedule, Seat, in_order
 from torchhooks.session import NO_OUTPUTS, DataWait, Scaffold, Session
+from torchhooks.stateful import Stateful
 from torchhooks.step import (
     Step,
     check_hook_states,

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from torchhooks.checkpoint import random_states, set_random_states
 from torchhooks.log import logger
+from torchhooks.randomness import random_states, set_random_states
+from torchhooks.stateful import Stateful, has_state
 
 if TYPE_CHECKING:
-    from torchhooks.hook import Stateful
     from torchhooks.schedule import Schedule
 
 
@@ -275,7 +275,7 @@ class Position:
         """Keep ``iterable`` in view, if it has something to save; under the last of its keys."""
         live = {other: loader for other, loader in self._loaders.items() if loader() is not None}
         self._loaders = {other: loader for other, loader in live.items() if loader() is not iterable}
-        if _is_stateful(iterable) or _generators(iterable):
+        if has_state(iterable) or _generators(iterable):
             try:
                 self._loaders[key] = weakref.ref(iterable)
             except TypeError:  # it has __slots__
@@ -284,12 +284,12 @@ class Position:
     def _loader_state(self, loader: Any, in_hand: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"generators": [generator.get_state() for generator in _generators(loader)]}
         # What a DataLoader says is where it is in an epoch. If none is under way, its generators make the next one.
-        if _is_stateful(loader) and not self._is_in_state(loader) and (in_hand or not isinstance(loader, DataLoader)):
+        if has_state(loader) and not self._is_in_state(loader) and (in_hand or not isinstance(loader, DataLoader)):
             state["state"] = loader.state_dict()
         return state
 
     def _restore_loader(self, loader: Any, saved: dict[str, Any], also_settled: bool = False) -> None:
-        if "state" in saved and _is_stateful(loader):
+        if "state" in saved and has_state(loader):
             loader.load_state_dict(saved.pop("state"))
         for generator, state in zip(_generators(loader), saved.get("generators", ()), strict=False):
             if also_settled or not any(generator is other for other in self._settled):
@@ -324,7 +324,7 @@ class Position:
             place.taken = place.resumed = 0
             logger.info("%s goes on where it stands. %s", _name(iterable), _NOT_AN_ITERATOR)
             return iter(iterable)
-        if _is_stateful(iterable) and ("state" in loader or self._is_in_state(iterable)):
+        if has_state(iterable) and ("state" in loader or self._is_in_state(iterable)):
             self._restore_loader(iterable, loader)
             if not done:
                 place.taken = place.resumed = owed["taken"]
@@ -374,7 +374,7 @@ _NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, 
 
 def _started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
     """``iter(iterable)``; how the random numbers stand before it is noted where it may draw from them."""
-    own_way = _is_stateful(iterable) and not isinstance(iterable, DataLoader)
+    own_way = has_state(iterable) and not isinstance(iterable, DataLoader)
     if not (own_way or isinstance(iterable, _MAY_HAVE_GROWN) or _is_plain_iterator(iterable)):
         place.before = {
             "random": random_states(),
@@ -399,13 +399,9 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
 
-def _is_stateful(iterable: object) -> bool:
-    return hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
-
-
 def _is_plain_iterator(iterable: object) -> bool:
     """Whether it stands somewhere, can be iterated only on from there, and cannot say where."""
-    return isinstance(iterable, Iterator) and not _is_stateful(iterable)
+    return isinstance(iterable, Iterator) and not has_state(iterable)
 
 
 def _name(iterable: object) -> str:

@@ -13,9 +13,10 @@ import torch
 from torchhooks.checkpoint import Saver
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.fetch import Evaluator, detached, map_leaves, watched_names
-from torchhooks.hook import SessionRunContext, Stateful
+from torchhooks.hook import SessionRunContext
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
+from torchhooks.stateful import Stateful
 
 if TYPE_CHECKING:
     from torchhooks.position import Position

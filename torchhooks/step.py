@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from torchhooks.errors import FeedError
-from torchhooks.fetch import shortened
-from torchhooks.hook import RunMetadata, SessionRunArgs, SessionRunHook, Stateful
+from torchhooks.hook import RunMetadata, SessionRunArgs, SessionRunHook
 from torchhooks.log import logger
+from torchhooks.stateful import Stateful, has_state
+from torchhooks.text import shortened
 from torchhooks.watch import ModuleWatch
 
 
@@ -127,7 +128,7 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
     for hook in hooks:
         if getattr(hook, "saves_checkpoints", False):
             saver = saver or hook
-        if hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict"):
+        if has_state(hook):
             name = getattr(hook, "name", None) or type(hook).__name__
             if name in named:
                 raise ValueError(
@@ -170,6 +171,6 @@ def check_state(state: Mapping[str, Stateful] | None) -> Mapping[str, Stateful]:
     """``state``, copied, or a TypeError that names what has no state."""
     copied = dict(state or {})
     for name, part in copied.items():
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        if not has_state(part):
             raise TypeError(f"state[{name!r}]={part!r}: must have state_dict() and load_state_dict()")
     return copied

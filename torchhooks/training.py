@@ -28,12 +28,13 @@ import torch
 
 from torchhooks.checkpoint import latest_checkpoint
 from torchhooks.errors import CheckpointError, add_note
-from torchhooks.hook import SessionRunHook, Stateful
+from torchhooks.hook import SessionRunHook
 from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.saving import CheckpointSaverHook, SummarySaverHook
 from torchhooks.log import logger, show_lines
 from torchhooks.loop import MonitoredLoop
 from torchhooks.session import Scaffold
+from torchhooks.stateful import Stateful, has_state
 from torchhooks.step import check_hook_states, check_hooks
 from torchhooks.timer import SecondOrStepTimer, seconds
 
@@ -190,7 +191,7 @@ def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
     """``hooks``, with those that have a state before the first that saves checkpoints."""
     savers = [place for place, hook in enumerate(hooks) if getattr(hook, "saves_checkpoints", False)]
     first = savers[0] if savers else len(hooks)
-    behind = [(hasattr(hook, "state_dict") and hasattr(hook, "load_state_dict"), hook) for hook in hooks[first:]]
+    behind = [(has_state(hook), hook) for hook in hooks[first:]]
     late = [hook for has_state, hook in behind if has_state]
     return [*hooks[:first], *late, *(hook for has_state, hook in behind if not has_state)]
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from torchhooks.errors import FetchError
-from torchhooks.fetch import did_you_mean, leaves, map_leaves, shortened, snapshot
+from torchhooks.fetch import leaves, map_leaves, snapshot
+from torchhooks.text import did_you_mean, shortened
 
 
 class ModuleWatch:

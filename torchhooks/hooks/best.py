@@ -13,10 +13,11 @@ from torchhooks.checkpoint import Saver, scored_checkpoints
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError
 from torchhooks.fetch import ComposedFetch, describe, watched_names
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
+from torchhooks.text import call_repr
 from torchhooks.timer import Due, SecondOrStepTimer, count
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")

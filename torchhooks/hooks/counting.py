@@ -9,10 +9,11 @@ from typing import Any
 
 from torchhooks import summary
 from torchhooks.coordinator import Coordinator
-from torchhooks.hook import SessionRunContext, SessionRunHook, SessionRunValues, call_repr
+from torchhooks.hook import SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
+from torchhooks.text import call_repr
 from torchhooks.timer import Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, call_repr
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook
+from torchhooks.text import call_repr
 
 
 class FeedFnHook(SessionRunHook):

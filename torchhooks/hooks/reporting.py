@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from torchhooks.fetch import map_leaves, watched_names
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
+from torchhooks.text import call_repr
 from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
 
 

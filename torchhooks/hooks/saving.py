@@ -9,9 +9,10 @@ from typing import Any
 
 from torchhooks import summary
 from torchhooks.coordinator import Coordinator
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.session import Scaffold, Session
+from torchhooks.text import call_repr
 from torchhooks.timer import NEVER, Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 

@@ -15,10 +15,11 @@ import torch
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves, named_outputs, watched_names
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, call_repr
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import copiers, is_remote, to_host
 from torchhooks.session import Session
+from torchhooks.text import call_repr
 from torchhooks.timer import NEVER, Due, count
 
 _POLL_SECS = 0.1

@@ -1,0 +1,41 @@
+"""Random states of Python, NumPy and torch: read them, and set them again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states() -> dict[str, Any]:
+    """Return the global random states of Python, NumPy and torch, and of CUDA once it is in use.
+
+    The states are plain data, so that ``torch.load(..., weights_only=True)`` can read them back.
+    """
+    states = {
+        "python": random.getstate(),
+        "numpy": _without_arrays(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set what :func:`random_states` returned, on as many CUDA devices as there are."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, state in enumerate(states.get("cuda", [])[:devices]):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
