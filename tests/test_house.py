@@ -1,4 +1,4 @@
-"""The house keeps its shape: who imports whom, what is public, and what an import does."""
+"""The architecture: which module imports which, who owns an attribute, what is public, and what an import does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,39 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up. A module imports only from floors below its own, so those on one floor do not know each other.
 FLOORS: list[set[str]] = [
-    {"errors", "log", "randomness", "stateful", "text", "timer"},
+    # values
+    {"closing", "errors", "log", "progress", "randomness", "stateful", "text", "timer"},
+    # mechanisms
+    {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "preemption", "recovery"},
+    {"ending", "position", "readback", "step", "summary", "watch"},
+    {"jsonl", "snapshot", "state", "writers"},
+    {"checkpoint"},
+    # the session and the contract
+    {"session"},
     {"hook"},
-    {"events", "fetch"},
-    {"checkpoint_files", "coordinator", "distributed", "readback", "summary", "watch"},
-    {"checkpoint", "jsonl", "preemption", "recovery", "writers"},
-    {"position", "schedule", "session", "step"},
-    {"costs"},
-    {"loop", "hooks"},  # "hooks" is each module of torchhooks/hooks/
+    # the parts of the loop
+    {"arguments", "schedule"},
+    {"costs", "data"},
+    {"run"},
+    {"sessions"},
+    # the loop, and the hooks, which do not know it; "hooks" is each module of torchhooks/hooks/
+    {"hooks", "loop"},
+    # the roof
     {"training"},
     {"devices"},
     {"testing"},
     {"torchhooks"},
 ]
+
+# Private attributes that another class may touch, by module and expression, with the reason.
+PRIVATE_ACCESS = {
+    ("torchhooks.devices", "tensor._is_on_host"): "a mark on a tensor, which is torch's class and not ours",
+    ("torchhooks.devices", "sys._getframe"): "CPython's only way to a frame of the stack",
+    ("torchhooks.fetch", "fresh._is_snapshot"): "a mark on a tensor, which is torch's class and not ours",
+    ("torchhooks.summary", "writer._get_file_writer"): "torch's SummaryWriter has no public way to add an event",
+}
+
+MOST_LINES = {"a class": 500, "torchhooks.loop": 600}
 
 IMPORT_BUDGET_SECS = 0.05
 
@@ -61,21 +81,13 @@ def floor(module: str) -> int:
     return next((height for height, rooms in enumerate(FLOORS) if room(module) in rooms), len(FLOORS))
 
 
-def what_runs(node: ast.AST) -> Iterator[ast.AST]:
-    """``node`` and everything below it, without what only a type checker sees."""
-    yield node
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        children: Iterator[ast.AST] = iter(node.orelse)
-    else:
-        children = ast.iter_child_nodes(node)
-    for child in children:
-        yield from what_runs(child)
-
-
 def names_reached(code: str) -> set[str]:
-    """The dotted names that ``code`` imports, at the top or inside a function, or gets at by attribute."""
+    """Return the dotted names that ``code`` imports, wherever it does, or reaches as an attribute.
+
+    An import under ``if TYPE_CHECKING:`` counts too: a reader follows it like any other.
+    """
     names: set[str] = set()
-    for node in what_runs(ast.parse(code)):
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -122,8 +134,71 @@ def test_an_import_inside_a_function_counts() -> None:
     assert names_reached("def f():\n    from torchhooks.loop import MonitoredLoop") == {"torchhooks.loop.MonitoredLoop"}
 
 
-def test_an_import_for_type_checkers_does_not_count() -> None:
-    assert names_reached("if TYPE_CHECKING:\n    import a\nelse:\n    import b") == {"b"}
+def test_an_import_for_type_checkers_counts() -> None:
+    assert names_reached("if TYPE_CHECKING:\n    import a\nelse:\n    import b") >= {"a", "b"}
+
+
+def private_accesses(code: str) -> set[str]:
+    """Return the expressions in ``code`` that reach a private attribute of another class.
+
+    ``self`` and ``cls`` are the class itself; so is another instance, if the class assigns an attribute of that name.
+    """
+    found: set[str] = set()
+
+    def visit(node: ast.AST, own: set[str]) -> None:
+        nonlocal found
+        if isinstance(node, ast.ClassDef):
+            own = {name.attr for name in ast.walk(node) if isinstance(name, ast.Attribute) and is_self(name.value)}
+        if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr) and node.attr not in own:
+            found |= set() if is_self(node.value) else {ast.unparse(node)}
+        for child in ast.iter_child_nodes(node):
+            visit(child, own)
+
+    visit(ast.parse(code), set())
+    return found
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_a_private_attribute_of_another_class_is_found() -> None:
+    code = "class A:\n    def f(self, other):\n        self._a = other._a + other._b\n        self.loop._c = f()._d"
+    assert private_accesses(code) == {"other._b", "self.loop._c", "f()._d"}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_no_module_touches_a_private_attribute_of_another_class(module: str) -> None:
+    excepted = {expression for where, expression in PRIVATE_ACCESS if where == module}
+    assert private_accesses(source(module)) == excepted
+
+
+def test_no_class_is_longer_than_500_lines() -> None:
+    sizes = {
+        f"{module}.{node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for module in modules()
+        for node in ast.walk(ast.parse(source(module)))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: size for name, size in sizes.items() if size > MOST_LINES["a class"]} == {}
+
+
+def test_the_loop_has_at_most_600_lines() -> None:
+    assert source("torchhooks.loop").count("\n") <= MOST_LINES["torchhooks.loop"]
+
+
+def test_the_run_reads_as_the_lifecycle() -> None:
+    # About twenty lines, and each phase is a call of a method with its name.
+    run = next(
+        node
+        for node in ast.walk(ast.parse(source("torchhooks.run")))
+        if isinstance(node, ast.FunctionDef) and node.name == "run"
+    )
+    _, *body = run.body
+    assert (body[-1].end_lineno or 0) - body[0].lineno + 1 <= 24
+    phases = ["_before_run", "_make_step", "_evaluate", "_after_run"]
+    called = [node for node in ast.walk(run) if isinstance(node, ast.Attribute) and node.attr in phases]
+    assert [node.attr for node in sorted(called, key=lambda node: node.lineno)] == phases
 
 
 def test_the_roof_is_names_and_no_code() -> None:

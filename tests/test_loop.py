@@ -175,10 +175,10 @@ def test_hooks_are_copied() -> None:
 @pytest.mark.parametrize(
     ("hooks", "words"),
     [
-        ([RecordingHook(), "loss"], r"hooks\[1\]='loss' is no hook: .*instance of SessionRunHook"),
-        ([half], r"hooks\[0\]=<function half.*is no hook"),
-        ([RecordingHook], r"hooks\[0\] is the class RecordingHook: give an instance, RecordingHook\(\.\.\.\)"),
-        (RecordingHook(), r"give a list of hooks, \[RecordingHook\(\)\]"),
+        ([RecordingHook(), "loss"], r"hooks\[1\]='loss' is not a hook: .*instance of SessionRunHook"),
+        ([half], r"hooks\[0\]=<function half.*is not a hook"),
+        ([RecordingHook], r"hooks\[0\] is the class RecordingHook: pass an instance, RecordingHook\(\.\.\.\)"),
+        (RecordingHook(), r"pass a list of hooks, \[RecordingHook\(\)\]"),
         (None, "hooks=None"),
         (RecordingHook, "hooks=.*RecordingHook"),
     ],
@@ -760,14 +760,16 @@ def test_in_a_run_that_is_fed_everybody_who_watches_takes_part() -> None:
     ("request_", "wish"),
     [
         (SessionRunArgs(None, {"x": 1}), "feeds 'x'"),
-        (SessionRunArgs("layer:output"), "wants 'layer:output'"),
-        (SessionRunArgs(None, None, RunOptions(trace=True)), "wants a trace"),
+        (SessionRunArgs("layer:output"), "fetches 'layer:output'"),
+        (SessionRunArgs(None, None, RunOptions(trace=True)), "requests a trace"),
     ],
 )
 def test_who_is_asked_behind_the_step_can_have_no_part_in_it(request_: SessionRunArgs, wish: str) -> None:
     hook = NoticingEarly(2)
     hook.request = request_
-    with pytest.raises(LifecycleError, match=rf"\(hook 0\) {wish}, but what its Due.when noticed") as raised:
+    with pytest.raises(
+        LifecycleError, match=rf"\(hook 0\) {wish}, but its Due.when is evaluated after the step"
+    ) as raised:
         run_times(3, hook, step=counting())
     assert any("in before_run of" in note and "at global step 2" in note for note in raised.value.__notes__)
 
@@ -819,7 +821,7 @@ def test_a_run_inside_of_a_run_is_refused_and_the_outer_one_goes_on(where: str) 
     with MonitoredLoop(step, hooks=[During(**{where: lambda: nested(loop, errors)})]) as loop:
         loop.run()
         loop.run()
-    assert [str(error).split(":")[0] for error in errors] == ["run() was called inside of a run"] * 2
+    assert [str(error).split(":")[0] for error in errors] == ["run() was called inside a run"] * 2
     assert loop.global_step == 2
 
 
@@ -829,7 +831,7 @@ def test_a_run_inside_of_a_run_that_nobody_catches_fails_the_loop(where: str) ->
     recorder = RecordingHook()
     step = (lambda: loop.run()) if where == "step" else half
     hooks = [During(**{where: lambda: loop.run()}), recorder]
-    with pytest.raises(LifecycleError, match="inside of a run"), MonitoredLoop(step, hooks=hooks) as loop:
+    with pytest.raises(LifecycleError, match="inside a run"), MonitoredLoop(step, hooks=hooks) as loop:
         loop.run()
     assert [call[0] for call in recorder.calls][-1] == "teardown"
     assert "end" not in [call[0] for call in recorder.calls]
@@ -853,7 +855,7 @@ def test_a_run_in_another_thread_meanwhile_is_refused_and_the_first_one_goes_on(
 
     with MonitoredLoop(step, hooks=[RecordingHook("loss")]) as loop:
         assert loop.run() == 0.5
-    assert "inside of a run" in str(errors[0])
+    assert "inside a run" in str(errors[0])
     assert loop.global_step == 1
 
 

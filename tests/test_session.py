@@ -166,7 +166,7 @@ def test_what_is_seen_only_while_a_step_is_made_is_refused(kind: str, model: tor
 def test_run_after_close_is_refused() -> None:
     loop = MonitoredLoop(half)
     loop.close()
-    with pytest.raises(LifecycleError, match=r"Session.run\('global_step'\): the loop of this session is closed"):
+    with pytest.raises(LifecycleError, match=r"Session.run\('global_step'\): this session is closed"):
         loop.session.run("global_step")
 
 
@@ -262,10 +262,10 @@ def test_ready_fn_gets_the_session() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (False, "the session is not ready: ready_fn gave False"),
+        (False, "the session is not ready: ready_fn returned False"),
         ("no vocabulary", "the session is not ready: no vocabulary"),
-        ("", "the session is not ready: ready_fn gave ''"),
-        (None, "the session is not ready: ready_fn gave None"),
+        ("", "the session is not ready: ready_fn returned ''"),
+        (None, "the session is not ready: ready_fn returned None"),
     ],
 )
 def test_a_session_that_is_not_ready_is_an_error_that_says_what_is_missing(answer: Any, words: str) -> None:

@@ -585,7 +585,9 @@ def test_a_step_with_variable_keywords_takes_any_feed() -> None:
 
 @pytest.mark.parametrize(("args", "kwargs"), [((), {"a": 1}), ((1,), {}), ((1, 2), {})])
 def test_a_feed_that_the_caller_gave_too_is_refused(args: Any, kwargs: Any) -> None:
-    with pytest.raises(FeedError, match=r"RecordingHook\(.*\) \(hook 0\) feeds 'a', which the caller of run\(\) gave"):
+    with pytest.raises(
+        FeedError, match=r"RecordingHook\(.*\) \(hook 0\) feeds 'a', which the caller of run\(\) passed"
+    ):
         run_fed(both, [{"a": 1}], *args, **kwargs)
 
 

@@ -55,7 +55,7 @@ def hooks_of(**arguments: Any) -> list[SessionRunHook]:
     """The hooks of a loop, in their order."""
     with MonitoredTrainingLoop(lambda: 0.5, **arguments) as loop:
         pass
-    return [seat.hook for seat in loop._schedule.everybody]
+    return [seat.hook for seat in loop._schedule.all_seats]
 
 
 def kinds(**arguments: Any) -> list[str]:

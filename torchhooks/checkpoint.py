@@ -29,7 +29,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import NoneType
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -53,8 +53,7 @@ from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import call_repr, shortened
 from torchhooks.timer import seconds
 
-if TYPE_CHECKING:
-    from torchhooks.session import Session
+Session = Any
 
 __all__ = ["Checkpoint", "Saver", "best_checkpoint", "latest_checkpoint", "list_checkpoints", "scored_checkpoints"]
 

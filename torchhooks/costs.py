@@ -24,16 +24,13 @@ class HookCosts:
     """
 
     def __init__(self, schedule: Schedule, readback: Readback) -> None:
-        self._seats = schedule.everybody
+        self._seats = schedule.all_seats
         self._schedule = schedule
         self._calls = dict.fromkeys(self._seats, 0)
         self._secs = dict.fromkeys(self._seats, 0.0)
         self._begin = time.perf_counter()
-        for seat in schedule.everybody:
-            seat.before_run = self._timed(seat, seat.before_run)
-            seat.after_run = self._timed(seat, seat.after_run)
-            seat.end = self._timed(seat, seat.end)
-            seat.timed = functools.partial(self._timed, seat)
+        for seat in schedule.all_seats:
+            seat.measure(functools.partial(self._timed, seat))
         readback.call = self._timed_call(readback.call)
 
     def report(self) -> None:

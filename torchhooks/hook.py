@@ -1,7 +1,7 @@
-"""What a hook is, when it is called, and what it is given: the contract of the whole library.
+"""The contract: what a hook is, when it is called, and what it receives.
 
-A hook watches a training loop. Subclass :class:`SessionRunHook`, override what you need, and pass an instance to
-:class:`torchhooks.MonitoredLoop`. A hook that asks for the loss and stops the loop when it is small enough:
+A hook watches a training loop. Subclass :class:`SessionRunHook`, override the methods you need, and pass an instance to
+:class:`torchhooks.MonitoredLoop`. This hook requests the loss, and stops the loop once it is small enough:
 
     class StopWhenGood(SessionRunHook):
         def __init__(self, target):
@@ -23,77 +23,77 @@ Order of calls (``tf.train.MonitoredSession``'s)
     while the body of the `with` calls loop.run(...):
         for hook in hooks: requests += hook.before_run(context)
         outputs = step(...)                              # the user's own function
-        values = evaluate(requests)                      # each distinct one once
+        values = evaluate(requests)                      # each distinct fetch once
         for hook in hooks: hook.after_run(context, values for this hook)
-        stop, if anybody asked for it in this run
+        stop, if a hook requested it in this run
     for hook in hooks: hook.end(session)                 # only if nothing failed
-    for hook in hooks: hook.teardown()                   # whatever happened
+    for hook in hooks: hook.teardown()                   # always
 
-Every loop above goes through the hooks in the order of the list, ``after_run`` and ``end`` too. ``begin`` is called
-once in a loop's life; ``after_create_session`` once for each session, so again after a recovery.
+Every method is called in the order of the list of hooks, ``after_run`` and ``end`` too. The loop calls ``begin`` once
+in its life. It calls ``after_create_session`` for every session, so again after a recovery.
 
 Stop
 ----
-``context.request_stop()`` lets the run finish: the step is still made and every ``after_run`` is still called. Then
-``loop.should_stop()`` is true, for good, and another ``run()`` is an error.
+``context.request_stop()`` does not cut the run short: the step and every ``after_run`` are still called. After that,
+``loop.should_stop()`` is true for good, and another ``run()`` is an error.
 
 Exceptions
 ----------
-* Exactly ``StopIteration`` (a subclass does not count), out of a hook, the step, a closure or the body of the
-  ``with``: the loop ends cleanly. The run that it left gets no (further) ``after_run``; every ``end`` is called;
-  nothing comes out of the ``with``.
-* Anything else, ``KeyboardInterrupt`` included: no further ``after_run``, no ``end``; it comes out with its type and
-  its traceback, and a note that names the hook, the method and the step.
-* Unlike TensorFlow, an ``end`` that raises keeps nobody else's ``end`` from being called. One error comes out as it is,
+* Exactly ``StopIteration``, not a subclass, from a hook, the step, a closure or the body of the ``with`` block: the
+  loop ends cleanly. The interrupted run gets no further ``after_run``. Every ``end`` is called. The ``with`` block
+  raises nothing.
+* Any other exception, ``KeyboardInterrupt`` included: no further ``after_run`` and no ``end``. It propagates with its
+  type and traceback, and with a note that names the hook, the method and the step.
+* Unlike TensorFlow, an ``end`` that raises does not prevent the other hooks' ``end``. One error propagates as it is,
   several as an ``ExceptionGroup``.
-* Unlike TensorFlow, there is ``teardown``, called on every way out, so that what ``begin`` opened can be closed.
+* Unlike TensorFlow, there is ``teardown``, which is always called, so that a hook can close what it opened in
+  ``begin``.
 
-Sitting out
------------
-A hook that has work only now and then may say when: see :meth:`SessionRunHook.next_due`. Until then the loop does
-not call its run methods, and a run in which nobody takes part costs next to nothing.
+Skipped runs
+------------
+A hook that has work only now and then can say when: see :meth:`SessionRunHook.next_due`. Until then the loop skips its
+run methods. A run in which no hook is due costs next to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol
 
+from torchhooks.coordinator import Coordinator
+from torchhooks.ending import Ending
+from torchhooks.readback import Readback
+from torchhooks.session import Session
+from torchhooks.step import Step
 from torchhooks.timer import Due
-
-if TYPE_CHECKING:
-    from torchhooks.coordinator import Coordinator
-    from torchhooks.readback import Readback
-    from torchhooks.session import Session
-    from torchhooks.step import Step
 
 
 class RunOptions(NamedTuple):
-    """A hook to the loop: how this one run is to be executed. The wishes of several hooks are joined.
+    """How to execute one run, from a hook to the loop. The options of several hooks are merged.
 
     Args:
-        trace: profile the step of this run; the profile comes back in :class:`RunMetadata`.
+        trace: profile the step of this run; :class:`RunMetadata` returns the profile.
     """
 
     trace: bool = False
 
 
 class RunMetadata(NamedTuple):
-    """The loop to the hooks: what was recorded about a run beside its values.
+    """What was recorded about a run in addition to its values, from the loop to the hooks.
 
     Args:
-        profile: the finished ``torch.profiler.profile`` of the step if a hook asked for a trace, else ``None``.
+        profile: the finished ``torch.profiler.profile`` of the step if a hook requested a trace, otherwise ``None``.
     """
 
     profile: Any = None
 
 
 class SessionRunArgs(NamedTuple):
-    """A hook to the loop, returned by ``before_run``: what it wants of this run (``tf.train.SessionRunArgs``).
+    """What a hook requests of a run; returned by ``before_run`` (``tf.train.SessionRunArgs``).
 
     Args:
         fetches: what to evaluate after the step: a name, a closure, a tensor, an object with ``compute()``, or these in
-            lists, tuples, dicts and dataclasses. :mod:`torchhooks.fetch` has the whole table.
+            lists, tuples, dicts and dataclasses. :mod:`torchhooks.fetch` has the complete table.
         feed_dict: keyword arguments for the step, by parameter name.
         options: how to execute the run.
     """
@@ -104,12 +104,12 @@ class SessionRunArgs(NamedTuple):
 
 
 class SessionRunValues(NamedTuple):
-    """The loop to one hook, given to ``after_run``: what it asked for (``tf.train.SessionRunValues``).
+    """What a hook requested, with values; passed to its ``after_run`` (``tf.train.SessionRunValues``).
 
     Args:
-        results: the values, in the shape of the hook's ``fetches``; ``None`` if it asked for nothing. Tensors are
-            detached copies, on their device, as they were at the end of this run.
-        options: the joined options of this run.
+        results: the values, in the structure of the hook's ``fetches``; ``None`` if it requested none. Tensors are
+            detached copies on their device, with the values at the end of this run.
+        options: the merged options of this run.
         run_metadata: what was recorded about this run.
     """
 
@@ -118,69 +118,91 @@ class SessionRunValues(NamedTuple):
     run_metadata: RunMetadata
 
 
-class SessionRunContext:
-    """One run, as all its hooks see it: the same object in every ``before_run`` and ``after_run`` of the run."""
+class Caller(Protocol):
+    """A hook's place in the loop, as far as a context needs to know it."""
 
-    # One of these is made in every run, so all that need not be set then is on the class: that of one session, of().
+    @property
+    def hook_name(self) -> str:
+        """The name of the hook's class."""
+        ...
+
+
+class RunServices(NamedTuple):
+    """What the contexts of all runs of one session share."""
+
     session: Session
-    """The raw session: evaluates fetches without calling hooks."""
-    stop_requested: bool = False
-    """Whether a hook has asked to stop in this run."""
-    stop_reason: str | None = None
-    """What the first hook that asked to stop gave as its reason."""
-    stopped_by: object = None
-    """Whose method was being called when the stop was asked for."""
-    caller: object = None
-    """Whose method is being called."""
-    _step: Step
-    _readback: Readback
-    _args: tuple[Any, ...]
-    _kwargs: Mapping[str, Any]
-    _void: bool = False  # the run has failed: what is asked for in it does not count
+    step: Step
+    readback: Readback
+    ending: Ending
 
-    @classmethod
-    def of(cls, session: Session, step: Step, readback: Readback) -> type[Self]:
-        """The class of the contexts of one session; whoever makes one sets ``_args`` and ``_kwargs``."""
-        return type(cls.__name__, (cls,), {"session": session, "_step": step, "_readback": readback})
+
+class SessionRunContext:
+    """One run, as its hooks see it: the same object in every ``before_run`` and ``after_run`` of the run."""
+
+    # Class attributes are defaults: a context is created in every run with hooks, and each assignment costs time.
+    stop_requested: bool = False
+    """Whether a hook has requested a stop in this run."""
+    stop_reason: str | None = None
+    """The reason given by the first hook that requested a stop."""
+    stopped_by: Caller | None = None
+    """The hook whose method was running when the stop was requested."""
+    caller: Caller | None = None
+    """The hook whose method is running. The loop sets this before each call."""
+    void: bool = False
+    """Whether the run failed, so that a stop requested in it does not count."""
+
+    def __init__(self, services: RunServices, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._services = services
+        self._args = args
+        self._kwargs = kwargs
+
+    @property
+    def session(self) -> Session:
+        """The raw session: evaluates fetches without calling hooks."""
+        return self._services.session
 
     @property
     def original_args(self) -> SessionRunArgs:
         """What the caller of ``run`` passed: ``SessionRunArgs(step, the run's inputs by parameter name)``."""
-        return SessionRunArgs(self._step.function, self._inputs())
+        return SessionRunArgs(self._services.step.function, self.inputs())
 
-    def _inputs(self) -> dict[str, Any]:
-        return self._step.inputs(self._args, self._kwargs)
+    def inputs(self) -> dict[str, Any]:
+        """Return what the caller of ``run`` passed, by parameter name, with the step's defaults."""
+        return self._services.step.inputs(self._args, self._kwargs)
 
     @property
     def finished(self) -> bool:
         """Whether the run is over."""
-        return self.session._live is not self
+        return self._services.ending.run is not self
+
+    @property
+    def why_stopped(self) -> str:
+        """Which hook requested the stop, and why: ``"StopAtStepHook: step 1000"``."""
+        name = "request_stop" if self.stopped_by is None else self.stopped_by.hook_name
+        return f"{name}: {self.stop_reason or f'step {self.session.global_step}'}"
 
     def request_stop(self, reason: str | None = None) -> None:
-        """Stop the loop after this run. It cannot be taken back; ``reason`` ends up in ``loop.stop_reason``.
+        """Stop the loop after this run. This cannot be undone. ``loop.stop_reason`` contains ``reason``.
 
-        In a ``when_ready`` callback, which may be called in a later run, it stops the loop after that one.
+        A ``when_ready`` callback may run during a later run; then the loop stops after that one.
         """
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
-            if not self._void:
-                self.session._stops.append(self)
-                if self.finished:
-                    self.session._wake()
+            self._services.ending.request(self)
 
     def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
-        """Call ``callback(host_values)`` as soon as ``values`` are on the host, without making anybody wait.
+        """Call ``callback(host_values)`` once ``values`` are on the host, without blocking the host or the device.
 
         ``host_values`` has the structure of ``values``, with CPU tensors in place of device tensors. If everything is
-        on the CPU already, the call is made at once. Otherwise it is made once the copy has arrived, in the order of
-        the requests, and at the latest before ``end``, before a checkpoint is written and when the loop closes, also
-        after an error. An error out of ``callback`` comes out of the run in which the call was made.
+        on the CPU already, the callback is called at once. Otherwise it is called after the copy has arrived, in the
+        order of the requests, and at the latest before ``end``, before a checkpoint is written, and when the loop
+        closes, even after an error. An exception from ``callback`` propagates from the run in which it is called.
 
         Args:
-            values: what came in ``run_values.results``, or any structure of tensors.
-            callback: called with them.
-            max_lag_runs: make the call at most this many runs later, and wait for the device if need be; 0 is the end
-                of this run.
+            values: what arrived in ``run_values.results``, or any other structure of tensors.
+            callback: the function to call.
+            max_lag_runs: make the call at most this many runs later, and wait for the device if necessary. 0 means at
+                the end of this run.
         """
         caller = self.caller
 
@@ -188,62 +210,62 @@ class SessionRunContext:
             self.caller = caller
             callback(host_values)
 
-        self._readback.request(values, call, caller, self.session.global_step, max_lag_runs)
+        self._services.readback.request(values, call, caller, self.session.global_step, max_lag_runs)
 
 
 class SessionRunHook:
-    """Base class of all hooks (``tf.train.SessionRunHook``). Override what you need; every method does nothing here.
+    """Base class of all hooks (``tf.train.SessionRunHook``). Override what you need: every method is a no-op here.
 
-    An instance may serve several loops, one after the other: ``begin`` is where its counters go back to their start.
+    One instance can serve several loops, one after the other: ``begin`` resets its counters.
     """
 
     def begin(self) -> None:
-        """Called once, before there is a session: open files, reset counters."""
+        """Called once, before the session exists: open files, reset counters."""
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         """Called for every new session, initialised or restored, before its first run; again after a recovery.
 
         Args:
-            session: the raw session; ``session.global_step`` is the step that was restored, or 0.
-            coord: keeps track of the loop's background threads; see :class:`torchhooks.LooperThread`.
+            session: the raw session; ``session.global_step`` is the restored step, or 0.
+            coord: manages the loop's background threads; see :class:`torchhooks.LooperThread`.
         """
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Called before the step of a run: return what is wanted of it, or ``None``."""
+        """Called before the step of a run: return what to fetch and feed, or ``None``."""
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        """Called after the step, with what ``before_run`` asked for; not called when the run failed.
+        """Called after the step, with what ``before_run`` requested; not called if the run failed.
 
-        ``session.global_step`` counts this run already, and parameters are those after the update.
+        ``session.global_step`` already counts this run, and parameters have their updated values.
         """
 
     def end(self, session: Session) -> None:
-        """Called once, when the loop ended without an error. The session still works; a stop cannot be asked for."""
+        """Called once, after the loop ended without an error. The session still works; a stop has no effect."""
 
     def teardown(self) -> None:
-        """Called last, whatever happened, also when the ``begin`` of another hook raised: close what ``begin`` opened.
+        """Called last, after success and failure alike, even if another hook's ``begin`` raised. Close what you opened.
 
-        Unlike TensorFlow, which tells hooks nothing about a loop that failed, so that buffered events are lost.
+        Unlike TensorFlow, where a hook never learns that the loop failed, and buffered events are lost.
         """
 
     def next_due(self) -> Due | None:
-        """When this hook next takes part in a run. ``None``, the default: in every run.
+        """Return when this hook next has work in a run. ``None``, the default, means in every run.
 
-        Asked after ``after_create_session`` and after every run in which the hook took part. Until what it returned
-        comes up, its ``before_run`` and ``after_run`` are not called. Being called sooner must do no harm.
+        The loop asks after ``after_create_session`` and after each run in which it called the hook. Until then it skips
+        the hook's ``before_run`` and ``after_run``. Being called earlier than requested must be harmless.
 
-        A hook that overrides ``before_run`` is looked at before the step: it takes part if ``global_step + 1`` has
-        reached ``Due.step``. A hook that overrides only ``after_run`` is looked at after the step: it takes part if
-        ``global_step`` has, however many steps the run counted. The clock is read at the same point.
+        A hook that overrides ``before_run`` is chosen before the step: once ``global_step + 1`` has reached
+        ``Due.step``. A hook that overrides only ``after_run`` is chosen after the step: once ``global_step`` has
+        reached it, however many steps the run counted. The clock is read at the same point.
 
-        ``Due.when`` is looked at after the step, whatever the hook overrides. A hook that takes part because of it has
-        both methods called then: it can still ask for values, but not feed, trace, or watch a submodule, and its
-        ``before_run`` sees what the step has left, the global step included.
+        ``Due.when`` is evaluated after the step, whatever the hook overrides. Both methods of the hook are then called:
+        it can still fetch values, but not feed the step, trace it, or watch a submodule. Its ``before_run`` sees the
+        state after the step, including the global step.
         """
         return None
 
     def sat_out(self, runs: int) -> None:
-        """Told before a hook takes part again, and before ``end``: so many runs went by without it.
+        """Called with the number of runs that were skipped, before this hook is called again and before ``end``.
 
         For hooks that count their runs.
         """

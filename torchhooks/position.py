@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -28,8 +28,9 @@ from torchhooks.log import logger
 from torchhooks.randomness import random_states, set_random_states
 from torchhooks.stateful import Stateful, has_state
 
-if TYPE_CHECKING:
-    from torchhooks.schedule import Schedule
+
+class Schedule(Protocol):
+    runs: int
 
 
 class Stage(Enum):

@@ -1,4 +1,4 @@
-"""Who takes part in which run: the hooks' places in the loop, and the earliest moment at which one of them is due."""
+"""Which hooks take part in which run: each hook's place in the loop, and when it is next due."""
 
 from __future__ import annotations
 
@@ -14,48 +14,43 @@ from torchhooks.hook import SessionRunHook
 from torchhooks.timer import Due
 
 NEVER_STEP = sys.maxsize
-"""A step, or a number of runs, that is never reached."""
+"""A global step, or a number of runs, that is never reached."""
+
+_FAST_INT = 2**30 - 1
+"""The greatest integer that CPython compares in its fast path. A look ends there, so that idle runs compare fast; a run
+after that many steps costs one call more."""
 
 
 class Seat:
-    """One hook's place in a loop, and when it is next due."""
-
-    __slots__ = (
-        "after_run",
-        "before_run",
-        "due_moment",
-        "due_run",
-        "due_step",
-        "end",
-        "hook",
-        "index",
-        "plain",
-        "schedules",
-        "seen",
-        "timed",
-        "when",
-    )
+    """One hook's place in a loop, and when the hook is next due."""
 
     def __init__(self, index: int, hook: SessionRunHook) -> None:
         self.index = index
         self.hook = hook
+        # Bound methods, looked up once instead of in every run.
         self.before_run = hook.before_run
         self.after_run = hook.after_run
         self.end = hook.end
         self.schedules = _overrides(hook, "next_due")
-        self.plain: object = None
-        """The request that was last found to ask for values, of which none has to be watched for, and nothing else."""
+        """Whether the hook says when it is due."""
+        self.plain_request: object = None
+        """The last request that was found to fetch values and nothing else: no feed, trace or watched submodule."""
         self.seen = 0
-        """The number of the last run that this hook knows of: it took part, or was told that it sat out."""
+        """The number of the last run that the hook knows of, because it took part or was told that it was skipped."""
         self.due_step = 0
         self.due_run = 0
         self.due_moment = math.inf
         self.when: Callable[[Any], object] | None = None
-        self.timed: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-        """What measures ``when``, which is another one each time."""
+        self.measured: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+
+    def measure(self, measured: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Wrap every method that the loop calls in runs in ``measured(method)``, for profiling."""
+        self.before_run, self.after_run = measured(self.before_run), measured(self.after_run)
+        self.end = measured(self.end)
+        self.measured = measured  # next_due() returns another Due.when each time, to be wrapped when it does
 
     def catch_up(self, runs: int) -> None:
-        """Tell the hook of the runs that went by without it, if there were any, up to the one numbered ``runs``."""
+        """Tell the hook how many runs it missed, up to the run number ``runs``."""
         missed, self.seen = runs - self.seen, runs
         if missed and self.schedules:
             self.hook.sat_out(missed)
@@ -72,13 +67,18 @@ class Seat:
         self.due_step = NEVER_STEP if due.step is None else due.step
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
         self.due_moment = math.inf if due.moment is None else due.moment
-        self.when = due.when if due.when is None or self.timed is None else self.timed(due.when)
+        self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
+
+    @property
+    def hook_name(self) -> str:
+        """The name of the hook's class."""
+        return type(self.hook).__name__
 
     def __str__(self) -> str:
         try:
             name = repr(self.hook)
-        except Exception:  # an object that cannot even be printed must not hide the error that names it
-            name = f"a {type(self.hook).__name__}"
+        except Exception:  # a broken __repr__ must not hide the error that names the hook
+            name = f"a {self.hook_name}"
         return f"{name} (hook {self.index})"
 
 
@@ -87,10 +87,10 @@ def _overrides(hook: SessionRunHook, method: str) -> bool:
 
 
 class Look:
-    """One moment of a run at which it is decided who takes part: before the step, or after it.
+    """One point of a run at which hooks are chosen: before the step, or after it.
 
-    Hooks that never say when they are due are ``always`` there. Of the others the earliest dues are kept, so that one
-    comparison each tells that nobody else is due.
+    Hooks without ``next_due`` are ``always`` chosen. Of the others, the earliest due step, run and moment are kept, so
+    that one comparison each shows that no other hook is due.
     """
 
     __slots__ = ("always", "moment", "run", "scheduled", "step")
@@ -100,11 +100,11 @@ class Look:
         self.always = [seat for seat in seats if not seat.schedules]
         self.scheduled = [seat for seat in seats if seat.schedules]
 
-    def reckon(self) -> None:
-        """Find the earliest dues again, after one of them changed."""
-        step = run = NEVER_STEP
+    def update(self) -> None:
+        """Find the earliest due step, run and moment, after one of them changed."""
+        step = run = _FAST_INT
         moment = math.inf
-        for seat in self.scheduled:
+        for seat in self.scheduled:  # one loop instead of three min(): this runs after every run with hooks
             if seat.due_step < step:
                 step = seat.due_step
             if seat.due_run < run:
@@ -115,113 +115,97 @@ class Look:
         self.moment = None if moment == math.inf else moment
 
     def due(self, step: int, run: int) -> list[Seat]:
-        """Who takes part in the run numbered ``run``, which ends at ``step``, in the order of the hooks."""
-        if self.moment is None:
-            if step < self.step and run < self.run:
-                return self.always
-            now = -math.inf
-        else:
-            now = time.monotonic()
-        late = [s for s in self.scheduled if step >= s.due_step or run >= s.due_run or now >= s.due_moment]
-        return in_order(self.always, late)
+        """Return the hooks that take part in run number ``run``, which ends at ``step``, in order; a new list."""
+        now = -math.inf if self.moment is None else time.monotonic()
+        due = [s for s in self.scheduled if step >= s.due_step or run >= s.due_run or now >= s.due_moment]
+        return in_order([*self.always, *due])
 
 
 _by_index = attrgetter("index")
 
 
-def in_order(some: list[Seat], others: list[Seat]) -> list[Seat]:
-    """Both lists together, in the order of the hooks."""
-    if not others:
-        return some
-    return sorted([*some, *others], key=_by_index) if some else others
+def in_order(seats: Iterable[Seat]) -> list[Seat]:
+    """Return ``seats`` in the order of the hooks."""
+    return sorted(seats, key=_by_index)
 
 
 class Schedule:
-    """The hooks of one loop that have something to do in runs.
+    """The hooks of one loop that take part in runs, and the earliest point at which one of them is due.
 
-    Before :attr:`step`, the run numbered :attr:`run` and :attr:`moment` nobody is due, neither before the step of a run
-    nor after it.
+    A run is idle, so that the loop calls no hook, if it begins below the global step :attr:`idle_step`, after fewer
+    than :attr:`idle_runs` runs, before :attr:`moment`, and its step ends before :attr:`moment_after` and interests none
+    of the :attr:`watchers`. The loop compares these in every run, so each is a plain attribute.
 
     Args:
         hooks: all hooks of the loop.
     """
 
-    __slots__ = ("after", "before", "everybody", "looks", "moment", "news", "run", "runs", "seats", "step", "watchers")
-
     def __init__(self, hooks: Iterable[SessionRunHook]) -> None:
-        self.everybody = [Seat(index, hook) for index, hook in enumerate(hooks)]
-        early = [seat for seat in self.everybody if _overrides(seat.hook, "before_run")]
-        late = [seat for seat in self.everybody if seat not in early and _overrides(seat.hook, "after_run")]
-        self.before = Look(early)
-        self.after = Look(late)
-        self.seats = in_order(early, late)
-        """Those with a run method. The others cost nothing."""
+        self.all_seats = [Seat(index, hook) for index, hook in enumerate(hooks)]
+        before = [seat for seat in self.all_seats if _overrides(seat.hook, "before_run")]
+        after = [seat for seat in self.all_seats if seat not in before and _overrides(seat.hook, "after_run")]
+        self.before = Look(before)
+        self.after = Look(after)
+        self.seats = in_order([*before, *after])
+        """The hooks with a run method. The others cost nothing."""
         self.runs = 0
-        """How many runs got to their ``after_run``."""
+        """How many runs reached their ``after_run``."""
         self.news = False
-        """Whether there is something to look at when the run is over: the one thing that an idle run looks at."""
-        self._reckon()
+        """Whether the end of the run has something to handle: the only thing that an idle run checks."""
+        self._update()
 
     def wake(self) -> None:
-        """Have the end of the run looked at; a handler of signals may call this."""
+        """Have the end of the run handled. Safe to call from a signal handler or another thread."""
         self.news = True
 
-    def _reckon(self) -> None:
-        """Find out until when nobody is due at either look: before which step, which run and which moment."""
+    def _update(self) -> None:
+        """Find the earliest step, run and moment at which a hook is due, at either look."""
         before, after = self.before, self.after
-        before.reckon()
-        after.reckon()
+        before.update()
+        after.update()
         if after.always:
-            after.step = -1  # somebody takes part behind every step
-        self.step = -1 if before.always else min(before.step, after.step)
-        self.run = min(before.run, after.run)
+            after.step = -1  # a hook is due after every step
+        self.idle_step = -1 if before.always else min(before.step, after.step) - 1
+        self.idle_runs = min(before.run, after.run) - 1
+        self.moment, self.moment_after = before.moment, after.moment
         self.watchers = [seat for seat in self.seats if seat.when is not None]
-        self.looks = bool(self.watchers) or after.moment is not None
-        """Whether, behind the step, there is more to look at than the step count."""
-        self.moment = min((m for m in (before.moment, after.moment) if m is not None), default=None)
+        self.looks_after = bool(self.watchers) or after.moment is not None
+        """Whether there is more to check after the step than the global step."""
 
     def start(self) -> None:
-        """Ask everybody when they are due: a session was created."""
+        """Ask every hook when it is due: a session was created."""
         for seat in self.seats:
             seat.catch_up(self.runs)
         self.ask(self.seats)
 
     def ask(self, seats: Iterable[Seat]) -> None:
-        """Ask those of ``seats`` who have a say when they are next due."""
+        """Ask the hooks in ``seats`` that schedule themselves when they are next due."""
         for seat in seats:
             if seat.schedules:
                 seat.ask(self.runs)
-        self._reckon()
-
-    def finds_somebody(self, outputs: Any) -> bool:
-        """Whether behind the step somebody is due whom the step count does not call."""
-        if self.after.moment is not None and time.monotonic() >= self.after.moment:
-            return True
-        return bool(self.watchers and self.noticed_by(outputs))
+        self._update()
 
     def noticed_by(self, outputs: Any, seats: Container[Seat] = ()) -> list[Seat]:
-        """Who, beside ``seats``, takes part in a run because of what its step returned."""
+        """Return the hooks, other than ``seats``, whose ``Due.when`` is true of what the step returned."""
         found = []
         for seat in self.watchers:
             try:
                 when = seat.when
-                if seat not in seats and when(outputs):  # type: ignore[misc]  # all of these have one
+                if seat not in seats and when(outputs):  # type: ignore[misc]  # a watcher has one
                     found.append(seat)
             except BaseException as error:
                 add_note(error, f"torchhooks: in Due.when of {seat}")
                 raise
         return found
 
-    def behind(self, seat: Seat, pending: list[Seat], look: Look, step: int, run: int) -> list[Seat]:
-        """Who is still to be called after ``seat``: the rest of ``pending`` and who has become due with ``step``."""
-        rest = [other for other in pending if other.index > seat.index]
-        return in_order(rest, [s for s in look.due(step, run) if s.index > seat.index and s not in rest])
+    def insert_due(self, seats: list[Seat], current: Seat, look: Look, step: int, run: int) -> None:
+        """Insert into ``seats``, after ``current``, the hooks that became due because it set the global step."""
+        rest = [s for s in look.due(step, run) if s.index > current.index and s not in seats]
+        place = seats.index(current) + 1
+        seats[place:] = in_order([*seats[place:], *rest])
 
     def fail_at(self, seat: object) -> None:
-        """Note that the run whose ``after_run`` has just begun was left in that of ``seat``.
-
-        Those in front of it have seen the run, or sat it out; the others do not count it.
-        """
+        """Note that the ``after_run`` of ``seat`` raised: the hooks before it know of the run, the others do not."""
         reached = False
         for other in self.seats:
             reached = reached or other is seat

@@ -1,53 +1,47 @@
-"""The raw session, which hooks get: it knows what there is and evaluates fetches. It calls no hooks."""
+"""The raw session that hooks receive: it holds the training state and evaluates fetches. It calls no hooks."""
 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from torchhooks.checkpoint import Saver
+from torchhooks.closing import Attempts
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.fetch import Evaluator, detached, map_leaves, watched_names
-from torchhooks.hook import SessionRunContext
 from torchhooks.log import logger
+from torchhooks.position import Position
+from torchhooks.progress import NO_OUTPUTS, DataWaits, Progress
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.stateful import Stateful
 
-if TYPE_CHECKING:
-    from torchhooks.position import Position
-
-NO_OUTPUTS: Any = type("NoOutputs", (), {})()
-"""What stands for the outputs before the first run, and from the moment a step begins until it returns."""
 _LEFT_OUT: Any = type("LeftOut", (), {})()
-
-
 _CPU = torch.device("cpu")
 
 
-class DataWait:
-    """How long the ``until_stop`` of one depth have waited for their data; ``None`` until somebody asks for it."""
-
-    __slots__ = ("secs",)
-
-    def __init__(self) -> None:
-        self.secs: float | None = None
-
-
 class Session:
-    """The state of a training: model, optimizer, the step it has reached, and what the last run returned.
+    """The state of a training run: model, optimizer, global step, and the outputs of the last run.
 
-    Made by a loop; a hook gets it in ``after_create_session``, ``end`` and as ``run_context.session``.
+    The loop creates it. A hook receives it in ``after_create_session`` and ``end``, and as ``run_context.session``.
 
     Args:
-        model: what parameter names are looked up in.
-        optimizer: where ``"lr"`` comes from.
-        state: further objects that belong to the training.
-        saver: what writes its checkpoints; a :class:`torchhooks.Saver` with its defaults if there is none.
+        model: the module in which parameter names are looked up.
+        optimizer: the optimizer whose learning rate is ``"lr"``.
+        state: further objects that belong to the training state, by name.
+        saver: what writes its checkpoints; by default a :class:`torchhooks.Saver` with its defaults.
+        hooks: the hooks that have a state, by the name under which a checkpoint keeps it.
+        hooks_elsewhere: names of hooks that only another process has. Their states in checkpoints are ignored.
+        checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
+        position: how far the loop is in its data; ``None`` for a session without a loop.
+        progress: the global step and the last outputs, which the loop updates.
+        data_waits: how long the loop has waited for its data.
+        inputs: the names of the step's parameters, which have values only during a run.
+        drain: makes every pending ``when_ready`` call, and waits for the device.
+        interrupted: whether a signal asked the loop to stop.
     """
 
     def __init__(
@@ -56,63 +50,54 @@ class Session:
         optimizer: torch.optim.Optimizer | None = None,
         state: Mapping[str, Stateful] | None = None,
         saver: Any = None,
+        *,
+        hooks: Mapping[str, Stateful] | None = None,
+        hooks_elsewhere: Collection[str] = (),
+        checkpoint_dir: str | None = None,
+        position: Position | None = None,
+        progress: Progress | None = None,
+        data_waits: DataWaits | None = None,
+        inputs: Collection[str] = (),
+        drain: Callable[[], object] = bool,
+        interrupted: Callable[[], bool] = bool,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.state: Mapping[str, Stateful] = {} if state is None else state
+        self.state = {} if state is None else state
         self.saver = Saver() if saver is None else saver
-        self.hooks: Mapping[str, Stateful] = {}
-        """The hooks that have a state, by the names under which it is kept in checkpoints."""
-        self.hooks_elsewhere: Collection[str] = ()
-        """The names of hooks that only another process has: their states in checkpoints are passed over."""
-        self.checkpoint_dir: str | None = None
-        """Where the loop restores from; ``None`` if it does not."""
-        self.position: Position | None = None
-        """How far the loop is in its data; ``None`` for a session without a loop."""
+        self.hooks = {} if hooks is None else hooks
+        self.hooks_elsewhere = hooks_elsewhere
+        self.checkpoint_dir = checkpoint_dir
+        self.position = position
         self.savers: list[Any] = [self.saver]
-        """What is waited for before anything is restored and when the loop closes: a hook adds its own saver."""
+        """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
+        self._progress = Progress() if progress is None else progress
+        self._data_waits = DataWaits() if data_waits is None else data_waits
+        self._inputs = inputs
+        self._drain = drain
+        self._interrupted = interrupted
         self._refusals: list[Callable[[], str | None]] = []
-        self._drain: Callable[[], object] = _nothing
-        self._wake: Callable[[], object] = _nothing
-        self._is_interrupted: Callable[[], bool] = bool
-        # The loop reads and writes these on every run, past the checks of the property and of run().
-        self._global_step = 0
-        self._begun_at = 0
-        self._outputs: Any = NO_OUTPUTS
-        self._data_waits: dict[int, DataWait] = {}
-        self._depth = 0
-        self._pauses = 0
+        self._open_pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
-        self._live: SessionRunContext | None = None  # the run under way, if somebody takes part in it
-        self._stops: list[SessionRunContext] = []  # the runs in which, or after which, a stop was asked for
         self._closed = False
-        self._inputs: Collection[str] = ()
 
     @property
     def global_step(self) -> int:
-        """How many steps this training has made, in this process and those before. May be set."""
-        return self._global_step
+        """The number of steps made so far, including those of earlier processes. Can be set."""
+        return self._progress.global_step
 
     @global_step.setter
     def global_step(self, step: int) -> None:
-        try:
-            number = operator.index(step)
-        except TypeError:
-            number = -1
-        if number < 0:
-            raise ValueError(f"global_step={step!r}: must be a whole number, 0 or more")
-        self._global_step = number
-        if self._outputs is NO_OUTPUTS:
-            self._begun_at = number
+        self._progress.set_step(step)
 
     @property
     def begun_at(self) -> int:
-        """The step from which this session counts: what was restored, or set before its first run; else 0."""
-        return self._begun_at
+        """The global step before this session's first run: the one that was restored or set; otherwise 0."""
+        return self._progress.begun_at
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter or buffer is; without one, the CPU."""
+        """The device of the model's first parameter or buffer; the CPU if there is none."""
         if self.model is not None:
             for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
                 return tensor.device
@@ -120,85 +105,80 @@ class Session:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A ``with`` block whose time is not counted as training: an evaluation, a checkpoint. Nests."""
+        """Do not count the time inside this ``with`` block as training time: an evaluation, a checkpoint. Nests."""
         start = Moment(self.device)
-        self._pauses += 1
+        self._open_pauses += 1
         try:
             yield
         finally:
-            self._pauses -= 1
-            if not self._pauses:
+            self._open_pauses -= 1
+            if not self._open_pauses:
                 pause = Elapsed(start, Moment(self.device))
                 for listener in self._pause_listeners:
                     listener(pause)
 
     def on_pause(self, listener: Callable[[Elapsed], object]) -> None:
-        """Call ``listener`` with the length of each pause, when it ends: a value for ``when_ready``."""
+        """Call ``listener`` with the length of each pause when it ends. The length is a value for ``when_ready``."""
         self._pause_listeners.append(listener)
 
     def guard_checkpoints(self, refusal: Callable[[], str | None]) -> None:
-        """Have ``refusal`` asked before each checkpoint: it returns why the state is not worth keeping, or ``None``."""
+        """Ask ``refusal()`` before each checkpoint. It returns why the state must not be saved, or ``None``."""
         self._refusals.append(refusal)
 
     def why_no_checkpoint(self) -> str | None:
-        """What speaks against a checkpoint of this moment, ``None`` if nothing does.
+        """Return the reason not to save a checkpoint now, or ``None``.
 
-        Makes every ``when_ready`` call that has not been made yet, since one of them may be what does; so it waits.
+        Makes the pending ``when_ready`` calls first, because one of them may find the reason. This waits for the
+        device.
         """
         self._drain()
         return next((reason for refusal in self._refusals if (reason := refusal()) is not None), None)
 
     def wait_for_savers(self) -> None:
-        """Return once no checkpoint is being written any more; raise the error of one that could not be.
+        """Wait for pending checkpoint writes and raise any error they hit.
 
         Raises:
-            CheckpointError: what a saver that writes behind could not write; several errors as an ExceptionGroup.
+            CheckpointError: an asynchronous save failed; several errors are raised as an ExceptionGroup.
         """
-        errors: list[Exception] = []
+        attempt = Attempts(Exception)
         for saver in self.savers:
-            try:
-                if hasattr(saver, "wait"):
-                    saver.wait()
-            except Exception as error:
-                errors.append(error)
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise ExceptionGroup("several checkpoints were not written", errors)
+            if hasattr(saver, "wait"):
+                attempt(saver.wait)
+        attempt.raise_errors("several checkpoints were not written")
 
     @property
     def interrupted(self) -> bool:
-        """Whether the loop was sent a signal to stop: a hook that waits for something inside a run looks at it."""
-        return self._is_interrupted()
+        """Whether a signal asked the loop to stop. A hook that waits inside a run has to check it."""
+        return self._interrupted()
 
     @property
     def data_wait_secs(self) -> float | None:
-        """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if there is none.
+        """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if none is open.
 
-        It is measured from the moment at which this is first asked for.
+        Measuring begins when this is first read.
         """
-        if not self._depth:
-            return None
-        wait = self._data_waits[self._depth]
-        wait.secs = wait.secs or 0.0
-        return wait.secs
+        return self._data_waits.innermost()
 
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
-        """Evaluate ``fetches`` now: no step is made, no hook is called (``tf.Session.run``).
+        """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
 
-        The names of outputs mean those of the last run. ``feed_dict`` gives names, and so parameters of closures,
-        values for this call.
+        Names of outputs refer to the last run.
+
+        Args:
+            fetches: any fetch; see :mod:`torchhooks.fetch`.
+            feed_dict: values for names, and thereby for parameters of closures, in this call.
 
         Raises:
-            FetchError: a name that nothing has, or one that means something only during a run.
-            LifecycleError: the loop has been closed.
+            FetchError: an unknown name, or one that has a value only during a run.
+            LifecycleError: the loop is closed.
         """
         return self._evaluator(fetches, feed_dict).evaluate(fetches, "Session.run")
 
     def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
-        """Like :meth:`run`, for a hook's ``end``: what only a run could give, and none did, is left out.
+        """Evaluate ``fetches`` like :meth:`run`, but leave out what needs a run if there was none.
 
-        An entry of a dict is dropped, anything else becomes ``None``; a warning says which.
+        For a hook's ``end``. A missing entry of a dict is dropped; any other missing value is ``None``. A warning names
+        each of them.
         """
         evaluator = self._evaluator(fetches, feed_dict)
         who = "Session.run_available" if who is None else who
@@ -212,19 +192,24 @@ class Session:
 
         return _without_left_out(map_leaves(evaluate, fetches))
 
+    def close(self) -> None:
+        """Refuse further fetches and release the last outputs. The loop calls this."""
+        self._closed = True
+        self._progress.outputs = NO_OUTPUTS
+
     def _evaluator(self, fetches: Any, feed_dict: Mapping[str, Any] | None) -> Evaluator:
         if self._closed:
             raise LifecycleError(
-                f"Session.run({fetches!r}): the loop of this session is closed, or has recovered and made another one, "
-                "which is loop.session"
+                f"Session.run({fetches!r}): this session is closed, because its loop was closed or recovered: after a "
+                "recovery, use loop.session"
             )
         for name in watched_names(fetches):
             raise FetchError(
-                f"Session.run asked for {name!r}, which is seen only while a step is made: return it from "
-                "before_run, in SessionRunArgs"
+                f"Session.run asked for {name!r}, which has a value only during a step: request it in before_run, with "
+                "SessionRunArgs"
             )
-        ran = self._outputs is not NO_OUTPUTS
-        outputs = detached(self._outputs) if ran else None
+        ran = self._progress.outputs is not NO_OUTPUTS
+        outputs = detached(self._progress.outputs) if ran else None
         evaluator = Evaluator(self, outputs, feed_dict or {})
         evaluator.ran, evaluator.gone = ran, self._inputs
         return evaluator
@@ -238,20 +223,16 @@ def _without_left_out(tree: Any) -> Any:
     return map_leaves(lambda leaf: None if leaf is _LEFT_OUT else leaf, tree)
 
 
-def _nothing() -> None:
-    """What there is to wait for, or to wake, where there is no loop."""
-
-
 class Scaffold:
-    """The parts of a training that a session is created from (``tf.train.Scaffold``).
+    """The parts from which a session is created (``tf.train.Scaffold``).
 
     Args:
-        init_fn: ``init_fn(scaffold, session)``, called when a session starts without having been restored.
-        summary_op: what a SummarySaverHook that was given this scaffold writes.
-        saver: what writes and reads checkpoints, ``session.saver``.
-        ready_fn: ``ready_fn(session)``, asked once the session is initialised or restored: True, or a text that says
-            what is missing, which is then an error.
-        copy_from_scaffold: another scaffold, which fills in what was not given here.
+        init_fn: called as ``init_fn(scaffold, session)`` when a session starts that was not restored.
+        summary_op: what a SummarySaverHook with this scaffold writes.
+        saver: what writes and reads checkpoints: ``session.saver``.
+        ready_fn: called as ``ready_fn(session)`` once the session is initialised or restored. It returns True, or a
+            text that says what is missing; the text becomes an error.
+        copy_from_scaffold: another scaffold that supplies the arguments not given here.
     """
 
     def __init__(
@@ -273,7 +254,7 @@ class Scaffold:
                 setattr(self, name, value)
 
     def prepare(self, session: Session, restored: bool = False) -> None:
-        """Initialise a fresh session, unless it was ``restored``, and make sure that it is ready.
+        """Initialise ``session`` unless it was ``restored``, and check that it is ready.
 
         Raises:
             LifecycleError: ``ready_fn`` says that it is not.
@@ -282,5 +263,5 @@ class Scaffold:
             self.init_fn(self, session)
         ready = True if self.ready_fn is None else self.ready_fn(session)
         if ready is not True:
-            missing = ready if isinstance(ready, str) and ready else f"ready_fn gave {ready!r}"
+            missing = ready if isinstance(ready, str) and ready else f"ready_fn returned {ready!r}"
             raise LifecycleError(f"the session is not ready: {missing}")

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchhooks.arguments import check_hook_states, check_hooks
 from torchhooks.checkpoint import latest_checkpoint
 from torchhooks.errors import CheckpointError, add_note
 from torchhooks.hook import SessionRunHook
@@ -35,7 +36,6 @@ from torchhooks.log import logger, show_lines
 from torchhooks.loop import MonitoredLoop
 from torchhooks.session import Scaffold
 from torchhooks.stateful import Stateful, has_state
-from torchhooks.step import check_hook_states, check_hooks
 from torchhooks.timer import SecondOrStepTimer, seconds
 
 R = TypeVar("R")
@@ -160,10 +160,6 @@ class _Loop(MonitoredLoop[R]):
     def __init__(self, hooks_elsewhere: Collection[str], *args: Any, **arguments: Any) -> None:
         self._hooks_elsewhere = hooks_elsewhere
         super().__init__(*args, **arguments)
-
-    def _new_session(self) -> None:
-        super()._new_session()
-        self._session.hooks_elsewhere = self._hooks_elsewhere
 
 
 def _checked(hooks: Iterable[SessionRunHook], name: str) -> list[SessionRunHook]:

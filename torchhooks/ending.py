@@ -1,0 +1,103 @@
+"""Whether a loop ends, who asked for it, and why: the only object that knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torchhooks.errors import brief
+from torchhooks.preemption import SignalWatch
+
+
+class Run(Protocol):
+    """A run in which a stop can be requested: a ``SessionRunContext``."""
+
+    void: bool
+    """Whether the run failed, so that a stop requested in it does not count."""
+
+    @property
+    def why_stopped(self) -> str:
+        """Which hook asked to stop, and why."""
+        ...
+
+
+class Ending:
+    """Collects stop requests from hooks, threads and signals, and decides when they take effect.
+
+    Args:
+        signals: the signals that stop the loop.
+        wake: called when a stop is requested outside the run in progress, so that the loop notices it.
+    """
+
+    def __init__(self, signals: SignalWatch, wake: Callable[[], object]) -> None:
+        self._signals = signals
+        self._wake = wake
+        self.requests: list[Run] = []
+        """The runs in which, or after which, a hook requested a stop."""
+        self.stopping = False
+        """Whether the loop makes no further run."""
+        self.closed = False
+        self.reason: str | None = None
+        """Who ended the loop, and why."""
+        self.failure: BaseException | None = None
+        """The error that ended the loop."""
+        self.busy = False
+        """Whether a run is in progress."""
+        self.run: Run | None = None
+        """The run in progress, if a hook is called in it."""
+        self.last_run_allowed = False
+        """Whether one more run may be made: a thread can ask to stop after the caller looked at ``should_stop()``."""
+
+    def request(self, run: Run) -> None:
+        """Take a hook's request to stop after ``run``; if that run is over, after the one in progress."""
+        if not run.void:
+            self.requests.append(run)
+            if run is not self.run:
+                self._wake()
+
+    def stop_as_requested(self) -> None:
+        """Stop for the first reason that a hook gave, now that its run is over."""
+        self.stop(self.requests[0].why_stopped)
+
+    def void_run(self) -> None:
+        """Drop the run in progress, which failed, together with a stop that was requested in it."""
+        run, self.run = self.run, None
+        if run is not None:
+            run.void = True
+            self.requests = [other for other in self.requests if other is not run]
+
+    def notice(self) -> None:
+        """Stop if a hook asked for it after its run was over, or if a signal arrived."""
+        for run in self.requests:
+            if run is not self.run:
+                self.stop(run.why_stopped)
+        if self.signal is not None:
+            self.stop(f"signal {self.signal}")
+
+    def stop(self, reason: str, *, by_thread: bool = False) -> None:
+        """Make no further run. Only the first reason counts."""
+        self.last_run_allowed = by_thread and (self.last_run_allowed or not self.stopping)
+        if not self.stopping:
+            self.reason = reason
+            self.stopping = True
+
+    def fail(self, error: BaseException) -> None:
+        """Stop because of ``error``; exactly ``StopIteration`` is a clean end."""
+        if type(error) is not StopIteration:
+            self.failure = error
+        self.stop(brief(error))
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the first signal that asked to stop."""
+        return self._signals.received
+
+    def data_ended(self) -> None:
+        """Note that the outermost ``until_stop`` has no more items, which is a reason but not a stop."""
+        if not self.stopping:
+            self.reason = "data ended"
+
+    def data_continues(self) -> None:
+        """Forget that the data of an earlier ``until_stop`` ended: another one yields an item."""
+        if not self.stopping:
+            self.reason = None

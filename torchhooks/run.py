@@ -1,0 +1,279 @@
+"""The lifecycle of one run with hooks: ``before_run``, the step, the fetches, ``after_run``.
+
+:meth:`Lifecycle.run` reads as :mod:`torchhooks.hook` describes it. A run in which no hook is due never gets here: see
+:meth:`torchhooks.MonitoredLoop.run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torchhooks.costs import HookCosts
+from torchhooks.errors import FeedError, LifecycleError, add_note
+from torchhooks.fetch import Evaluator, is_fixed, watched_names
+from torchhooks.hook import (
+    RunMetadata,
+    RunOptions,
+    RunServices,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunValues,
+)
+from torchhooks.progress import NO_OUTPUTS, Progress
+from torchhooks.schedule import Schedule, Seat, in_order
+from torchhooks.watch import NO_WATCH, ModuleWatch
+
+NOT_MADE: Any = object()
+"""What :meth:`Lifecycle.run` is given as outputs if it has to make the step itself."""
+
+Request = tuple[Seat, SessionRunArgs]
+
+
+class _Made(NamedTuple):
+    """How a step was made, where hooks had a say in it."""
+
+    fed: Mapping[str, Any]
+    watched: Mapping[str, Any]
+    options: RunOptions
+    metadata: RunMetadata
+
+
+_PLAIN = _Made({}, {}, RunOptions(), RunMetadata())
+_NOTHING = SessionRunValues(None, _PLAIN.options, _PLAIN.metadata)
+_NO_VALUES: Mapping[Seat, SessionRunValues] = {}
+_new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling the class
+
+
+class Lifecycle:
+    """Makes the runs of one session in which hooks take part.
+
+    Args:
+        services: the session and what contexts need.
+        progress: the session's global step and last outputs.
+        schedule: the hooks, and when they are due.
+        steps_per_run: how many steps a run counts; 0 if the optimizer's steps are counted instead.
+        costs: what profiles the hooks, if anything does.
+    """
+
+    def __init__(
+        self,
+        services: RunServices,
+        progress: Progress,
+        schedule: Schedule,
+        steps_per_run: int,
+        costs: HookCosts | None,
+    ) -> None:
+        self._services = services
+        self._session, self._step, _, self._ending = services
+        self._function = services.step.function
+        self._progress = progress
+        self._schedule = schedule
+        self._steps_per_run = steps_per_run
+        self._costs = costs
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any = NOT_MADE) -> Any:
+        """Make one run, and return what the step returned.
+
+        Args:
+            args: the positional arguments of the step.
+            kwargs: its keyword arguments.
+            outputs: what the step returned, if no hook was due before it and one turned out to be due after it.
+        """
+        ending, schedule = self._ending, self._schedule
+        number = schedule.runs + 1
+        context = ending.run = SessionRunContext(self._services, args, kwargs)
+        seats: list[Seat] = []
+        requests: list[Request] = []
+        made = _PLAIN
+        if outputs is NOT_MADE:
+            seats = self._before_run(context, requests, number)
+            outputs, made = self._make_step(requests, args, kwargs)
+        if schedule.watchers:
+            self._call_watchers(context, requests, seats, outputs, made)
+        values = self._evaluate(context, requests, outputs, made) if requests else _NO_VALUES
+        planned = self._after_run(context, seats, values, number)
+        ending.run = None
+        if ending.requests:
+            ending.stop_as_requested()
+        if planned:
+            schedule.ask(seats)
+        return outputs
+
+    def _before_run(self, context: SessionRunContext, requests: list[Request], number: int) -> list[Seat]:
+        """Call ``before_run`` of the hooks that are due, append what they request, and return them."""
+        progress, schedule = self._progress, self._schedule
+        step = progress.global_step
+        look = schedule.before
+        if step + 1 < look.step and number < look.run and look.moment is None:
+            seats = [*look.always]
+        else:
+            seats = look.due(step + 1, number)
+        try:
+            for seat in seats:
+                context.caller = seat
+                if seat.schedules:
+                    seat.catch_up(number - 1)
+                before_run = seat.before_run  # calling a local is faster than calling a slot
+                request = before_run(context)
+                if request is not None:
+                    if request is not seat.plain_request:
+                        _check_request(requests, seat, request)
+                    requests.append((seat, request))
+                if progress.global_step != step:  # the hooks after this one are due by the step that it set
+                    step = progress.global_step
+                    schedule.insert_due(seats, seat, look, step + 1, number)
+        except BaseException as error:
+            self._note(error, context.caller, "before_run")
+            raise
+        return seats
+
+    def _make_step(self, requests: list[Request], args: Any, kwargs: Any) -> tuple[Any, _Made]:
+        """Call the step and count it, with what the hooks feed, trace and watch."""
+        progress = self._progress
+        progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+        for seat, request in requests:
+            if request is not seat.plain_request:
+                return self._make_special_step(requests, args, kwargs)
+        outputs = progress.outputs = self._function(*args, **kwargs)
+        progress.global_step += self._steps_per_run
+        return outputs, _PLAIN
+
+    def _make_special_step(self, requests: list[Request], args: Any, kwargs: Any) -> tuple[Any, _Made]:
+        fed: dict[str, Any] = {}
+        feeders: dict[str, object] = {}
+        names: list[tuple[str, object]] = []
+        trace = False
+        for seat, (fetches, feed_dict, options) in requests:
+            fed.update(feed_dict or {})
+            feeders.update(dict.fromkeys(feed_dict or (), seat))
+            names += [(name, seat) for name in watched_names(fetches)]
+            trace = trace or (options is not None and options.trace)
+        if fed:
+            self._step.check_feeds(feeders, args, kwargs)
+        watch = ModuleWatch(self._session.model, names) if names else NO_WATCH
+        try:
+            outputs, metadata = _traced(self._function, args, {**kwargs, **fed}, trace)
+        finally:
+            watch.close()
+        self._progress.outputs = outputs
+        self._progress.global_step += self._steps_per_run
+        watch.check()
+        return outputs, _Made(fed, watch.values, RunOptions(trace) if trace else _PLAIN.options, metadata)
+
+    def _call_watchers(
+        self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
+    ) -> None:
+        """Call ``before_run`` of the hooks whose ``Due.when`` is true of ``outputs``; they join ``seats``."""
+        schedule = self._schedule
+        if made.fed:  # a feed can have the name of an output, and Due.when sees the outputs only: call all of them
+            late = [seat for seat in schedule.watchers if seat not in seats]
+        else:
+            late = schedule.noticed_by(outputs, seats)
+        try:
+            for seat in late:
+                context.caller = seat
+                seat.catch_up(schedule.runs)
+                request = seat.before_run(context)
+                if request is not None:
+                    if request is not seat.plain_request:
+                        _check_request(requests, seat, request)
+                        _check_late(seat, request)
+                    requests.append((seat, request))
+        except BaseException as error:
+            self._note(error, context.caller, "before_run")
+            raise
+        requests.sort(key=lambda request: request[0].index)
+        seats[:] = in_order([*seats, *late])
+
+    def _evaluate(
+        self, context: SessionRunContext, requests: list[Request], outputs: Any, made: _Made
+    ) -> Mapping[Seat, SessionRunValues]:
+        """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
+        fed, watched, options, metadata = made
+        evaluate: Callable[[Any, Any], Any]
+        evaluate = Evaluator(self._session, outputs, fed, context.inputs, watched).evaluate
+        if self._costs is not None:
+            evaluate = self._costs.timed_evaluation(evaluate)
+        values: dict[Seat, SessionRunValues] = {}
+        for seat, (fetches, _, _) in requests:
+            results = None if fetches is None else evaluate(fetches, seat)
+            values[seat] = _new_tuple(SessionRunValues, (results, options, metadata))
+        return values
+
+    def _after_run(
+        self, context: SessionRunContext, seats: list[Seat], values: Mapping[Seat, SessionRunValues], number: int
+    ) -> bool:
+        """Call ``after_run`` of the hooks that take part; return whether one of them has to be asked when it is due."""
+        progress, schedule = self._progress, self._schedule
+        step, look = progress.global_step, schedule.after
+        if step >= look.step or number >= look.run or look.moment is not None:
+            seats[:] = in_order([*seats, *(seat for seat in look.due(step, number) if seat not in seats)])
+        schedule.runs = number
+        planned = False
+        try:
+            for seat in seats:
+                context.caller = seat
+                if seat.schedules:
+                    seat.catch_up(number - 1)
+                    planned = True
+                after_run = seat.after_run  # calling a local is faster than calling a slot
+                after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
+                seat.seen = number
+                if progress.global_step != step:  # the hooks after this one are due by the step that it set
+                    step = progress.global_step
+                    schedule.insert_due(seats, seat, look, step, number)
+        except BaseException as error:
+            self._note(error, context.caller, "after_run")
+            schedule.fail_at(context.caller)
+            raise
+        return planned
+
+    def _note(self, error: BaseException, seat: object, method: str) -> None:
+        note_hook(error, seat, method, self._progress)
+
+
+def note_hook(error: BaseException, seat: object, method: str, progress: Progress) -> None:
+    """Add a note to ``error`` that names the hook, its method and the global step."""
+    add_note(error, f"torchhooks: in {method} of {seat}, at global step {progress.global_step}")
+
+
+def _traced(function: Callable[..., Any], args: Any, kwargs: Any, trace: bool) -> tuple[Any, RunMetadata]:
+    """Call the step, in torch's profiler if a hook requested a ``trace``."""
+    if not trace:
+        return function(*args, **kwargs), _PLAIN.metadata
+    from torch.profiler import profile
+
+    with profile() as recorded:
+        outputs = function(*args, **kwargs)
+    return outputs, RunMetadata(recorded)
+
+
+def _check_request(requests: list[Request], seat: Seat, request: Any) -> None:
+    """Raise if what ``seat`` returned is not a request, or feeds what an earlier hook feeds."""
+    if not isinstance(request, SessionRunArgs):
+        raise TypeError(f"before_run of {seat} returned {request!r}: return SessionRunArgs(fetches) or None")
+    fetches, feed_dict, options = request
+    if feed_dict:
+        if not isinstance(feed_dict, Mapping):
+            raise TypeError(f"before_run of {seat} feeds {feed_dict!r}: return a mapping, parameter name to value")
+        for other, (_, fed, _) in requests:
+            for name in feed_dict.keys() & (fed or {}):
+                raise FeedError(
+                    f"{seat} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, remove one "
+                    "of them"
+                )
+    if feed_dict is None and options is None and is_fixed(fetches) and not watched_names(fetches):
+        seat.plain_request = request  # it cannot change, so the next run need not check it again
+
+
+def _check_late(seat: Seat, request: SessionRunArgs) -> None:
+    """Raise if ``seat``, which is asked after the step, requests something that has to happen during the step."""
+    fetches, feed_dict, options = request
+    wishes = [f"feeds {name!r}" for name in feed_dict or ()] + [f"fetches {name!r}" for name in watched_names(fetches)]
+    wishes += ["requests a trace"] if options is not None and options.trace else []
+    if wishes:
+        raise LifecycleError(
+            f"{seat} {wishes[0]}, but its Due.when is evaluated after the step: let next_due() return None, or a step, "
+            "a moment or a number of runs, so that before_run is called before the step"
+        )

@@ -1,0 +1,214 @@
+"""Creating the session of a loop, and another one when the loop recovers from an error."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torchhooks.checkpoint import latest_checkpoint
+from torchhooks.coordinator import Coordinator
+from torchhooks.costs import HookCosts
+from torchhooks.ending import Ending
+from torchhooks.errors import add_note
+from torchhooks.hook import RunServices
+from torchhooks.log import logger
+from torchhooks.position import Position
+from torchhooks.progress import DataWaits, Progress
+from torchhooks.readback import Readback
+from torchhooks.recovery import Recovery
+from torchhooks.run import Lifecycle, note_hook
+from torchhooks.schedule import Schedule, Seat
+from torchhooks.session import Scaffold, Session
+from torchhooks.stateful import Stateful
+from torchhooks.step import Step
+
+_SIGNAL_POLL_SECS = 0.1
+
+
+class TrainingState(NamedTuple):
+    """What the user trains, and where it is restored from: the same for every session of a loop."""
+
+    model: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    state: Mapping[str, Stateful]
+    hooks: Mapping[str, Stateful]
+    hooks_elsewhere: Collection[str]
+    checkpoint_dir: str | None
+
+
+class Mechanisms(NamedTuple):
+    """What a loop creates once and every session of it uses."""
+
+    schedule: Schedule
+    readback: Readback
+    position: Position
+    data_waits: DataWaits
+    ending: Ending
+    recovery: Recovery
+    costs: HookCosts | None
+
+
+class Sessions:
+    """The sessions of one loop, one after the other: each recovery closes the current one and creates the next.
+
+    Args:
+        training: what each session holds.
+        scaffold: how a session is initialised.
+        step: the user's step.
+        steps_per_run: how many steps a run counts; 0 if the optimizer's steps are counted instead.
+        mechanisms: of the loop.
+        grace_secs: how long background threads may take to end, in seconds.
+    """
+
+    coord: Coordinator
+    """The background threads of the current session."""
+    lifecycle: Lifecycle
+    progress: Progress
+    session: Session
+
+    def __init__(
+        self,
+        training: TrainingState,
+        scaffold: Scaffold,
+        step: Step,
+        steps_per_run: int,
+        mechanisms: Mechanisms,
+        grace_secs: float,
+    ) -> None:
+        self._training = training
+        self._scaffold = scaffold
+        self._step = step
+        self._steps_per_run = steps_per_run
+        self._schedule, self._readback, self._position, self._data_waits = mechanisms[:4]
+        self._ending, self._recovery, self._costs = mechanisms[4:]
+        self._grace_secs = grace_secs
+        self._renew()
+
+    def call(self, seat: Seat, name: str, method: Callable[..., object], *args: Any) -> None:
+        """Call a hook's ``method`` outside a run; an exception gets a note that names the hook."""
+        try:
+            method(*args)
+        except BaseException as error:
+            note_hook(error, seat, name, self.progress)
+            raise
+
+    def create(self) -> None:
+        """Restore or initialise the current session, and call every hook's ``after_create_session``."""
+        session, restored = self.session, None
+        if session.checkpoint_dir is not None:
+            restored = session.saver.restore_latest(session, session.checkpoint_dir)
+        if restored is not None:
+            logger.info("restored step %d from %s", session.global_step, restored)
+        self._scaffold.prepare(session, restored is not None)
+        self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
+        for seat in self._schedule.all_seats:
+            self.call(seat, "after_create_session", seat.hook.after_create_session, session, self.coord)
+        self._schedule.start()
+
+    def may_recover(self, error: BaseException) -> bool:
+        """Return whether to recover from ``error``, which a run or the creation of a session raised.
+
+        If it is one of ``recoverable_errors`` and the loop does not recover, a note on the error says why.
+        """
+        if self._ending.stopping or not self._recovery.allows(error):
+            return False
+        if self._ending.signal is not None:
+            add_note(error, f"torchhooks: not recovered from, because signal {self._ending.signal} arrived")
+            return False
+        self.session.wait_for_savers()  # the newest checkpoint may still be being written
+        folder = self.session.checkpoint_dir
+        if folder is None or latest_checkpoint(folder) is None:
+            add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
+            return False
+        return True
+
+    def recover(self, error: BaseException) -> None:
+        """Close the session, pause unless this is the first recovery in a row, and create the next session.
+
+        An error on the way is recovered from likewise, if that is allowed.
+        """
+        while True:
+            try:
+                self._readback.drain()
+                self._leave(error)
+                self._recovery.pause(error, self._wait)
+                if self._ending.signal is not None:
+                    raise error
+                self.create()
+            except BaseException as another:
+                if not self.may_recover(another):
+                    raise
+                error = another
+            else:
+                return
+
+    def join_threads(self, coord: Coordinator | None = None) -> None:
+        """Stop the background threads, wait for them, and raise the error of the first that failed."""
+        coord = self.coord if coord is None else coord
+        coord.request_stop()
+        coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
+
+    def _renew(self) -> None:
+        model, optimizer, state, hooks, hooks_elsewhere, checkpoint_dir = self._training
+        self.progress = Progress()
+        self.session = Session(
+            model,
+            optimizer,
+            state,
+            self._scaffold.saver,
+            hooks=hooks,
+            hooks_elsewhere=hooks_elsewhere,
+            checkpoint_dir=checkpoint_dir,
+            position=self._position,
+            progress=self.progress,
+            data_waits=self._data_waits,
+            inputs=self._step.parameters,
+            drain=self._readback.drain,
+            interrupted=lambda: self._ending.signal is not None,
+        )
+        self.coord = Coordinator()
+        services = RunServices(self.session, self._step, self._readback, self._ending)
+        self.lifecycle = Lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
+
+    def _leave(self, error: BaseException) -> None:
+        """Replace the session that failed with ``error`` by a new one, and wait for its threads.
+
+        Raises:
+            BaseException: another error of a thread, which the loop does not recover from.
+        """
+        session, coord = self.session, self.coord
+        self._renew()
+        session.close()
+        try:
+            self.join_threads(coord)
+        except BaseException as another:
+            if another is not error:
+                raise
+        else:  # a run failed, not a thread: it is made again
+            self._position.run_is_made_again()
+        for later in coord.later_errors:
+            if not self._recovery.covers(later):
+                raise later
+
+    def _wait(self, secs: float) -> None:
+        """Wait for ``secs`` seconds, or until a signal arrives."""
+        end = time.monotonic() + secs
+        while self._ending.signal is None and (left := end - time.monotonic()) > 0:
+            threading.Event().wait(min(left, _SIGNAL_POLL_SECS))
+
+    def _thread_stopped(self, coord: Coordinator) -> None:
+        """Stop the loop because a background thread asked to, unless the loop will recover from the thread's error."""
+        if self._ending.closed or coord is not self.coord:
+            return
+        try:
+            coord.raise_requested_exception()
+        except BaseException as error:
+            if self._recovery.covers(error) and self.session.checkpoint_dir is not None:
+                self._schedule.wake()  # the end of the run, or should_stop(), recovers
+                return
+        self._ending.stop(f"thread {threading.current_thread().name}", by_thread=True)
