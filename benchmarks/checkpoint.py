@@ -1,14 +1,15 @@
-"""How long a training stands still for a checkpoint: Saver, on the training's thread and behind it, beside torch.save.
+"""Measure how long saving a checkpoint blocks training: Saver, with and without async_save, compared with torch.save.
 
     python benchmarks/checkpoint.py [--check] [--megabytes 1000 ...] [--folder FOLDER]
 
-The state is a model and Adam's two moments of it. By hand, a checkpoint goes to a new file and the one before it is
-removed, which is what Saver(max_to_keep=1) does; only fsync makes that safe, so this is what Saver is measured by.
-torch.save alone leaves the file to the system, which writes it later or, if the power fails, never.
+The state is a model and the two moments that Adam keeps of it. By hand, each checkpoint goes to a new file and then the
+previous one is removed, which is what Saver(max_to_keep=1) does. Without fsync this could lose both files in a power
+failure, because the operating system writes the data later. So Saver is compared with torch.save and fsync.
 
-"Until it is on disk" ends when the file would survive that. While it is written behind, small real steps are made:
-their speed meanwhile is a part of that of the same steps before, and "lost" is what they took longer. Once they are
-made with all of torch's threads, and once with one fewer, which leaves a core to the thread that writes.
+"Until on disk" ends when the file would survive a power failure. While a background thread writes the file, the
+benchmark makes small real steps. "Step speed" is their speed during the write relative to before, and "time lost" is
+how much longer they took. They are made once with all of torch's threads, and once with one fewer, which leaves a core
+for the thread that writes.
 """
 
 from __future__ import annotations
@@ -36,38 +37,39 @@ from common import (
     machine,
     median_ratio,
     mlp,
-    over,
     parser,
+    repeat,
     table,
     take_turns,
-    us_a_run,
+    us_per_run,
 )
 
-BY_HAND, SYNCED = "torch.save by hand", "torch.save by hand, and fsync"
-OURS, BEHIND = "Saver()", "Saver(async_save=True)"
-A_CORE_LEFT = "the same, a core left to it"
+BY_HAND, SYNCED = "torch.save", "torch.save and fsync"
+OURS, ASYNC = "Saver()", "Saver(async_save=True)"
+ASYNC_SPARE_CORE = "the same, one core left free"
 TENSOR = (1000, 1000)  # 4 MB
 TENSORS_EACH = 3
 LEAST_MEGABYTES = 4 * TENSORS_EACH
 
 
 class Measured(NamedTuple):
-    """Seconds, a figure a round; of those that are written behind by name."""
+    """The figures of one size: seconds, except for ``speed``. Those after ``blocked`` are for ``async_save`` only."""
 
     megabytes: int
-    still: Rounds
+    blocked: Rounds
+    """How long the call took."""
     first: dict[str, float]
-    """The very first save, which has to get the memory for its copy."""
+    """How long the very first call took, which allocates the memory for its copy."""
     durable: Rounds
-    """From the call of a save that is written behind until it is on disk."""
+    """From the call until the file is on disk."""
     speed: Rounds
-    """Of the steps made meanwhile: a part of what it was before."""
+    """The speed of the steps made during the write, relative to before."""
     lost: Rounds
-    """What these took longer than before."""
+    """How much longer these steps took than before."""
 
 
 def make_session(megabytes: int) -> tuple[Session, int]:
-    """A model and its Adam, as after a step; and how many megabytes that really is."""
+    """Return a model and its Adam as after one step, and the exact size of their state in megabytes."""
     number = megabytes // LEAST_MEGABYTES
     model = nn.ParameterList([torch.randn(TENSOR) for _ in range(number)])
     optimizer = torch.optim.Adam(model.parameters())
@@ -79,7 +81,7 @@ def make_session(megabytes: int) -> tuple[Session, int]:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long a call takes, when the disk has nothing to do: what one candidate left to the system is its own."""
+    """Measure a call. Sync first, so that no candidate pays for writes that another one left pending."""
     os.sync()
     started = perf_counter()
     function()
@@ -87,7 +89,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 class ByHand:
-    """torch.save, to another file each time."""
+    """torch.save, to a new file each time."""
 
     def __init__(self, session: Session, folder: Path, *, sync: bool) -> None:
         self._session, self._folder, self._sync = session, folder, sync
@@ -114,7 +116,7 @@ class ByHand:
 
 
 class Ours:
-    """Saver, on the thread that trains."""
+    """Saver, writing on the training thread."""
 
     def __init__(self, session: Session, folder: Path, *, async_save: bool = False) -> None:
         self._session, self._folder = session, folder
@@ -129,24 +131,24 @@ class Ours:
         self._saver.save(self._session, self._folder / "model.ckpt", self._number)
 
 
-class Behind(Ours):
-    """Saver, behind the thread that trains, and what the training notices of it."""
+class Async(Ours):
+    """Saver, writing on a background thread, and its effect on steps made during the write."""
 
     def __init__(self, session: Session, folder: Path, threads: int) -> None:
         super().__init__(session, folder, async_save=True)
         training = mlp()
-        self._train = over(training.step, training.batch)
+        self._train = repeat(training.step, training.batch)
         self._threads = threads
         self._pool = ThreadPoolExecutor(1)
-        self.still: list[float] = []
+        self.blocked: list[float] = []
         self.durable: list[float] = []
         self.speed: list[float] = []
         self.lost: list[float] = []
 
     def __call__(self) -> float:
         with threads(self._threads):
-            usual = us_a_run(self._train, 1000) / 1e6
-        still = super().__call__()
+            usual = us_per_run(self._train, 1000) / 1e6
+        blocked = super().__call__()
         started = perf_counter()
         written = self._pool.submit(self._saver.wait)
         steps = 0
@@ -156,16 +158,16 @@ class Behind(Ours):
                 steps += 10
         written.result()
         meanwhile = perf_counter() - started
-        self.still.append(still)
-        self.durable.append(still + meanwhile)
+        self.blocked.append(blocked)
+        self.durable.append(blocked + meanwhile)
         self.speed.append(steps * usual / meanwhile)
         self.lost.append(meanwhile - steps * usual)
-        return still
+        return blocked
 
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """As many threads for each operator of torch."""
+    """Let each operator of torch use ``number`` threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -175,80 +177,80 @@ def threads(number: int) -> Iterator[None]:
 
 
 def measure(megabytes: int, rounds: int, folder: Path | None) -> Measured:
-    """All of them, in turns."""
-    session, really = make_session(megabytes)
+    """Measure all candidates, in turns."""
+    session, exact_megabytes = make_session(megabytes)
     most = torch.get_num_threads()
     with TemporaryDirectory(dir=folder) as name:
-        behind = {
-            BEHIND: Behind(session, Path(name, "behind"), most),
-            A_CORE_LEFT: Behind(session, Path(name, "a_core_left"), max(1, most - 1)),
+        asynchronous = {
+            ASYNC: Async(session, Path(name, "async"), most),
+            ASYNC_SPARE_CORE: Async(session, Path(name, "async_spare_core"), max(1, most - 1)),
         }
-        still = take_turns(
+        blocked = take_turns(
             {
                 BY_HAND: ByHand(session, Path(name, "by_hand"), sync=False),
                 SYNCED: ByHand(session, Path(name, "synced"), sync=True),
                 OURS: Ours(session, Path(name, "ours")),
-                **behind,
+                **asynchronous,
             },
             rounds,
         )
-    # take_turns threw away the first round
+    # take_turns discarded its first round, so the first figure of the others is discarded too.
     return Measured(
-        really,
-        still,
-        {name: saver.still[0] for name, saver in behind.items()},
-        {name: saver.durable[1:] for name, saver in behind.items()},
-        {name: saver.speed[1:] for name, saver in behind.items()},
-        {name: saver.lost[1:] for name, saver in behind.items()},
+        exact_megabytes,
+        blocked,
+        {name: saver.blocked[0] for name, saver in asynchronous.items()},
+        {name: saver.durable[1:] for name, saver in asynchronous.items()},
+        {name: saver.speed[1:] for name, saver in asynchronous.items()},
+        {name: saver.lost[1:] for name, saver in asynchronous.items()},
     )
 
 
 def show(measured: Measured) -> str:
-    """The tables."""
-    still = measured.still
-    durable = {SYNCED: still[SYNCED], OURS: still[OURS], BEHIND: measured.durable[BEHIND]}
+    """Return the two tables of one size."""
+    blocked = measured.blocked
+    durable = {SYNCED: blocked[SYNCED], OURS: blocked[OURS], ASYNC: measured.durable[ASYNC]}
     rows = [
         (
             name,
-            min(still[name]) * 1e3,
-            median(still[name]) * 1e3,
-            f"{median_ratio(still[name], still[SYNCED]):.2f} x",
+            min(blocked[name]) * 1e3,
+            median(blocked[name]) * 1e3,
+            f"{median_ratio(blocked[name], blocked[SYNCED]):.2f} x",
             median(durable[name]) * 1e3 if name in durable else None,
         )
-        for name in (BY_HAND, SYNCED, OURS, BEHIND)
+        for name in (BY_HAND, SYNCED, OURS, ASYNC)
     ]
-    header = ["stands still: least", "median", "beside by hand and fsync", "until it is on disk"]
-    behind = [
+    header = ["blocked: min", "median", "relative to torch.save and fsync", "until on disk"]
+    async_rows = [
         (
             name,
             measured.first[name] * 1e3,
-            median(still[name]) * 1e3,
-            f"{median_ratio(still[name], still[OURS]):.2f} x",
+            median(blocked[name]) * 1e3,
+            f"{median_ratio(blocked[name], blocked[OURS]):.2f} x",
             f"{median(measured.speed[name]):.2f} x",
             median(measured.lost[name]) * 1e3,
         )
-        for name in (BEHIND, A_CORE_LEFT)
+        for name in (ASYNC, ASYNC_SPARE_CORE)
     ]
-    behind_header = ["stands still: first", "later", "beside Saver()", "steps' speed meanwhile", "lost meanwhile"]
-    what = f"ms, a state of {measured.megabytes:,} MB"
-    return f"{table([what, *header], rows)}\n\n{table([what, *behind_header], behind)}"
+    async_header = ["blocked: first save", "later saves", "relative to Saver()", "step speed", "time lost"]
+    what = f"ms, {measured.megabytes:,} MB of state"
+    return f"{table([what, *header], rows)}\n\n{table([what, *async_header], async_rows)}"
 
 
 def budgets(measured: Measured) -> list[Budget]:
-    """A promise about how it is written, one about how little of that is noticed."""
-    still, size = measured.still, f"{measured.megabytes:,} MB"
-    sync, behind = median_ratio(still[OURS], still[SYNCED]), median_ratio(still[BEHIND], still[OURS])
+    """Return a limit for writing on the training thread, and one for how long ``async_save`` blocks it."""
+    blocked, size = measured.blocked, f"{measured.megabytes:,} MB"
+    sync, asynchronous = median_ratio(blocked[OURS], blocked[SYNCED]), median_ratio(blocked[ASYNC], blocked[OURS])
     return [
-        Budget(f"{size}, Saver(): beside torch.save and fsync", sync, 1.15, "x"),
-        Budget(f"{size}, Saver(async_save=True): stands still, beside Saver()", behind, 0.25, "x"),
+        Budget(f"{size}, Saver(): relative to torch.save and fsync", sync, 1.15, "x"),
+        Budget(f"{size}, Saver(async_save=True): blocked, relative to Saver()", asynchronous, 0.25, "x"),
     ]
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--megabytes", type=int, nargs="+", default=[1000], help="sizes (default: 1000)")
-    options.add_argument("--rounds", type=int, default=9, help="rounds (default: %(default)s)")
-    options.add_argument("--folder", type=Path, help="where to write (default: the system's folder for such files)")
+    options.add_argument("--megabytes", type=int, nargs="+", default=[1000], help="sizes of the state (default: 1000)")
+    options.add_argument("--rounds", type=int, default=9, help="number of rounds (default: %(default)s)")
+    options.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     chosen = options.parse_args()
     if min(chosen.megabytes) < LEAST_MEGABYTES:
         options.error(f"--megabytes {min(chosen.megabytes)}: must be {LEAST_MEGABYTES} or more")

@@ -1,7 +1,7 @@
-"""What the benchmarks share: a step, timing on a machine that others use too, tables, and what was measured where.
+"""Shared parts of the benchmarks: training steps, timing on a machine that is also used by others, tables and budgets.
 
-Nothing here is timed once. The candidates of a comparison take turns in every round, so that what else the machine does
-hits them alike, and a difference or a ratio is taken within each round before the median of the rounds is.
+Nothing is timed only once. The candidates of a comparison take turns in every round, so that other load on the machine
+affects all of them alike. Differences and ratios are computed within each round, and then the median is taken.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.nn import functional as F
 RESULTS = Path(__file__).parent / "results"
 
 Rounds = dict[str, list[float]]
-"""What each candidate measured, a figure a round."""
+"""For each candidate, one figure per round."""
 
 
 # -- the steps ------------------------------------------------------------------------------------------------------
 
 
 class Training(NamedTuple):
-    """A training as a person has it: ``step(batch)`` returns the loss and does everything that makes a step."""
+    """What a user's script has: ``step(batch)`` makes one complete training step and returns the loss."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -40,15 +40,15 @@ class Training(NamedTuple):
     batch: Tensor
 
 
-def nothing() -> Training:
-    """A step that does nothing: what is left is the cost of everything around it."""
+def empty() -> Training:
+    """Return a step that does nothing, so that only the cost of everything around it is measured."""
     model, optimizer, batch = _parts("cpu")
     loss = torch.tensor(0.125)
     return Training(model, optimizer, lambda batch: loss, batch)
 
 
 def mlp(device: str = "cpu", *, rows: int = 32) -> Training:
-    """Two layers, backward and SGD: a real step, which puts out of the caches what the loop around it left there."""
+    """Return a real step: two layers, backward and SGD. It evicts the code and data of the loop from the CPU caches."""
     model, optimizer, batch = _parts(device, rows)
     targets = torch.zeros(rows, dtype=torch.long, device=device)
 
@@ -69,10 +69,9 @@ def _parts(device: str, rows: int = 32) -> tuple[nn.Module, torch.optim.Optimize
 
 
 class Stamped:
-    """A step that notes how long it was from the end of each call to the start of the next: what the loop costs.
+    """A step that measures the time from the end of each call to the start of the next, which is the cost of the loop.
 
-    Measured from inside, the time of the step itself and its noise are left out, and so are the start and the end of
-    a loop.
+    Measuring from inside the step leaves out the time of the step and its noise, and the start and end of the loop.
     """
 
     def __init__(self, step: Callable[[Tensor], Tensor]) -> None:
@@ -80,19 +79,19 @@ class Stamped:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the calls so far."""
+        """Discard the calls so far."""
         self.runs = 0
         self.gaps: list[int] = []
-        """Nanoseconds between calls, one fewer than there were calls."""
+        """Nanoseconds between calls: one figure fewer than there were calls."""
         self._ended = 0
 
     @property
-    def us_a_step(self) -> float:
-        """Microseconds between two calls, on average."""
+    def us_per_step(self) -> float:
+        """Mean time between two calls, in microseconds."""
         return fmean(self.gaps) / 1e3
 
     def __call__(self, batch: Tensor) -> Tensor:
-        """One step."""
+        """Make one step."""
         started = perf_counter_ns()
         if self.runs:
             self.gaps.append(started - self._ended)
@@ -106,13 +105,13 @@ class Stamped:
 
 
 def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int) -> Rounds:
-    """What the candidates measure, ``rounds`` times each. One round more comes first and is thrown away."""
+    """Call every candidate once per round and return the figures. One extra round comes first and is discarded."""
     figures: Rounds = {name: [] for name in candidates}
     names = list(candidates)
     gc.collect()
-    gc.freeze()  # so that collecting between two candidates does not go through all of torch each time
+    gc.freeze()  # otherwise each collection between two candidates would scan all of torch
     for number in range(rounds + 1):
-        shift = number % len(names)  # so that nobody always comes after the same other one
+        shift = number % len(names)  # so that no candidate always follows the same other one
         for name in names[shift:] + names[:shift]:
             gc.collect()
             gc.disable()
@@ -126,8 +125,8 @@ def take_turns(candidates: Mapping[str, Callable[[], float]], rounds: int) -> Ro
     return figures
 
 
-def over(run: Callable[[Tensor], object], batch: Tensor) -> Callable[[int], None]:
-    """What calls ``run(batch)`` so many times."""
+def repeat(run: Callable[[Tensor], object], batch: Tensor) -> Callable[[int], None]:
+    """Return a function that calls ``run(batch)`` as many times as its argument says."""
 
     def drive(runs: int) -> None:
         for _ in range(runs):
@@ -136,28 +135,28 @@ def over(run: Callable[[Tensor], object], batch: Tensor) -> Callable[[int], None
     return drive
 
 
-def us_a_run(drive: Callable[[int], object], runs: int) -> float:
-    """Microseconds a run of ``drive(runs)``."""
+def us_per_run(drive: Callable[[int], object], runs: int) -> float:
+    """Call ``drive(runs)`` and return the microseconds per run."""
     started = perf_counter()
     drive(runs)
     return (perf_counter() - started) / runs * 1e6
 
 
 def beyond(figures: Rounds, name: str, base: str) -> list[float]:
-    """How much more than ``base`` it was, round by round."""
+    """Return by how much ``name`` exceeds ``base`` in each round."""
     return [figure - less for figure, less in zip(figures[name], figures[base], strict=True)]
 
 
 def median_ratio(figures: Iterable[float], others: Iterable[float]) -> float:
-    """The median of the rounds' ratios."""
+    """Return the median of the ratios of the rounds."""
     return median(figure / other for figure, other in zip(figures, others, strict=True))
 
 
-# -- telling --------------------------------------------------------------------------------------------------------
+# -- reporting ------------------------------------------------------------------------------------------------------
 
 
 class Budget(NamedTuple):
-    """A promise and what became of it."""
+    """A limit, and the figure that was measured."""
 
     what: str
     figure: float
@@ -172,7 +171,7 @@ class Budget(NamedTuple):
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> str:
-    """A Markdown table. Floats get three digits, ``None`` is left empty; all columns but the first are numbers."""
+    """Return a Markdown table. Floats get three digits, ``None`` is an empty cell, and numbers are aligned right."""
     cells = [list(header), *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
@@ -192,7 +191,7 @@ def _cell(value: str | float | None) -> str:
 
 
 def budget_table(budgets: Iterable[Budget]) -> str:
-    """Each budget, the figure, and ``ok`` or ``over``."""
+    """Return a table of the budgets with their figures, limits, and ``ok`` or ``over``."""
     rows = [
         (b.what, f"{_cell(b.figure)} {b.unit}".strip(), f"{'>=' if b.at_least else '<='} {b.limit:g}", verdict(b))
         for b in budgets
@@ -201,12 +200,12 @@ def budget_table(budgets: Iterable[Budget]) -> str:
 
 
 def verdict(budget: Budget) -> str:
-    """One word."""
+    """Return ``"ok"`` or ``"over"``."""
     return "ok" if budget.is_met else "over"
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
+    """Return a description of this machine and its software, to be stored with the figures."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu(),
@@ -227,22 +226,22 @@ def _cpu() -> str:
 
 
 def describe(machine: Mapping[str, Any]) -> str:
-    """The machine in a line."""
+    """Return the description of a machine as one line."""
     return ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None)
 
 
 def save(folder: Path, name: str, **document: Any) -> None:
-    """Write ``document`` and the command to ``folder/name.json``."""
+    """Write ``document`` and the command line to ``folder/name.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     command = " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]])
-    # Four digits behind the point are more than is measured; one line a key reads and diffs better than one a number.
+    # Four decimals are more than is measured. One line per key is easier to read and diff than one per number.
     rounded = json.loads(json.dumps({"command": command, **document}), parse_float=lambda text: round(float(text), 4))
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in rounded.items()]
     (folder / f"{name}.json").write_text("{\n " + ",\n ".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def finish(folder: Path, name: str, *, check: bool, budgets: Sequence[Budget], **document: Any) -> None:
-    """Print the budgets, write everything down, and exit with an error if one is over and ``check`` asks for that."""
+    """Print the budgets and save the results. With ``check``, exit with an error if a budget is exceeded."""
     print(budget_table(budgets))
     judged = [{**budget._asdict(), "ok": budget.is_met} for budget in budgets]
     save(folder, name, budgets=judged, **document)
@@ -252,8 +251,8 @@ def finish(folder: Path, name: str, *, check: bool, budgets: Sequence[Budget], *
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
+    """Return an argument parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit with an error if a budget is over")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="exit with an error if a budget is exceeded")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file (default: %(default)s)")
     return parser

@@ -1,13 +1,13 @@
-"""Watching every step on a GPU: steps per second of the bare loop, of the same by hand, and of ours.
+"""Measure the cost of monitoring every step on a GPU: steps per second of the bare loop, by hand, and with torchhooks.
 
     python benchmarks/gpu.py [--check]
 
-The step is a small MLP's, so small that the host can hardly keep the device busy: whoever makes the host wait for the
-device shows. Watched are the loss in TensorBoard and a NaN check in every step, and steps/sec every 100. By hand, the
-loss is read with ``.item()``.
+The model is so small that the host can hardly keep the GPU busy, so anything that makes the host wait for the GPU slows
+down the loop. Both monitored loops write the loss to TensorBoard and check it for NaN in every step, and report
+steps/sec every 100 steps. The loop by hand reads the loss with ``.item()``.
 
-The second table is about the figure that is reported: steps/sec of each period beside the device's own time between two
-CUDA events that the step itself recorded at the ends of this period.
+The second table checks the reported steps/sec: for each period it is compared with the time between two CUDA events
+that the step itself records at both ends of the period.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from common import (
     machine,
     median_ratio,
     mlp,
-    over,
     parser,
+    repeat,
     table,
     take_turns,
 )
@@ -48,11 +48,11 @@ BARE, BY_HAND, OURS = "bare loop", "by hand, .item() in every step", "torchhooks
 
 Drive = Callable[[int], object]
 Period = tuple[int, float, float]
-"""The step at its end, steps/sec as reported, steps/sec by events."""
+"""The last step of the period, the reported steps/sec, and steps/sec according to CUDA events."""
 
 
 def by_hand(training: Training, writer: SummaryWriter) -> Drive:
-    """What people write."""
+    """Monitor the step as it is usually written by hand."""
     log = logging.getLogger("by_hand")
     number, last = 0, time.monotonic()
 
@@ -74,18 +74,18 @@ def by_hand(training: Training, writer: SummaryWriter) -> Drive:
 
 
 def hooked(training: Training, folder: Path, stack: ExitStack) -> Drive:
-    """The same, by hooks."""
+    """Monitor the step with hooks."""
     hooks: list[SessionRunHook] = [
         NanTensorHook("loss"),
         SummarySaverHook(save_steps=1, output_dir=folder, summary_op={"loss": "loss"}),
         StepCounterHook(PERIOD, output_dir=folder),
     ]
     loop = stack.enter_context(MonitoredLoop(training.step, training.model, training.optimizer, hooks=hooks))
-    return over(loop.run, training.batch)
+    return repeat(loop.run, training.batch)
 
 
 def steps_per_sec(drive: Drive, runs: int) -> float:
-    """From an idle device to an idle device."""
+    """Measure steps per second, from an idle GPU to an idle GPU."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     drive(runs)
@@ -94,11 +94,11 @@ def steps_per_sec(drive: Drive, runs: int) -> float:
 
 
 def measure(training: Training, runs: int, rounds: int) -> Rounds:
-    """Steps per second of the three."""
+    """Measure steps per second of the three candidates."""
     with TemporaryDirectory() as name, ExitStack() as stack:
         writer = stack.enter_context(SummaryWriter(f"{name}/hand"))
         candidates = {
-            BARE: over(training.step, training.batch),
+            BARE: repeat(training.step, training.batch),
             BY_HAND: by_hand(training, writer),
             OURS: hooked(training, Path(name, "hooks"), stack),
         }
@@ -107,8 +107,8 @@ def measure(training: Training, runs: int, rounds: int) -> Rounds:
 
 
 def reported(training: Training, runs: int) -> list[Period]:
-    """What StepCounterHook said of each period, and what was true."""
-    events = [torch.cuda.Event(enable_timing=True)]  # the first stands for no step
+    """Return, for each period, what StepCounterHook reported and what CUDA events measured."""
+    events = [torch.cuda.Event(enable_timing=True)]  # never recorded: makes events[n] the event after step n
 
     def step(batch: Tensor) -> Tensor:
         loss = training.step(batch)
@@ -119,7 +119,7 @@ def reported(training: Training, runs: int) -> list[Period]:
     writer = RecordingWriter()
     hooks: list[SessionRunHook] = [NanTensorHook("loss"), StepCounterHook(PERIOD, summary_writer=writer)]
     with MonitoredLoop(step, training.model, training.optimizer, hooks=hooks) as loop:
-        over(loop.run, training.batch)(runs)
+        repeat(loop.run, training.batch)(runs)
     torch.cuda.synchronize()
     return [
         (end, rate, PERIOD * 1e3 / events[end - PERIOD].elapsed_time(events[end]))
@@ -129,31 +129,31 @@ def reported(training: Training, runs: int) -> list[Period]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--runs", type=int, default=5_000, help="steps a round and candidate (default: %(default)s)")
-    options.add_argument("--rounds", type=int, default=7, help="rounds (default: %(default)s)")
+    options.add_argument("--runs", type=int, default=5_000, help="steps per round and candidate (default: %(default)s)")
+    options.add_argument("--rounds", type=int, default=7, help="number of rounds (default: %(default)s)")
     chosen = options.parse_args()
     if not torch.cuda.is_available():
         print("not run: no CUDA device")
         return
     for name in ("torchhooks", "by_hand"):
-        logging.getLogger(name).addHandler(logging.NullHandler())  # the lines are made, and go nowhere
+        logging.getLogger(name).addHandler(logging.NullHandler())  # log records are created and discarded
         logging.getLogger(name).setLevel(logging.INFO)
     where, training = machine(), mlp("cuda")
     print(describe(where), end="\n\n")
     rounds = measure(training, chosen.runs, chosen.rounds)
     ratios = {name: median_ratio(figures, rounds[BARE]) for name, figures in rounds.items()}
     rows = [(name, max(figures), median(figures), f"{ratios[name]:.3f}") for name, figures in rounds.items()]
-    print(table(["", "steps/sec: best", "median", "of the bare loop's"], rows), end="\n\n")
+    print(table(["", "steps/sec: best", "median", "relative to the bare loop"], rows), end="\n\n")
     periods = reported(training, chosen.runs)
     errors = [abs(rate / true - 1) * 100 for _, rate, true in periods]
-    off = [("median", median(errors)), ("worst", max(errors))]
-    print(table(["the steps/sec reported for a period", "% off"], off), end="\n\n")
+    rows_of_errors = [("median", median(errors)), ("worst", max(errors))]
+    print(table(["reported steps/sec of a period", "error, %"], rows_of_errors), end="\n\n")
     budgets = [
-        Budget("steps/sec, beside the bare loop's", ratios[OURS], 0.98, "x", at_least=True),
-        Budget("error of the steps/sec reported, the worst period", max(errors), 1, "%"),
+        Budget("steps/sec, relative to the bare loop", ratios[OURS], 0.98, "x", at_least=True),
+        Budget("error of the reported steps/sec, worst period", max(errors), 1, "%"),
     ]
-    told = {"steps_per_sec": rounds, "periods": periods}
-    finish(chosen.results, "gpu", check=chosen.check, budgets=budgets, machine=where, **told)
+    figures = {"steps_per_sec": rounds, "periods": periods}
+    finish(chosen.results, "gpu", check=chosen.check, budgets=budgets, machine=where, **figures)
 
 
 if __name__ == "__main__":

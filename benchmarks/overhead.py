@@ -1,9 +1,9 @@
-"""What the loop costs: microseconds a run, beside the least that any wrapper costs and beside the same by hand.
+"""Measure the overhead of the loop, compared with the smallest possible wrapper and with the same work done by hand.
 
     python benchmarks/overhead.py [--check]
 
-Each candidate runs a step that does nothing, timed from outside, and a small real one, where the time between two steps
-is taken from inside of the step. Figures are microseconds a run beyond the bare ``for`` loop of the same round.
+Each candidate runs around an empty step, timed from outside, and around a small real step, where the time between two
+steps is measured from inside the step. Figures are microseconds per run beyond the bare ``for`` loop of the same round.
 """
 
 from __future__ import annotations
@@ -44,54 +44,54 @@ from common import (
     Training,
     beyond,
     describe,
+    empty,
     finish,
     machine,
     median_ratio,
     mlp,
-    nothing,
-    over,
     parser,
+    repeat,
     table,
     take_turns,
-    us_a_run,
+    us_per_run,
 )
 
 Drive = Callable[[int], object]
 Step = Callable[[Tensor], Tensor]
 
 FAR = 10**9
-"""Runs or seconds that no benchmark reaches."""
+"""A number of runs or seconds that no benchmark reaches."""
 
 BARE = "bare for loop"
 WRAPPER = "smallest wrapper"
 IDLE = {number: f"{number} standard hooks, none due" for number in (0, 5, 50)}
 TIMED = "3 hooks with a period in seconds, none due"
 NO_RUN_METHODS = "50 hooks without a run method"
-CALLS = "a user's hook: its two calls, by hand"
-USER = "a user's hook"
-USER_AND_50 = "a user's hook and 50 standard ones, none due"
-NAN_BY_HAND = "NaN check of every run, by hand"
-NAN = "NaN guard in every run"
-DUE_BY_HAND = "lines and events of a due run, by hand"
-DUE = "StepCounter, Summary and Logging due at once"
+CALLS = "the two calls of a user's hook, by hand"
+USER = "a user's hook, called in every run"
+USER_AND_50 = "the same with 50 standard hooks, none due"
+NAN_BY_HAND = "NaN check in every run, by hand"
+NAN = "NaN check in every run, NanTensorHook"
+DUE_BY_HAND = "by hand"
+DUE = "StepCounter, SummarySaver and Logging hooks, all due"
 
 
 class SmallestWrapper:
-    """The least that an object around a step does."""
+    """The least that any object around a step has to do."""
 
     def __init__(self, f: Step) -> None:
         self.f = f
         self.n = 0
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """One step, counted."""
+        """Make one step and count it."""
         out = self.f(*args, **kwargs)
         self.n += 1
         return out
 
 
 class UsersHook(SessionRunHook):
-    """Is called before and after every run, and does nothing."""
+    """A hook that is called before and after every run and does nothing."""
 
     def before_run(self, run_context: Any) -> None:
         pass
@@ -101,14 +101,14 @@ class UsersHook(SessionRunHook):
 
 
 class OnlyEnds(SessionRunHook):
-    """Has no part in runs."""
+    """A hook that is never called in runs."""
 
     def end(self, session: Any) -> None:
         pass
 
 
 def standard_hooks(number: int, folder: Path) -> list[SessionRunHook]:
-    """Hooks that are due in the first run and then not for a long time."""
+    """Return hooks that are due in the first run and never again in this benchmark."""
     kinds: list[Callable[[], SessionRunHook]] = [
         lambda: StepCounterHook(FAR),
         lambda: StopAtStepHook(last_step=FAR),
@@ -120,7 +120,7 @@ def standard_hooks(number: int, folder: Path) -> list[SessionRunHook]:
 
 
 def timed_hooks(folder: Path) -> list[SessionRunHook]:
-    """The same, with periods in seconds."""
+    """Return hooks like :func:`standard_hooks`, with periods in seconds."""
     return [
         StepCounterHook(None, every_n_secs=FAR),
         SummarySaverHook(save_secs=FAR, output_dir=folder, summary_op={"loss": "loss"}),
@@ -129,7 +129,7 @@ def timed_hooks(folder: Path) -> list[SessionRunHook]:
 
 
 def due_hooks(folder: Path) -> list[SessionRunHook]:
-    """Two lines and two events in every run."""
+    """Return hooks that together write two log lines and two events in every run."""
     return [
         StepCounterHook(1, output_dir=folder),
         SummarySaverHook(1, output_dir=folder, summary_op={"loss": "loss"}),
@@ -141,7 +141,7 @@ def due_hooks(folder: Path) -> list[SessionRunHook]:
 
 
 def with_calls(hook: SessionRunHook, step: Step, batch: Tensor) -> Drive:
-    """The two methods of a hook called around the step, by nobody."""
+    """Call the two methods of a hook around the step, without a loop."""
     before_run, after_run = hook.before_run, hook.after_run
     context: Any = None
     values: Any = None
@@ -156,7 +156,7 @@ def with_calls(hook: SessionRunHook, step: Step, batch: Tensor) -> Drive:
 
 
 def with_nan_check(step: Step, batch: Tensor) -> Drive:
-    """What people write."""
+    """Check for NaN as it is usually written by hand."""
 
     def drive(runs: int) -> None:
         for _ in range(runs):
@@ -168,7 +168,7 @@ def with_nan_check(step: Step, batch: Tensor) -> Drive:
 
 
 def by_hand(step: Step, batch: Tensor, writer: SummaryWriter, log: logging.Logger) -> Drive:
-    """The lines and the events of ``due_hooks``, written by hand in every run."""
+    """Write the log lines and events of :func:`due_hooks` by hand."""
     number, last = 0, 0.0
 
     def drive(runs: int) -> None:
@@ -189,8 +189,8 @@ def by_hand(step: Step, batch: Tensor, writer: SummaryWriter, log: logging.Logge
 
 
 def due(loop: MonitoredLoop[Tensor], batch: Tensor, writer: SummaryWriter) -> Drive:
-    """The loop with ``due_hooks``; as by hand, the writer's thread has written everything at the end of a round."""
-    drive = over(loop.run, batch)
+    """Run the loop with :func:`due_hooks`. As in :func:`by_hand`, a round includes flushing the writer."""
+    drive = repeat(loop.run, batch)
 
     def drive_and_flush(runs: int) -> None:
         drive(runs)
@@ -200,16 +200,16 @@ def due(loop: MonitoredLoop[Tensor], batch: Tensor, writer: SummaryWriter) -> Dr
 
 
 def idle_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[str, Drive]:
-    """Runs in which nobody has anything to tell."""
+    """Return the candidates for runs in which there is nothing to report."""
     step, batch = training.step, training.batch
 
     def loop(hooks: Sequence[SessionRunHook]) -> Drive:
         loop = stack.enter_context(MonitoredLoop(step, training.model, training.optimizer, hooks=hooks))
-        return over(loop.run, batch)
+        return repeat(loop.run, batch)
 
     return {
-        BARE: over(step, batch),
-        WRAPPER: over(SmallestWrapper(step).run, batch),
+        BARE: repeat(step, batch),
+        WRAPPER: repeat(SmallestWrapper(step).run, batch),
         **{name: loop(standard_hooks(number, folder)) for number, name in IDLE.items()},
         TIMED: loop(timed_hooks(folder)),
         NO_RUN_METHODS: loop([OnlyEnds() for _ in range(50)]),
@@ -222,13 +222,13 @@ def idle_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[
 
 
 def due_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[str, Drive]:
-    """Runs in which two lines and two events are written: by us to ``folder/due``, by hand to ``folder/hand``."""
+    """Return the candidates for runs that write two log lines and two events, to ``folder/due`` and ``folder/hand``."""
     step, batch = training.step, training.batch
     hooks = due_hooks(folder / "due")
     loop = stack.enter_context(MonitoredLoop(step, training.model, training.optimizer, hooks=hooks))
     writer = stack.enter_context(SummaryWriter(str(folder / "hand")))
     return {
-        BARE: over(step, batch),
+        BARE: repeat(step, batch),
         DUE_BY_HAND: by_hand(step, batch, writer, logging.getLogger("by_hand")),
         DUE: due(loop, batch, SummaryWriterCache.get(folder / "due")),
     }
@@ -238,7 +238,7 @@ def due_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[s
 
 
 def log_to(folder: Path, stack: ExitStack) -> None:
-    """Let our lines and those written by hand go to files, in the same way."""
+    """Send the log lines of the hooks and those written by hand to files, in the same way."""
     for name, file in (("torchhooks", "due.log"), ("by_hand", "hand.log")):
         handler = logging.FileHandler(folder / file)
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -251,12 +251,12 @@ def log_to(folder: Path, stack: ExitStack) -> None:
 
 
 def timed(candidates: dict[str, Drive], runs: int, rounds: int) -> Rounds:
-    """Microseconds a run, the step included."""
-    return take_turns({name: partial(us_a_run, drive, runs) for name, drive in candidates.items()}, rounds)
+    """Measure microseconds per run, including the step."""
+    return take_turns({name: partial(us_per_run, drive, runs) for name, drive in candidates.items()}, rounds)
 
 
 def timed_from_inside(candidates: dict[str, Drive], step: Stamped, runs: int, rounds: int) -> Rounds:
-    """Microseconds between two steps, the median of a round's runs."""
+    """Measure microseconds between two steps; the figure of a round is the median of its runs."""
 
     def around(drive: Drive) -> float:
         step.reset()
@@ -270,11 +270,11 @@ Candidates = Callable[[Training, Path, ExitStack], dict[str, Drive]]
 
 
 def measure(make: Candidates, runs: int, rounds: int) -> tuple[Rounds, Rounds]:
-    """Both steps: the one that does nothing, and the real one with a twentieth of the runs."""
+    """Measure the candidates around the empty step and, with a twentieth of the runs, around the real one."""
     with TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         log_to(folder, stack)
-        empty = timed(make(nothing(), folder, stack), runs, rounds)
+        around_empty = timed(make(empty(), folder, stack), runs, rounds)
         stack.pop_all().close()
         if make is due_candidates:
             check_same(folder)
@@ -283,12 +283,12 @@ def measure(make: Candidates, runs: int, rounds: int) -> tuple[Rounds, Rounds]:
         training = mlp()
         step = Stamped(training.step)
         candidates = make(training._replace(step=step), Path(name), stack)
-        real = timed_from_inside(candidates, step, max(runs // 20, 20), rounds)
-    return empty, real
+        around_real = timed_from_inside(candidates, step, max(runs // 20, 20), rounds)
+    return around_empty, around_real
 
 
 def check_same(folder: Path) -> None:
-    """Raise if what was written by hand is not what the hooks wrote, but for the numbers that are times."""
+    """Raise if the hooks and the loop by hand did not write the same, apart from numbers that are times."""
 
     def written(name: str) -> tuple[Counter[str], dict[str, int]]:
         text = (folder / f"{name}.log").read_text(encoding="utf-8")
@@ -297,19 +297,19 @@ def check_same(folder: Path) -> None:
         return Counter(lines), {tag: len(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
 
     ours, hand = written("due"), written("hand")
-    # The first run has a line without seconds, which nobody would write by hand for one run.
+    # In the first run LoggingTensorHook logs a line without seconds. The loop by hand does not imitate that.
     ours[0].subtract(["loss = 0.125, global_step = 1"])
     if (+ours[0], ours[1]) != hand:
-        raise AssertionError(f"not the same was written: {ours} by the hooks, {hand} by hand")
+        raise AssertionError(f"the hooks wrote {ours}, the loop by hand wrote {hand}")
 
 
-# -- telling --------------------------------------------------------------------------------------------------------
+# -- reporting ------------------------------------------------------------------------------------------------------
 
 
 def shown(title: str, empty: Rounds, real: Rounds) -> str:
-    """Beyond the bare loop, for each step the least and the median of the rounds."""
-    header = [f"us a run beyond the bare loop, {title}", "nothing: least", "median", "real: least", "median"]
-    columns = {f"{BARE}, all of it": (empty[BARE], real[BARE])}
+    """Return the table: for each step, the minimum and the median of the rounds."""
+    header = [f"us per run beyond the bare loop, {title}", "empty step: min", "median", "real step: min", "median"]
+    columns = {f"{BARE}, in total": (empty[BARE], real[BARE])}
     columns |= {name: (beyond(empty, name, BARE), beyond(real, name, BARE)) for name in empty if name != BARE}
     rows = [
         (name, min(of_empty), median(of_empty), min(of_real), median(of_real))
@@ -319,7 +319,7 @@ def shown(title: str, empty: Rounds, real: Rounds) -> str:
 
 
 def budgets(idle: Rounds, due: Rounds) -> list[Budget]:
-    """Those of the CPU, on the step that does nothing."""
+    """Return the budgets on a CPU, for the empty step."""
     wrapper = beyond(idle, WRAPPER, BARE)
     loops = {number: beyond(idle, name, BARE) for number, name in IDLE.items()}
     medians = [median(loop) for loop in loops.values()]
@@ -328,36 +328,36 @@ def budgets(idle: Rounds, due: Rounds) -> list[Budget]:
     return [
         *(
             Budget(
-                f"an idle run with {number} standard hooks, beside the smallest wrapper",
+                f"idle run with {number} standard hooks, relative to the smallest wrapper",
                 median_ratio(loop, wrapper),
                 3,
                 "x",
             )
             for number, loop in loops.items()
         ),
-        Budget("the dearest of these beside the cheapest", max(medians) / min(medians), 1.1, "x"),
-        Budget("a user's hook with both run methods, beyond its two calls", calls, 0.6, "us"),
-        Budget("the same in smallest wrappers: 0.6 us where one takes 0.08", calls / median(wrapper), 7.5, "x"),
-        Budget("a due run, beside the same lines and events by hand", by_hand, 1.2, "x"),
+        Budget("slowest of these relative to the fastest", max(medians) / min(medians), 1.1, "x"),
+        Budget("user's hook with both run methods, beyond its two calls", calls, 0.6, "us"),
+        Budget("the same relative to the smallest wrapper (0.6 us / 0.08 us)", calls / median(wrapper), 7.5, "x"),
+        Budget("due run, relative to the same lines and events by hand", by_hand, 1.2, "x"),
     ]
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--runs", type=int, default=10_000, help="runs a round and candidate (default: %(default)s)")
-    options.add_argument("--rounds", type=int, default=30, help="rounds (default: %(default)s)")
+    options.add_argument("--runs", type=int, default=10_000, help="runs per round and candidate (default: %(default)s)")
+    options.add_argument("--rounds", type=int, default=30, help="number of rounds (default: %(default)s)")
     chosen = options.parse_args()
     where = machine()
     torch.set_num_threads(1)
     print(describe(where), end="\n\n")
     idle = measure(idle_candidates, chosen.runs, chosen.rounds)
-    print(shown("nobody has anything to tell", *idle), end="\n\n")
+    print(shown("nothing to report", *idle), end="\n\n")
     due = measure(due_candidates, max(chosen.runs // 50, 20), chosen.rounds)
-    print(shown("two lines and two events", *due), end="\n\n")
+    print(shown("two log lines and two events", *due), end="\n\n")
     figures = {
-        f"{title}, {step}": rounds
+        f"{title}, {step} step": rounds
         for title, both in (("idle", idle), ("due", due))
-        for step, rounds in zip(("nothing", "real"), both, strict=True)
+        for step, rounds in zip(("empty", "real"), both, strict=True)
     }
     finish(chosen.results, "overhead", check=chosen.check, budgets=budgets(idle[0], due[0]), machine=where, us=figures)
 

@@ -1,15 +1,15 @@
-"""The same step and the same monitoring beside the peers: microseconds a step that each of them costs.
+"""Compare torchhooks with other training libraries: the overhead per step of the same monitoring around the same step.
 
     pip install -e '.[peers]' && python benchmarks/peers.py [--check] [--only ignite lightning]
 
-Figures are processor time: what the training's thread spends between two steps, taken from inside of the step, and what
-other threads of the process spend from the first step to the end, beyond the bare ``for`` loop measured right before.
-What the training's own thread does to start and end a peer's loop is left out. The last column is the time between two
-steps alone, by the wall clock: it leaves out what a peer's thread takes from the steps, such as that of torch's
-SummaryWriter.
+Figures are processor time beyond the bare ``for`` loop, which is measured right before: the time that the training
+thread spends between two steps, measured from inside the step, plus the time of all other threads of the process from
+the first step to the end. What the training thread does to start and end a library's loop is not counted. The last
+column is wall time, between two steps only. It does not include the time that a background thread, such as that of
+torch's SummaryWriter, takes away from the steps.
 
-Each peer lives in a process of its own; they take turns. How each is used stands in its file in ``peer_loops/``; one
-that is not installed is left out and named.
+Each library (peer) runs in its own process, and the processes take turns. ``peer_loops/`` has one file per peer, which
+shows how it is used. A peer that is not installed is skipped, and listed as such.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from common import Budget, Rounds, Stamped, describe, finish, machine, mlp, nothing, parser, table, take_turns
+from common import Budget, Rounds, Stamped, describe, empty, finish, machine, mlp, parser, table, take_turns
 from peer_loops import IDLE_HOOKS, PERIOD, Job
 
 LABELS = {
@@ -53,25 +53,25 @@ LABELS = {
     "lightning": "Lightning",
 }
 HEADER = {
-    "plain": "nothing on",
+    "plain": "everything off",
     "monitored": "monitored",
-    "nan": "and a NaN check",
-    "idle": "each idle hook",
-    "wall": "monitored, wall clock between steps",
+    "nan": "with a NaN check",
+    "idle": "per idle hook",
+    "wall": "monitored, wall time between steps",
 }
-STEPS = {"nothing": nothing, "real": mlp}
+STEPS = {"empty": empty, "real": mlp}
 
 Figures = dict[str, Rounds]
-"""By peer, then by column."""
+"""The figures by library, then by column."""
 
 
-# -- in a peer's own process ----------------------------------------------------------------------------------------
+# -- in the process of one peer ----------------------------------------------------------------------------------------
 
 
 def serve(name: str, connection: Connection, folder: str) -> None:
-    """Import a peer, say what it can be measured in, and measure what is asked for until nothing more is.
+    """Import a peer, send back its columns and version, and then measure what is requested until ``None`` arrives.
 
-    What the peer prints and logs goes to a file; an error is sent back as its text.
+    What the peer prints and logs goes to a file. An error is sent back as text.
     """
     log = os.open(f"{folder}/{name}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, sys.stdout.fileno())
@@ -80,7 +80,7 @@ def serve(name: str, connection: Connection, folder: str) -> None:
     warnings.simplefilter("ignore")
     try:
         peer = importlib.import_module(f"peer_loops.{name}")
-        logging.basicConfig(level=logging.INFO, force=True)  # after the import, at which some configure it themselves
+        logging.basicConfig(level=logging.INFO, force=True)  # after the import, since some configure logging
         wall = ("wall",) if "monitored" in peer.COLUMNS else ()
         connection.send(((*peer.COLUMNS, *wall), version(peer.PACKAGE) if peer.PACKAGE else None))
         while (asked := connection.recv()) is not None:
@@ -92,7 +92,7 @@ def serve(name: str, connection: Connection, folder: str) -> None:
 
 
 class Billed(Stamped):
-    """A step that notes processor time: this thread's between two calls, and all other threads' from the first on."""
+    """A step that measures processor time: of this thread between calls, and of all other threads since the first."""
 
     def reset(self) -> None:
         super().reset()
@@ -110,8 +110,8 @@ class Billed(Stamped):
         return loss
 
     @property
-    def us_a_step(self) -> float:
-        return super().us_a_step + (_others_ns() - self._others_before) / self.runs / 1e3
+    def us_per_step(self) -> float:
+        return super().us_per_step + (_others_ns() - self._others_before) / self.runs / 1e3
 
 
 def _others_ns() -> int:
@@ -119,42 +119,42 @@ def _others_ns() -> int:
 
 
 def measure(peer: Any, which: str, column: str, steps: int, folder: str) -> float:
-    """Microseconds a step beyond those of the bare loop."""
+    """Measure microseconds per step beyond the bare loop."""
     training = STEPS[which]()
     step = Stamped(training.step) if column == "wall" else Billed(training.step)
     for _ in range(steps):
         step(training.batch)
-    bare = step.us_a_step
+    bare = step.us_per_step
     step.reset()
     column = "monitored" if column == "wall" else column
     peer.train(Job(column, steps, step, training.model, training.optimizer, training.batch, folder))
     if step.runs != steps:
         raise AssertionError(f"made {step.runs} steps instead of {steps}")
-    us_a_step = step.us_a_step  # now that what threads had left to do is done
+    us_per_step = step.us_per_step  # read after train(), which waits for what background threads have left to do
     if column in ("monitored", "nan"):
         check_written(Path(folder), steps)
-    return us_a_step - bare
+    return us_per_step - bare
 
 
 def check_written(folder: Path, steps: int) -> None:
-    """Raise if a peer did not write what it was measured with: two curves with a point every so many steps."""
+    """Raise if a peer did not write the two curves, loss and rate, with a point per period."""
     points: dict[str, int] = {}
     for each in {file.parent for file in folder.rglob("*tfevents*")}:
         events = EventAccumulator(str(each), {"scalars": 0, "tensors": 0}).Reload()
         points |= {tag: len(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
         points |= {tag: len(events.Tensors(tag)) for tag in events.Tags()["tensors"]}
-    due = steps // PERIOD - 1  # some report from the second period on
+    due = steps // PERIOD - 1  # some libraries report from the second period on
     loss = [tag for tag in points if "loss" in tag and points[tag] >= due]
     rate = [tag for tag in points if ("sec" in tag or "time" in tag) and points[tag] >= due]
     if not (loss and rate):
-        raise AssertionError(f"wrote {points}, which is not a loss and a rate every {PERIOD} of {steps} steps")
+        raise AssertionError(f"wrote {points}: expected a loss and a rate every {PERIOD} of {steps} steps")
 
 
 # -- the turns ------------------------------------------------------------------------------------------------------
 
 
 class Peer:
-    """A peer's process, from here."""
+    """The process of one peer, seen from the main process."""
 
     def __init__(self, name: str, folder: str) -> None:
         self.name = name
@@ -166,12 +166,12 @@ class Peer:
         self.columns, self.version = self._answer()
 
     def measure(self, which: str, column: str, steps: int) -> float:
-        """One figure."""
+        """Have the peer measure one figure."""
         self._connection.send((which, column, steps))
         return float(self._answer())
 
     def end(self) -> None:
-        """Let the process go."""
+        """End the process."""
         self._connection.send(None)
         self._process.join()
 
@@ -186,13 +186,13 @@ class Peer:
 
 
 def start(names: Sequence[str], folder: str) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that are here and run, and what is wrong with the others."""
+    """Start the peers; return those that work, and for each of the others its error."""
     peers, left_out = [], {}
     for name in names:
         try:
             peer = Peer(name, folder)
             for column in peer.columns:
-                peer.measure("nothing", column, 3 * PERIOD)
+                peer.measure("empty", column, 3 * PERIOD)
             peers.append(peer)
         except RuntimeError as error:
             left_out[name] = str(error).strip().splitlines()[-1]
@@ -200,7 +200,7 @@ def start(names: Sequence[str], folder: str) -> tuple[list[Peer], dict[str, str]
 
 
 def all_turns(peers: Sequence[Peer], which: str, steps: int, rounds: int) -> Figures:
-    """By peer and column, a figure a round."""
+    """Measure every column of every peer, in turns."""
     candidates = {
         f"{peer.name} {column}": partial(peer.measure, which, column, steps)
         for peer in peers
@@ -216,7 +216,7 @@ def all_turns(peers: Sequence[Peer], which: str, steps: int, rounds: int) -> Fig
 
 
 def shown(figures: Figures, which: str, labels: Mapping[str, str]) -> str:
-    """A row a peer, the least monitored first."""
+    """Return a table with one row per peer, lowest cost of monitoring first."""
 
     def cost(columns: dict[str, list[float]]) -> float:
         return median(columns.get("monitored", columns["plain"]))
@@ -225,22 +225,22 @@ def shown(figures: Figures, which: str, labels: Mapping[str, str]) -> str:
         [labels[name], *(median(columns[column]) if column in columns else None for column in HEADER)]
         for name, columns in sorted(figures.items(), key=lambda item: cost(item[1]))
     ]
-    step = {"nothing": "a step that does nothing", "real": "a small real step"}[which]
-    return table([f"us a step, {step}", *HEADER.values()], rows)
+    step = {"empty": "empty step", "real": "small real step"}[which]
+    return table([f"us per step, {step}", *HEADER.values()], rows)
 
 
 def budgets(figures: Figures, which: str) -> list[Budget]:
-    """Less than every peer; at most 1.2 times of what it costs by hand."""
+    """Return the budgets: less than every other library, and at most 1.2 times the cost by hand."""
     found = []
     ours, hand = figures.get("torchhooks", {}), figures.get("by_hand", {})
     peers = [name for name in figures if name not in ("torchhooks", "by_hand")]
     for column in ("monitored", "nan") if ours else ():
-        what = f"{which} step, {HEADER[column]}: beside"
+        what = f"{which} step, {HEADER[column]}: relative to"
         others = {name: median(figures[name][column]) for name in peers if column in figures[name]}
         if others:
             least = min(others, key=others.__getitem__)
             ratio = median(ours[column]) / others[least]
-            found.append(Budget(f"{what} the least peer, {LABELS[least]}", ratio, 1, "x"))
+            found.append(Budget(f"{what} the fastest peer, {LABELS[least]}", ratio, 1, "x"))
         if hand:
             ratio = median(ours[column]) / median(hand[column])
             found.append(Budget(f"{what} the same by hand", ratio, 1.2, "x"))
@@ -249,8 +249,8 @@ def budgets(figures: Figures, which: str) -> list[Budget]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=2_000, help="steps a round and figure (default: %(default)s)")
-    options.add_argument("--rounds", type=int, default=7, help="rounds (default: %(default)s)")
+    options.add_argument("--steps", type=int, default=2_000, help="steps per round and figure (default: %(default)s)")
+    options.add_argument("--rounds", type=int, default=7, help="number of rounds (default: %(default)s)")
     options.add_argument("--only", nargs="+", choices=LABELS, default=list(LABELS), help="which peers (default: all)")
     chosen = options.parse_args()
     where = machine()
@@ -264,7 +264,7 @@ def main() -> None:
     for which in STEPS:
         print(shown(figures[which], which, labels), end="\n\n")
     for name, why in left_out.items():
-        print(f"left out: {LABELS[name]} ({why})", end="\n\n")
+        print(f"skipped: {LABELS[name]} ({why})", end="\n\n")
     judged = [budget for which in STEPS for budget in budgets(figures[which], which)]
     finish(chosen.results, "peers", check=chosen.check, budgets=judged, machine=where, left_out=left_out, us=figures)
 

@@ -1,7 +1,10 @@
-"""A hook of one's own, what it does in a training, and its tests.
+"""A custom hook, its tests, and a training run that it stops.
 
-python examples/custom_hook.py
-pytest examples/custom_hook.py
+    python examples/custom_hook.py
+    pytest examples/custom_hook.py
+
+A hook asks for values before the step and gets them after it. This one asks for the loss in every run and stops the
+loop once the loss no longer improves.
 """
 
 import math
@@ -13,56 +16,59 @@ from torchhooks import MonitoredLoop, SessionRunArgs, SessionRunContext, Session
 from torchhooks.testing import FakeDevice, sync_audit, trace
 
 
-class StopWhenNoBetter(SessionRunHook):
-    """Stops when a value, any fetch, has reached no new minimum for ``patience`` runs."""
+class EarlyStopping(SessionRunHook):
+    """Stops the loop when ``fetch`` has not reached a new minimum for ``patience`` runs."""
 
     def __init__(self, fetch: Any, patience: int) -> None:
         self.fetch, self.patience = fetch, patience
 
     def begin(self) -> None:
-        self.best, self.worse_runs = math.inf, 0
+        self.best, self.bad_runs = math.inf, 0
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return SessionRunArgs(self.fetch)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        run_context.when_ready(run_values.results, self.look)  # on a GPU some runs later, so that nobody waits
-        if self.worse_runs >= self.patience:
-            run_context.request_stop(f"no better than {self.best:.4f} for {self.patience} runs")
+        run_context.when_ready(run_values.results, self.update)  # at once on the CPU, a few runs later on a GPU
+        if self.bad_runs >= self.patience:
+            run_context.request_stop(f"no improvement on {self.best:.4f} for {self.patience} runs")
 
-    def look(self, value: Any) -> None:
-        self.best, self.worse_runs = (float(value), 0) if value < self.best else (self.best, self.worse_runs + 1)
-
-
-def test_stops_when_the_patience_is_used_up() -> None:
-    assert trace(StopWhenNoBetter("loss", patience=2), losses=[3, 2, 2, 4, 1]).steps == [1, 2, 3, 4]
+    def update(self, value: Any) -> None:
+        self.best, self.bad_runs = (float(value), 0) if value < self.best else (self.best, self.bad_runs + 1)
 
 
-def test_a_new_minimum_renews_the_patience() -> None:
-    assert trace(StopWhenNoBetter("loss", patience=2), losses=[3, 4, 2, 4, 1]).stop_reason == "data ended"
+# trace() runs a real loop around a step that returns these losses. It needs no model, no files and no time.
+
+
+def test_stops_when_patience_runs_out() -> None:
+    assert trace(EarlyStopping("loss", patience=2), losses=[3, 2, 2, 4, 1]).steps == [1, 2, 3, 4]
+
+
+def test_a_new_minimum_resets_the_count() -> None:
+    assert trace(EarlyStopping("loss", patience=2), losses=[3, 4, 2, 4, 1]).stop_reason == "data ended"
 
 
 def test_says_why_it_stopped() -> None:
-    reason = trace(StopWhenNoBetter("loss", patience=2), losses=[0.5, 0.75, 0.5]).stop_reason
-    assert reason == "StopWhenNoBetter: no better than 0.5000 for 2 runs"
+    reason = trace(EarlyStopping("loss", patience=2), losses=[0.5, 0.75, 0.5]).stop_reason
+    assert reason == "EarlyStopping: no improvement on 0.5000 for 2 runs"
 
 
-def test_starts_afresh_in_another_loop() -> None:
-    hook = StopWhenNoBetter("loss", patience=2)
+def test_starts_over_in_another_loop() -> None:
+    hook = EarlyStopping("loss", patience=2)
     trace(hook, losses=[1])
     assert trace(hook, losses=[3, 2, 1]).stop_reason == "data ended"
 
 
-def test_makes_nobody_wait_for_a_gpu() -> None:
-    with sync_audit("cpu") as waits:
-        trace(StopWhenNoBetter("loss", patience=2), losses=[3, 2, 1])
+def test_never_waits_for_a_gpu() -> None:
+    with sync_audit("cpu") as waits:  # lists what would block the host on a GPU; works without one
+        trace(EarlyStopping("loss", patience=2), losses=[3, 2, 1])
     assert not waits
 
 
-def test_stops_also_where_values_come_late() -> None:
-    with FakeDevice(lag=3):
-        seen = trace(StopWhenNoBetter("loss", patience=2), losses=[1] * 100)
-    assert seen.stop_reason == "StopWhenNoBetter: no better than 1.0000 for 2 runs"
+def test_stops_when_values_arrive_late() -> None:
+    with FakeDevice(lag=3):  # values arrive three runs later, as they may on a GPU
+        seen = trace(EarlyStopping("loss", patience=2), losses=[1] * 100)
+    assert seen.stop_reason == "EarlyStopping: no improvement on 1.0000 for 2 runs"
 
 
 def main() -> None:
@@ -79,10 +85,10 @@ def main() -> None:
         optimizer.step()
         return loss
 
-    with MonitoredLoop(step, model, optimizer, hooks=[StopWhenNoBetter("loss", patience=5)]) as loop:
+    with MonitoredLoop(step, model, optimizer, hooks=[EarlyStopping("loss", patience=5)]) as loop:
         while not loop.should_stop():
             loop.run()
-    print(f"{loop.global_step} steps, ended by {loop.stop_reason}")
+    print(f"{loop.global_step} steps, stopped by {loop.stop_reason}")
 
 
 if __name__ == "__main__":

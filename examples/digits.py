@@ -1,9 +1,9 @@
-"""Train a small convnet on real handwritten digits, watched by the hooks of torchhooks.
+"""Train a small convnet on handwritten digits, with logging, TensorBoard curves and a NaN check from torchhooks.
 
     python examples/digits.py
 
-The data, the model and the step are what they would be without torchhooks. What is to be logged, saved and checked is
-in make_hooks(), and train() puts the two together. Runs on CUDA where there is one, and takes seconds without.
+load_data(), make_model() and the training step contain nothing of torchhooks. make_hooks() lists what happens around
+the steps, and train() connects the two. Takes a few seconds on a CPU, and uses a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ try:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 except ImportError as error:
-    raise SystemExit("This example needs scikit-learn, which brings the images: pip install scikit-learn") from error
+    raise SystemExit("This example needs the images that come with scikit-learn: pip install scikit-learn") from error
 
 WANTED_ACCURACY = 0.97
 BATCH_SIZE = 64
@@ -42,9 +42,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """1,797 scanned digits of 8x8 pixels, a fifth of them kept for the test. They come with scikit-learn."""
+    """Return scikit-learn's 1,797 scanned digits of 8x8 pixels as a training set and a test set, split 4 to 1."""
     digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # a pixel is 0 to 16
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # pixels range from 0 to 16
     labels = torch.tensor(digits.target)
     train, test = train_test_split(range(len(labels)), test_size=0.2, stratify=digits.target, random_state=0)
     return (
@@ -54,7 +54,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model() -> nn.Module:
-    """A convnet. Its layers have names because hooks ask for them by name: ``"conv1.weight"``."""
+    """Return a convnet whose layers have names, so that hooks can ask for ``"conv1.weight"``."""
     layers = OrderedDict[str, nn.Module](
         conv1=nn.Conv2d(1, 32, kernel_size=3, padding=1),
         relu1=nn.ReLU(),
@@ -68,37 +68,37 @@ def make_model() -> nn.Module:
     return nn.Sequential(layers).to(DEVICE)
 
 
-# Hooks may ask for functions. The parameters of such a function are names: what the step takes and returns, the model.
-# It is called only in the steps in which a hook asks for it, once, however many do, and without building a graph.
+# A hook can ask for a function. torchhooks fills in its parameters by name: inputs and outputs of the step, the model.
+# The function is called only in steps in which a hook asks for it, once for all hooks that do, under torch.no_grad().
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The share of right answers: of the batch, when a hook asks for it."""
+    """Return the fraction of the batch that is classified correctly."""
     return (logits.argmax(dim=1) == labels).float().mean()
 
 
 def held_out_accuracy(model: nn.Module, test_images: Tensor, test_labels: Tensor) -> float:
-    """The share of right answers on images that the model has not seen."""
+    """Return the fraction of the test images that is classified correctly."""
     return accuracy(model.eval()(test_images), test_labels).item()
 
 
 def make_hooks(steps: int, logdir: str) -> list[SessionRunHook]:
-    """What is to happen around the steps."""
+    """Return what happens around the steps: when to stop, what to check, what to log and what to write."""
     return [
-        # Ends the loop at this step, wherever in an epoch that is.
+        # Stop at this step, even in the middle of an epoch.
         StopAtStepHook(last_step=steps),
-        # Looks at the loss of every step, and raises when it is NaN.
+        # Check the loss after every step, and raise an error if it is NaN.
         NanTensorHook("loss"),
-        # A line of text in the 1st step, the 101st, the 201st.
+        # Log a line at steps 1, 101, 201, ...
         LoggingTensorHook(
             {"step": "global_step", "loss": "loss", "accuracy": accuracy, "lr": "lr"},
             every_n_iter=100,
             formatter="step {step:4}: loss {loss:.4f}, accuracy {accuracy:.3f}, lr {lr:.6f}".format_map,
         ),
-        # Steps and images per second, as lines and as curves.
+        # Report steps and images per second, in the log and as curves.
         StepCounterHook(every_n_steps=100, output_dir=logdir, examples_per_step=BATCH_SIZE),
-        # For TensorBoard: curves as a mapping, tag to what is drawn; histograms of a parameter, its gradient and what a
-        # layer put out in this step; the images themselves.
+        # Write to TensorBoard every 20 steps. A dict of tag -> value makes curves. "conv1.weight" is a parameter, its
+        # ".grad" the gradient, and "head:output" what the layer returned in this step.
         SummarySaverHook(
             save_steps=20,
             output_dir=logdir,
@@ -114,7 +114,7 @@ def make_hooks(steps: int, logdir: str) -> list[SessionRunHook]:
 
 
 def train(steps: int, logdir: str) -> float:
-    """Train for ``steps`` steps, write the TensorBoard log to ``logdir``, return the accuracy on the test images."""
+    """Train for ``steps`` steps, write TensorBoard files to ``logdir``, and return the accuracy on the test set."""
     torch.manual_seed(0)
     train_data, test_data = load_data()
     loader = DataLoader(train_data, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
@@ -122,7 +122,7 @@ def train(steps: int, logdir: str) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps)
 
-    # An ordinary training step. What it returns has names, which hooks can ask for.
+    # An ordinary training step. Hooks can ask for what it returns by name: "loss", "logits".
     def step(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         optimizer.zero_grad()
         logits = model(images)
@@ -132,7 +132,7 @@ def train(steps: int, logdir: str) -> float:
         scheduler.step()
         return {"loss": loss, "logits": logits}
 
-    # Computed once, when the training has ended well. What is not a name yet can be given one.
+    # Evaluated once, when the loop ends without an error. The dict adds names for the function's other parameters.
     test_images, test_labels = test_data.tensors
     final = FinalOpsHook(held_out_accuracy, {"test_images": test_images, "test_labels": test_labels})
 
@@ -141,22 +141,24 @@ def train(steps: int, logdir: str) -> float:
             for images, labels in loop.until_stop(loader):
                 loop.run(images, labels)
 
-    print(f"Ended by {loop.stop_reason}.")
+    print(f"Stopped by {loop.stop_reason}.")
     return float(final.final_ops_values)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a small convnet on scikit-learn's digits.")
-    parser.add_argument("--steps", type=int, default=1000, help="how many steps to train (default: %(default)s)")
-    parser.add_argument("--logdir", help="where the TensorBoard log goes (default: runs/digits-DATE-TIME)")
+    parser.add_argument("--steps", type=int, default=1000, help="number of training steps (default: %(default)s)")
+    parser.add_argument("--logdir", help="folder for the TensorBoard files (default: runs/digits-DATE-TIME)")
     options = parser.parse_args(argv)
     logdir = options.logdir or f"runs/digits-{datetime.now():%Y%m%d-%H%M%S}"
 
     reached = train(options.steps, logdir)
     print(f"Test accuracy: {reached:.4f}")
-    print(f"The TensorBoard log is in {logdir}; to look at it: tensorboard --logdir {logdir}")
+    print(f"To view the curves: tensorboard --logdir {logdir}")
     if reached <= WANTED_ACCURACY:
-        raise SystemExit(f"{reached:.4f} is not above {WANTED_ACCURACY}: train for more than --steps {options.steps}")
+        raise SystemExit(
+            f"Test accuracy {reached:.4f} is not above {WANTED_ACCURACY}: train for more than --steps {options.steps}"
+        )
 
 
 if __name__ == "__main__":

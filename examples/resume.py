@@ -1,10 +1,12 @@
-"""A training that is killed in the middle, started again, and ends as if nothing had happened.
+"""Interrupt a training run, resume it, and check that it ends with exactly the same bits as an uninterrupted run.
 
     python examples/resume.py
 
-Three processes make the same training, with dropout and shuffled data. The first runs from start to end. The second
-gets SIGTERM in the middle of an epoch, as from a cluster that wants its machine back; the third is started as it was,
-and goes on from there. Then the two ends are compared, bit by bit. To kill one yourself, and start it again:
+Starts three processes that train the same model, with dropout and shuffled data. The first runs from start to finish.
+The second gets SIGTERM in the middle of an epoch, as if a cluster scheduler preempted it. The third is started with the
+same command and resumes where the second stopped. Then the final checkpoints are compared bit by bit.
+
+To try it by hand, kill this command at any time and run it again:
 
     python examples/resume.py --train runs/resume
 """
@@ -40,12 +42,12 @@ from torchhooks import (
 )
 
 STEPS = 300
-EPOCHS = 11  # of 29 batches
+EPOCHS = 11  # of 29 batches each, more than enough for STEPS
 KILLED_AT = 137
 
 
 class Preemption(SessionRunHook):
-    """Sends SIGTERM to this process in the middle of a run: what is left of that run is still made."""
+    """Sends SIGTERM to this process before a step. The loop finishes that step before it stops."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -57,7 +59,7 @@ class Preemption(SessionRunHook):
 
 
 def train(folder: str, killed_at: int | None = None) -> None:
-    """Train up to STEPS, from the newest checkpoint in ``folder`` if there is one; print the last loss."""
+    """Train to step STEPS, from the newest checkpoint in ``folder`` if there is one, and print the last loss."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
     points = torch.randn(1800, 2)
@@ -78,7 +80,7 @@ def train(folder: str, killed_at: int | None = None) -> None:
     hooks: list[SessionRunHook] = [
         StopAtStepHook(last_step=STEPS),
         LoggingTensorHook(["global_step", "loss"], every_n_iter=100, at_end=True),
-        # Every 50 steps, and when the loop ends cleanly, as it does after a signal.
+        # Save every 50 steps, and when the loop stops without an error. A signal is such a stop.
         CheckpointSaverHook(folder, save_steps=50),
         final,
     ]
@@ -91,18 +93,18 @@ def train(folder: str, killed_at: int | None = None) -> None:
         optimizer,
         hooks=hooks,
         checkpoint_dir=folder,
-        state={"scheduler": scheduler},
+        state={"scheduler": scheduler},  # model, optimizer, data position and random state are always saved
         signals=["SIGTERM"],
     ) as loop:
         for _ in loop.until_stop(range(EPOCHS)):
-            for inputs, targets in loop.until_stop(loader):  # goes on with the batch that comes next
+            for inputs, targets in loop.until_stop(loader):  # after a restore, starts at the next batch
                 loop.run(inputs, targets)
-    # After a signal nobody comes here: once the loop is closed, the process dies of it.
+    # Not reached after a signal: once the loop is closed, the signal ends the process.
     print(f"loss {final.final_ops_values.item()!r} at step {loop.global_step}")
 
 
 def start(folder: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """A training in a process of its own."""
+    """Run this script with ``--train folder`` and ``options`` in a new process."""
     shown = ["python", "examples/resume.py", "--train", Path(folder).name, *options]
     print(f"$ {' '.join(shown)}", flush=True)
     process = subprocess.run([sys.executable, __file__, "--train", folder, *options], stdout=subprocess.PIPE, text=True)
@@ -111,16 +113,16 @@ def start(folder: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def end_of(folder: str) -> dict[str, Any]:
-    """What is in the last checkpoint."""
+    """Return the contents of the newest checkpoint in ``folder``."""
     path = latest_checkpoint(folder)
     if path is None:
-        raise SystemExit(f"{folder} has no checkpoint: the training did not come to its end")
+        raise SystemExit(f"{folder} has no checkpoint: the training run did not finish")
     saved: dict[str, Any] = torch.load(path, weights_only=True)
     return saved
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are made of the same bits."""
+    """Return whether two states are equal bit by bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -133,12 +135,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def bits(tensor: Tensor) -> bytes:
-    """``torch.equal`` takes 0.0 and -0.0 for equal."""
+    """Return the raw bytes of ``tensor``, since ``torch.equal`` considers 0.0 and -0.0 equal."""
     return bytes(tensor.numpy().tobytes())
 
 
 def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Say what is identical; exit with an error if something is not."""
+    """Print the names of the entries that are identical; exit with an error if one is not."""
     names = sorted(one.keys() | other.keys())
     different = [name for name in names if not same(one.get(name), other.get(name))]
     if different:
@@ -146,8 +148,8 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     print(f"Bit-identical: {', '.join(names)}.")
 
 
-def show() -> None:
-    """One training from start to end, one in two parts."""
+def demonstrate() -> None:
+    """Train once without interruption and once with, and compare the results."""
     with TemporaryDirectory() as name:
         whole, parts = f"{name}/whole", f"{name}/parts"
         uninterrupted = start(whole)
@@ -155,20 +157,20 @@ def show() -> None:
         resumed = start(parts)
         codes = [process.returncode for process in (uninterrupted, killed, resumed)]
         if codes != [0, -signal.SIGTERM, 0]:
-            raise SystemExit(f"exit codes {codes}: the second was to die of SIGTERM, the others to end well")
+            raise SystemExit(f"exit codes {codes}: SIGTERM should end the second process, the others should succeed")
         if uninterrupted.stdout != resumed.stdout:
             raise SystemExit("NOT the same loss")
-        print(f"The same: {resumed.stdout}", end="")
+        print(f"Same result: {resumed.stdout}", end="")
         compare(end_of(whole), end_of(parts))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train, be killed, go on, and compare.")
-    parser.add_argument("--train", metavar="FOLDER", help="only train, with checkpoints in this folder")
+    parser = argparse.ArgumentParser(description="Check that a resumed training run ends like an uninterrupted one.")
+    parser.add_argument("--train", metavar="FOLDER", help="only train, saving checkpoints to this folder")
     parser.add_argument("--killed-at", metavar="STEP", type=int, help="with --train: get SIGTERM in this step")
     options = parser.parse_args(argv)
     if options.train is None:
-        show()
+        demonstrate()
     else:
         train(options.train, options.killed_at)
 

@@ -1,4 +1,4 @@
-"""One training script, before torchhooks (plain.py) and with it (wrapped.py). The models come out bit-identical."""
+"""A training script without torchhooks (plain.py) and with it (wrapped.py). The trained models are bit-identical."""
 
 import torch
 from torch import Tensor, nn

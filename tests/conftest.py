@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a clock, the log, and a clean start and end."""
+"""Fixtures for all tests: a fake clock, the log, random seeds, and checks for leftovers."""
 
 import random
 import threading
@@ -18,14 +18,14 @@ settings.load_profile("torchhooks")
 
 @pytest.fixture
 def clock() -> Iterator[FakeClock]:
-    """In place of ``time.monotonic``; it stands at 1000.0 until it is advanced."""
+    """A clock in place of ``time.monotonic``. It shows 1000.0 until it is advanced."""
     with FakeClock() as clock:
         yield clock
 
 
 @pytest.fixture
 def lines() -> Iterator[list[tuple[str, str]]]:
-    """What is logged under ``"torchhooks"``, as ``(level, text)``."""
+    """The lines logged to ``"torchhooks"``, as ``(level, text)``."""
     with log_lines() as lines:
         yield lines
 
@@ -45,7 +45,7 @@ def _no_stray_threads() -> Iterator[None]:
     for thread in started:
         thread.join(timeout=1)
     stray = [thread.name for thread in started if thread.is_alive()]
-    assert not stray, f"threads that the test started are still running: {stray}"
+    assert not stray, f"the test left threads running: {stray}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The examples do what they say. digits.py is run shorter than a person runs it."""
+"""Every example does what its docstring says. digits.py runs for fewer steps than by default."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(name: str) -> str:
 
 
 def read(logdir: Path) -> Any:
-    """The event files of ``logdir`` as TensorBoard has them in memory."""
+    """Read the event files of ``logdir`` as TensorBoard does."""
     events = EventAccumulator(str(logdir), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
     events.Reload()
     return events
@@ -94,7 +94,7 @@ def test_digits_writes_a_picture_of_16_digits(digits: Digits) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the order of a sum is not fixed")
 def test_digits_gives_the_same_curve_twice(digits: Digits, tmp_path: Path) -> None:
-    # As long as the learning rate, which is planned over all steps, so that a shorter run is another one.
+    # As many steps as the fixture: the learning rate schedule depends on the number of steps.
     example("digits").train(STEPS, str(tmp_path))
     losses = [[point.value for point in events.Scalars("train/loss")] for events in (digits.events, read(tmp_path))]
     assert losses[0] == losses[1]
@@ -102,7 +102,7 @@ def test_digits_gives_the_same_curve_twice(digits: Digits, tmp_path: Path) -> No
 
 @pytest.fixture
 def printed_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """What digits.py prints when it is started without a folder for the log and for one step, which is not enough."""
+    """What digits.py prints when it trains for one step, which is too few, without ``--logdir``."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"is not above 0\.97: train for more than --steps 1$"):
         example("digits").main(["--steps", "1"])
@@ -113,16 +113,16 @@ def test_digits_fails_when_it_has_not_learned_enough(printed_too_early: str) -> 
     assert "Test accuracy: 0." in printed_too_early
 
 
-def test_digits_says_who_ended_it(printed_too_early: str) -> None:
-    assert "Ended by StopAtStepHook: step 1.\n" in printed_too_early
+def test_digits_says_what_stopped_it(printed_too_early: str) -> None:
+    assert "Stopped by StopAtStepHook: step 1.\n" in printed_too_early
 
 
-def test_digits_says_how_to_look_at_its_log(printed_too_early: str, tmp_path: Path) -> None:
+def test_digits_says_how_to_view_its_curves(printed_too_early: str, tmp_path: Path) -> None:
     logdir = printed_too_early.split("tensorboard --logdir ")[1].strip()
     assert read(tmp_path / logdir).Scalars("train/loss")
 
 
-def test_digits_writes_where_git_does_not_look(printed_too_early: str, tmp_path: Path) -> None:
+def test_digits_writes_to_a_folder_that_git_ignores(printed_too_early: str, tmp_path: Path) -> None:
     assert [folder.name for folder in tmp_path.iterdir()] == ["runs"]
     assert "runs/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
@@ -169,36 +169,36 @@ def test_the_custom_hook_passes_its_own_tests(its_test: Callable[[], None]) -> N
 
 
 def test_the_custom_hook_takes_under_20_lines() -> None:
-    hook = source("custom_hook").partition("class StopWhenNoBetter")[2].partition("\n\n\n")[0]
+    hook = source("custom_hook").partition("class EarlyStopping")[2].partition("\n\n\n")[0]
     assert len(hook.splitlines()) < 20
 
 
-def test_the_custom_hook_stops_a_real_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_custom_hook_stops_a_real_training_run(capsys: pytest.CaptureFixture[str]) -> None:
     custom_hook.main()
-    assert re.fullmatch(r"\d+ steps, ended by StopWhenNoBetter: .*\n", capsys.readouterr().out)
+    assert re.fullmatch(r"\d+ steps, stopped by EarlyStopping: .*\n", capsys.readouterr().out)
 
 
 # -- resume.py ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def told_by_resume() -> str:
+def printed_by_resume() -> str:
     """What resume.py prints. It starts three processes."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         example("resume").main([])
     return printed.getvalue()
 
 
-def test_resume_dies_of_sigterm_and_is_started_again(told_by_resume: str) -> None:
-    assert re.findall("exit code (.*)", told_by_resume) == ["0", "-15", "0"]
+def test_resume_is_ended_by_sigterm_and_started_again(printed_by_resume: str) -> None:
+    assert re.findall("exit code (.*)", printed_by_resume) == ["0", "-15", "0"]
 
 
-def test_resume_ends_with_the_same_bits_as_an_uninterrupted_training(told_by_resume: str) -> None:
-    assert "Bit-identical: global_step, model, optimizer, position, random, scheduler.\n" in told_by_resume
+def test_resume_ends_with_the_same_bits_as_an_uninterrupted_run(printed_by_resume: str) -> None:
+    assert "Bit-identical: global_step, model, optimizer, position, random, scheduler.\n" in printed_by_resume
 
 
-def test_resume_ends_at_the_same_loss_as_an_uninterrupted_training(told_by_resume: str) -> None:
-    assert len(set(re.findall("loss (.*) at step 300", told_by_resume))) == 1
+def test_resume_ends_at_the_same_loss_as_an_uninterrupted_run(printed_by_resume: str) -> None:
+    assert len(set(re.findall("loss (.*) at step 300", printed_by_resume))) == 1
 
 
 def test_resume_fails_when_one_bit_differs() -> None:

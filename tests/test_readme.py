@@ -1,14 +1,14 @@
-"""What the documents show is real.
+"""The code, output and figures in the documents are real.
 
 In README.md, CONTRIBUTING.md and docs/*.md:
 
-* The ``python`` blocks of a file are one program, run from the first to the last in an empty folder. A function
-  ``test_...()`` that is defined in a block is called after it.
-* A ``text`` block right after a ``python`` block, or with one line that ends in a colon between, is what that block
-  prints, log lines included. ``...`` stands for anything within a line, and for any number of lines where it is alone.
-* A ``diff`` block is what ``diff -u examples/plain.py examples/wrapped.py`` says, without its two lines of file names.
-* There is no block that is skipped, and none in a language that is not looked at here.
-* The tables of "What it costs" have their rows from benchmarks/RESULTS.md, word for word.
+* The ``python`` blocks of a file are one program, which is run in an empty folder. A function ``test_...()`` that is
+  defined in a block is called after it.
+* A ``text`` block that follows a ``python`` block, with at most one line between them that ends in a colon, is what the
+  block prints, including log lines. ``...`` matches anything within a line, or any number of lines if it is alone.
+* A ``diff`` block is the output of ``diff -u examples/plain.py examples/wrapped.py``, without the names of the files.
+* No block is skipped, and there is no block in a language that is not checked here.
+* The rows of the tables under "What it costs" are rows of benchmarks/RESULTS.md, word for word.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ END_OF_BLOCK = "--- end of block ---"
 class Block(NamedTuple):
     language: str
     body: str
-    line: int  # of its first fence
-    lead_in: bool  # whether nothing but a line like "It prints:" stands between it and the block before
+    line: int  # of the opening fence
+    lead_in: bool  # whether at most a line such as "It prints:" separates it from the previous block
 
 
 def blocks(text: str) -> list[Block]:
@@ -51,7 +51,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def program(text: str) -> str:
-    """The Python blocks as one script in which every line has the number that it has in the document."""
+    """Return the Python blocks as one script with the line numbers of the document."""
     lines = [""] * (text.count("\n") + 1)
     for block in blocks(text):
         if block.language == "python":
@@ -64,7 +64,7 @@ def program(text: str) -> str:
 
 @functools.cache
 def run(document: Path) -> subprocess.CompletedProcess[str]:
-    """Run a document in a process of its own, where no test runner has configured logging."""
+    """Run the blocks of a document in a new process, where pytest has not configured logging."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, document.name).with_suffix(".py")
         script.write_text(program(document.read_text(encoding="utf-8")), encoding="utf-8")
@@ -83,7 +83,7 @@ def matches(shown: str, printed: str) -> bool:
 
 
 def outputs(text: str) -> list[tuple[int, Block]]:
-    """The blocks that show an output, each with the place of the block that prints it among the Python ones."""
+    """Return the blocks that show output, each with the index of the Python block that prints it."""
     pairs = itertools.pairwise(blocks(text))
     number = itertools.count()
     numbered = [(next(number), after) for before, after in pairs if before.language == "python"]
@@ -97,7 +97,7 @@ def test_every_python_block_runs(document: Path) -> None:
 
 
 @each_document
-def test_every_output_shown_is_what_is_printed(document: Path) -> None:
+def test_every_block_prints_the_output_shown(document: Path) -> None:
     printed = run(document).stdout.split(f"{END_OF_BLOCK}\n")
     for index, block in outputs(document.read_text(encoding="utf-8")):
         assert matches(block.body, printed[index]), f"{document.name}:{block.line} prints\n{printed[index]}"
@@ -113,7 +113,7 @@ def test_every_diff_shown_is_the_real_one(document: Path) -> None:
 
 
 @each_document
-def test_every_block_is_one_that_is_looked_at(document: Path) -> None:
+def test_every_block_is_checked(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     assert {block.language for block in blocks(text)} <= {"python", "text", "diff", "sh"}
     assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(blocks(text)), "a fence is indented or not closed"
@@ -121,11 +121,11 @@ def test_every_block_is_one_that_is_looked_at(document: Path) -> None:
 
 
 def rows(text: str) -> set[str]:
-    """The rows of the tables, without the spaces that align their cells."""
+    """Return the rows of the tables, without the spaces that align their cells."""
     return {re.sub(r" *\| *", "|", line) for line in text.splitlines() if re.match(r"\| *[^ -]", line)}
 
 
-def test_every_figure_of_what_it_costs_stands_in_the_results() -> None:
+def test_every_row_under_what_it_costs_is_in_the_results() -> None:
     costs = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## What it costs\n")[2].partition("\n## ")[0]
     assert set() < rows(costs) <= rows((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"))
 
@@ -156,7 +156,7 @@ print("second")
 """
 
 
-def test_lines_of_the_program_have_the_numbers_of_the_document() -> None:
+def test_the_program_has_the_line_numbers_of_the_document() -> None:
     lines = program(DOCUMENT).splitlines()
     assert lines[2] == DOCUMENT.splitlines()[2]
     assert lines[20] == 'print("second")'
@@ -166,16 +166,16 @@ def test_a_test_in_a_block_is_called_after_it() -> None:
     assert program(DOCUMENT).splitlines()[3].startswith("test_one(); ")
 
 
-def test_only_a_text_block_right_after_the_code_is_an_output() -> None:
+def test_only_a_text_block_right_after_the_code_is_output() -> None:
     assert [(index, block.body) for index, block in outputs(DOCUMENT)] == [(0, "...lled\n")]
 
 
-def test_three_dots_stand_for_a_part_of_one_line() -> None:
+def test_three_dots_match_within_one_line() -> None:
     assert matches("loss = 0.5 (... sec)\n", "loss = 0.5 (0.123 sec)\n")
     assert not matches("loss ... sec)\n", "loss = 0.5\n(0.123 sec)\n")
 
 
-def test_three_dots_alone_stand_for_any_number_of_lines() -> None:
+def test_three_dots_alone_match_any_number_of_lines() -> None:
     assert matches("a\n...\nz\n", "a\nb\nc\nz\n")
     assert matches("a\n...\nz\n", "a\nz\n")
 

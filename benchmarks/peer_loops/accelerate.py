@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: a loop of one's own, with gradient accumulation and trackers by Accelerate."""
+"""Hugging Face Accelerate: the user's own loop, with Accelerate's gradient accumulation and trackers."""
 
 import logging
 

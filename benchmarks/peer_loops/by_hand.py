@@ -1,4 +1,4 @@
-"""No framework: ``if step % 100 == 0``."""
+"""No library: monitoring written by hand, with ``if step % 100 == 0``."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Lightning Fabric: a loop of one's own with Fabric's loggers; callbacks are called through ``fabric.call``."""
+"""Lightning Fabric: the user's own loop, with Fabric's loggers. Callbacks are called through ``fabric.call``."""
 
 import logging
 from typing import Any

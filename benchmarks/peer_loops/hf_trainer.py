@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer. It insists on an optimizer, and gets one that does nothing: the step is the user's own.
+"""Hugging Face's Trainer. It requires an optimizer and gets one that does nothing, since the step is the user's own.
 
-The NaN check is its ``logging_nan_inf_filter``, which looks at the loss of every step and leaves it out of the mean.
+The NaN check is ``logging_nan_inf_filter``, which excludes a NaN loss from the mean instead of ending training.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""PyTorch-Ignite: an Engine and handlers. Steps/sec is a metric of its own, which would be updated in every step."""
+"""PyTorch-Ignite: an Engine and handlers. A handler computes steps/sec: Ignite's metric would run in every step."""
 
 import logging
 from typing import Any

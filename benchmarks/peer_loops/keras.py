@@ -1,4 +1,4 @@
-"""Keras 3 on torch, with a train_step of one's own. Its TensorBoard callback needs TensorFlow: torch's writer it is."""
+"""Keras 3 on torch, with a custom train_step. Uses torch's SummaryWriter: Keras's callback needs TensorFlow."""
 
 import logging
 import os

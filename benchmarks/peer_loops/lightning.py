@@ -1,4 +1,4 @@
-"""Lightning's Trainer, with manual optimization: the step is the user's own, which saves Lightning its closures."""
+"""Lightning's Trainer, with manual optimization: the step is the user's own, and Lightning needs no closures."""
 
 import logging
 from typing import Any

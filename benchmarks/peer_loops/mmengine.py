@@ -1,4 +1,4 @@
-"""MMEngine: a Runner and its hooks. The time of an iteration stands for steps/sec."""
+"""MMEngine: a Runner and its hooks. It reports the time per iteration in place of steps/sec."""
 
 from typing import Any
 

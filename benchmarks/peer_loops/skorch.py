@@ -21,7 +21,7 @@ class Net(NeuralNet):
         super().__init__(*args, **kwargs)
         self.job = job
 
-    def get_dataset(self, X: Any, y: Any = None) -> Any:  # noqa: N803  # skorch's name for the data
+    def get_dataset(self, X: Any, y: Any = None) -> Any:  # noqa: N803  # skorch's parameter name
         return X
 
     def get_iterator(self, dataset: Any, training: bool = False) -> Any:
@@ -44,7 +44,7 @@ class Monitor(Callback):
             log.info("step %d: loss %g, %g steps/sec", self.number, value, per_sec)
         if self.number == self.stop_at:
             self.board.close()
-            raise KeyboardInterrupt  # skorch's own way to end fit() early
+            raise KeyboardInterrupt  # how skorch ends fit() early
 
 
 class Idle(Callback):

@@ -1,4 +1,4 @@
-"""The least that an object around a step does."""
+"""The least that any object around a step has to do."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ COLUMNS = ("plain",)
 
 
 class Wrapper:
-    """Counts."""
+    """Calls a function and counts the calls."""
 
     def __init__(self, f: Any) -> None:
         self.f = f
         self.n = 0
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """One step."""
+        """Make one step."""
         out = self.f(*args, **kwargs)
         self.n += 1
         return out

@@ -1,4 +1,4 @@
-"""Ours."""
+"""torchhooks: a MonitoredLoop and standard hooks."""
 
 from typing import Any
 
