@@ -163,7 +163,7 @@ class MonitoredLoop(Generic[R]):
                 and (schedule.moment is None or time.monotonic() < schedule.moment)
             ):
                 progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
-                # An empty ** costs as much as the rest of the call.
+                # An empty ** would copy a dict.
                 outputs = progress.outputs = self._step(*args, **kwargs) if kwargs else self._step(*args)
                 progress.global_step = step = progress.global_step + self._steps_per_run
                 if step <= schedule.idle_step and not (

@@ -114,7 +114,7 @@ class Lifecycle:
                 context.caller = seat
                 if seat.schedules:
                     seat.catch_up(number - 1)
-                before_run = seat.before_run  # calling a local is faster than calling a slot
+                before_run = seat.before_run  # CPython calls a local faster than an attribute
                 request = before_run(context)
                 if request is not None:
                     if request is not seat.plain_request:
@@ -135,7 +135,8 @@ class Lifecycle:
         for seat, request in requests:
             if request is not seat.plain_request:
                 return self._make_special_step(requests, args, kwargs)
-        outputs = progress.outputs = self._function(*args, **kwargs)
+        # An empty ** would copy a dict.
+        outputs = progress.outputs = self._function(*args, **kwargs) if kwargs else self._function(*args)
         progress.global_step += self._steps_per_run
         return outputs, _PLAIN
 
@@ -217,7 +218,7 @@ class Lifecycle:
                 if seat.schedules:
                     seat.catch_up(number - 1)
                     planned = True
-                after_run = seat.after_run  # calling a local is faster than calling a slot
+                after_run = seat.after_run  # CPython calls a local faster than an attribute
                 after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
                 seat.seen = number
                 if progress.global_step != step:  # the hooks after this one are due by the step that it set
