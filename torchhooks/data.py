@@ -17,23 +17,10 @@ _DATA_ENDED: Any = object()
 
 
 class Data:
-    """The ``until_stop`` loops of one monitored loop.
-
-    Args:
-        schedule: counts the runs, and knows whether there is news.
-        position: how far the loop is in its data.
-        waits: how long it has waited for them.
-        ending: whether the loop ends.
-        should_stop: handles news, and returns whether the loop stops.
-    """
+    """The ``until_stop`` loops of one monitored loop, which ``should_stop()`` ends."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        position: Position,
-        waits: DataWaits,
-        ending: Ending,
-        should_stop: Callable[[], bool],
+        self, schedule: Schedule, position: Position, waits: DataWaits, ending: Ending, should_stop: Callable[[], bool]
     ) -> None:
         self._schedule = schedule
         self._position = position

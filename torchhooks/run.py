@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 from torchhooks.costs import HookCosts
 from torchhooks.errors import FeedError, LifecycleError, add_note
 from torchhooks.fetch import Evaluator, is_fixed, watched_names
-from torchhooks.hook import (
-    RunMetadata,
-    RunOptions,
-    RunServices,
-    SessionRunArgs,
-    SessionRunContext,
-    SessionRunValues,
-)
+from torchhooks.hook import RunMetadata, RunOptions, RunServices, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.schedule import Schedule, Seat, in_order
 from torchhooks.watch import NO_WATCH, ModuleWatch
@@ -48,21 +41,11 @@ _new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling
 class Lifecycle:
     """Makes the runs of one session in which hooks take part.
 
-    Args:
-        services: the session and what contexts need.
-        progress: the session's global step and last outputs.
-        schedule: the hooks, and when they are due.
-        steps_per_run: how many steps a run counts; 0 if the optimizer's steps are counted instead.
-        costs: what profiles the hooks, if anything does.
+    ``steps_per_run`` is 0 if the optimizer's steps are counted. ``costs`` profiles the hooks, if given.
     """
 
     def __init__(
-        self,
-        services: RunServices,
-        progress: Progress,
-        schedule: Schedule,
-        steps_per_run: int,
-        costs: HookCosts | None,
+        self, services: RunServices, progress: Progress, schedule: Schedule, steps_per_run: int, costs: HookCosts | None
     ) -> None:
         self._services = services
         self._session, self._step, _, self._ending = services
@@ -75,10 +58,7 @@ class Lifecycle:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any = NOT_MADE) -> Any:
         """Make one run, and return what the step returned.
 
-        Args:
-            args: the positional arguments of the step.
-            kwargs: its keyword arguments.
-            outputs: what the step returned, if no hook was due before it and one turned out to be due after it.
+        ``outputs`` is given if the step was made already, because no hook was due before it, but one is due after it.
         """
         ending, schedule = self._ending, self._schedule
         number = schedule.runs + 1

@@ -136,8 +136,6 @@ class Schedule:
     than :attr:`idle_runs` runs, before :attr:`moment`, and its step ends before :attr:`moment_after` and interests none
     of the :attr:`watchers`. The loop compares these in every run, so each is a plain attribute.
 
-    Args:
-        hooks: all hooks of the loop.
     """
 
     def __init__(self, hooks: Iterable[SessionRunHook]) -> None:

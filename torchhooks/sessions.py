@@ -56,13 +56,7 @@ class Mechanisms(NamedTuple):
 class Sessions:
     """The sessions of one loop, one after the other: each recovery closes the current one and creates the next.
 
-    Args:
-        training: what each session holds.
-        scaffold: how a session is initialised.
-        step: the user's step.
-        steps_per_run: how many steps a run counts; 0 if the optimizer's steps are counted instead.
-        mechanisms: of the loop.
-        grace_secs: how long background threads may take to end, in seconds.
+    ``steps_per_run`` is 0 if the optimizer's steps are counted. Background threads get ``grace_secs`` seconds to end.
     """
 
     coord: Coordinator
