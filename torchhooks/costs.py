@@ -30,9 +30,7 @@ class HookCosts:
         self._secs = dict.fromkeys(self._seats, 0.0)
         self._begin = time.perf_counter()
         for seat in self._seats:
-            seat.timed = timed = functools.partial(
-                self._timed_method, seat
-            )  # for Due.when, which changes with each Due
+            seat.timed = timed = functools.partial(self._timed_method, seat)  # for Due.when, new in each Due
             seat.before_run = timed(seat.before_run)
             seat.after_run = timed(seat.after_run)
             seat.end = timed(seat.end)
