@@ -63,7 +63,9 @@ def test_a_result_that_is_not_a_mapping_is_an_error_that_names_the_hook(fed: Any
 
 @pytest.mark.parametrize("feed_fn", [None, {"x": 1}, "x"])
 def test_rejects_a_feed_fn_that_is_not_callable(feed_fn: Any) -> None:
-    with pytest.raises(TypeError, match=r"feed_fn=.*: must be a function that returns a mapping from parameter name"):
+    with pytest.raises(
+        TypeError, match=r"feed_fn=.*: must be a function that returns a mapping, from parameter to value"
+    ):
         FeedFnHook(feed_fn)
 
 

@@ -58,8 +58,7 @@ class Coordinator:
     """
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
-        given = clean_stop_exception_types
-        self._clean_types = None if given is None else _exception_types(given)
+        self._clean_types = _exception_types(clean_stop_exception_types)
         # Reentrant, because a signal handler may request a stop while its own thread is in one of these methods.
         self._lock = threading.RLock()
         self._stop_event = threading.Event()
@@ -94,9 +93,10 @@ class Coordinator:
 
     def _stop(self, error: BaseException | None) -> BaseException | None:
         """Stop the threads. Return ``error`` if it was reported too late for :meth:`join` to raise it."""
-        if error is not None and self._stops_cleanly(error):
+        types, is_first = self._clean_types, False
+        is_clean = type(error) is StopIteration if types is None else isinstance(error, types)
+        if is_clean:
             error = None
-        is_first = False
         with self._lock:
             if error is not None:
                 if self._joined:
@@ -116,11 +116,6 @@ class Coordinator:
         elif error is not None:
             logger.error("Error reported to Coordinator after the one that join() raises: %r", error, exc_info=error)
         return None
-
-    def _stops_cleanly(self, error: BaseException) -> bool:
-        if self._clean_types is None:
-            return type(error) is StopIteration
-        return isinstance(error, self._clean_types)
 
     def on_stop(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when a stop is requested, in the requesting thread; at once if it already was.
@@ -260,7 +255,8 @@ class LooperThread(threading.Thread):
             raise ValueError(
                 f"LooperThread(coord={coord!r}): must be a Coordinator, such as the one that after_create_session gets"
             )
-        interval = None if timer_interval_secs is None else seconds(timer_interval_secs, "timer_interval_secs")
+        interval = timer_interval_secs
+        self._interval_secs = None if interval is None else seconds(interval, "timer_interval_secs")
         if target is None and (args or kwargs):
             raise ValueError(
                 f"LooperThread(args={args!r}, kwargs={kwargs!r}): arguments need a target: give one, or override "
@@ -271,7 +267,6 @@ class LooperThread(threading.Thread):
         super().__init__(target=target, daemon=True)  # Thread gets the target because its name becomes part of ours
         self._task = None if target is None else functools.partial(target, *(args or ()), **(kwargs or {}))
         self._coord = coord
-        self._interval_secs = interval
         coord.register_thread(self)
 
     @classmethod
@@ -338,7 +333,9 @@ def _as_exception(ex: object) -> BaseException | None:
     )
 
 
-def _exception_types(given: Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:
+def _exception_types(given: Iterable[type[BaseException]] | None) -> tuple[type[BaseException], ...] | None:
+    if given is None:
+        return None
     types = tuple(given) if isinstance(given, Iterable) else (None,)
     if all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in types):
         return types

@@ -55,8 +55,7 @@ class SignalWatch:
         """Reinstate the old handlers and deliver the received signal to them. A second call is a no-op."""
         old, self._old = self._old, {}
         for number, handler in old.items():
-            # None is a handler that was not installed from Python, which cannot be reinstated.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
         if old and self.received is not None:
             name, self.received = self.received, None
             for stream in (sys.stdout, sys.stderr):  # a process that a signal ends does not flush its buffers

@@ -177,14 +177,11 @@ def _checked(hooks: Iterable[SessionRunHook], name: str) -> list[SessionRunHook]
 def _period(default: dict[str, float], **periods: Any) -> dict[str, Any]:
     """Return the period to use, as keyword arguments of a saver hook; an empty dict if the hook is disabled."""
     given = {name: period for name, period in periods.items() if period is not USE_DEFAULT} or default
-    used = {name: period for name, period in given.items() if not _is_off(period)}
+    # None, 0 and negative numbers disable the hook. Anything else that is not a period is an error.
+    used = {name: p for name, p in given.items() if p is not None and not (isinstance(p, (int, float)) and p <= 0)}
     if used:
         SecondOrStepTimer.named(**used)  # for its errors, which name the arguments of the caller
     return {f"save_{name.rpartition('_')[2]}": period for name, period in used.items()}
-
-
-def _is_off(period: Any) -> bool:
-    return period is None or (isinstance(period, (int, float)) and period <= 0)
 
 
 def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:

@@ -23,8 +23,7 @@ _CURVES = {tag: summary.scalar(tag, tag) for tag in (_STEPS_RATE, _EXAMPLES_RATE
 _MIN_LOGGED_SHARE = 0.01
 _MIN_LOGGED_SECS_PER_STEP = 1e-5  # about what it takes to get an item that is ready
 
-_Times = tuple[float, tuple[float, ...]]
-"""The duration of a period and of each pause within it, in seconds."""
+_Times = tuple[float, tuple[float, ...]]  # the duration of a period and of each pause within it, in seconds
 
 
 class _Period(NamedTuple):
@@ -35,13 +34,12 @@ class _Period(NamedTuple):
     pauses: list[Elapsed]
 
     def waiting_share(self, end: _Period) -> float | None:
-        """Return the share of the time up to ``end`` that the loop waited for data, ``None`` if it did not."""
-        begin_secs, end_secs = self.data_wait_secs, end.data_wait_secs
-        if begin_secs is None or end_secs is None or end_secs <= begin_secs:
+        """Return the share of the time until ``end`` that the loop waited for data; ``None`` if it did not wait."""
+        if self.data_wait_secs is None or end.data_wait_secs is None or end.data_wait_secs <= self.data_wait_secs:
             return None
         # The host waits for data, so this is a share of the host's time, also if the rate is measured on a device.
         host_secs = end.start.secs - self.start.secs - sum(pause.host_secs for pause in self.pauses)
-        return (end_secs - begin_secs) / host_secs
+        return (end.data_wait_secs - self.data_wait_secs) / host_secs
 
 
 class StepCounterHook(SessionRunHook):

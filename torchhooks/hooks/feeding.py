@@ -13,9 +13,8 @@ class FeedFnHook(SessionRunHook):
     """Passes keyword arguments to the step in every run (``tf.train.FeedFnHook``).
 
     Args:
-        feed_fn: called before each step; returns a mapping from parameter name to value, which the step gets as keyword
-            arguments. If it raises ``StopIteration``, for instance because the data is exhausted, the loop ends
-            cleanly.
+        feed_fn: called before each step; returns the keyword arguments, a mapping from parameter name to value. If it
+            raises ``StopIteration``, for instance because the data is exhausted, the loop ends cleanly.
 
     Raises:
         TypeError: ``feed_fn`` is not callable.
@@ -23,9 +22,7 @@ class FeedFnHook(SessionRunHook):
 
     def __init__(self, feed_fn: Callable[[], Mapping[str, Any]]) -> None:
         if not callable(feed_fn):
-            raise TypeError(
-                f"feed_fn={feed_fn!r}: must be a function that returns a mapping from parameter name to value"
-            )
+            raise TypeError(f"feed_fn={feed_fn!r}: must be a function that returns a mapping, from parameter to value")
         self._feed_fn = feed_fn
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:

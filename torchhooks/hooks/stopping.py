@@ -115,9 +115,8 @@ class NanTensorHook(SessionRunHook):
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._message = self._check.found = None  # a recovery restores a state from before the NaN
         # A subclass that overrides a run method expects it to be called in every run.
-        overrides = any(
-            getattr(type(self), name) is not getattr(NanTensorHook, name) for name in ("before_run", "after_run")
-        )
+        cls = type(self)
+        overrides = (cls.before_run, cls.after_run) != (NanTensorHook.before_run, NanTensorHook.after_run)
         # Only an output of the step that is fetched by name can be examined without joining the run.
         is_output_name = type(self._loss_tensor) is str and not watched_names(self._loss_tensor)
         self._joins_every_run = overrides or not is_output_name
@@ -139,11 +138,8 @@ class NanTensorHook(SessionRunHook):
         return None if self._joins_every_run else Due(when=self._needs_check)
 
     def _needs_check(self, outputs: Any) -> bool:
-        """Return whether to join the run, given what its step returned: not if the value is a finite number.
-
-        Called after every step, so a loss that is a single number on the CPU, the usual case, has a fast path.
-        """
-        name, value = self._loss_tensor, outputs
+        """Return whether to join the run with these ``outputs``: not if the value in them is a finite number."""
+        name, value = self._loss_tensor, outputs  # called after every step, so the usual "loss" has a fast path
         if name != "loss" or type(outputs) is not torch.Tensor:
             named = named_outputs(outputs)
             value = named[name] if name in named else None  # noqa: SIM401 - the user's mapping may have no get()
@@ -157,10 +153,8 @@ class NanTensorHook(SessionRunHook):
         return True
 
     def _why_no_checkpoint(self, session: Session) -> str | None:
-        """Return why the current state must not be saved, or ``None``.
-
-        A saver earlier in the list asks before this hook's ``after_run``, when only the check knows of the NaN.
-        """
+        """Return why the current state must not be saved, or ``None``."""
+        # A saver before this hook in the list asks before after_run, when only the check knows of the NaN.
         return self._message or self._problem(to_host(self._check.found), session.global_step)
 
     def _report(self, run_context: SessionRunContext, step: int, found: dict[str, Any]) -> None:
@@ -225,10 +219,9 @@ class _NonFiniteCheck(ComposedFetch):
 
 
 def _flags(parts: list[Any], test: str) -> list[Any]:
-    """Return flags of which one is true if an element of ``parts`` passes ``test``; an empty list if none can be.
+    """Return flags of which one is true if an element of ``parts`` passes ``test``.
 
-    The list is ``[True]`` if a part on the host passes. Otherwise it has one boolean tensor for each device, which is
-    computed there without waiting.
+    That is ``[True]`` if a part on the host passes, or else one boolean tensor per device, computed without waiting.
     """
     if any(_passes(part, test) for part in parts if not is_remote(part)):
         return [True]
