@@ -1,4 +1,4 @@
-"""The coordinator and its looper threads. Threads end because an event is set, never because time passed."""
+"""The coordinator and its looper threads. In these tests, threads end because of an event, never because of a delay."""
 
 import gc
 import itertools
@@ -30,7 +30,7 @@ def coord() -> Coordinator:
 
 @pytest.fixture
 def stuck() -> Iterator[threading.Thread]:
-    """A running thread that does not listen to anybody, until the test is over."""
+    """A running thread that ignores every stop request until the test is over."""
     release = threading.Event()
     thread = threading.Thread(target=release.wait, name="stuck", daemon=True)
     thread.start()
@@ -58,10 +58,10 @@ def errors_logged(caplog: pytest.LogCaptureFixture) -> list[BaseException | None
     return [r.exc_info[1] for r in caplog.records if r.levelno == logging.ERROR and r.exc_info]
 
 
-# The stop
+# -- the stop ---------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_to_stop_at_first(coord: Coordinator) -> None:
+def test_a_new_coordinator_is_not_stopped(coord: Coordinator) -> None:
     assert not coord.should_stop()
     assert not coord.wait_for_stop(0)
 
@@ -85,7 +85,7 @@ def test_a_wait_may_be_infinite(coord: Coordinator) -> None:
     assert coord.wait_for_stop(float("inf"))
 
 
-def test_clear_stop_takes_back_the_stop_the_error_and_the_join(coord: Coordinator) -> None:
+def test_clear_stop_undoes_the_stop_the_error_and_the_join(coord: Coordinator) -> None:
     coord.request_stop(KeyError("batch"))
     with pytest.raises(KeyError):
         coord.join()
@@ -95,7 +95,7 @@ def test_clear_stop_takes_back_the_stop_the_error_and_the_join(coord: Coordinato
     coord.join()
 
 
-# Which error comes out
+# -- which error is raised --------------------------------------------------------------------------------------------
 
 
 def test_join_raises_the_error_that_stopped(coord: Coordinator) -> None:
@@ -169,7 +169,9 @@ def test_a_stop_after_the_stop_logs_nothing(coord: Coordinator, caplog: pytest.L
 
 
 @pytest.mark.parametrize("ex", ["batch", KeyError, (None, None, None), (KeyError, KeyError())])
-def test_what_is_no_error_stops_and_comes_out_as_a_value_error(coord: Coordinator, ex: Any) -> None:
+def test_a_reason_that_is_not_an_exception_stops_and_makes_join_raise_a_value_error(
+    coord: Coordinator, ex: Any
+) -> None:
     coord.request_stop(ex)
     assert coord.should_stop()
     with pytest.raises(ValueError, match=r"request_stop\(ex=.*give an exception"):
@@ -193,7 +195,7 @@ def test_raise_requested_exception_is_silent_without_one(coord: Coordinator) -> 
     coord.raise_requested_exception()
 
 
-# Clean stops
+# -- clean stops ------------------------------------------------------------------------------------------------------
 
 
 def test_stop_iteration_is_a_clean_stop(coord: Coordinator) -> None:
@@ -223,43 +225,43 @@ def test_given_clean_types_replace_stop_iteration() -> None:
 
 
 @pytest.mark.parametrize("types", [StopIteration, [StopIteration, int], ["StopIteration"]])
-def test_clean_types_that_are_none_are_refused(types: Any) -> None:
+def test_clean_types_that_are_not_exception_types_are_rejected(types: Any) -> None:
     with pytest.raises(TypeError, match=r"clean_stop_exception_types=.*give exception types"):
         Coordinator(clean_stop_exception_types=types)
 
 
-# stop_on_exception
+# -- stop_on_exception ------------------------------------------------------------------------------------------------
 
 
-def test_the_block_hands_its_exception_over(coord: Coordinator) -> None:
+def test_the_block_reports_its_exception(coord: Coordinator) -> None:
     failing(coord, KeyError("batch"))
     assert coord.should_stop()
     with pytest.raises(KeyError):
         coord.raise_requested_exception()
 
 
-def test_the_block_hands_over_even_a_keyboard_interrupt(coord: Coordinator) -> None:
+def test_the_block_reports_even_a_keyboard_interrupt(coord: Coordinator) -> None:
     failing(coord, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         coord.join()
 
 
-def test_a_block_that_ends_by_itself_stops_nobody(coord: Coordinator) -> None:
+def test_a_block_that_ends_normally_requests_no_stop(coord: Coordinator) -> None:
     with coord.stop_on_exception():
         pass
     assert not coord.should_stop()
 
 
-def test_after_the_join_an_exception_passes_through_the_block(coord: Coordinator) -> None:
+def test_after_the_join_an_exception_propagates_from_the_block(coord: Coordinator) -> None:
     coord.join()
     with pytest.raises(KeyError, match="batch"):
         failing(coord, KeyError("batch"))
 
 
-# on_stop
+# -- on_stop ----------------------------------------------------------------------------------------------------------
 
 
-def test_callbacks_run_in_the_thread_that_stops_and_find_it_stopped(coord: Coordinator) -> None:
+def test_callbacks_run_in_the_requesting_thread_after_the_stop_is_set(coord: Coordinator) -> None:
     seen: list[tuple[threading.Thread, bool]] = []
     coord.on_stop(lambda: seen.append((threading.current_thread(), coord.should_stop())))
     thread = started(coord.request_stop)
@@ -275,7 +277,7 @@ def test_a_callback_runs_once_for_two_requests(coord: Coordinator) -> None:
     assert calls == ["stop"]
 
 
-def test_a_callback_runs_at_once_when_stopped_already(coord: Coordinator) -> None:
+def test_a_callback_added_after_the_stop_runs_at_once(coord: Coordinator) -> None:
     calls: list[str] = []
     coord.request_stop()
     coord.on_stop(lambda: calls.append("stop"))
@@ -309,7 +311,7 @@ def test_a_failing_callback_is_raised_by_join_and_the_next_one_called(coord: Coo
     assert calls == ["stop"]
 
 
-def test_who_stores_and_then_looks_misses_no_stop() -> None:
+def test_a_write_followed_by_should_stop_misses_no_callback() -> None:
     for _ in range(200):
         coord, due, both = Coordinator(), ["never"], threading.Barrier(2)
 
@@ -327,7 +329,7 @@ def test_who_stores_and_then_looks_misses_no_stop() -> None:
         assert due == ["now"]
 
 
-# join
+# -- join -------------------------------------------------------------------------------------------------------------
 
 
 def test_join_waits_for_registered_and_given_threads(coord: Coordinator) -> None:
@@ -383,7 +385,7 @@ def test_a_thread_that_ignores_the_stop_is_named(coord: Coordinator, stuck: thre
     assert coord.joined
 
 
-@pytest.mark.parametrize("clock", [time.monotonic, lambda: 1000.0], ids=["real clock", "clock that stands still"])
+@pytest.mark.parametrize("clock", [time.monotonic, lambda: 1000.0], ids=["real clock", "frozen clock"])
 def test_the_grace_period_is_shared_by_all_threads(
     coord: Coordinator, monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]
 ) -> None:
@@ -397,7 +399,9 @@ def test_the_grace_period_is_shared_by_all_threads(
     assert time.perf_counter() - before < 30 * TINY
 
 
-def test_a_clock_that_jumps_does_not_cut_the_grace_period(coord: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_does_not_shorten_the_grace_period(
+    coord: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release, given = threading.Event(), list[float | None]()
 
     class EndsWhenWaitedFor(threading.Thread):
@@ -429,7 +433,7 @@ def test_live_threads_may_be_ignored_with_a_warning(
     assert [(r.name, r.levelname, "'stuck'" in r.message) for r in caplog.records] == [("torchhooks", "WARNING", True)]
 
 
-def test_an_error_goes_before_live_threads_which_are_warned_of(
+def test_a_reported_error_is_raised_and_live_threads_are_only_warned_about(
     coord: Coordinator, stuck: threading.Thread, caplog: pytest.LogCaptureFixture
 ) -> None:
     coord.request_stop(KeyError("batch"))
@@ -439,12 +443,12 @@ def test_an_error_goes_before_live_threads_which_are_warned_of(
 
 
 @pytest.mark.parametrize("secs", [-1, float("nan"), None])
-def test_a_grace_period_that_cannot_be_is_refused(coord: Coordinator, secs: Any) -> None:
+def test_an_invalid_grace_period_is_rejected(coord: Coordinator, secs: Any) -> None:
     with pytest.raises(ValueError, match="stop_grace_period_secs="):
         coord.join(stop_grace_period_secs=secs)
 
 
-def test_live_threads_are_the_registered_ones_that_run(coord: Coordinator, stuck: threading.Thread) -> None:
+def test_live_threads_are_the_registered_ones_that_are_running(coord: Coordinator, stuck: threading.Thread) -> None:
     ended = started(lambda: None)
     ended.join()
     for thread in (ended, stuck, threading.Thread(), stuck):
@@ -452,7 +456,7 @@ def test_live_threads_are_the_registered_ones_that_run(coord: Coordinator, stuck
     assert coord.live_threads() == [stuck]
 
 
-# LooperThread
+# -- LooperThread -----------------------------------------------------------------------------------------------------
 
 
 def test_a_looper_registers_itself_as_a_daemon(coord: Coordinator) -> None:
@@ -507,7 +511,7 @@ def test_a_looper_starts_runs_and_stops(coord: Coordinator) -> None:
     assert looper.calls == ["start_loop", "run_loop", "stop_loop"]
 
 
-def test_a_looper_of_a_stopped_coordinator_never_runs(coord: Coordinator) -> None:
+def test_a_looper_of_a_stopped_coordinator_never_calls_run_loop(coord: Coordinator) -> None:
     coord.request_stop()
     looper = Recording(coord)
     looper.start()
@@ -547,7 +551,7 @@ def test_loop_makes_an_instance_of_its_class(coord: Coordinator) -> None:
 
 
 class PassingTime(Coordinator):
-    """Waits on a clock of its own, which stands at 1000 and goes on by what is waited for."""
+    """Waits on a simulated clock, which starts at 1000 and advances by the time waited for."""
 
     now = 1000.0
 
@@ -564,7 +568,7 @@ class PassingTime(Coordinator):
         ([3, 4, 5, 6], [1000, 1010, 1020, 1030]),
         ([25, 0, 0, 0], [1000, 1025, 1025, 1030]),
     ],
-    ids=["at once", "within the interval", "late, caught up with"],
+    ids=["at once", "within the interval", "late, then caught up"],
 )
 def test_ticks_do_not_drift(monkeypatch: pytest.MonkeyPatch, work_secs: list[float], begins: list[float]) -> None:
     coord, seen = PassingTime(), list[float]()
@@ -585,12 +589,12 @@ def test_ticks_do_not_drift(monkeypatch: pytest.MonkeyPatch, work_secs: list[flo
     [
         ({"coord": None}, ValueError, "coord=None.*must be a Coordinator"),
         ({"timer_interval_secs": -1}, ValueError, "timer_interval_secs=-1"),
-        ({"args": (1,)}, ValueError, r"args=\(1,\).*there is none"),
-        ({"kwargs": {"a": 1}}, ValueError, r"kwargs=\{'a': 1\}.*there is none"),
+        ({"args": (1,)}, ValueError, r"args=\(1,\).*: arguments need a target: give one, or override"),
+        ({"kwargs": {"a": 1}}, ValueError, r"kwargs=\{'a': 1\}.*: arguments need a target: give one, or override"),
         ({"target": 3}, TypeError, "target=3.*must be callable"),
     ],
 )
-def test_a_looper_refuses_what_cannot_be(
+def test_a_looper_rejects_invalid_arguments(
     coord: Coordinator, kwargs: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -598,7 +602,7 @@ def test_a_looper_refuses_what_cannot_be(
     assert coord.live_threads() == []
 
 
-# What stays in memory
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 class Batch:
@@ -619,7 +623,7 @@ def no_gc() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_what_a_failed_thread_held_is_freed_with_the_error(coord: Coordinator) -> None:
+def test_what_a_failed_thread_referenced_is_freed_with_the_error(coord: Coordinator) -> None:
     batches: list[weakref.ref[Batch]] = []
     LooperThread.loop(coord, None, fail_with_a_batch, args=(batches,))
     try:
@@ -630,7 +634,7 @@ def test_what_a_failed_thread_held_is_freed_with_the_error(coord: Coordinator) -
 
 
 @pytest.mark.usefixtures("no_gc")
-def test_what_a_late_error_held_is_freed_with_it(coord: Coordinator) -> None:
+def test_what_a_late_error_referenced_is_freed_with_it(coord: Coordinator) -> None:
     batches: list[weakref.ref[Batch]] = []
     coord.join()
     try:

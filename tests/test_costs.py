@@ -1,4 +1,4 @@
-"""What hooks cost: measured when asked for, and not on the path when not."""
+"""The cost of hooks: measured with ``hook_costs=True``, and without any overhead otherwise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, log_lines, 
 
 
 class Stopwatch(FakeClock):
-    """In place of ``time.perf_counter``, with which costs are measured."""
+    """Replaces ``time.perf_counter``, with which costs are measured."""
 
 
 @pytest.fixture
@@ -45,14 +45,14 @@ class Row(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """The table, and the line above it."""
+    """The logged table, and the line above it."""
 
     head: str
     rows: dict[str, Row]
 
 
 def costs(*hooks: SessionRunHook, losses: Any = (0.5, 0.25, 0.125, 0.5), **arguments: Any) -> Costs:
-    """What is logged at the end of a loop."""
+    """Return what a loop with these hooks logs at its end."""
     lines = [text for _, text in trace(*hooks, losses=losses, hook_costs=True, **arguments).lines]
     (text,) = [line for line in lines if line.startswith("hooks took")]
     head, _, *rows = text.splitlines()
@@ -61,7 +61,7 @@ def costs(*hooks: SessionRunHook, losses: Any = (0.5, 0.25, 0.125, 0.5), **argum
 
 
 def logged(make: Callable[[], MonitoredLoop[Any]]) -> list[str]:
-    """The lines of a loop of three runs."""
+    """Return the lines of a loop of three runs."""
     with log_lines() as lines, make() as loop:
         for _ in range(3):
             loop.run()
@@ -69,7 +69,7 @@ def logged(make: Callable[[], MonitoredLoop[Any]]) -> list[str]:
 
 
 class Taking(SessionRunHook):
-    """Takes its time in each method."""
+    """Takes some seconds in each method."""
 
     def __init__(self, watch: Stopwatch, before: float = 0.0, after: float = 0.0, end: float = 0.0) -> None:
         self.watch = watch
@@ -86,7 +86,7 @@ class Taking(SessionRunHook):
 
 
 class Failing(Taking):
-    """Raises before the run, having taken its time."""
+    """Raises in ``before_run``, after it took its seconds."""
 
     def before_run(self, run_context: SessionRunContext) -> None:
         super().before_run(run_context)
@@ -97,7 +97,7 @@ class Failing(Taking):
 
 
 class Called(SessionRunHook):
-    """Writes down who called it."""
+    """Records the names of the functions that call it."""
 
     def __init__(self) -> None:
         self.callers: set[str] = set()
@@ -109,21 +109,21 @@ class Called(SessionRunHook):
         self.callers.add(sys._getframe(1).f_code.co_name)
 
 
-def test_nothing_is_reported_unless_it_is_asked_for() -> None:
+def test_by_default_nothing_is_reported() -> None:
     assert trace(RecordingHook("loss")).lines == []
 
 
-def test_unless_it_is_asked_for_nothing_stands_between_the_loop_and_its_hooks() -> None:
+def test_by_default_no_wrapper_is_between_the_loop_and_its_hooks() -> None:
     hook = Called()
     trace(hook)
-    assert hook.callers == {"_run_with_hooks"}
+    assert hook.callers == {"_before_run", "_after_run"}
 
 
-def test_unless_it_is_asked_for_nobody_looks_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[str] = []
-    monkeypatch.setattr(time, "perf_counter", lambda: looks.append("look"))
+def test_by_default_the_clock_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: reads.append("read"))
     trace(RecordingHook("loss"), StepCounterHook(1))
-    assert looks == []
+    assert reads == []
 
 
 # -- on ---------------------------------------------------------------------------------------------------------------
@@ -141,12 +141,12 @@ def test_the_shares_add_up(watch: Stopwatch) -> None:
     assert sum(row.percent for row in taken.rows.values()) == pytest.approx(100, abs=0.02)
 
 
-def test_the_dearest_hook_comes_first(watch: Stopwatch) -> None:
+def test_the_most_expensive_hook_comes_first(watch: Stopwatch) -> None:
     taken = costs(Taking(watch, after=0.25), Taking(watch, after=0.5), RecordingHook())
     assert list(taken.rows) == ["1 Taking", "0 Taking", "2 RecordingHook"]
 
 
-def test_what_the_step_takes_is_not_the_hooks(watch: Stopwatch) -> None:
+def test_the_time_of_the_step_is_not_counted_for_hooks(watch: Stopwatch) -> None:
     def step() -> None:
         watch.advance(0.75)
 
@@ -155,7 +155,7 @@ def test_what_the_step_takes_is_not_the_hooks(watch: Stopwatch) -> None:
 
 
 class Watching(SessionRunHook):
-    """Looks at what the step returned, which takes a while, and never sees anything."""
+    """Has a slow ``Due.when``, which never finds anything."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self.watch = watch
@@ -167,12 +167,12 @@ class Watching(SessionRunHook):
         return Due(when=lambda outputs: self.watch.advance(0.25))
 
 
-def test_to_look_at_what_the_step_returned_is_a_call(watch: Stopwatch) -> None:
+def test_due_when_counts_as_a_call(watch: Stopwatch) -> None:
     assert costs(Watching(watch)).rows == {"0 Watching": Row(calls=5, ms=1000.0, us_each=200000.0, percent=100.0)}
 
 
 class Fetching(SessionRunHook):
-    """Asks for something."""
+    """Fetches the given fetches in every run."""
 
     def __init__(self, fetches: Any) -> None:
         self.fetches = fetches
@@ -181,7 +181,7 @@ class Fetching(SessionRunHook):
         return SessionRunArgs(self.fetches)
 
 
-def test_evaluating_is_on_the_account_of_who_asked_first(watch: Stopwatch) -> None:
+def test_an_evaluation_counts_for_the_first_hook_that_asked(watch: Stopwatch) -> None:
     def slow() -> None:
         watch.advance(0.5)
 
@@ -190,7 +190,7 @@ def test_evaluating_is_on_the_account_of_who_asked_first(watch: Stopwatch) -> No
 
 
 class Reading(Fetching):
-    """Takes its time when the values come."""
+    """Takes some seconds in its ``when_ready`` callback."""
 
     def __init__(self, watch: Stopwatch, secs: float) -> None:
         super().__init__("loss")
@@ -200,17 +200,14 @@ class Reading(Fetching):
         run_context.when_ready(run_values.results, lambda _: self.watch.advance(self.secs))
 
 
-@pytest.mark.parametrize(
-    "lag",
-    [None, 2],
-)
-def test_a_callback_is_on_the_account_of_its_hook_also_when_it_comes_late(watch: Stopwatch, lag: int | None) -> None:
+@pytest.mark.parametrize("lag", [None, 2])
+def test_a_callback_counts_for_its_hook_even_if_it_runs_later(watch: Stopwatch, lag: int | None) -> None:
     with nullcontext() if lag is None else FakeDevice(lag):
         rows = costs(Reading(watch, 0.5), RecordingHook()).rows
     assert {name: row.ms for name, row in rows.items()} == {"0 Reading": 2000.0, "1 RecordingHook": 0}
 
 
-def test_runs_that_a_hook_sits_out_are_no_calls_of_it() -> None:
+def test_runs_without_a_hook_are_not_calls_of_it() -> None:
     rows = costs(LoggingTensorHook(["loss"], every_n_iter=2), RecordingHook()).rows
     assert rows["0 LoggingTensorHook"].calls == 2 * 2 + 1
     assert rows["1 RecordingHook"].calls == 4 * 2 + 1
@@ -227,7 +224,7 @@ def test_without_hooks_the_table_is_empty(watch: Stopwatch) -> None:
 
 
 @pytest.mark.parametrize("losses", [[0.5, ValueError], [0.5, KeyboardInterrupt]])
-def test_the_table_comes_after_an_error_too(watch: Stopwatch, losses: list[Any]) -> None:
+def test_the_table_is_logged_after_an_error_too(watch: Stopwatch, losses: list[Any]) -> None:
     taken = costs(Taking(watch, before=0.25), losses=losses, catch=(ValueError, KeyboardInterrupt))
     assert taken.head == "hooks took 100.00 % of 0.5 s, 1 runs"
 
@@ -237,13 +234,13 @@ def test_the_time_in_a_call_that_raised_counts(watch: Stopwatch) -> None:
     assert rows["0 Failing"] == Row(calls=1, ms=250.0, us_each=250_000.0, percent=100.0)
 
 
-def test_a_clock_that_stands_still_does_not_disturb_it() -> None:
+def test_a_fake_monotonic_clock_does_not_affect_the_measurement() -> None:
     with FakeClock():
         taken = costs(RecordingHook("loss"))
     assert taken.rows["0 RecordingHook"].ms > 0
 
 
-def test_measuring_changes_nothing_that_hooks_see() -> None:
+def test_measuring_changes_nothing_that_hooks_observe() -> None:
     calls: dict[bool, list[Any]] = {}
     for measured in (False, True):
         hook = RecordingHook({"loss": "loss"}, stop_at=2)

@@ -1,4 +1,4 @@
-"""Steps per second of what is training: on the device's clock, without pauses, and how much of it is waiting."""
+"""StepCounterHook: the clock of the device, pauses, examples per second, and the share spent waiting for data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loop = MonitoredLoop[None]
 
 
 class Training:
-    """A loop on a clock that stands still, in which each step takes a second and a report comes every two."""
+    """A loop on a simulated clock: each step takes a second, and every two steps are reported."""
 
     step_secs = 1.0
 
@@ -33,7 +33,7 @@ class Training:
         self.hooks = [*others, StepCounterHook(2, summary_writer=self.writer, **arguments)]
 
     def drive(self, body: Callable[[Loop], object]) -> Curves:
-        """What was written while ``body`` drove the loop."""
+        """Return what was written while ``body`` drove the loop."""
         with self.clock, log_lines() as lines:
             with MonitoredLoop(
                 lambda: self.clock.advance(self.step_secs), torch.nn.Linear(1, 1), hooks=self.hooks
@@ -43,7 +43,7 @@ class Training:
         return self.writer.scalars
 
     def waiting(self, secs: float, items: int) -> Iterator[int]:
-        """Data that one has to wait for."""
+        """Yield ``items`` items, each of which takes ``secs`` seconds to arrive."""
         for item in range(items):
             self.clock.advance(secs)
             yield item
@@ -54,7 +54,7 @@ def five_runs(loop: Loop) -> None:
         loop.run()
 
 
-# -- whose time -------------------------------------------------------------------------------------------------------
+# -- which clock ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lag", [0, 3, 1000])
@@ -63,7 +63,7 @@ def test_the_time_is_that_of_the_device(lag: int) -> None:
         assert Training().drive(five_runs) == {RATE: [(3, 0.5), (5, 0.5)]}
 
 
-def test_nobody_waits_for_the_devices_time() -> None:
+def test_the_host_does_not_wait_for_the_time_of_the_device() -> None:
     waits = []
 
     def drive(loop: Loop) -> None:
@@ -76,11 +76,11 @@ def test_nobody_waits_for_the_devices_time() -> None:
     assert waits == [0]
 
 
-def test_without_a_device_the_time_is_the_hosts() -> None:
+def test_without_a_device_the_time_is_that_of_the_host() -> None:
     assert Training().drive(five_runs) == {RATE: [(3, 1.0), (5, 1.0)]}
 
 
-def test_what_the_first_run_takes_longer_is_not_counted() -> None:
+def test_the_duration_of_the_first_run_is_not_counted() -> None:
     training = Training()
 
     def compile_first(loop: Loop) -> None:
@@ -99,7 +99,7 @@ def test_after_a_resume_only_the_steps_of_this_process_count(device: FakeDevice 
     assert writer.scalars == {RATE: [(103, 2.0), (105, 2.0)]}
 
 
-def test_a_report_that_comes_late_has_the_step_and_the_wall_time_of_its_run(tmp_path: Path) -> None:
+def test_a_late_report_has_the_step_and_the_wall_time_of_its_run(tmp_path: Path) -> None:
     times = [time.time()]
     with FakeDevice(lag=1000), MonitoredLoop(lambda: None, hooks=[StepCounterHook(1, output_dir=tmp_path)]) as loop:
         for _ in range(3):
@@ -114,7 +114,7 @@ def test_a_report_that_comes_late_has_the_step_and_the_wall_time_of_its_run(tmp_
 
 
 class Evaluating(SessionRunHook):
-    """Takes some seconds after every run, which are no training."""
+    """Pauses the loop for some seconds after every run."""
 
     def __init__(self, clock: FakeClock, secs: float) -> None:
         self.clock, self.secs = clock, secs
@@ -126,7 +126,7 @@ class Evaluating(SessionRunHook):
 
 @pytest.fixture(params=[None, 1.0, 4.0], ids=["host", "device", "slow device"])
 def speed(request: pytest.FixtureRequest) -> Iterator[float]:
-    """Without a device, and on two that differ in their clocks; its value is the seconds on it for one of the host."""
+    """Run without a device, and on two with different clocks. The value is device seconds per second of the host."""
     if request.param is None:
         yield 1.0
         return
@@ -167,7 +167,7 @@ def test_a_pause_inside_a_pause_is_subtracted_once(speed: float) -> None:
     assert training.drive(drive) == {RATE: [(3, 1.0 / speed), (5, 1.0 / speed)]}
 
 
-def test_a_pause_that_fails_is_over() -> None:
+def test_a_pause_ends_with_an_error_in_its_block() -> None:
     training = Training()
 
     def drive(loop: Loop) -> None:
@@ -180,7 +180,7 @@ def test_a_pause_that_fails_is_over() -> None:
     assert training.drive(drive) == {RATE: [(3, 1.0), (5, 1.0)]}
 
 
-def test_what_is_between_runs_without_a_pause_is_counted() -> None:
+def test_time_between_runs_without_a_pause_is_counted() -> None:
     training = Training()
 
     def drive(loop: Loop) -> None:
@@ -194,14 +194,14 @@ def test_what_is_between_runs_without_a_pause_is_counted() -> None:
 # -- examples ---------------------------------------------------------------------------------------------------------
 
 
-def test_examples_per_second_are_reported_beside() -> None:
+def test_examples_per_second_are_reported_as_well() -> None:
     training = Training(examples_per_step=32)
     assert training.drive(five_runs) == {RATE: [(3, 1.0), (5, 1.0)], EXAMPLES: [(3, 32.0), (5, 32.0)]}
     assert training.lines == [f"{RATE}: 1", f"{EXAMPLES}: 32"] * 2
 
 
 @pytest.mark.parametrize("number", [0, -1, float("nan")])
-def test_a_step_takes_some_examples(number: float) -> None:
+def test_rejects_an_invalid_number_of_examples(number: float) -> None:
     with pytest.raises(ValueError, match=f"examples_per_step={number!r}: must be a number of examples, more than 0"):
         StepCounterHook(examples_per_step=number)
 
@@ -210,7 +210,7 @@ def test_a_step_takes_some_examples(number: float) -> None:
 
 
 def over(*nested: Callable[[], Iterable[object]]) -> Callable[[Loop], None]:
-    """Drive a loop by ``until_stop`` over these, each inside the one before."""
+    """Return a function that drives a loop with ``until_stop`` over these, each nested in the previous one."""
 
     def drive(loop: Loop) -> None:
         first, *rest = nested
@@ -229,7 +229,7 @@ def test_the_share_of_the_time_that_the_loop_waited_for_data_is_reported() -> No
     assert training.lines == [f"{RATE}: 0.25", "waiting for data: 75.0% of the time"] * 2
 
 
-def test_a_share_below_one_percent_is_not_worth_a_line() -> None:
+def test_a_share_below_one_percent_is_not_logged() -> None:
     training = Training()
     curves = training.drive(over(lambda: training.waiting(1 / 128, 3)))
     ((step, share),) = curves[WAITING]
@@ -238,18 +238,18 @@ def test_a_share_below_one_percent_is_not_worth_a_line() -> None:
 
 
 @pytest.mark.parametrize(("waited_secs", "lines"), [(2**-17, 0), (2**-16, 1)])
-def test_nor_is_what_asking_for_an_item_takes(waited_secs: float, lines: int) -> None:
+def test_waiting_less_than_ten_microseconds_per_step_is_not_logged(waited_secs: float, lines: int) -> None:
     training = Training()
     training.step_secs = waited_secs
     assert training.drive(over(lambda: training.waiting(waited_secs, 3)))[WAITING] == [(3, 0.5)]
     assert sum(line.startswith("waiting") for line in training.lines) == lines
 
 
-def test_there_is_no_share_where_nobody_waited() -> None:
+def test_there_is_no_share_if_the_loop_did_not_wait() -> None:
     assert WAITING not in Training().drive(over(lambda: range(5)))
 
 
-def test_there_is_no_share_in_a_loop_of_ones_own() -> None:
+def test_there_is_no_share_without_until_stop() -> None:
     training = Training()
 
     def drive(loop: Loop) -> None:
@@ -259,14 +259,14 @@ def test_there_is_no_share_in_a_loop_of_ones_own() -> None:
     assert training.drive(drive) == {RATE: [(3, 0.25), (5, 0.25)]}
 
 
-def test_with_epochs_around_it_the_waiting_is_for_batches() -> None:
+def test_with_epochs_around_batches_only_waiting_for_batches_counts() -> None:
     training = Training()
     curves = training.drive(over(lambda: training.waiting(96.0, 2), lambda: training.waiting(1.0, 3)))
     assert curves[WAITING] == [(3, 0.5), (5, 2 / 100)]
 
 
 @pytest.mark.parametrize("device", [None, FakeDevice(lag=2, speed=5.0)], ids=repr)
-def test_a_pause_is_no_part_of_the_time_that_is_shared(device: FakeDevice | None) -> None:
+def test_the_share_is_one_of_the_time_without_pauses(device: FakeDevice | None) -> None:
     training = Training()
     training.hooks.insert(0, Evaluating(training.clock, 30.0))
     with device or nullcontext():

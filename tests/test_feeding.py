@@ -1,4 +1,4 @@
-"""Hooks that give the step something."""
+"""Hooks that pass values to the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchhooks.testing import RecordingHook
 
 
 def run(*hooks: Any, times: int = 1) -> list[Any]:
-    """What the step ``x -> x`` returned in each run."""
+    """Return what the step ``x -> x`` returned in each run."""
     returned = []
     with MonitoredLoop(lambda x: x, hooks=hooks) as loop:
         for _ in loop.until_stop(range(times)):
@@ -30,13 +30,13 @@ def test_other_hooks_can_fetch_what_was_fed() -> None:
     assert hook.results == [5]
 
 
-def test_data_that_is_used_up_ends_the_loop_cleanly() -> None:
+def test_exhausted_data_ends_the_loop_cleanly() -> None:
     numbers, after = iter([1, 2]), RecordingHook()
     run(FeedFnHook(lambda: {"x": next(numbers)}), after, times=9)
     assert ("end", 2) in after.calls
 
 
-def test_an_error_in_the_function_comes_out_with_a_note_of_the_hook() -> None:
+def test_an_error_in_the_function_is_raised_with_a_note_that_names_the_hook() -> None:
     def reads() -> dict[str, Any]:
         raise OSError("disk")
 
@@ -45,7 +45,7 @@ def test_an_error_in_the_function_comes_out_with_a_note_of_the_hook() -> None:
     assert "in before_run of FeedFnHook(" in caught.value.__notes__[0]
 
 
-def test_nothing_to_feed_is_fine() -> None:
+def test_an_empty_mapping_feeds_nothing() -> None:
     with MonitoredLoop(lambda x=7: x, hooks=[FeedFnHook(dict)]) as loop:
         assert loop.run() == 7
 
@@ -56,21 +56,23 @@ def test_two_hooks_cannot_feed_one_parameter() -> None:
 
 
 @pytest.mark.parametrize("fed", [5, [("x", 1)], "x"])
-def test_what_is_no_mapping_is_an_error_that_names_the_hook(fed: Any) -> None:
-    with pytest.raises(TypeError, match=r"before_run of FeedFnHook\(.*give a mapping, parameter name to value"):
+def test_a_result_that_is_not_a_mapping_is_an_error_that_names_the_hook(fed: Any) -> None:
+    with pytest.raises(TypeError, match=r"before_run of FeedFnHook\(.*return a mapping, parameter name to value"):
         run(FeedFnHook(lambda: fed))
 
 
 @pytest.mark.parametrize("feed_fn", [None, {"x": 1}, "x"])
-def test_refuses_what_is_no_function(feed_fn: Any) -> None:
-    with pytest.raises(TypeError, match=r"feed_fn=.*: must be a function that returns a mapping"):
+def test_rejects_a_feed_fn_that_is_not_callable(feed_fn: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"feed_fn=.*: must be a function that returns a mapping, from parameter to value"
+    ):
         FeedFnHook(feed_fn)
 
 
-def test_a_hook_may_be_used_again() -> None:
+def test_a_hook_can_be_reused() -> None:
     hook = FeedFnHook(lambda: {"x": 1})
     assert run(hook) == run(hook) == [1]
 
 
-def test_a_repr_has_the_function() -> None:
+def test_the_repr_shows_the_function() -> None:
     assert repr(FeedFnHook(dict)) == "FeedFnHook(<class 'dict'>)"

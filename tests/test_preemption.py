@@ -1,4 +1,4 @@
-"""Signals stop a loop cleanly after the run that is being made, and go to whom they went before once it is closed."""
+"""Signals stop a loop cleanly after the current run, and reach their old handlers once the loop is closed."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ MODEL = torch.nn.Linear(1, 1)
 
 @pytest.fixture
 def delivered() -> Iterator[list[str]]:
-    """What reaches the handlers that were there before the loop."""
+    """Collect the signals that reach the handlers from before the loop."""
     names: list[str] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -44,7 +44,7 @@ def delivered() -> Iterator[list[str]]:
 
 
 def signalling(step: int, number: signal.Signals) -> Any:
-    """A step that is hit by a signal when it is made for the ``step``-th time."""
+    """Return a step function that raises a signal in its ``step``-th call."""
     made = []
 
     def run() -> float:
@@ -57,21 +57,21 @@ def signalling(step: int, number: signal.Signals) -> Any:
 
 
 class Waiting(SessionRunHook):
-    """Has a thread that goes on until the loop ends, and is hit by a signal before its first run."""
+    """Starts a thread that runs until the loop ends, and raises a signal 50 ms later."""
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         LooperThread.loop(coord, 0.01, target=int)
         threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
 
 
-def test_a_hook_that_waits_in_a_run_is_not_waited_for(delivered: list[str]) -> None:
+def test_a_signal_ends_the_wait_of_a_hook_in_a_run(delivered: list[str]) -> None:
     with MonitoredLoop(lambda: 0.5, hooks=[Waiting(), GlobalStepWaiterHook(9)], signals=["SIGTERM"]) as loop:
         for _ in loop.until_stop(range(9)):
             loop.run()
     assert (loop.global_step, loop.stop_reason, delivered) == (1, "signal SIGTERM", ["SIGTERM"])
 
 
-def test_nor_is_the_pause_before_a_recovery(tmp_path: Path, delivered: list[str]) -> None:
+def test_a_signal_ends_the_pause_before_a_recovery(tmp_path: Path, delivered: list[str]) -> None:
     failing = RecordingHook(raises={("before_run", number): AbortedError for number in range(1, 99)})
 
     def run() -> None:
@@ -82,12 +82,12 @@ def test_nor_is_the_pause_before_a_recovery(tmp_path: Path, delivered: list[str]
     loop = MonitoredLoop(lambda: 0.5, MODEL, hooks=[saver, failing], checkpoint_dir=tmp_path, signals=["SIGTERM"])
     with pytest.raises(AbortedError) as caught, loop:
         run()
-    assert caught.value.__notes__[-1] == "torchhooks: not recovered from, because signal SIGTERM came"
+    assert caught.value.__notes__[-1] == "torchhooks: not recovered from, because signal SIGTERM arrived"
     assert delivered == ["SIGTERM"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_the_run_in_which_a_signal_comes_is_the_last_and_is_finished(
+def test_the_run_in_which_a_signal_arrives_is_completed_and_is_the_last(
     number: signal.Signals, delivered: list[str]
 ) -> None:
     hook = RecordingHook()
@@ -100,7 +100,7 @@ def test_the_run_in_which_a_signal_comes_is_the_last_and_is_finished(
     assert delivered == [number.name]
 
 
-def test_the_state_is_saved_once_more(tmp_path: Path, delivered: list[str]) -> None:
+def test_the_state_is_saved_after_the_last_run(tmp_path: Path, delivered: list[str]) -> None:
     saver = CheckpointSaverHook(tmp_path, save_steps=100)
     step = signalling(3, signal.SIGTERM)
     with MonitoredLoop(step, MODEL, hooks=[saver], checkpoint_dir=tmp_path, signals=["SIGTERM"]) as loop:
@@ -109,7 +109,7 @@ def test_the_state_is_saved_once_more(tmp_path: Path, delivered: list[str]) -> N
     assert latest_checkpoint(tmp_path) == str(tmp_path / "model.ckpt-3")
 
 
-def test_a_signal_between_two_runs_stops_before_the_next(delivered: list[str]) -> None:
+def test_a_signal_between_two_runs_prevents_the_next(delivered: list[str]) -> None:
     with MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]) as loop:
         loop.run()
         signal.raise_signal(signal.SIGTERM)
@@ -117,21 +117,21 @@ def test_a_signal_between_two_runs_stops_before_the_next(delivered: list[str]) -
     assert (loop.global_step, loop.stop_reason) == (1, "signal SIGTERM")
 
 
-def test_the_old_handlers_are_back_afterwards(delivered: list[str]) -> None:
+def test_the_old_handlers_are_reinstated_at_the_end(delivered: list[str]) -> None:
     old = signal.getsignal(signal.SIGTERM)
     with MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]):
         assert signal.getsignal(signal.SIGTERM) is not old
     assert signal.getsignal(signal.SIGTERM) is old
 
 
-def test_the_old_handlers_are_back_after_an_error(delivered: list[str]) -> None:
+def test_the_old_handlers_are_reinstated_after_an_error(delivered: list[str]) -> None:
     old = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="body"), MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]):
         raise ValueError("body")
     assert signal.getsignal(signal.SIGTERM) is old
 
 
-def test_the_old_handlers_are_back_when_the_loop_could_not_be_made(delivered: list[str]) -> None:
+def test_the_old_handlers_are_reinstated_if_the_loop_cannot_be_created(delivered: list[str]) -> None:
     old = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyError):
         MonitoredLoop(lambda: 0.5, hooks=[RecordingHook(raises={"begin": KeyError})], signals=["SIGTERM"])
@@ -157,7 +157,7 @@ def test_without_signals_nothing_is_handled() -> None:
         assert signal.getsignal(signal.SIGTERM) is old
 
 
-def test_a_forked_child_goes_by_the_old_handler() -> None:
+def test_a_forked_child_uses_the_old_handler() -> None:
     with MonitoredLoop(lambda: 0.5, signals=["SIGUSR1"]) as loop:
         child = os.fork()
         if child == 0:
@@ -168,20 +168,20 @@ def test_a_forked_child_goes_by_the_old_handler() -> None:
     assert os.WTERMSIG(status) == signal.SIGUSR1
 
 
-def test_outside_of_the_main_thread_a_warning_says_that_signals_are_not_seen(lines: list[tuple[str, str]]) -> None:
+def test_outside_the_main_thread_a_warning_says_that_signals_do_not_stop_the_loop(lines: list[tuple[str, str]]) -> None:
     thread = threading.Thread(target=lambda: MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]).close())
     thread.start()
     thread.join()
-    assert [level for level, text in lines if "not the main thread, so SIGTERM" in text] == ["WARNING"]
+    assert [level for level, text in lines if "not in the main thread, so SIGTERM" in text] == ["WARNING"]
 
 
 @pytest.mark.parametrize("name", ["TERM", "SIGKILL", 99999])
-def test_what_cannot_be_handled_is_refused_by_name(name: Any) -> None:
+def test_a_signal_that_cannot_be_handled_is_rejected_by_name(name: Any) -> None:
     with pytest.raises(ValueError, match=str(name)):
         MonitoredLoop(lambda: 0.5, signals=[name])
 
 
-def test_one_name_alone_is_refused() -> None:
+def test_a_single_name_is_rejected() -> None:
     with pytest.raises(TypeError, match="give a list of names"):
         MonitoredLoop(lambda: 0.5, signals="SIGTERM")
 
@@ -201,14 +201,14 @@ PROGRAM = """
 """
 
 
-def test_the_process_ends_by_the_signal_and_loses_neither_an_error_nor_what_was_printed() -> None:
+def test_the_process_ends_by_the_signal_and_loses_neither_errors_nor_output() -> None:
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, check=False)
     assert ran.returncode == -signal.SIGTERM
     assert ran.stdout == "printed signal SIGTERM\n"
     assert "ValueError: the end failed" in ran.stderr
 
 
-def test_an_item_that_was_taken_when_the_signal_came_is_still_used(delivered: list[str]) -> None:
+def test_an_item_that_was_taken_when_the_signal_arrived_is_still_used(delivered: list[str]) -> None:
     taken: list[int] = []
     used: list[int] = []
 

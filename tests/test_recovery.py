@@ -1,4 +1,4 @@
-"""Recovery: after which errors a run is made again, from what, how often, and what its hooks see of it."""
+"""Recovery: after which errors a run is repeated, from which checkpoint, how often, and what hooks observe of it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Model(torch.nn.Module):
-    """Counts the steps that it has seen, so that one which was made twice, or lost, shows."""
+    """Counts steps in a buffer, which shows a step that was made twice or lost."""
 
     w: torch.Tensor
 
@@ -64,7 +64,7 @@ class Model(torch.nn.Module):
 
 
 class Training:
-    """A step, and the errors that its calls raise after they have changed the model: the first call is 1."""
+    """A step function that raises ``faults`` after it has changed the model, by the number of the call, from 1."""
 
     def __init__(self, faults: Mapping[int, BaseException | type[BaseException]] | None = None) -> None:
         self.model = Model()
@@ -81,7 +81,7 @@ class Training:
     def loop(
         self, directory: Path, *hooks: SessionRunHook, max_recoveries: int = 5, **arguments: Any
     ) -> MonitoredLoop[torch.Tensor]:
-        """A loop that restores from ``directory``, with ``hooks``; the saver, if there is to be one, is among them."""
+        """Return a loop that restores from ``directory``. To save checkpoints, pass a saver in ``hooks``."""
         arguments.setdefault("checkpoint_dir", directory)
         return MonitoredLoop(self.step, self.model, hooks=hooks, max_recoveries=max_recoveries, **arguments)
 
@@ -91,7 +91,7 @@ def saving(directory: Path, every: int = 2, **arguments: Any) -> CheckpointSaver
 
 
 def steps_of(loop: MonitoredLoop[Any], runs: int) -> list[int]:
-    """The global step after each run."""
+    """Return the global step after each run."""
     made = []
     with loop:
         for _ in loop.until_stop(range(runs), resume=False):
@@ -101,7 +101,7 @@ def steps_of(loop: MonitoredLoop[Any], runs: int) -> list[int]:
 
 
 def fails(loop: MonitoredLoop[Any], kind: type[BaseException], runs: int = 9) -> BaseException:
-    """The error that comes out of the runs."""
+    """Return the error that the runs raise."""
     with pytest.raises(kind) as caught:
         steps_of(loop, runs)
     return caught.value
@@ -119,11 +119,11 @@ def of_method(calls: Calls, method: str) -> list[tuple[Any, ...]]:
     return [call for call in calls if method in call[:2]]
 
 
-# -- a fault somewhere, once ------------------------------------------------------------------------------------------
+# -- one fault --------------------------------------------------------------------------------------------------------
 
 
 class FaultySaver(Saver):
-    """Raises at the calls of its methods that it is told; the first call of a method is 1."""
+    """Raises ``faults`` by method and number of the call, from 1."""
 
     def __init__(self, faults: Mapping[tuple[str, int], BaseException | type[BaseException]]) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class FaultySaver(Saver):
 
 
 class FaultyListener(CheckpointSaverListener):
-    """Raises at the n-th checkpoint, once."""
+    """Raises at the checkpoint with the given number, once."""
 
     def __init__(self, method: str, at: int, error: type[BaseException] = AbortedError) -> None:
         self.method, self.at, self.error = method, at, error
@@ -167,11 +167,11 @@ class FaultyListener(CheckpointSaverListener):
 Build = Callable[[Path], tuple[Training, MonitoredLoop[torch.Tensor]]]
 
 
-def fault_of_hook(method: str, number: int, behind_the_saver: bool) -> Build:
+def fault_of_hook(method: str, number: int, after_the_saver: bool) -> Build:
     def build(directory: Path) -> tuple[Training, MonitoredLoop[torch.Tensor]]:
         training = Training()
         pair = [RecordingHook(raises={(method, number): AbortedError}), saving(directory)]
-        return training, training.loop(directory, *(reversed(pair) if behind_the_saver else pair))
+        return training, training.loop(directory, *(reversed(pair) if after_the_saver else pair))
 
     return build
 
@@ -201,15 +201,15 @@ def fault_of_saver(*where: tuple[str, int], call: int | None = None) -> Build:
     return build
 
 
-# Where the error is raised, the global step after each of seven runs, and the step that was restored.
+# The loop with the fault, the global step after each of seven runs, and the restored step.
 FAULTS = {
     "step-of-an-idle-run": (fault_of_step(4), [1, 2, 3, 3, 4, 5, 6], 2),
-    "step-of-a-run-that-is-to-be-saved": (fault_of_step(5), [1, 2, 3, 4, 5, 6, 7], 4),
+    "step-of-a-run-that-is-due-to-be-saved": (fault_of_step(5), [1, 2, 3, 4, 5, 6, 7], 4),
     "first-step": (fault_of_step(1), [1, 2, 3, 4, 5, 6, 7], 0),
-    "before_run-in-front-of-the-saver": (fault_of_hook("before_run", 4, False), [1, 2, 3, 3, 4, 5, 6], 2),
-    "before_run-behind-the-saver": (fault_of_hook("before_run", 4, True), [1, 2, 3, 3, 4, 5, 6], 2),
-    "after_run-in-front-of-the-saver": (fault_of_hook("after_run", 4, False), [1, 2, 3, 3, 4, 5, 6], 2),
-    "after_run-behind-the-saver": (fault_of_hook("after_run", 4, True), [1, 2, 3, 5, 6, 7, 8], 4),
+    "before_run-of-a-hook-before-the-saver": (fault_of_hook("before_run", 4, False), [1, 2, 3, 3, 4, 5, 6], 2),
+    "before_run-of-a-hook-after-the-saver": (fault_of_hook("before_run", 4, True), [1, 2, 3, 3, 4, 5, 6], 2),
+    "after_run-of-a-hook-before-the-saver": (fault_of_hook("after_run", 4, False), [1, 2, 3, 3, 4, 5, 6], 2),
+    "after_run-of-a-hook-after-the-saver": (fault_of_hook("after_run", 4, True), [1, 2, 3, 5, 6, 7, 8], 4),
     "listener-before_save": (fault_of_listener("before_save", 3), [1, 2, 3, 3, 4, 5, 6], 2),
     "listener-after_save": (fault_of_listener("after_save", 3), [1, 2, 3, 5, 6, 7, 8], 4),
     "saver": (fault_of_saver(("save", 3)), [1, 2, 3, 3, 4, 5, 6], 2),
@@ -219,7 +219,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("build", "steps", "restored"), FAULTS.values(), ids=FAULTS)
-def test_a_run_that_was_cut_short_is_made_again_from_the_newest_checkpoint(
+def test_a_failed_run_is_repeated_from_the_newest_checkpoint(
     build: Build, steps: list[int], restored: int, tmp_path: Path, lines: Lines
 ) -> None:
     training, loop = build(tmp_path)
@@ -230,14 +230,14 @@ def test_a_run_that_was_cut_short_is_made_again_from_the_newest_checkpoint(
     assert training.model.w == steps[-1]
 
 
-def test_what_comes_back_is_what_the_run_that_was_made_again_returned(tmp_path: Path) -> None:
+def test_run_returns_what_the_repeated_run_returned(tmp_path: Path) -> None:
     training = Training({2: AbortedError})
     with training.loop(tmp_path, saving(tmp_path, every=1)) as loop:
         loop.run()
         assert loop.run() == 2
 
 
-def test_the_run_is_made_again_with_the_same_arguments(tmp_path: Path) -> None:
+def test_the_run_is_repeated_with_the_same_arguments(tmp_path: Path) -> None:
     given: list[Any] = []
 
     def step(x: int, *, y: int) -> None:
@@ -250,7 +250,7 @@ def test_the_run_is_made_again_with_the_same_arguments(tmp_path: Path) -> None:
     assert given == [(3, 4), (3, 4)]
 
 
-def test_hooks_see_a_new_session_and_then_the_whole_run_again(tmp_path: Path) -> None:
+def test_hooks_get_a_new_session_and_then_the_whole_run_again(tmp_path: Path) -> None:
     calls: Calls = []
     hooks = [RecordingHook(name=name, calls=calls) for name in "ab"]
     hooks[1] = RecordingHook(name="b", calls=calls, raises={("before_run", 2): AbortedError})
@@ -274,7 +274,7 @@ def test_begin_is_not_called_again(tmp_path: Path) -> None:
     assert len(of_method(hook.calls, "after_create_session")) == 3
 
 
-def test_the_state_of_hooks_is_there_before_their_after_create_session(tmp_path: Path) -> None:
+def test_the_state_of_hooks_is_restored_before_their_after_create_session(tmp_path: Path) -> None:
     seen: list[int] = []
 
     class Counting(SessionRunHook):
@@ -296,7 +296,7 @@ def test_the_state_of_hooks_is_there_before_their_after_create_session(tmp_path:
     assert seen == [0, 2]
 
 
-def test_a_step_that_an_optimizer_counted_goes_with_the_run_that_failed(tmp_path: Path) -> None:
+def test_an_optimizer_step_of_a_failed_run_is_not_counted(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
     faults = [None, None, AbortedError, None, None]
 
@@ -315,11 +315,11 @@ def test_a_step_that_an_optimizer_counted_goes_with_the_run_that_failed(tmp_path
 
 
 class LostDeviceError(RuntimeError):
-    """What a library of the user's raises."""
+    """An error of a third-party library."""
 
 
 class CableError(AbortedError):
-    """A kind of AbortedError."""
+    """A subclass of AbortedError."""
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_recovers_from_these_kinds_and_their_subclasses(
         (AbortedError("gone"), {"recoverable_errors": ()}),
     ],
 )
-def test_other_errors_come_out_at_once_and_without_a_note_on_recovery(
+def test_other_errors_are_raised_at_once_and_without_a_note_on_recovery(
     error: BaseException, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     training = Training({2: error})
@@ -357,30 +357,30 @@ def test_other_errors_come_out_at_once_and_without_a_note_on_recovery(
     assert "recovered" not in notes(error)
 
 
-def test_the_end_of_a_loop_is_nothing_to_recover_from(tmp_path: Path) -> None:
+def test_stop_iteration_is_not_recovered_from(tmp_path: Path) -> None:
     loop = Training({3: StopIteration}).loop(tmp_path, saving(tmp_path), recoverable_errors=[Exception])
     assert steps_of(loop, 9) == [1, 2]
 
 
-def test_an_error_of_the_body_is_nothing_to_recover_from(tmp_path: Path) -> None:
+def test_an_error_in_the_body_is_not_recovered_from(tmp_path: Path) -> None:
     with pytest.raises(AbortedError), Training().loop(tmp_path, saving(tmp_path)):
         raise AbortedError
 
 
 @pytest.mark.parametrize("given", [AbortedError, None, 3])
-def test_kinds_of_errors_come_in_a_collection(given: Any) -> None:
+def test_rejects_recoverable_errors_that_are_not_a_collection(given: Any) -> None:
     with pytest.raises(TypeError, match=r"recoverable_errors=.*: give a tuple of exception classes"):
         MonitoredLoop(lambda: None, recoverable_errors=given)
 
 
 @pytest.mark.parametrize("kind", [AbortedError(), int, "AbortedError"])
-def test_what_is_no_kind_of_error_is_refused_by_name(kind: Any) -> None:
+def test_rejects_what_is_not_an_exception_class_by_name(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"recoverable_errors has .*: give exception classes, such as AbortedError"):
         MonitoredLoop(lambda: None, recoverable_errors=[kind])
 
 
 @pytest.mark.parametrize("number", [-1, 2.5, True, "10", None])
-def test_what_is_no_number_of_recoveries_is_refused(number: Any) -> None:
+def test_rejects_an_invalid_number_of_recoveries(number: Any) -> None:
     with pytest.raises(ValueError, match=r"max_recoveries=.*: must be a whole number, 0 or more"):
         MonitoredLoop(lambda: None, max_recoveries=number)
 
@@ -389,7 +389,7 @@ def test_what_is_no_number_of_recoveries_is_refused(number: Any) -> None:
 
 
 @pytest.mark.parametrize("directory", ["empty", "not-there", None])
-def test_with_nothing_to_restore_from_the_error_comes_out_and_says_so(directory: str | None, tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_error_is_raised_and_says_so(directory: str | None, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     training = Training({2: AbortedError})
     checkpoint_dir = None if directory is None else tmp_path / directory
@@ -398,7 +398,7 @@ def test_with_nothing_to_restore_from_the_error_comes_out_and_says_so(directory:
     assert training.calls == 2
 
 
-def test_after_that_the_loop_is_over(tmp_path: Path) -> None:
+def test_an_error_that_is_not_recovered_from_ends_the_loop(tmp_path: Path) -> None:
     hook = RecordingHook()
     loop = Training({1: AbortedError("gone")}).loop(tmp_path, hook)
     with pytest.raises(AbortedError):
@@ -410,14 +410,14 @@ def test_after_that_the_loop_is_over(tmp_path: Path) -> None:
     assert [call[0] for call in hook.calls[2:]] == ["before_run", "teardown"]
 
 
-def test_a_checkpoint_that_is_still_being_written_is_one_to_restore(tmp_path: Path) -> None:
+def test_recovery_waits_for_a_checkpoint_that_is_still_being_written(tmp_path: Path) -> None:
     saver = Saver(async_save=True)
     saver.disk = SlowDisk()
     loop = Training({1: AbortedError}).loop(tmp_path, saving(tmp_path, every=9), scaffold=Scaffold(saver=saver))
     assert steps_of(loop, 2) == [1, 2]
 
 
-def test_so_is_one_that_is_being_written_by_a_saver_of_the_hook(tmp_path: Path) -> None:
+def test_recovery_waits_for_the_separate_saver_of_a_hook_as_well(tmp_path: Path) -> None:
     saver = Saver(async_save=True)
     saver.disk = SlowDisk()
     loop = Training({3: AbortedError}).loop(tmp_path, saving(tmp_path, saver=saver))
@@ -425,14 +425,14 @@ def test_so_is_one_that_is_being_written_by_a_saver_of_the_hook(tmp_path: Path) 
 
 
 class SlowDisk(Disk):
-    """A checkpoint is there only after a while."""
+    """Delays the renames that make a checkpoint visible."""
 
     def rename(self, path: str, new_path: str) -> None:
         threading.Event().wait(0.05)
         super().rename(path, new_path)
 
 
-def test_a_checkpoint_that_could_not_be_written_behind_comes_out_of_the_recovery(tmp_path: Path) -> None:
+def test_the_error_of_a_background_write_is_raised_by_the_recovery(tmp_path: Path) -> None:
     class FullDisk(Disk):
         def rename(self, path: str, new_path: str) -> None:
             if new_path.endswith("-2"):
@@ -452,7 +452,7 @@ def test_a_checkpoint_that_could_not_be_written_behind_comes_out_of_the_recovery
 
 @pytest.fixture
 def resumable(tmp_path: Path) -> Path:
-    """A folder in which a training of two steps left its checkpoints."""
+    """Return a folder with the checkpoints of a training run of two steps."""
     steps_of(Training().loop(tmp_path, saving(tmp_path)), 2)
     return tmp_path
 
@@ -473,7 +473,7 @@ def test_recovers_when_the_first_after_create_session_fails(resumable: Path) -> 
     ]
 
 
-def test_an_init_fn_that_fails_has_nothing_to_restore_from(tmp_path: Path) -> None:
+def test_an_init_fn_that_fails_is_not_recovered_from_without_a_checkpoint(tmp_path: Path) -> None:
     def init_fn(scaffold: Scaffold, session: Session) -> None:
         raise AbortedError
 
@@ -500,7 +500,7 @@ def test_another_recoverable_error_while_recovering_is_recovered_from_too(tmp_pa
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, StopIteration])
-def test_any_other_error_while_recovering_comes_out(kind: type[BaseException], tmp_path: Path) -> None:
+def test_any_other_error_while_recovering_is_raised(kind: type[BaseException], tmp_path: Path) -> None:
     hook = RecordingHook(raises={("after_create_session", 2): kind})
     gone = AbortedError("gone")
     loop = Training({2: gone}).loop(tmp_path, saving(tmp_path), hook)
@@ -512,9 +512,9 @@ def test_any_other_error_while_recovering_comes_out(kind: type[BaseException], t
     loop.close()
 
 
-def test_a_value_that_arrives_while_recovering_may_ask_for_it_too(tmp_path: Path, lines: Lines) -> None:
+def test_a_when_ready_callback_during_a_recovery_can_raise_a_recoverable_error(tmp_path: Path, lines: Lines) -> None:
     class Doubting(SessionRunHook):
-        """Asks for recovery once the value of its second run has arrived."""
+        """Raises a recoverable error when the value of its second run arrives."""
 
         runs = 0
 
@@ -552,17 +552,17 @@ def _real_pauses(monkeypatch: pytest.MonkeyPatch, _quick: None) -> None:
 
 
 @pytest.mark.usefixtures("_real_pauses")
-def test_the_first_is_made_at_once_and_each_further_one_after_twice_the_pause() -> None:
+def test_the_first_recovery_has_no_pause_and_each_further_pause_is_twice_as_long() -> None:
     assert pauses_of(9) == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
 @pytest.mark.usefixtures("_real_pauses")
-def test_the_pause_stays_what_it_is_however_many_there_are() -> None:
+def test_the_pause_stays_at_its_maximum() -> None:
     assert pauses_of(3000)[-1] == 60
 
 
 @pytest.mark.usefixtures("_real_pauses")
-def test_after_a_run_that_went_well_the_next_is_a_first_one_again() -> None:
+def test_a_successful_run_resets_the_pause() -> None:
     recovery = Recovery()
     pauses_of(3, recovery)
     recovery.run_went_well()
@@ -573,39 +573,41 @@ def in_a_row(lines: Lines) -> list[int]:
     return [int(text.split("(recovery ")[1].split()[0]) for text in recoveries(lines)]
 
 
-def test_recoveries_of_one_run_are_in_a_row_and_those_of_another_are_not(tmp_path: Path, lines: Lines) -> None:
+def test_only_recoveries_of_the_same_run_are_in_a_row(tmp_path: Path, lines: Lines) -> None:
     faults = dict.fromkeys([2, 3, 4, 6], AbortedError)
     steps_of(Training(faults).loop(tmp_path, saving(tmp_path)), 6)
     assert in_a_row(lines) == [1, 2, 3, 1]
 
 
-def test_a_recovery_at_creation_is_in_a_row_with_no_other(resumable: Path, lines: Lines) -> None:
+def test_a_recovery_at_creation_is_not_in_a_row_with_another(resumable: Path, lines: Lines) -> None:
     hook = RecordingHook(raises={"after_create_session": AbortedError})
     steps_of(Training({3: AbortedError}).loop(resumable, hook), 4)
     assert in_a_row(lines) == [1, 1]
 
 
-def test_there_are_at_most_so_many(tmp_path: Path) -> None:
+def test_recoveries_are_limited(tmp_path: Path) -> None:
     training = Training(dict.fromkeys(range(2, 99), AbortedError))
     error = fails(training.loop(tmp_path, saving(tmp_path), max_recoveries=3), AbortedError)
     assert training.calls == 2 + 3
-    assert notes(error) == ("torchhooks: not recovered from, because of max_recoveries=3: there were 3 within 3600 s")
+    assert notes(error) == (
+        "torchhooks: not recovered from, because of max_recoveries=3: 3 were made within the last 3600 s"
+    )
 
 
-def test_none_is_made_if_none_is_allowed(tmp_path: Path) -> None:
+def test_no_recovery_is_made_if_none_is_allowed(tmp_path: Path) -> None:
     training = Training({2: AbortedError})
     error = fails(training.loop(tmp_path, saving(tmp_path), max_recoveries=0), AbortedError)
     assert training.calls == 2
     assert "because of max_recoveries=0" in notes(error)
 
 
-def test_runs_that_go_well_in_between_do_not_make_the_number_larger(tmp_path: Path) -> None:
+def test_successful_runs_do_not_reset_the_limit(tmp_path: Path) -> None:
     training = Training(dict.fromkeys([2, 4, 6], AbortedError))
     fails(training.loop(tmp_path, saving(tmp_path), max_recoveries=2), AbortedError)
     assert training.calls == 6
 
 
-def test_those_of_more_than_an_hour_ago_are_not_counted(clock: FakeClock) -> None:
+def test_recoveries_before_the_last_hour_are_not_counted(clock: FakeClock) -> None:
     recovery = Recovery(max_recoveries=1)
     allowed = []
     for secs in (0, 3599, 1, 10):
@@ -614,7 +616,7 @@ def test_those_of_more_than_an_hour_ago_are_not_counted(clock: FakeClock) -> Non
     assert allowed == [True, False, True, False]
 
 
-def test_recoveries_while_recovering_count(tmp_path: Path) -> None:
+def test_recoveries_during_a_recovery_count(tmp_path: Path) -> None:
     scaffold = Scaffold(saver=FaultySaver({("restore_latest", n): AbortedError for n in range(2, 99)}))
     training = Training({1: AbortedError})
     fails(training.loop(tmp_path, saving(tmp_path), scaffold=scaffold, max_recoveries=4), AbortedError)
@@ -622,7 +624,7 @@ def test_recoveries_while_recovering_count(tmp_path: Path) -> None:
     assert scaffold.saver.count["restore_latest"] == 1 + 4
 
 
-def test_each_one_is_logged_with_its_error_and_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_recovery_is_logged_with_its_error_and_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gone = AbortedError("gone")
     with caplog.at_level(logging.WARNING, "torchhooks"):
         steps_of(Training({2: gone, 3: CableError}).loop(tmp_path, saving(tmp_path)), 3)
@@ -651,7 +653,7 @@ POISONED = [
 
 
 @pytest.mark.parametrize("text", POISONED)
-def test_cuda_errors_that_cost_the_process_its_context_are_recognised(text: str) -> None:
+def test_cuda_errors_that_invalidate_the_context_are_recognised(text: str) -> None:
     assert is_poisoned(RuntimeError(text))
 
 
@@ -667,20 +669,20 @@ def test_cuda_errors_that_cost_the_process_its_context_are_recognised(text: str)
         "",
     ],
 )
-def test_others_are_not(text: str) -> None:
+def test_other_errors_do_not_invalidate_the_context(text: str) -> None:
     assert not is_poisoned(RuntimeError(text))
 
 
-def test_such_an_error_is_not_recovered_from_in_the_process(tmp_path: Path) -> None:
+def test_an_error_that_invalidates_the_context_is_not_recovered_from(tmp_path: Path) -> None:
     training = Training({2: RuntimeError(POISONED[0])})
     loop = training.loop(tmp_path, saving(tmp_path), recoverable_errors=[RuntimeError])
     error = fails(loop, RuntimeError)
     assert training.calls == 2
-    assert "this process has lost its CUDA context: start again" in notes(error)
+    assert "this process has lost its CUDA context: restart it" in notes(error)
 
 
 @pytest.mark.parametrize("cause", [True, False])
-def test_nor_is_one_that_came_of_it(cause: bool, tmp_path: Path) -> None:
+def test_an_error_with_such_an_error_in_its_chain_is_not_recovered_from(cause: bool, tmp_path: Path) -> None:
     def step() -> None:
         try:
             raise RuntimeError(POISONED[1])
@@ -693,21 +695,21 @@ def test_nor_is_one_that_came_of_it(cause: bool, tmp_path: Path) -> None:
     assert "this process has lost its CUDA context" in notes(error)
 
 
-def test_an_error_that_came_of_itself_is_looked_at_once() -> None:
+def test_a_cycle_of_causes_is_examined_once() -> None:
     one, other = AbortedError("one"), AbortedError("other")
     one.__cause__, other.__cause__ = other, one
     assert not is_poisoned(one)
 
 
-# -- what goes with the run, and what stays ---------------------------------------------------------------------------
+# -- what a failed run undoes, and what stays -------------------------------------------------------------------------
 
 
-def test_a_stop_that_was_asked_for_in_the_run_goes_with_it(tmp_path: Path) -> None:
+def test_a_stop_requested_in_a_failed_run_is_void(tmp_path: Path) -> None:
     hooks = [RecordingHook(stop_at=3), RecordingHook(raises={("after_run", 3): AbortedError})]
     assert steps_of(Training().loop(tmp_path, saving(tmp_path, every=1), *hooks), 5) == [1, 2, 4, 5, 6]
 
 
-def test_so_does_one_that_was_asked_for_before_the_step(tmp_path: Path) -> None:
+def test_a_stop_requested_in_before_run_of_a_failed_run_is_void(tmp_path: Path) -> None:
     class AskingOnce(SessionRunHook):
         asked = False
 
@@ -720,7 +722,7 @@ def test_so_does_one_that_was_asked_for_before_the_step(tmp_path: Path) -> None:
     assert steps_of(loop, 3) == [1, 2, 3]
 
 
-def test_a_nan_that_stopped_the_run_goes_with_it(tmp_path: Path) -> None:
+def test_a_nan_in_a_failed_run_does_not_stop_the_loop(tmp_path: Path) -> None:
     hooks = [
         NanTensorHook("loss", False),
         saving(tmp_path, every=1),
@@ -732,7 +734,7 @@ def test_a_nan_that_stopped_the_run_goes_with_it(tmp_path: Path) -> None:
 
 
 class AskingLater(SessionRunHook):
-    """In its second run, asks to stop once the value of this run has arrived."""
+    """Requests a stop when the value of its second run arrives."""
 
     runs = 0
 
@@ -745,7 +747,7 @@ class AskingLater(SessionRunHook):
             run_context.when_ready(run_values.results, lambda _: run_context.request_stop("late"))
 
 
-def test_a_stop_that_a_failed_run_asks_for_late_goes_with_it(tmp_path: Path) -> None:
+def test_a_late_stop_request_of_a_failed_run_is_void(tmp_path: Path) -> None:
     hooks = [saving(tmp_path, every=1), AskingLater(), RecordingHook(raises={("after_run", 2): AbortedError})]
     with FakeDevice(lag=5), Training().loop(tmp_path, *hooks) as loop:
         for _ in loop.until_stop(range(30)):
@@ -758,7 +760,7 @@ def carry_on(context: StepContext[Any]) -> None:
         context.run_with_hooks()
 
 
-def test_a_stop_that_a_run_asks_for_late_whose_error_was_caught_goes_with_it() -> None:
+def test_a_late_stop_request_of_a_run_whose_error_was_caught_is_void() -> None:
     hooks = [AskingLater(), RecordingHook(raises={("after_run", 2): AbortedError})]
     with FakeDevice(lag=5), MonitoredLoop(lambda: torch.tensor(1.0), hooks=hooks) as loop:
         for _ in loop.until_stop(range(30)):
@@ -777,9 +779,9 @@ def test_checkpoints_are_saved_again_after_a_run_with_nan_whose_error_was_caught
 
 @pytest.mark.parametrize("recovers", [True, False])
 @pytest.mark.parametrize("by_step_fn", [True, False])
-def test_a_stop_that_an_earlier_run_asked_for_late_stays(recovers: bool, by_step_fn: bool, tmp_path: Path) -> None:
+def test_a_late_stop_request_of_an_earlier_run_stays(recovers: bool, by_step_fn: bool, tmp_path: Path) -> None:
     class AskingLate(SessionRunHook):
-        """Asks to stop once the value of its first run has arrived, and takes no part in others."""
+        """Requests a stop when the value of its first run arrives, and is not due again."""
 
         asked = False
 
@@ -800,33 +802,33 @@ def test_a_stop_that_an_earlier_run_asked_for_late_stays(recovers: bool, by_step
     assert (loop.global_step, loop.stop_reason) == (1 if recovers else 3, "AskingLate: enough")
 
 
-def test_timers_go_on(tmp_path: Path) -> None:
+def test_timers_are_not_reset(tmp_path: Path) -> None:
     writer = RecordingWriter()
     summaries = SummarySaverHook(save_steps=3, summary_writer=writer, summary_op={"loss": "loss"})
     steps_of(Training({3: AbortedError}).loop(tmp_path, saving(tmp_path), summaries), 7)
     assert [step for step, _ in writer.scalars["loss"]] == [1, 4, 7]
 
 
-def test_the_start_of_the_session_is_written_once(tmp_path: Path) -> None:
+def test_session_start_is_written_once(tmp_path: Path) -> None:
     writer = RecordingWriter()
     summaries = SummarySaverHook(save_steps=1, summary_writer=writer, summary_op={"loss": "loss"})
     steps_of(Training({3: AbortedError}).loop(tmp_path, saving(tmp_path), summaries), 7)
     assert [record for record in writer.records if record[0] == "session_log"] == [("session_log", "START", 1)]
 
 
-def test_runs_that_a_hook_sat_out_are_counted_across_a_recovery(tmp_path: Path, lines: Lines) -> None:
+def test_skipped_runs_are_counted_across_a_recovery(tmp_path: Path, lines: Lines) -> None:
     logging_hook = LoggingTensorHook(["global_step"], every_n_iter=3)
     steps_of(Training({4: AbortedError}).loop(tmp_path, saving(tmp_path), logging_hook), 7)
     logged = [text.split(" (")[0] for _, text in lines if text.startswith("global_step =")]
     assert logged == ["global_step = 1", "global_step = 3", "global_step = 6"]
 
 
-def test_a_number_of_steps_to_make_does_not_start_again(tmp_path: Path) -> None:
+def test_a_number_of_steps_to_make_does_not_restart(tmp_path: Path) -> None:
     loop = Training({4: AbortedError}).loop(tmp_path, saving(tmp_path), StopAtStepHook(num_steps=5))
     assert steps_of(loop, 99)[-1] == 5
 
 
-def test_the_time_spent_waiting_for_data_goes_on(tmp_path: Path) -> None:
+def test_the_time_spent_waiting_for_data_is_still_measured(tmp_path: Path) -> None:
     with Training({2: AbortedError}).loop(tmp_path, saving(tmp_path)) as loop:
         for _ in loop.until_stop(range(3)):
             loop.run()
@@ -836,13 +838,13 @@ def test_the_time_spent_waiting_for_data_goes_on(tmp_path: Path) -> None:
 # -- the session ------------------------------------------------------------------------------------------------------
 
 
-def test_the_loop_has_the_new_session_and_the_old_one_refuses(tmp_path: Path) -> None:
+def test_the_loop_has_the_new_session_and_the_old_one_raises(tmp_path: Path) -> None:
     with Training({1: AbortedError}).loop(tmp_path, saving(tmp_path)) as loop:
         old = loop.session
         loop.run()
         assert loop.session is not old
         assert loop.session.run("global_step") == 1
-        with pytest.raises(LifecycleError, match=r"recovered and made another one, which is loop\.session"):
+        with pytest.raises(LifecycleError, match=r"this session is closed, .* or recovered: after a recovery, use loop\.session"):
             old.run("global_step")
 
 
@@ -863,10 +865,10 @@ def test_hooks_are_given_the_new_session(tmp_path: Path) -> None:
     assert [session is current for session in sessions] == [False, True, True]
 
 
-def test_what_the_failed_run_returned_is_dropped_before_the_step_is_made_again(
+def test_the_outputs_of_the_failed_run_are_freed_before_the_step_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # pytest keeps what is logged, and with it the error, its frames and what is in them.
+    # pytest keeps log records, and with them the error, its frames and their variables.
     monkeypatch.setattr(logging.getLogger("torchhooks"), "propagate", False)
     outputs: list[weakref.ref[torch.Tensor]] = []
 
@@ -883,7 +885,7 @@ def test_what_the_failed_run_returned_is_dropped_before_the_step_is_made_again(
 
 
 class Watching(SessionRunHook):
-    """Starts a thread for each session, which writes down when it ends; and writes down the sessions."""
+    """Records each session, and the end of a thread that it starts for it."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -901,19 +903,19 @@ class Watching(SessionRunHook):
         thread.start()
 
 
-def test_threads_of_the_old_session_have_ended_before_there_is_a_new_one(tmp_path: Path) -> None:
+def test_threads_of_the_old_session_end_before_the_new_one_is_created(tmp_path: Path) -> None:
     watching = Watching()
     steps_of(Training({2: AbortedError}).loop(tmp_path, saving(tmp_path), watching), 3)
     assert watching.events == ["created", "ended", "created", "ended"]
 
 
-def test_so_have_those_of_a_session_of_which_the_creation_failed(tmp_path: Path) -> None:
+def test_threads_of_a_session_whose_creation_failed_end_as_well(tmp_path: Path) -> None:
     watching, faulty = Watching(), RecordingHook(raises={("after_create_session", 2): AbortedError})
     steps_of(Training({2: AbortedError}).loop(tmp_path, saving(tmp_path), watching, faulty), 3)
     assert watching.events == ["created", "ended"] * 3
 
 
-def test_an_error_of_a_thread_that_is_told_to_stop_comes_out(tmp_path: Path) -> None:
+def test_an_error_of_a_thread_that_is_asked_to_stop_is_raised(tmp_path: Path) -> None:
     class Failing(SessionRunHook):
         def after_create_session(self, session: Session, coord: Coordinator) -> None:
             def watch() -> None:
@@ -933,7 +935,7 @@ def test_an_error_of_a_thread_that_is_told_to_stop_comes_out(tmp_path: Path) -> 
 
 
 class Reporting(SessionRunHook):
-    """Reports errors, one a session, from a thread of its own that is over before the session has its first run."""
+    """Reports one error per session, from a thread that ends before the first run of the session."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -953,23 +955,23 @@ def test_an_error_of_a_thread_is_recovered_from_before_the_next_run(tmp_path: Pa
     assert reporting.sessions == [0, 0]
 
 
-def test_should_stop_recovers_from_it_also_where_no_run_comes(tmp_path: Path) -> None:
+def test_should_stop_recovers_from_an_error_of_a_thread_without_a_run(tmp_path: Path) -> None:
     reporting = Reporting(AbortedError("the queue is gone"))
     with Training({}).loop(tmp_path, saving(tmp_path), reporting) as loop:
         assert not loop.should_stop()
         assert reporting.sessions == [0, 0]
 
 
-def test_so_does_run_step_fn(tmp_path: Path) -> None:
+def test_run_step_fn_recovers_from_an_error_of_a_thread_without_a_run(tmp_path: Path) -> None:
     reporting = Reporting(AbortedError("the queue is gone"))
     with Training({}).loop(tmp_path, saving(tmp_path), reporting) as loop:
         assert loop.run_step_fn(lambda context: len(reporting.sessions)) == 1
         assert reporting.sessions == [0, 0]
 
 
-def test_a_run_that_was_over_is_not_made_again_for_it(tmp_path: Path) -> None:
+def test_a_completed_run_is_not_repeated_for_an_error_of_a_thread(tmp_path: Path) -> None:
     class ReportingIn(SessionRunHook):
-        """Reports an error from a thread, in its second run."""
+        """Reports an error from a thread in its second run."""
 
         def __init__(self) -> None:
             self.seen: list[int] = []
@@ -995,7 +997,7 @@ def test_a_run_that_was_over_is_not_made_again_for_it(tmp_path: Path) -> None:
     assert (batches, hook.seen) == ([0, 1, 2, 3], [1, 2, 3, 4])
 
 
-def test_with_nothing_to_restore_it_comes_out_once(tmp_path: Path) -> None:
+def test_without_a_checkpoint_an_error_of_a_thread_is_raised_once(tmp_path: Path) -> None:
     error = AbortedError("the queue is gone")
     loop = Training({}).loop(tmp_path, Reporting(error))
     with pytest.raises(AbortedError) as caught:
@@ -1004,16 +1006,16 @@ def test_with_nothing_to_restore_it_comes_out_once(tmp_path: Path) -> None:
     loop.close()
 
 
-def test_without_a_folder_it_stops_the_loop_as_any_other() -> None:
+def test_without_a_checkpoint_dir_an_error_of_a_thread_stops_the_loop() -> None:
     loop = MonitoredLoop(lambda: None, hooks=[Reporting(AbortedError("the queue is gone"))])
     assert loop.should_stop()
     with pytest.raises(AbortedError, match="the queue is gone"):
         loop.close()
 
 
-def test_another_error_of_a_thread_behind_it_is_not_swallowed(tmp_path: Path) -> None:
+def test_a_later_error_of_a_thread_is_not_swallowed(tmp_path: Path) -> None:
     class ReportingTwo(Reporting):
-        """Reports both errors in the one session."""
+        """Reports all errors in the first session."""
 
         def after_create_session(self, session: Session, coord: Coordinator) -> None:
             while self.errors:
@@ -1023,11 +1025,11 @@ def test_another_error_of_a_thread_behind_it_is_not_swallowed(tmp_path: Path) ->
     assert str(fails(loop, MemoryError)) == "no more"
 
 
-def test_the_pauses_grow_only_while_no_run_is_made_between(tmp_path: Path, lines: Lines) -> None:
+def test_the_pauses_grow_only_without_a_run_in_between(tmp_path: Path, lines: Lines) -> None:
     errors = [AbortedError(str(number)) for number in range(3)]
 
     class ReportingOnce(Reporting):
-        """Reports an error before the first run, and one in each of the next two."""
+        """Reports an error before the first run, and one in each of the next two runs."""
 
         def after_create_session(self, session: Session, coord: Coordinator) -> None:
             self.coord = coord
@@ -1043,7 +1045,7 @@ def test_the_pauses_grow_only_while_no_run_is_made_between(tmp_path: Path, lines
     assert [text.rpartition("(")[2] for text in recoveries(lines)] == ["recovery 1 in a row)"] * 3
 
 
-def test_an_error_of_a_thread_that_is_not_recovered_from_stops_the_loop(tmp_path: Path) -> None:
+def test_an_error_of_a_thread_that_is_not_recoverable_stops_the_loop(tmp_path: Path) -> None:
     loop = Training({}).loop(tmp_path, saving(tmp_path), Reporting(OSError("the queue is gone")))
     assert loop.should_stop()
     with pytest.raises(OSError, match="the queue is gone"):
@@ -1065,7 +1067,7 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(tmp_path: Path, lines:
     assert any("model.ckpt-4" in text and "skipped" in text for _, text in lines)
 
 
-def test_what_was_written_last_is_restored_not_the_highest_step(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_restored_not_the_highest_step(tmp_path: Path) -> None:
     with Training({5: AbortedError}).loop(tmp_path, saving(tmp_path)) as loop:
         for _ in range(4):
             loop.run()
@@ -1084,7 +1086,7 @@ def test_a_recovered_session_is_saved_again(tmp_path: Path) -> None:
 # -- run_step_fn ------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_fn_is_called_again_whole_with_the_new_session(tmp_path: Path) -> None:
+def test_a_step_fn_is_called_again_with_the_new_session(tmp_path: Path) -> None:
     sessions: list[Session] = []
 
     def step_fn(context: StepContext[torch.Tensor]) -> torch.Tensor:
@@ -1112,7 +1114,7 @@ def test_an_error_of_the_step_fn_itself_is_recovered_from(tmp_path: Path) -> Non
         assert [loop.run_step_fn(step_fn), loop.run_step_fn(step_fn)] == [1, 1]
 
 
-def test_a_step_fn_may_handle_the_error_itself(tmp_path: Path, lines: Lines) -> None:
+def test_a_step_fn_can_handle_the_error_itself(tmp_path: Path, lines: Lines) -> None:
     def step_fn(context: StepContext[torch.Tensor]) -> str:
         try:
             context.run_with_hooks()
@@ -1125,14 +1127,14 @@ def test_a_step_fn_may_handle_the_error_itself(tmp_path: Path, lines: Lines) -> 
     assert not recoveries(lines)
 
 
-def test_step_fns_that_went_well_end_a_row_of_recoveries(tmp_path: Path, lines: Lines) -> None:
+def test_a_successful_step_fn_ends_a_row_of_recoveries(tmp_path: Path, lines: Lines) -> None:
     with Training(dict.fromkeys([2, 3, 5], AbortedError)).loop(tmp_path, saving(tmp_path)) as loop:
         for _ in range(4):
             loop.run_step_fn(lambda context: context.run_with_hooks())
     assert in_a_row(lines) == [1, 2, 1]
 
 
-def test_a_step_fn_with_nothing_to_restore_from_ends_the_loop(tmp_path: Path) -> None:
+def test_a_step_fn_that_fails_without_a_checkpoint_ends_the_loop(tmp_path: Path) -> None:
     hook = RecordingHook()
     loop = Training({1: AbortedError}).loop(tmp_path, hook)
     with pytest.raises(AbortedError) as caught:
@@ -1142,7 +1144,7 @@ def test_a_step_fn_with_nothing_to_restore_from_ends_the_loop(tmp_path: Path) ->
     assert not of_method(hook.calls, "end")
 
 
-# -- all of it together -----------------------------------------------------------------------------------------------
+# -- everything together ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

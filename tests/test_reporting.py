@@ -1,4 +1,4 @@
-"""Hooks that tell: steps per second, values, what came out at the end."""
+"""Hooks that report: steps per second, values in log lines, values at the end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def curve(folder: Path, tag: str = RATE) -> list[tuple[int, float]]:
 
 
 def count_steps(hook: SessionRunHook, moves: Sequence[int | None], secs: float = 1.0) -> list[tuple[str, str]]:
-    """The lines of a loop whose runs move the step as told: by a number, or back to 0 where it is None."""
+    """Return the lines of a loop whose runs advance the step by the given numbers, or set it back to 0 for None."""
     with FakeClock() as clock, log_lines() as lines:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
 
@@ -81,12 +81,12 @@ def test_a_period_of_seconds_reports_by_the_clock() -> None:
     ("moves", "reported"),
     [
         ([1, 4, 4, 4], ["4", "4", "4"]),  # more steps in a run than a period has
-        ([1, 0, 0, 2, 1], ["0.75"]),  # the real steps over the real time
+        ([1, 0, 0, 2, 1], ["0.75"]),  # the actual steps over the actual time
         ([3, 1, 1, 1], ["1"]),  # the period begins at 3, not at 1
         ([2, 2, 2, 2], ["2"]),
     ],
 )
-def test_the_rate_is_that_of_the_real_steps(moves: list[int], reported: list[str]) -> None:
+def test_the_rate_is_that_of_the_actual_steps(moves: list[int], reported: list[str]) -> None:
     assert rates(count_steps(StepCounterHook(3), moves)) == reported
 
 
@@ -100,7 +100,7 @@ def test_no_time_between_two_reports_is_an_infinite_rate() -> None:
 
 
 @pytest.mark.parametrize("hook", [StepCounterHook(3), StepCounterHook(None, 3.0)], ids=repr)
-def test_a_whole_period_without_a_step_is_warned_of_once(hook: StepCounterHook) -> None:
+def test_a_whole_period_without_a_step_is_warned_about_once(hook: StepCounterHook) -> None:
     (warning,) = warnings(count_steps(hook, [0] * 20))
     assert "the global step has been 0 for a whole period" in warning
     assert 'step_unit="run"' in warning
@@ -108,25 +108,25 @@ def test_a_whole_period_without_a_step_is_warned_of_once(hook: StepCounterHook) 
 
 @pytest.mark.parametrize("hook", [StepCounterHook(3), StepCounterHook(None, 3.0)], ids=repr)
 @pytest.mark.parametrize("moves", [[1, 0] * 10, [0, 0, 1] * 10, [0, 0, 3] * 10, [1] * 10])
-def test_runs_that_merely_began_at_one_step_are_not_warned_of(hook: StepCounterHook, moves: list[int]) -> None:
+def test_a_few_runs_that_start_at_the_same_step_are_not_warned_about(hook: StepCounterHook, moves: list[int]) -> None:
     assert warnings(count_steps(hook, moves)) == []
 
 
-def test_a_warning_comes_also_when_the_steps_stop_later() -> None:
+def test_steps_that_stop_later_are_warned_about() -> None:
     assert len(warnings(count_steps(StepCounterHook(3), [1] * 8 + [0] * 8))) == 1
 
 
-def test_a_counter_that_is_used_again_starts_fresh() -> None:
+def test_a_reused_counter_starts_from_scratch() -> None:
     hook = StepCounterHook(2)
     assert lines_of(hook, *[0.1] * 3, secs=1.0) == lines_of(hook, *[0.1] * 3, secs=1.0)
 
 
-def test_a_counter_that_is_used_again_may_warn_again() -> None:
+def test_a_reused_counter_can_warn_again() -> None:
     hook = StepCounterHook(2)
     assert warnings(count_steps(hook, [0] * 9)) == warnings(count_steps(hook, [0] * 9)) != []
 
 
-def test_a_counter_without_a_place_to_write_to_only_logs() -> None:
+def test_a_counter_without_a_writer_only_logs() -> None:
     assert lines_of(StepCounterHook(1), 0.1, 0.1) == [f"{RATE}: 1"]
 
 
@@ -156,7 +156,7 @@ def test_the_curve_is_in_the_file_on_every_way_out(way: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("way", WAYS_OUT)
-def test_its_own_writer_is_closed_on_every_way_out(way: str, tmp_path: Path) -> None:
+def test_a_writer_that_the_hook_opened_is_closed_on_every_way_out(way: str, tmp_path: Path) -> None:
     writer = SummaryWriterCache.get(tmp_path)
     others = [WAYS_OUT[way]["hook"]] if "hook" in WAYS_OUT[way] else []
     losses = [0.1] * 4 + WAYS_OUT[way].get("losses", [])
@@ -180,7 +180,7 @@ def test_a_loop_whose_creation_fails_closes_the_writer_that_was_opened(tmp_path:
     assert writer.all_writers is None
 
 
-def test_a_writer_that_cannot_write_is_refused_at_creation() -> None:
+def test_a_writer_without_add_scalar_is_rejected_at_creation() -> None:
     with pytest.raises(TypeError, match=r"has no add_scalar\(\)"):
         MonitoredLoop(lambda: None, hooks=[StepCounterHook(summary_writer="runs")])
 
@@ -190,25 +190,25 @@ def start_steps(*hooks: SessionRunHook, writer: RecordingWriter, start_step: int
     return [record[2] for record in writer.records if record[0] == "session_log"]
 
 
-def test_a_loop_that_goes_on_from_a_later_step_has_a_start_in_the_file() -> None:
+def test_a_loop_that_continues_from_a_later_step_writes_a_start() -> None:
     writer = RecordingWriter()
     assert set(start_steps(StepCounterHook(1, summary_writer=writer), writer=writer, start_step=7)) == {8}
 
 
-def test_a_loop_that_begins_at_0_has_no_start_from_a_counter() -> None:
+def test_a_counter_writes_no_start_in_a_loop_that_starts_at_0() -> None:
     writer = RecordingWriter()
     assert start_steps(StepCounterHook(1, summary_writer=writer), writer=writer, start_step=0) == []
 
 
 @pytest.mark.parametrize("counter_first", [True, False])
-def test_a_saver_that_writes_to_the_same_place_is_the_only_one_to_write_a_start(counter_first: bool) -> None:
+def test_only_a_summary_saver_that_writes_to_the_same_place_writes_a_start(counter_first: bool) -> None:
     writer = RecordingWriter()
     hooks = [StepCounterHook(1, summary_writer=writer), SummarySaverHook(1, summary_writer=writer, summary_op="loss")]
     hooks = hooks if counter_first else hooks[::-1]
     assert start_steps(*hooks, writer=writer, start_step=7) == [8]
 
 
-def test_a_saver_that_writes_to_the_same_folder_by_another_writer_counts_as_well(tmp_path: Path) -> None:
+def test_so_does_one_that_writes_to_the_same_folder_with_another_writer(tmp_path: Path) -> None:
     class Filed(RecordingWriter):
         log_dir = str(tmp_path)
 
@@ -217,20 +217,20 @@ def test_a_saver_that_writes_to_the_same_folder_by_another_writer_counts_as_well
     assert start_steps(StepCounterHook(1, summary_writer=writer), saver, writer=writer, start_step=7) == []
 
 
-def test_a_saver_that_writes_elsewhere_does_not_count() -> None:
+def test_a_summary_saver_that_writes_elsewhere_does_not_prevent_the_start() -> None:
     writer = RecordingWriter()
     saver = SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op="loss")
     assert set(start_steps(StepCounterHook(1, summary_writer=writer), saver, writer=writer, start_step=7)) == {8}
 
 
-def test_a_saver_of_a_loop_that_has_ended_does_not_count() -> None:
+def test_a_summary_saver_of_a_loop_that_has_ended_does_not_prevent_the_start() -> None:
     writer = RecordingWriter()
     saver = SummarySaverHook(1, summary_writer=writer, summary_op="loss")
     trace(saver, losses=[])
     assert set(start_steps(StepCounterHook(1, summary_writer=writer), writer=writer, start_step=7)) == {8}
 
 
-def test_the_curve_of_an_earlier_process_beyond_the_step_it_goes_on_from_is_void(tmp_path: Path) -> None:
+def test_points_of_an_earlier_process_after_the_step_of_the_restart_are_discarded(tmp_path: Path) -> None:
     trace(StepCounterHook(1, output_dir=tmp_path), losses=[0.1] * 9)
     trace(StepCounterHook(1, output_dir=tmp_path), losses=[0.1] * 3, start_step=4)
     assert [step for step, _ in curve(tmp_path)] == [2, 3, 4, 6, 7]
@@ -247,17 +247,17 @@ def error(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def test_logs_the_first_run_and_each_that_is_a_period_later() -> None:
+def test_logs_the_first_run_and_then_once_per_period() -> None:
     lines = lines_of(LoggingTensorHook(["global_step"], every_n_iter=4), *[0.1] * 9)
     assert lines == ["global_step = 1", "global_step = 5 (4.000 sec)", "global_step = 9 (4.000 sec)"]
 
 
-def test_counts_its_own_runs_whatever_the_global_step() -> None:
+def test_counts_runs_and_not_global_steps() -> None:
     lines = lines_of(LoggingTensorHook(["global_step"], every_n_iter=2), *[0.1] * 3, start_step=50)
     assert lines == ["global_step = 51", "global_step = 53 (2.000 sec)"]
 
 
-def test_logs_in_the_first_run_that_begins_a_period_after_the_last_line() -> None:
+def test_logs_in_the_first_run_that_starts_a_period_after_the_last_line() -> None:
     lines = lines_of(LoggingTensorHook(["global_step"], every_n_secs=1.0), *[0.1] * 5, secs=0.5)
     assert lines == ["global_step = 1", "global_step = 4 (1.500 sec)"]
 
@@ -272,8 +272,8 @@ def test_a_dict_is_logged_sorted_by_tag() -> None:
     assert lines_of(hook, 0.25) == ["acc = 0.75, step = 1"]
 
 
-def test_a_list_of_two_with_one_name_is_refused_with_the_way_out() -> None:
-    with pytest.raises(ValueError, match="two of them would be logged as '<lambda>'; give a dict, tag to fetch"):
+def test_a_list_with_two_fetches_of_one_name_is_rejected_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match="two would be logged as '<lambda>'; give a dict from tag to fetch"):
         LoggingTensorHook([lambda loss: loss, lambda loss: -loss], every_n_iter=1)
 
 
@@ -307,11 +307,11 @@ PRINTED = {
 
 
 @pytest.mark.parametrize(("value", "text"), PRINTED.values(), ids=PRINTED)
-def test_values_are_printed_as_numpy_prints_their_precision(value: Any, text: str) -> None:
+def test_values_are_printed_as_numpy_prints_their_dtype(value: Any, text: str) -> None:
     assert lines_of(LoggingTensorHook(["v"], every_n_iter=1), {"v": value}) == [f"v = {text}"]
 
 
-def test_a_number_that_the_step_returns_is_printed_as_it_is() -> None:
+def test_a_python_number_is_printed_unchanged() -> None:
     with log_lines() as lines, MonitoredLoop(lambda: 0.1, hooks=[LoggingTensorHook(["loss"], every_n_iter=1)]) as loop:
         loop.run()
     assert lines == [("INFO", "loss = 0.1")]
@@ -322,7 +322,7 @@ def test_nested_fetches_are_logged_in_their_shape() -> None:
     assert lines_of(hook, 0.25) == ["all = [0.25, {'acc': 0.75}]"]
 
 
-def test_printing_leaves_the_options_of_numpy_alone() -> None:
+def test_printing_does_not_change_the_options_of_numpy() -> None:
     before = np.get_printoptions()
     lines_of(LoggingTensorHook(["loss"], every_n_iter=1), torch.ones(3))
     assert np.get_printoptions() == before
@@ -353,7 +353,7 @@ def test_at_end_alone_logs_once_at_the_end() -> None:
     assert lines_of(LoggingTensorHook(["global_step"], at_end=True), *[0.1] * 5) == ["global_step = 5"]
 
 
-def test_at_end_logs_beside_a_period() -> None:
+def test_at_end_logs_in_addition_to_a_period() -> None:
     lines = lines_of(LoggingTensorHook(["global_step"], every_n_iter=2, at_end=True), *[0.1] * 4)
     assert lines == ["global_step = 1", "global_step = 3 (2.000 sec)", "global_step = 4 (1.000 sec)"]
 
@@ -363,25 +363,25 @@ def test_at_end_does_not_log_after_an_error() -> None:
     assert seen.lines == []
 
 
-def test_at_end_of_an_empty_loop_logs_what_there_is() -> None:
+def test_at_end_of_a_loop_without_runs_logs_what_is_available() -> None:
     hook = LoggingTensorHook(["global_step", "bias"], at_end=True)
     model = torch.nn.Linear(1, 1)
     torch.nn.init.zeros_(model.bias)
     assert lines_of(hook, model=model) == ["global_step = 0, bias = [0.]"]
 
 
-def test_at_end_of_an_empty_loop_leaves_out_what_only_a_run_could_give_and_warns() -> None:
+def test_at_end_of_a_loop_without_runs_omits_what_needs_a_run_and_warns() -> None:
     warning, line = trace(LoggingTensorHook(["loss", "global_step"], at_end=True), losses=[]).lines
     assert line == ("INFO", "global_step = 0")
     assert warning[0] == "WARNING"
     assert "asked for 'loss'" in warning[1]
 
 
-def test_at_end_of_an_empty_loop_there_may_be_nothing_to_log() -> None:
+def test_at_end_of_a_loop_without_runs_there_may_be_nothing_to_log() -> None:
     assert [level for level, _ in trace(LoggingTensorHook(["loss"], at_end=True), losses=[]).lines] == ["WARNING"]
 
 
-def test_a_logger_that_is_used_again_starts_fresh() -> None:
+def test_a_reused_logger_starts_from_scratch() -> None:
     hook = LoggingTensorHook(["loss"], every_n_iter=3)
     assert lines_of(hook, 0.1, 0.2) == lines_of(hook, 0.1, 0.2) == ["loss = 0.1"]
 
@@ -394,23 +394,23 @@ def test_what_is_not_logged_is_not_evaluated() -> None:
 
 
 @pytest.mark.parametrize("tensors", ["loss", None, 5, {"loss"}, torch.ones(2)])
-def test_refuses_tensors_that_are_neither_a_dict_nor_a_list(tensors: Any) -> None:
-    with pytest.raises(TypeError, match=r"tensors=.*give a dict, tag to fetch, or a list of fetches"):
+def test_rejects_tensors_that_are_neither_a_dict_nor_a_list(tensors: Any) -> None:
+    with pytest.raises(TypeError, match=r"tensors=.*give a dict from tag to fetch, or a list of fetches"):
         LoggingTensorHook(tensors, every_n_iter=1)
 
 
 @pytest.mark.parametrize("tensors", [[], {}, ()])
-def test_refuses_to_log_nothing(tensors: Any) -> None:
+def test_rejects_tensors_without_a_fetch(tensors: Any) -> None:
     with pytest.raises(ValueError, match="there is nothing to log"):
         LoggingTensorHook(tensors, every_n_iter=1)
 
 
-def test_refuses_a_formatter_that_is_no_function() -> None:
-    with pytest.raises(TypeError, match="formatter='%s': must be a function"):
+def test_rejects_a_formatter_that_is_not_callable() -> None:
+    with pytest.raises(TypeError, match="formatter='%s': must be a function that turns a dict"):
         LoggingTensorHook(["loss"], every_n_iter=1, formatter="%s")  # type: ignore[arg-type]
 
 
-def test_refuses_to_have_no_time_to_log_at() -> None:
+def test_rejects_neither_a_period_nor_at_end() -> None:
     with pytest.raises(ValueError, match="never logs: give every_n_iter, every_n_secs or at_end=True"):
         LoggingTensorHook(["loss"])
 
@@ -418,13 +418,13 @@ def test_refuses_to_have_no_time_to_log_at() -> None:
 # -- FinalOpsHook -----------------------------------------------------------------------------------------------------
 
 
-def test_evaluates_once_when_the_training_has_ended_well() -> None:
+def test_evaluates_once_at_a_clean_end() -> None:
     calls: list[int] = []
     trace(FinalOpsHook(lambda: calls.append(1)), losses=[0.1] * 5)
     assert calls == [1]
 
 
-def test_keeps_the_values_in_the_shape_asked_for() -> None:
+def test_keeps_the_values_in_the_structure_of_the_fetch() -> None:
     hook = FinalOpsHook({"loss": "loss", "rest": ["global_step", accuracy]})
     trace(hook, losses=[0.5, 0.25])
     assert map_leaves(float, hook.final_ops_values) == {"loss": 0.25, "rest": [2.0, 0.75]}
@@ -436,7 +436,7 @@ def test_fills_parameters_of_closures_by_name() -> None:
     assert hook.final_ops_values == 5.0
 
 
-def test_has_no_values_before_the_end_nor_from_an_earlier_loop() -> None:
+def test_has_no_values_before_the_end_and_none_from_an_earlier_loop() -> None:
     hook = FinalOpsHook("global_step")
     assert hook.final_ops_values is None
     trace(hook)
@@ -445,13 +445,13 @@ def test_has_no_values_before_the_end_nor_from_an_earlier_loop() -> None:
     assert hook.final_ops_values is None
 
 
-def test_nothing_to_evaluate_is_fine() -> None:
+def test_final_ops_can_be_none() -> None:
     hook = FinalOpsHook(None)
     trace(hook)
     assert hook.final_ops_values is None
 
 
-def test_without_a_run_leaves_out_what_only_a_run_could_give() -> None:
+def test_without_a_run_omits_what_needs_a_run() -> None:
     hook = FinalOpsHook({"loss": "loss", "step": "global_step"})
     (warning,) = trace(hook, losses=[]).lines
     assert hook.final_ops_values == {"step": 0}
@@ -459,7 +459,7 @@ def test_without_a_run_leaves_out_what_only_a_run_could_give() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, StopIteration])
-def test_an_error_in_a_final_op_comes_out_and_the_other_ends_run(kind: type[Exception]) -> None:
+def test_an_error_in_a_final_op_is_raised_and_the_other_ends_run(kind: type[Exception]) -> None:
     def fails() -> None:
         raise kind("on purpose")
 
@@ -470,8 +470,8 @@ def test_an_error_in_a_final_op_comes_out_and_the_other_ends_run(kind: type[Exce
 
 
 @pytest.mark.parametrize("feed_dict", [["scale"], 5, "scale"])
-def test_refuses_to_feed_what_is_no_mapping(feed_dict: Any) -> None:
-    with pytest.raises(TypeError, match=r"final_ops_feed_dict=.*: give a mapping"):
+def test_rejects_a_feed_dict_that_is_not_a_mapping(feed_dict: Any) -> None:
+    with pytest.raises(TypeError, match=r"final_ops_feed_dict=.*: give a mapping from parameter name to value"):
         FinalOpsHook("loss", feed_dict)
 
 
@@ -485,8 +485,8 @@ def test_refuses_to_feed_what_is_no_mapping(feed_dict: Any) -> None:
         functools.partial(FinalOpsHook, {"a": ["fc:grad"]}),
     ],
 )
-def test_what_is_seen_only_while_a_step_is_made_cannot_be_asked_for_at_the_end(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"'fc:(output|grad)' is seen only while a step is made"):
+def test_a_value_that_is_available_only_while_a_step_runs_is_rejected_at_creation(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"'fc:(output|grad)' is available only while a step runs"):
         make()
 
 
@@ -496,25 +496,25 @@ NOT_A_NUMBER_OF_STEPS = [0, -1, 2.5, True, "10", math.nan]
 
 @pytest.mark.parametrize("steps", NOT_A_NUMBER_OF_STEPS)
 @pytest.mark.parametrize(("make", "argument"), [(StepCounterHook, "every_n_steps"), (logging_hook, "every_n_iter")])
-def test_refuses_what_is_no_number_of_steps(make: Any, argument: str, steps: Any) -> None:
+def test_rejects_an_invalid_number_of_steps(make: Any, argument: str, steps: Any) -> None:
     with pytest.raises(ValueError, match=f"{argument}={steps!r}: must be a whole number, 1 or more"):
         make(**{argument: steps})
 
 
 @pytest.mark.parametrize("secs", [-1, math.nan, "soon"])
 @pytest.mark.parametrize("make", [functools.partial(StepCounterHook, None), logging_hook])
-def test_refuses_what_is_no_period(make: Any, secs: Any) -> None:
+def test_rejects_an_invalid_number_of_seconds(make: Any, secs: Any) -> None:
     with pytest.raises(ValueError, match=f"every_n_secs={secs!r}: a period is a number of seconds, 0 or more"):
         make(every_n_secs=secs)
 
 
 @pytest.mark.parametrize(("make", "argument"), [(StepCounterHook, "every_n_steps"), (logging_hook, "every_n_iter")])
-def test_refuses_two_periods_and_shows_them(make: Any, argument: str) -> None:
+def test_rejects_two_periods_and_shows_them(make: Any, argument: str) -> None:
     with pytest.raises(ValueError, match=f"{argument}=5, every_n_secs=2.5: give"):
         make(**{argument: 5}, every_n_secs=2.5)
 
 
-def test_a_counter_refuses_two_places_to_write_to(tmp_path: Path) -> None:
+def test_a_counter_rejects_two_places_to_write_to(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"output_dir='d', summary_writer=<RecordingWriter.*: give one, not both"):
         StepCounterHook(output_dir="d", summary_writer=RecordingWriter())
 

@@ -1,4 +1,4 @@
-"""Hooks that stop a loop, or keep it from starting."""
+"""Hooks that stop a loop, and one that delays its start."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def test_stops_in_the_run_that_reaches_the_last_step() -> None:
     assert trace(StopAtStepHook(last_step=3), losses=[0.1] * 9).steps == [1, 2, 3]
 
 
-def test_makes_a_number_of_steps_from_where_the_session_begins() -> None:
+def test_makes_a_number_of_steps_from_the_step_of_the_first_session() -> None:
     assert trace(StopAtStepHook(2), losses=[0.1] * 9, start_step=10).steps == [11, 12]
 
 
 @pytest.mark.parametrize("last_step", [0, 4, 5])
-def test_a_loop_that_starts_at_its_last_step_or_beyond_makes_one_run(last_step: int) -> None:
+def test_a_loop_that_starts_at_or_after_its_last_step_makes_one_run(last_step: int) -> None:
     assert trace(StopAtStepHook(last_step=last_step), losses=[0.1] * 9, start_step=5).steps == [6]
 
 
-def test_the_reason_for_the_stop_is_the_hook_and_the_step() -> None:
+def test_the_stop_reason_names_the_hook_and_the_step() -> None:
     assert trace(StopAtStepHook(last_step=2), losses=[0.1] * 9).stop_reason == "StopAtStepHook: step 2"
 
 
 class StepsInRun:
-    """A step of which each run counts as many steps as it is told."""
+    """A step function whose runs count the given numbers of optimizer steps."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = list(counts)
@@ -68,7 +68,7 @@ class StepsInRun:
 @pytest.mark.parametrize(
     ("counts", "runs"), [([0, 0, 2, 0, 1, 1], 5), ([5, 1], 1), ([2, 2, 2], 2), ([0, 0, 0, 3], 4), ([1, 1, 1, 1], 3)]
 )
-def test_the_real_step_decides_in_runs_of_no_steps_or_several(counts: list[int], runs: int) -> None:
+def test_the_actual_step_decides_if_runs_count_no_step_or_several(counts: list[int], runs: int) -> None:
     training = StepsInRun(counts)
     hooks = [StopAtStepHook(last_step=3)]
     with MonitoredLoop(training.step, None, training.optimizer, hooks=hooks, step_unit="optimizer_step") as loop:
@@ -77,7 +77,7 @@ def test_the_real_step_decides_in_runs_of_no_steps_or_several(counts: list[int],
     assert len(counts) - len(training.counts) == runs
 
 
-def test_a_step_that_goes_back_makes_the_loop_longer() -> None:
+def test_a_step_that_is_set_back_extends_the_loop() -> None:
     with MonitoredLoop(lambda: None, hooks=[StopAtStepHook(last_step=4)]) as loop:
         for run in loop.until_stop(range(20)):
             loop.run()
@@ -86,40 +86,40 @@ def test_a_step_that_goes_back_makes_the_loop_longer() -> None:
     assert run == 6
 
 
-def test_a_hook_that_is_used_again_counts_from_where_the_second_loop_begins() -> None:
+def test_a_reused_hook_counts_from_the_first_step_of_the_second_loop() -> None:
     hook = StopAtStepHook(num_steps=2)
     trace(hook, losses=[0.1] * 9)
     assert trace(hook, losses=[0.1] * 9, start_step=50).steps == [51, 52]
 
 
 @pytest.mark.parametrize("num_steps", [0, -1, 2.5, True, "10", NAN])
-def test_refuses_what_is_no_number_of_steps(num_steps: Any) -> None:
+def test_rejects_an_invalid_number_of_steps(num_steps: Any) -> None:
     with pytest.raises(ValueError, match=f"num_steps={num_steps!r}: must be a whole number, 1 or more"):
         StopAtStepHook(num_steps)
 
 
 @pytest.mark.parametrize("last_step", [2.0, True, False, "10", NAN])
-def test_refuses_what_is_no_step(last_step: Any) -> None:
+def test_rejects_an_invalid_last_step(last_step: Any) -> None:
     with pytest.raises(ValueError, match=f"last_step={last_step!r}: must be a whole number"):
         StopAtStepHook(last_step=last_step)
 
 
-def test_refuses_a_step_below_zero() -> None:
+def test_rejects_a_negative_last_step() -> None:
     with pytest.raises(ValueError, match="last_step=-1: must be 0 or more"):
         StopAtStepHook(last_step=-1)
 
 
-def test_a_step_may_be_any_kind_of_integer() -> None:
+def test_a_step_can_be_any_kind_of_integer() -> None:
     assert trace(StopAtStepHook(last_step=np.int64(2)), losses=[0.1] * 9).steps == [1, 2]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_steps", [0, 5])
-def test_refuses_both_and_shows_them(num_steps: int) -> None:
+def test_rejects_both_arguments_and_shows_them(num_steps: int) -> None:
     with pytest.raises(ValueError, match=rf"StopAtStepHook\(num_steps={num_steps}, last_step=9\): give one .*not both"):
         StopAtStepHook(num_steps=num_steps, last_step=9)
 
 
-def test_refuses_neither() -> None:
+def test_rejects_neither_argument() -> None:
     with pytest.raises(ValueError, match=r"StopAtStepHook\(\): give one of num_steps and last_step$"):
         StopAtStepHook()
 
@@ -133,7 +133,7 @@ class Point(NamedTuple):
 
 
 def first_bad_run(value: Any, **arguments: Any) -> int | None:
-    """After how many good runs a hook that watches ``value`` fails; ``None`` if it never does."""
+    """Return after how many good runs a hook that checks ``value`` fails; ``None`` if it never does."""
     hook = NanTensorHook("watched", **arguments)
     losses = [{"watched": 0.5}, {"watched": value}, {"watched": 0.5}]
     seen = trace(hook, losses=losses, catch=NanLossDuringTrainingError)
@@ -161,7 +161,7 @@ WITH_NAN = {
     "float8": halves(torch.float8_e4m3fn, NAN),
     "complex of many": torch.tensor([1.0, complex(NAN, 0.0)]),
     "sparse": halves(torch.float32, NAN).to_sparse(),
-    "nan beside inf": torch.tensor([INF, NAN]),
+    "nan next to inf": torch.tensor([INF, NAN]),
     "nested": {"a": [0.5, Point(0.5, torch.tensor([NAN]))]},
     "with a gradient": torch.tensor(NAN, requires_grad=True),
 }
@@ -191,7 +191,7 @@ FINE = {
 
 
 @pytest.mark.parametrize("value", WITH_NAN.values(), ids=WITH_NAN)
-def test_one_nan_is_enough_whatever_it_is_in(value: Any) -> None:
+def test_a_single_nan_is_found_in_any_kind_of_value(value: Any) -> None:
     assert first_bad_run(value) == 1
 
 
@@ -201,33 +201,33 @@ def test_an_infinity_passes(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", WITH_INF.values(), ids=WITH_INF)
-def test_an_infinity_is_refused_on_request(value: Any) -> None:
+def test_an_infinity_counts_with_also_inf(value: Any) -> None:
     assert first_bad_run(value, also_inf=True) == 1
 
 
 @pytest.mark.parametrize("value", FINE.values(), ids=FINE)
-def test_numbers_pass(value: Any) -> None:
+def test_finite_numbers_pass(value: Any) -> None:
     assert first_bad_run(value, also_inf=True) is None
 
 
 @pytest.mark.parametrize("value", [None, "nan", object(), np.array("nan"), np.array(None), [0.5, None]], ids=repr)
-def test_what_is_no_number_is_an_error_that_says_what_to_watch(value: Any) -> None:
+def test_a_value_without_numbers_is_an_error_that_says_what_to_watch(value: Any) -> None:
     with pytest.raises(TypeError, match=r"NanTensorHook got .*: watch numbers, tensors or arrays"):
         first_bad_run(value)
 
 
-def test_watches_any_fetch() -> None:
+def test_checks_any_fetch() -> None:
     hook = NanTensorHook({"twice": lambda loss: loss * 2, "bias": "bias"})
     seen = trace(hook, losses=[0.5, NAN], model=torch.nn.Linear(1, 1), catch=NanLossDuringTrainingError)
     assert seen.steps == [1]
 
 
-def test_the_error_has_the_fetch_the_step_and_the_way_out() -> None:
+def test_the_error_names_the_fetch_the_step_and_the_way_out() -> None:
     with pytest.raises(NanLossDuringTrainingError, match=r"loss is NaN at step 8\. .*fail_on_nan_loss=False"):
         trace(NanTensorHook("loss"), losses=[NAN], start_step=7)
 
 
-def test_the_error_tells_an_infinity_from_nan() -> None:
+def test_the_error_distinguishes_an_infinity_from_nan() -> None:
     with pytest.raises(NanLossDuringTrainingError, match="loss is infinite at step 1"):
         trace(NanTensorHook("loss", also_inf=True), losses=[INF])
 
@@ -252,7 +252,7 @@ def test_a_stop_is_logged_as_a_warning() -> None:
     assert lines == [("WARNING", "loss is NaN at step 1: training stops")]
 
 
-def test_a_hook_that_found_nan_may_be_used_again() -> None:
+def test_a_hook_that_found_nan_can_be_reused() -> None:
     hook = NanTensorHook("loss", fail_on_nan_loss=False)
     trace(hook, losses=[NAN])
     assert trace(hook, losses=[0.5, 0.5]).steps == [1, 2]
@@ -275,7 +275,7 @@ def test_a_hook_that_found_nan_may_be_used_again() -> None:
         (":output", torch.tensor(1.0), 9),
     ],
 )
-def test_takes_no_part_in_runs_where_one_number_of_its_own_name_is_finite(
+def test_joins_no_run_in_which_the_output_of_that_name_is_one_finite_number(
     name: Any, outputs: Any, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -299,7 +299,7 @@ def test_takes_no_part_in_runs_where_one_number_of_its_own_name_is_finite(
 
 
 @pytest.mark.parametrize("method", ["before_run", "after_run"])
-def test_a_subclass_with_a_run_method_of_its_own_takes_part_in_every_run(method: str) -> None:
+def test_a_subclass_that_overrides_a_run_method_joins_every_run(method: str) -> None:
     runs: list[int] = []
 
     def own(hook: NanTensorHook, run_context: SessionRunContext, *values: Any) -> Any:
@@ -311,7 +311,7 @@ def test_a_subclass_with_a_run_method_of_its_own_takes_part_in_every_run(method:
     assert len(runs) == 3
 
 
-def test_a_mapping_needs_no_get() -> None:
+def test_an_output_mapping_needs_no_get() -> None:
     class Outputs:
         def __getitem__(self, name: str) -> float:
             return 1.0
@@ -323,14 +323,14 @@ def test_a_mapping_needs_no_get() -> None:
     assert trace(NanTensorHook("loss"), losses=[Outputs()] * 3).steps == [1, 2, 3]
 
 
-def test_an_output_that_is_not_always_there_is_asked_for_as_ever() -> None:
+def test_an_output_that_is_missing_in_one_run_is_a_fetch_error() -> None:
     outputs = [{"loss": 1.0}, {"loss": 2.0}, {"other": 1.0}]
     seen = trace(NanTensorHook("loss"), losses=outputs, catch=FetchError)
     assert seen.steps == [1, 2]
     assert "NanTensorHook('loss') (hook 0) asked for 'loss', which nothing has" in str(seen.error)
 
 
-def test_a_fed_value_of_the_name_of_an_output_is_the_one_that_is_watched() -> None:
+def test_a_fed_value_takes_precedence_over_an_output_of_the_same_name() -> None:
     feeds = FeedFnHook(lambda: {"loss": NAN})
     with (
         pytest.raises(NanLossDuringTrainingError),
@@ -343,7 +343,7 @@ def test_a_fed_value_of_the_name_of_an_output_is_the_one_that_is_watched() -> No
 
 
 class Advances(SessionRunHook):
-    """Advances the step in the background, as the other workers would."""
+    """Advances the step in the background, as other workers would."""
 
     def __init__(self, up_to: int, raises: Exception | None = None) -> None:
         self.up_to, self.raises = up_to, raises
@@ -369,15 +369,15 @@ def test_the_first_run_waits_for_the_step() -> None:
 
 
 @pytest.mark.parametrize("step", [0, -5])
-def test_nothing_is_waited_for_at_zero_or_less(step: int) -> None:
+def test_zero_or_less_disables_the_wait(step: int) -> None:
     assert trace(GlobalStepWaiterHook(step), losses=[0.1]).lines == []
 
 
-def test_a_step_that_is_reached_already_is_not_waited_for() -> None:
+def test_a_step_that_was_already_reached_is_not_waited_for() -> None:
     assert trace(GlobalStepWaiterHook(5), losses=[0.1], start_step=5).lines == []
 
 
-def test_what_is_waited_for_is_logged() -> None:
+def test_the_wait_is_logged() -> None:
     lines = trace(GlobalStepWaiterHook(5), start_step=2, catch=LifecycleError).lines
     assert lines == [("INFO", "waiting for global step 5")]
 
@@ -391,20 +391,39 @@ def test_waits_in_the_first_run_only() -> None:
     assert hook.next_due() == NEVER
 
 
-def test_is_an_error_where_nothing_can_advance_the_step() -> None:
-    with pytest.raises(LifecycleError, match=r"GlobalStepWaiterHook\(5\): the global step is 2, and nothing"):
+def test_waiting_is_an_error_if_no_thread_can_advance_the_step() -> None:
+    with pytest.raises(LifecycleError, match=r"GlobalStepWaiterHook\(5\): the global step is 2, and no thread"):
         trace(GlobalStepWaiterHook(5), start_step=2)
 
 
-def test_is_an_error_once_the_thread_that_advanced_the_step_has_ended() -> None:
+def test_waiting_is_an_error_once_the_thread_that_advanced_the_step_has_ended() -> None:
     class Ends(SessionRunHook):
         def after_create_session(self, session: Session, coord: Coordinator) -> None:
             thread = threading.Thread(target=lambda: None)
             coord.register_thread(thread)
             thread.start()
 
-    with pytest.raises(LifecycleError, match="nothing in this process advances it"):
+    with pytest.raises(LifecycleError, match="no thread that is registered with the coordinator can advance it"):
         trace(Ends(), GlobalStepWaiterHook(5))
+
+
+def test_a_thread_that_reaches_the_step_and_ends_is_no_error() -> None:
+    class ReachesTheStep(threading.Thread):
+        """Reaches the step between the two moments at which the hook looks at the step and at the threads."""
+
+        session: Session
+
+        def is_alive(self) -> bool:
+            self.session.global_step = 5
+            return False
+
+    class Registers(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            thread = ReachesTheStep()
+            thread.session = session
+            coord.register_thread(thread)
+
+    assert trace(Registers(), GlobalStepWaiterHook(5), losses=[0.1]).steps == [6]
 
 
 def test_the_error_of_a_thread_ends_the_wait() -> None:
@@ -427,7 +446,7 @@ def test_waits_again_in_a_second_loop() -> None:
 
 
 @pytest.mark.parametrize("step", [None, 2.5, True, "10", NAN])
-def test_refuses_to_wait_for_what_is_no_step(step: Any) -> None:
+def test_rejects_an_invalid_step_to_wait_for(step: Any) -> None:
     with pytest.raises(ValueError, match=f"wait_until_step={step!r}: must be a whole number"):
         GlobalStepWaiterHook(step)
 
@@ -449,7 +468,7 @@ def test_a_repr_can_be_pasted_back(text: str) -> None:
     assert repr(eval(text)) == text
 
 
-def test_a_repr_stays_what_was_given_after_a_loop() -> None:
+def test_the_repr_shows_the_given_arguments_after_a_loop_too() -> None:
     hook = StopAtStepHook(num_steps=2)
     trace(hook, losses=[0.1] * 9)
     assert repr(hook) == "StopAtStepHook(num_steps=2)"

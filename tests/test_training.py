@@ -1,9 +1,10 @@
-"""MonitoredTrainingLoop: which hooks it adds, in which order, what switches them off, and how a worker starts."""
+"""MonitoredTrainingLoop: which hooks it adds, in which order, how to disable them, and how a worker starts."""
 
 from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torchhooks import (
     BestCheckpointHook,
     CheckpointError,
     CheckpointSaverHook,
+    Coordinator,
     MonitoredTrainingLoop,
     Saver,
     Scaffold,
@@ -32,7 +34,7 @@ from torchhooks.testing import FakeClock, RecordingHook, log_lines
 
 
 class Remembering(SessionRunHook):
-    """A hook with a state: how many runs it has seen."""
+    """A hook whose state is the number of runs that it has seen."""
 
     def __init__(self, name: str = "remembering") -> None:
         self.name = name
@@ -52,19 +54,19 @@ class Remembering(SessionRunHook):
 
 
 def hooks_of(**arguments: Any) -> list[SessionRunHook]:
-    """The hooks of a loop, in their order."""
+    """Return the hooks of a loop, in their order."""
     with MonitoredTrainingLoop(lambda: 0.5, **arguments) as loop:
         pass
     return [seat.hook for seat in loop._schedule.all_seats]
 
 
 def kinds(**arguments: Any) -> list[str]:
-    """The kinds of hooks that a loop has, in their order."""
+    """Return the class names of the hooks of a loop, in their order."""
     return [type(hook).__name__ for hook in hooks_of(**arguments)]
 
 
 def default_hooks(**arguments: Any) -> str:
-    """The hooks that a loop has, as they would be written, without their scaffold."""
+    """Return the reprs of the hooks of a loop, one per line, without their scaffold."""
     return re.sub(r", scaffold=<.*?>", "", "\n".join(map(repr, hooks_of(**arguments))))
 
 
@@ -103,7 +105,7 @@ def test_a_summary_dir_alone_saves_no_checkpoints(tmp_path: Path) -> None:
     assert kinds(summary_dir=tmp_path) == ["StepCounterHook", "SummarySaverHook"]
 
 
-def test_a_summary_dir_gets_the_curves_in_place_of_the_checkpoint_dir(tmp_path: Path) -> None:
+def test_curves_go_to_summary_dir_if_it_is_given(tmp_path: Path) -> None:
     scaffold = Scaffold(summary_op={"loss": "loss"})
     with MonitoredTrainingLoop(
         lambda: 0.5, checkpoint_dir=tmp_path / "run", summary_dir=tmp_path / "curves", scaffold=scaffold
@@ -127,7 +129,7 @@ def test_a_summary_dir_gets_the_curves_in_place_of_the_checkpoint_dir(tmp_path: 
         ({"log_step_count_steps": 7}, "StepCounterHook(every_n_steps=7, output_dir={})"),
     ],
 )
-def test_a_period_takes_the_place_of_the_default_one(arguments: dict[str, Any], hook: str, tmp_path: Path) -> None:
+def test_a_period_replaces_the_default_one(arguments: dict[str, Any], hook: str, tmp_path: Path) -> None:
     lines = default_hooks(checkpoint_dir=str(tmp_path), **arguments).splitlines()
     assert hook.format(repr(str(tmp_path))) in lines
     assert len(lines) == 3
@@ -144,7 +146,7 @@ def test_a_period_takes_the_place_of_the_default_one(arguments: dict[str, Any], 
         ("log_step_count_steps", "StepCounterHook"),
     ],
 )
-def test_none_and_zero_switch_a_hook_off(name: str, kind: str, off: Any, tmp_path: Path) -> None:
+def test_none_and_zero_disable_a_hook(name: str, kind: str, off: Any, tmp_path: Path) -> None:
     everything = kinds(checkpoint_dir=tmp_path)
     assert set(everything) - set(kinds(checkpoint_dir=tmp_path, **{name: off})) == {kind}
 
@@ -166,20 +168,20 @@ def test_none_and_zero_switch_a_hook_off(name: str, kind: str, off: Any, tmp_pat
         ({"max_wait_secs": -1}, "max_wait_secs=-1: a period is a number of seconds, 0 or more"),
     ],
 )
-def test_refuses_what_cannot_be_in_the_names_of_the_caller(arguments: dict[str, Any], message: str) -> None:
+def test_rejects_invalid_periods_and_names_the_arguments_of_the_caller(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         MonitoredTrainingLoop(lambda: 0.5, **arguments)
 
 
 @pytest.mark.parametrize("name", ["hooks", "chief_only_hooks"])
-def test_what_is_no_hook_is_refused_with_the_name_of_the_list(name: str) -> None:
+def test_an_item_that_is_not_a_hook_is_rejected_with_the_name_of_its_list(name: str) -> None:
     given: dict[str, Any] = {name: [RecordingHook(), 3]}
-    with pytest.raises(TypeError, match=re.escape("hooks[1]=3 is no hook")) as raised:
+    with pytest.raises(TypeError, match=re.escape("hooks[1]=3 is not a hook")) as raised:
         MonitoredTrainingLoop(lambda: 0.5, **given)
     assert raised.value.__notes__ == [f"torchhooks: in {name} of MonitoredTrainingLoop"]
 
 
-def test_hooks_may_be_a_generator() -> None:
+def test_hooks_can_be_a_generator() -> None:
     assert kinds(hooks=(StopAtStepHook(5) for _ in range(1)), log_step_count_steps=None) == ["StopAtStepHook"]
 
 
@@ -193,7 +195,7 @@ def order(tmp_path: Path, **arguments: Any) -> list[str]:
     return found
 
 
-def test_hooks_that_have_a_state_come_before_the_saver(tmp_path: Path) -> None:
+def test_hooks_with_a_state_come_before_the_saver(tmp_path: Path) -> None:
     hooks = [RecordingHook(), Remembering("a"), StopAtStepHook(5), Remembering("b")]
     assert order(tmp_path, hooks=hooks) == [
         "Remembering",
@@ -204,18 +206,18 @@ def test_hooks_that_have_a_state_come_before_the_saver(tmp_path: Path) -> None:
     ]
 
 
-def test_hooks_that_have_a_state_come_before_a_saver_among_the_chief_only_hooks(tmp_path: Path) -> None:
+def test_hooks_with_a_state_come_before_a_saver_among_the_chief_only_hooks(tmp_path: Path) -> None:
     best = BestCheckpointHook(tmp_path, "loss", save_steps=5, mode="min")
     found = order(tmp_path, hooks=[Remembering()], chief_only_hooks=[RecordingHook(), best])
     assert found == ["RecordingHook", "Remembering", "BestCheckpointHook", "CheckpointSaverHook"]
 
 
-def test_without_a_saver_hooks_stay_as_they_were_given() -> None:
+def test_without_a_saver_the_order_of_hooks_does_not_change() -> None:
     hooks = [RecordingHook(), Remembering()]
     assert kinds(hooks=hooks, log_step_count_steps=None) == ["RecordingHook", "Remembering"]
 
 
-def test_what_is_saved_of_a_hook_includes_the_run(tmp_path: Path) -> None:
+def test_the_saved_state_of_a_hook_includes_the_run(tmp_path: Path) -> None:
     for expected in (0, 3):
         hook = Remembering()
         with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[hook]) as loop:
@@ -224,11 +226,11 @@ def test_what_is_saved_of_a_hook_includes_the_run(tmp_path: Path) -> None:
                 loop.run()
 
 
-# -- a whole training -------------------------------------------------------------------------------------------------
+# -- a whole training run ---------------------------------------------------------------------------------------------
 
 
 def train(folder: Path, model: torch.nn.Module, last_step: int, **arguments: Any) -> list[int]:
-    """The steps that were made."""
+    """Return the steps that were made."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> torch.Tensor:
@@ -247,7 +249,7 @@ def train(folder: Path, model: torch.nn.Module, last_step: int, **arguments: Any
     return made
 
 
-def test_a_second_loop_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+def test_a_second_loop_continues_where_the_first_ended(tmp_path: Path) -> None:
     first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     assert train(tmp_path, first, 3) == [1, 2, 3]
     assert train(tmp_path, second, 5) == [4, 5]
@@ -274,14 +276,27 @@ def test_other_arguments_are_those_of_the_loop(tmp_path: Path) -> None:
         assert [loop.run(), loop.run()] == [0.5, 0.25]
 
 
-def test_an_argument_that_nobody_has_is_an_error() -> None:
+def test_an_unknown_argument_is_an_error() -> None:
     with pytest.raises(TypeError, match="save_checkpoints_steps"):
         MonitoredTrainingLoop(lambda: 0.5, save_checkpoints_steps=5)
 
 
 def test_the_grace_period_of_the_threads_is_passed_on() -> None:
-    with MonitoredTrainingLoop(lambda: 0.5, stop_grace_period_secs=3.5) as loop:
-        assert loop._grace_secs == 3.5
+    release = threading.Event()
+    straggler = threading.Thread(target=release.wait, name="straggler")
+
+    class StartsStraggler(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            coord.register_thread(straggler)
+            straggler.start()
+
+    with (
+        log_lines() as lines,
+        MonitoredTrainingLoop(lambda: 0.5, hooks=[StartsStraggler()], stop_grace_period_secs=0.0625),
+    ):
+        pass
+    release.set()
+    assert [text for _, text in lines if "straggler" in text and "0.0625 s after" in text]
 
 
 # -- a worker ---------------------------------------------------------------------------------------------------------
@@ -289,7 +304,7 @@ def test_the_grace_period_of_the_threads_is_passed_on() -> None:
 
 @contextmanager
 def when_it_waits(action: Any) -> Iterator[None]:
-    """Call ``action()`` each time that somebody says that they wait."""
+    """Call ``action()`` each time a worker logs that it waits."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -305,7 +320,7 @@ def when_it_waits(action: Any) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def test_a_worker_has_the_hooks_and_no_others(tmp_path: Path) -> None:
+def test_a_worker_has_only_the_hooks(tmp_path: Path) -> None:
     Saver().save(Session(), tmp_path / "model.ckpt", 3)
     found = kinds(
         checkpoint_dir=tmp_path, hooks=[StopAtStepHook(5)], chief_only_hooks=[RecordingHook()], is_chief=False
@@ -320,7 +335,7 @@ def test_a_worker_starts_from_the_checkpoint_of_the_chief(tmp_path: Path) -> Non
         assert torch.equal(worker.weight, chief.weight)
 
 
-def test_a_worker_passes_over_the_states_of_hooks_that_only_the_chief_has(tmp_path: Path) -> None:
+def test_a_worker_ignores_the_states_of_hooks_that_only_the_chief_has(tmp_path: Path) -> None:
     chiefs, shared, fresh = Remembering("chief's"), Remembering("shared"), Remembering("chief's")
     with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[shared], chief_only_hooks=[chiefs]) as loop:
         loop.run()
@@ -331,7 +346,7 @@ def test_a_worker_passes_over_the_states_of_hooks_that_only_the_chief_has(tmp_pa
         assert (loop.global_step, worker.runs, fresh.runs) == (1, 1, 0)
 
 
-def test_a_worker_passes_over_no_other_state(tmp_path: Path) -> None:
+def test_a_worker_ignores_no_other_state(tmp_path: Path) -> None:
     Saver().save(Session(state={"box": Remembering()}), tmp_path / "model.ckpt", 3)
     with pytest.raises(CheckpointError, match="in the file only: 'box'"):
         MonitoredTrainingLoop(
@@ -339,7 +354,7 @@ def test_a_worker_passes_over_no_other_state(tmp_path: Path) -> None:
         )
 
 
-def test_a_chief_passes_over_no_state(tmp_path: Path) -> None:
+def test_a_chief_ignores_no_state(tmp_path: Path) -> None:
     with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering()]) as loop:
         loop.run()
     with pytest.raises(CheckpointError, match=r"in the file only: 'hooks\.remembering'"):
@@ -365,21 +380,21 @@ def test_a_worker_waits_until_the_chief_has_saved(tmp_path: Path) -> None:
         assert loop.global_step == 7
 
 
-def test_a_worker_that_waited_too_long_says_for_what(tmp_path: Path) -> None:
+def test_a_worker_that_waited_too_long_says_what_it_waited_for(tmp_path: Path) -> None:
     message = (
-        f"{tmp_path} has had no checkpoint for 0 seconds, and a worker (is_chief=False) starts from one that the chief "
-        "saves there"
+        f"no checkpoint appeared in {tmp_path} within 0 seconds, and a worker (is_chief=False) starts from one that "
+        "the chief saves there"
     )
     with pytest.raises(CheckpointError, match=re.escape(message)):
         MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False, max_wait_secs=0)
 
 
-def test_a_worker_waits_no_longer_than_it_is_told_to(tmp_path: Path) -> None:
+def test_a_worker_waits_no_longer_than_max_wait_secs(tmp_path: Path) -> None:
     with FakeClock() as clock, when_it_waits(lambda: clock.advance(7200)), pytest.raises(CheckpointError, match="7200"):
         MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False)
 
 
-def test_a_worker_that_waited_in_vain_has_begun_no_hook(tmp_path: Path) -> None:
+def test_a_worker_that_waited_in_vain_calls_no_hook(tmp_path: Path) -> None:
     hook = RecordingHook()
     with pytest.raises(CheckpointError):
         MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[hook], is_chief=False, max_wait_secs=0)
@@ -392,7 +407,7 @@ def test_a_worker_without_a_folder_starts_at_once() -> None:
 
 
 def aborted_once() -> Callable[[], Any]:
-    """A step that fails the first time."""
+    """Return a step function that fails the first time."""
     results = iter([AbortedError(), 0.25])
 
     def step() -> Any:
@@ -410,7 +425,7 @@ def test_a_worker_recovers_from_the_checkpoint_of_the_chief(tmp_path: Path) -> N
         assert loop.run() == 0.25
 
 
-def test_a_worker_that_recovers_passes_over_the_states_of_the_chief(tmp_path: Path) -> None:
+def test_a_worker_that_recovers_ignores_the_states_of_hooks_that_only_the_chief_has(tmp_path: Path) -> None:
     session = Session()
     session.hooks = {"remembering": Remembering()}
     Saver().save(session, tmp_path / "model.ckpt", 3)
@@ -419,12 +434,12 @@ def test_a_worker_that_recovers_passes_over_the_states_of_the_chief(tmp_path: Pa
         assert loop.run() == 0.25
 
 
-def test_a_chief_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_chief_does_not_wait(tmp_path: Path) -> None:
     with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, max_wait_secs=0):
         assert latest_checkpoint(tmp_path) is not None
 
 
-def test_a_saver_of_ones_own_goes_beside(tmp_path: Path) -> None:
+def test_a_saver_among_the_hooks_is_used_in_addition_to_the_default_one(tmp_path: Path) -> None:
     own = CheckpointSaverHook(tmp_path / "own", save_steps=1)
     with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[own], save_checkpoint_steps=2) as loop:
         for _ in range(2):

@@ -1,13 +1,13 @@
-"""Threads beside the loop: how they are told to stop, and how their errors come out (``tf.train.Coordinator``).
+"""Background threads of a loop: how they are told to stop, and how their errors surface (``tf.train.Coordinator``).
 
-A hook that works in the background starts its thread in ``after_create_session``, where it is given the loop's
-coordinator; the loop asks for the stop and joins the thread when it closes:
+A hook that works in the background starts its thread in ``after_create_session``, which receives the coordinator of the
+loop. When the loop closes, it requests the stop and joins the thread:
 
     class WatchDisk(SessionRunHook):
         def after_create_session(self, session, coord):
             LooperThread.loop(coord, timer_interval_secs=60, target=self.check_free_space)
 
-A thread of another kind registers itself, looks whether it is to stop, and reports its errors:
+A thread of another kind is registered, checks whether it should stop, and reports its errors:
 
     def read(coord, source):
         with coord.stop_on_exception():
@@ -18,123 +18,112 @@ A thread of another kind registers itself, looks whether it is to stop, and repo
     coord.register_thread(thread)
     thread.start()
 
-The first request for a stop decides: if it came with an error, ``join`` raises that error once the threads are done.
-Unlike TensorFlow, errors that are reported after it are not dropped: they are logged, with their tracebacks.
+The first error that is reported stops all threads, and ``join`` raises it once they have ended. Unlike TensorFlow,
+later errors are not dropped: they are logged, with their tracebacks.
 """
 
 from __future__ import annotations
 
-import logging
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 
-# Threads end in real time: a test that replaces time.monotonic must not change how long they are given.
+# Threads end in real time: a test that replaces time.monotonic must not change their grace period.
 from time import monotonic as real_monotonic
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
+from torchhooks.log import logger
 from torchhooks.timer import seconds
-
-logger = logging.getLogger("torchhooks")
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
-_STOP_POLL_SECS = 0.1
-"""How late ``join`` may notice a stop: nothing waits for the end of a thread and for an event at once."""
-
-
-class _Reported(NamedTuple):
-    """The error that stopped the threads, and its traceback as it was then: raised twice, it must not grow."""
-
-    error: BaseException
-    traceback: TracebackType | None
+_STOP_POLL_SECS = 0.1  # how late join may notice a stop: Python cannot wait for a thread and an event at the same time
 
 
 class Coordinator:
     """Tells a set of threads to stop, waits for them, and raises the error of the first one that failed.
 
-    Every method may be called from every thread.
+    Every method is thread-safe.
 
     Args:
-        clean_stop_exception_types: exceptions that ask for a stop when they are reported, and are no errors; their
-            subclasses count too. Unlike TensorFlow, the default is exactly ``StopIteration``, of which a subclass is an
-            error, as everywhere in torchhooks.
+        clean_stop_exception_types: exceptions that request a stop when they are reported but are not errors, including
+            their subclasses. Unlike TensorFlow, the default is exactly ``StopIteration``: a subclass of it is an error,
+            as everywhere in torchhooks.
 
     Raises:
-        TypeError: something in ``clean_stop_exception_types`` is no exception type.
+        TypeError: ``clean_stop_exception_types`` contains something other than exception types.
     """
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
-        given = clean_stop_exception_types
-        self._clean_types = None if given is None else _exception_types(given)
-        # Reentrant, because a signal handler may ask for a stop while its own thread is in one of these methods.
+        self._clean_types = _exception_types(clean_stop_exception_types)
+        # Reentrant, because a signal handler may request a stop while its own thread is in one of these methods.
         self._lock = threading.RLock()
         self._stop_event = threading.Event()
-        self._reported: _Reported | None = None
+        self._error: BaseException | None = None
+        # As it was when the error was reported: each raise adds frames, which must not accumulate.
+        self._traceback: TracebackType | None = None
         self._joined = False
         self._threads: list[threading.Thread] = []
         self._callbacks: list[Callable[[], object]] = []
         self.later_errors: list[BaseException] = []
-        """What was reported after the error that :meth:`join` raises."""
+        """The errors reported after the one that :meth:`join` raises."""
 
     def request_stop(self, ex: BaseException | _ExcInfo | None = None) -> None:
-        """Ask all threads to stop; from here on :meth:`should_stop` is true.
+        """Ask all threads to stop; from then on :meth:`should_stop` returns true.
 
-        The first error is what :meth:`join` raises; later ones are logged. Unlike TensorFlow, that is so even if a stop
-        without an error was requested before, and the error need not be one that is being handled at the moment.
+        :meth:`join` raises the first error and later ones are logged. Unlike TensorFlow, this also holds if a stop
+        without an error was requested before, and ``ex`` need not be an exception that is currently being handled.
 
         Args:
-            ex: why: an exception, or what ``sys.exc_info()`` returned. Anything else stops too, and :meth:`join` raises
-                a ValueError that says so.
+            ex: the reason: an exception, or what ``sys.exc_info()`` returned. Anything else also stops the threads, and
+                makes :meth:`join` raise a ValueError that says so.
 
         Raises:
-            BaseException: ``ex`` itself, if the threads were joined already and nobody else would raise it.
+            BaseException: ``ex`` itself, if the threads were already joined, so that no ``join`` would raise it.
         """
         late = self._stop(_as_exception(ex))
         if late is not None:
             try:
                 raise late
             finally:
-                del ex, late  # this frame is in their traceback: they would keep themselves alive
+                del ex, late  # the traceback of the error refers to this frame: break the reference cycle
 
     def _stop(self, error: BaseException | None) -> BaseException | None:
-        """Stop, and return ``error`` if it is one that the coordinator cannot raise any more."""
-        if error is not None and self._stops_cleanly(error):
+        """Stop the threads. Return ``error`` if it was reported too late for :meth:`join` to raise it."""
+        types, is_first = self._clean_types, False
+        is_clean = type(error) is StopIteration if types is None else isinstance(error, types)
+        if is_clean:
             error = None
-        callbacks: list[Callable[[], object]] = []
         with self._lock:
-            if error is not None and self._joined:
-                return error
-            kept = error is not None and self._reported is None
-            if error is not None and kept:
-                self._reported = _Reported(error, error.__traceback__)
-            elif error is not None:
-                self.later_errors.append(error)
-            if not self._stop_event.is_set():
-                self._stop_event.set()
-                callbacks = list(self._callbacks)
+            if error is not None:
+                if self._joined:
+                    return error
+                is_first = self._error is None
+                if is_first:
+                    self._error, self._traceback = error, error.__traceback__
+                else:
+                    self.later_errors.append(error)
+            callbacks = [] if self._stop_event.is_set() else list(self._callbacks)
+            self._stop_event.set()
         for callback in callbacks:
             with self.stop_on_exception():
                 callback()
-        if error is not None:
-            _log(error, kept)
+        if is_first:
+            logger.info("Error reported to Coordinator: %r", error)
+        elif error is not None:
+            logger.error("Error reported to Coordinator after the one that join() raises: %r", error, exc_info=error)
         return None
 
-    def _stops_cleanly(self, error: BaseException) -> bool:
-        if self._clean_types is None:
-            return type(error) is StopIteration
-        return isinstance(error, self._clean_types)
-
     def on_stop(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` once the stop has been requested, in the thread that requested it; now if it was already.
+        """Call ``callback()`` when a stop is requested, in the requesting thread; at once if it already was.
 
-        :meth:`should_stop` is true before the call. So whoever stores what the callback overwrites, and only then finds
-        ``should_stop()`` false, knows that the callback is still to come. It stays registered: after a
-        :meth:`clear_stop` the next stop calls it again. An error that it raises while a stop is being requested is
-        one of the errors for :meth:`join`, and the other callbacks are called all the same.
+        :meth:`should_stop` returns true before the call. A thread that writes a value which the callback overwrites,
+        and then finds ``should_stop()`` false, can therefore rely on the callback still to come. The callback stays
+        registered: after :meth:`clear_stop`, the next stop calls it again. An error that it raises while a stop is
+        being requested is reported like that of a thread, and the other callbacks are still called.
 
         Unlike TensorFlow, which has no callbacks.
         """
@@ -145,39 +134,36 @@ class Coordinator:
             callback()
 
     def clear_stop(self) -> None:
-        """Go back to before the stop: the request, its error and :attr:`joined` are forgotten, callbacks are kept."""
+        """Undo the stop: forget the request, its errors and :attr:`joined`, and keep the callbacks."""
         with self._lock:
             self._joined = False
-            self._reported = None
+            self._error = self._traceback = None
             self.later_errors.clear()
             self._stop_event.clear()
 
     def should_stop(self) -> bool:
-        """Whether a stop was requested."""
+        """Return whether a stop was requested."""
         return self._stop_event.is_set()
 
     def stop_on_exception(self) -> AbstractContextManager[None]:
-        """A ``with`` block out of which an exception, ``KeyboardInterrupt`` included, goes to :meth:`request_stop`.
+        """Return a context manager that passes an exception in its block to :meth:`request_stop`.
 
-        The exception ends there: it comes out of :meth:`join`. After the threads were joined it passes through.
+        This includes ``KeyboardInterrupt``. The block suppresses the exception, and :meth:`join` raises it. After the
+        threads were joined, the exception propagates from the block.
         """
         return _StopOnException(self._stop)
 
     def wait_for_stop(self, timeout: float | None = None) -> bool:
-        """Wait until a stop is requested, for at most ``timeout`` seconds.
-
-        Returns:
-            Whether a stop was requested.
-        """
+        """Wait for a stop, for at most ``timeout`` seconds, and return whether one was requested."""
         return self._stop_event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
     def register_thread(self, thread: threading.Thread) -> None:
-        """Let :meth:`join` wait for ``thread`` too."""
+        """Add ``thread`` to those that :meth:`join` waits for."""
         with self._lock:
             self._threads.append(thread)
 
     def live_threads(self) -> list[threading.Thread]:
-        """The registered threads that are running now, in the order in which they were registered."""
+        """Return the registered threads that are alive, in the order of their registration."""
         with self._lock:
             return [thread for thread in dict.fromkeys(self._threads) if thread.is_alive()]
 
@@ -187,41 +173,43 @@ class Coordinator:
         stop_grace_period_secs: float = 120,
         ignore_live_threads: bool = False,
     ) -> None:
-        """Wait for the threads to end, then raise the error that stopped them, if there was one.
+        """Wait for the threads to end, then raise the first reported error, if there is one.
 
-        As long as nobody has asked for a stop, the wait has no limit. A thread that was not started is not waited for.
-        Afterwards the registered threads are forgotten.
+        There is no time limit until a stop is requested. Threads that were not started are skipped. Afterwards, the
+        registered threads are forgotten.
 
         Args:
-            threads: threads to wait for beside the registered ones.
-            stop_grace_period_secs: how long they may all take to end once ``join`` sees that a stop was requested.
-            ignore_live_threads: only warn about those that are alive after that. Unlike TensorFlow, which says nothing
-                about them when there is an error to raise, the warning comes beside an error too.
+            threads: threads to wait for in addition to the registered ones.
+            stop_grace_period_secs: seconds that all threads together may take to end after a stop was requested.
+            ignore_live_threads: whether to log a warning, instead of raising an error, if threads are still alive after
+                that. Unlike TensorFlow, the warning is also logged if there is a reported error to raise.
 
         Raises:
-            BaseException: the error that was reported, with its type and its traceback.
+            BaseException: the reported error, with its type and its traceback.
             RuntimeError: no error was reported, and threads are alive after the grace period.
-            ValueError: ``stop_grace_period_secs`` is no such period.
+            ValueError: ``stop_grace_period_secs`` is not a number of seconds, 0 or more.
         """
         grace_secs = seconds(stop_grace_period_secs, "stop_grace_period_secs")
         with self._lock:
-            everybody = list(dict.fromkeys((*self._threads, *(threads or ()))))
-        self._wait_for_end_or_stop(everybody)
-        alive = _alive_after(everybody, grace_secs)
+            all_threads = list(dict.fromkeys((*self._threads, *(threads or ()))))
+        for thread in all_threads:
+            while thread.is_alive() and not self.should_stop():
+                thread.join(_STOP_POLL_SECS)
+        alive = _alive_after(all_threads, grace_secs)
         with self._lock:
             self._joined = True
             self._threads.clear()
-            failed = self._reported is not None
-        if alive and (failed or ignore_live_threads):
-            logger.warning("%s", _laggards(alive, grace_secs))
+            failed = self._error is not None
+        if alive:
+            names = ", ".join(repr(thread.name) for thread in alive)
+            message = (
+                f"threads still running {grace_secs:g} s after a stop was requested: {names}. Have them check "
+                "coord.should_stop() or wait with coord.wait_for_stop(); or increase stop_grace_period_secs"
+            )
+            if not failed and not ignore_live_threads:
+                raise RuntimeError(f"{message}, or pass ignore_live_threads=True")
+            logger.warning("%s", message)
         self.raise_requested_exception()
-        if alive and not ignore_live_threads:
-            raise RuntimeError(f"{_laggards(alive, grace_secs)}, or give ignore_live_threads=True")
-
-    def _wait_for_end_or_stop(self, threads: Iterable[threading.Thread]) -> None:
-        for thread in threads:
-            while thread.is_alive() and not self.should_stop():
-                thread.join(_STOP_POLL_SECS)
 
     @property
     def joined(self) -> bool:
@@ -229,29 +217,30 @@ class Coordinator:
         return self._joined
 
     def raise_requested_exception(self) -> None:
-        """Raise the error that came with the request for the stop, if there is one; :meth:`clear_stop` forgets it."""
+        """Raise the first reported error, if there is one; :meth:`clear_stop` forgets it."""
         with self._lock:
-            if self._reported is not None:
-                raise self._reported.error.with_traceback(self._reported.traceback)
+            if self._error is not None:
+                raise self._error.with_traceback(self._traceback)
 
 
 class LooperThread(threading.Thread):
-    """A daemon thread that does one thing again and again until its coordinator stops (``tf.train.LooperThread``).
+    """A daemon thread that repeats one task until its coordinator stops (``tf.train.LooperThread``).
 
-    Give it a ``target``, or subclass it and override :meth:`run_loop`. It registers itself with ``coord``. An error
-    ends it and goes to ``coord``, which asks everybody else to stop.
+    Pass a ``target``, or subclass it and override :meth:`run_loop`. The thread registers itself with ``coord``. An
+    error ends it and is reported to ``coord``, which asks all other threads to stop.
 
-    Ticks are ``timer_interval_secs`` apart, counted from the start: how long the work takes does not shift them, and
-    those that it has missed are made up for. Unlike TensorFlow, the clock is ``time.monotonic()``.
+    Ticks are ``timer_interval_secs`` apart, counted from the start of the thread: the duration of the task does not
+    shift them, and missed ticks are caught up on. Unlike TensorFlow, the clock is ``time.monotonic()``.
 
     Args:
-        coord: tells it when to stop.
-        timer_interval_secs: seconds from one tick to the next, the first being at once; ``None``: without a pause.
+        coord: tells the thread when to stop.
+        timer_interval_secs: seconds from one tick to the next, the first being at once; ``None`` for no pause.
         target: called at every tick, with ``args`` and ``kwargs``.
 
     Raises:
-        ValueError: ``coord`` is no :class:`Coordinator`, the interval cannot be, or there are arguments but no target.
-        TypeError: ``target`` cannot be called.
+        ValueError: ``coord`` is not a :class:`Coordinator`, ``timer_interval_secs`` is not a number of seconds, 0 or
+            more, or there are arguments but no target.
+        TypeError: ``target`` is not callable.
     """
 
     def __init__(
@@ -263,12 +252,21 @@ class LooperThread(threading.Thread):
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(coord, Coordinator):
-            raise ValueError(f"LooperThread(coord={coord!r}): must be a Coordinator, after_create_session is given one")
-        interval = None if timer_interval_secs is None else seconds(timer_interval_secs, "timer_interval_secs")
-        self._work = _bound(target, args, kwargs)
-        super().__init__(target=target, daemon=True)  # the target, because it becomes part of the thread's name
+            raise ValueError(
+                f"LooperThread(coord={coord!r}): must be a Coordinator, such as the one that after_create_session gets"
+            )
+        interval = timer_interval_secs
+        self._interval_secs = None if interval is None else seconds(interval, "timer_interval_secs")
+        if target is None and (args or kwargs):
+            raise ValueError(
+                f"LooperThread(args={args!r}, kwargs={kwargs!r}): arguments need a target: give one, or override "
+                "run_loop()"
+            )
+        if target is not None and not callable(target):
+            raise TypeError(f"LooperThread(target={target!r}): must be callable; pass its arguments in args and kwargs")
+        super().__init__(target=target, daemon=True)  # Thread gets the target because its name becomes part of ours
+        self._task = None if target is None else functools.partial(target, *(args or ()), **(kwargs or {}))
         self._coord = coord
-        self._interval_secs = interval
         coord.register_thread(self)
 
     @classmethod
@@ -280,27 +278,24 @@ class LooperThread(threading.Thread):
         args: Iterable[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Make a thread that calls ``target(*args, **kwargs)`` at every tick, start it and return it."""
+        """Create a thread that calls ``target(*args, **kwargs)`` at every tick, start it and return it."""
         looper = cls(coord, timer_interval_secs, target=target, args=args, kwargs=kwargs)
         looper.start()
         return looper
 
     def run(self) -> None:
-        """What the thread does: start, a tick after the other until the stop, end. Override the parts, not this."""
+        """Call ``start_loop``, ``run_loop`` at every tick until the stop, and ``stop_loop``: override those instead."""
         with self._coord.stop_on_exception():
             self.start_loop()
             if self._interval_secs is None:
                 while not self._coord.should_stop():
                     self.run_loop()
             else:
-                self._run_at_ticks(self._interval_secs)
+                next_tick = time.monotonic()
+                while not self._coord.wait_for_stop(next_tick - time.monotonic()):
+                    next_tick += self._interval_secs
+                    self.run_loop()
             self.stop_loop()
-
-    def _run_at_ticks(self, interval_secs: float) -> None:
-        next_tick = time.monotonic()
-        while not self._coord.wait_for_stop(next_tick - time.monotonic()):
-            next_tick += interval_secs
-            self.run_loop()
 
     def start_loop(self) -> None:
         """Called once in the thread, before the first tick."""
@@ -310,12 +305,12 @@ class LooperThread(threading.Thread):
 
     def run_loop(self) -> None:
         """Called at every tick: calls the target, if there is one."""
-        if self._work is not None:
-            self._work()
+        if self._task is not None:
+            self._task()
 
 
 class _StopOnException:
-    """``with`` block that hands its exception over; a class, because a generator's frame would join the traceback."""
+    """The context manager of ``stop_on_exception``. A generator would add its own frame to the traceback."""
 
     def __init__(self, stop: Callable[[BaseException], BaseException | None]) -> None:
         self._stop = stop
@@ -338,7 +333,9 @@ def _as_exception(ex: object) -> BaseException | None:
     )
 
 
-def _exception_types(given: Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:
+def _exception_types(given: Iterable[type[BaseException]] | None) -> tuple[type[BaseException], ...] | None:
+    if given is None:
+        return None
     types = tuple(given) if isinstance(given, Iterable) else (None,)
     if all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in types):
         return types
@@ -347,38 +344,10 @@ def _exception_types(given: Iterable[type[BaseException]]) -> tuple[type[BaseExc
     )
 
 
-def _bound(
-    target: Callable[..., object] | None, args: Iterable[Any] | None, kwargs: Mapping[str, Any] | None
-) -> Callable[[], object] | None:
-    if target is None and (args or kwargs):
-        raise ValueError(
-            f"LooperThread(args={args!r}, kwargs={kwargs!r}): these are for a target, and there is none: "
-            "give one, or override run_loop()"
-        )
-    if target is not None and not callable(target):
-        raise TypeError(f"LooperThread(target={target!r}): must be callable; its arguments go into args and kwargs")
-    return None if target is None else partial(target, *(args or ()), **(kwargs or {}))
-
-
-def _log(error: BaseException, kept: bool) -> None:
-    if kept:
-        logger.info("Coordinator stops everybody because of %r", error)
-    else:
-        logger.error("Coordinator raises an earlier error, and not this one: %r", error, exc_info=error)
-
-
 def _alive_after(threads: Iterable[threading.Thread], grace_secs: float) -> list[threading.Thread]:
-    """Wait for the threads, all together ``grace_secs``; return those that are alive then."""
+    """Wait for the threads, ``grace_secs`` for all of them together, and return those that are still alive."""
     deadline = real_monotonic() + grace_secs
     running = [thread for thread in threads if thread.is_alive()]
     for thread in running:
         thread.join(min(max(0.0, deadline - real_monotonic()), threading.TIMEOUT_MAX))
     return [thread for thread in running if thread.is_alive()]
-
-
-def _laggards(threads: Iterable[threading.Thread], grace_secs: float) -> str:
-    names = ", ".join(repr(thread.name) for thread in threads)
-    return (
-        f"threads still running {grace_secs:g} s after a stop was requested: {names}. "
-        "Let them look at coord.should_stop(), wait with coord.wait_for_stop(), or allow more stop_grace_period_secs"
-    )

@@ -1,4 +1,4 @@
-"""Signals that ask a training to stop: noticed at the end of a run, never swallowed."""
+"""Signals that request a clean stop: noticed at the end of a run, and delivered to the old handlers at the end."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from torchhooks.log import logger
 
 
 class SignalWatch:
-    """Takes note of signals, between :meth:`install` and :meth:`restore`.
+    """Records signals between :meth:`install` and :meth:`restore`.
 
-    The handler sets :attr:`received`, calls ``wake`` and does nothing else. :meth:`restore` puts the old handlers back
-    and delivers the signal again, to them: by default SIGTERM then ends the process (exit code 143), and SIGINT raises
-    KeyboardInterrupt (130 if nobody catches it). A second SIGINT raises KeyboardInterrupt at once.
+    The handler only sets :attr:`received` and calls ``wake``. :meth:`restore` reinstates the old handlers and delivers
+    the signal to them again. By default, SIGTERM then ends the process (exit code 143) and SIGINT raises
+    KeyboardInterrupt (130 if it is not caught). A second SIGINT before that raises KeyboardInterrupt at once.
 
-    Processes that are forked meanwhile, such as a DataLoader's workers, go by the old handlers.
+    Processes that are forked in between, such as the workers of a DataLoader, use the old handlers.
 
     Args:
-        signals: their names, or members of :class:`signal.Signals`.
-        wake: called in the handler, once :attr:`received` is set.
+        signals: names of signals, or members of :class:`signal.Signals`.
+        wake: called in the handler after :attr:`received` is set.
 
     Raises:
-        ValueError: this system has no such signal, or none that can be handled.
+        TypeError: ``signals`` is a single name.
+        ValueError: this system has no such signal, or the signal cannot be handled.
     """
 
     def __init__(self, signals: Iterable[str | signal.Signals], wake: Callable[[], object] = bool) -> None:
         self.received: str | None = None
-        """The name of the first signal that came, such as ``"SIGTERM"``."""
+        """The name of the first signal that was received, such as ``"SIGTERM"``."""
         if isinstance(signals, str):
             raise TypeError(f"signals={signals!r}: give a list of names, [{signals!r}]")
         self._signals = [_signal(given) for given in signals]
@@ -42,36 +43,36 @@ class SignalWatch:
         self._pid = os.getpid()
 
     def install(self) -> None:
-        """Handle the signals from now on. Outside of the main thread, where Python cannot, a warning says so."""
+        """Handle the signals from now on; outside the main thread, where Python does not allow it, log a warning."""
         if self._signals and threading.current_thread() is not threading.main_thread():
             names = ", ".join(number.name for number in self._signals)
-            logger.warning("not the main thread, so %s will not stop this loop: make it in the main thread", names)
+            logger.warning("not in the main thread, so %s will not stop this loop: create it in the main thread", names)
             return
         for number in self._signals:
             self._old[number] = signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """Put the old handlers back, and deliver what came to them. Again is harmless."""
+        """Reinstate the old handlers and deliver the received signal to them. A second call is a no-op."""
         old, self._old = self._old, {}
         for number, handler in old.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
         if old and self.received is not None:
             name, self.received = self.received, None
-            for stream in (sys.stdout, sys.stderr):  # what was printed must not end with the process
+            for stream in (sys.stdout, sys.stderr):  # a process that a signal ends does not flush its buffers
                 with contextlib.suppress(Exception):
                     stream.flush()
             signal.raise_signal(signal.Signals[name])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        old = self._old.get(number, signal.SIG_DFL)
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # in a forked child
+            old = self._old.get(number, signal.SIG_DFL)
             signal.signal(number, signal.SIG_DFL if old is None else old)
             signal.raise_signal(number)
         elif self.received is None:
             self.received = signal.Signals(number).name
             self._wake()
         elif number == signal.SIGINT:
-            self.received = None  # it is delivered now
+            self.received = None  # this exception delivers it, so restore() must not
             raise KeyboardInterrupt
 
 
@@ -81,5 +82,5 @@ def _signal(given: str | signal.Signals) -> signal.Signals:
     except (KeyError, ValueError):
         raise ValueError(f"signals has {given!r}: give names of signals of this system, such as 'SIGTERM'") from None
     if number.name in ("SIGKILL", "SIGSTOP"):
-        raise ValueError(f"signals has {number.name!r}, which no process can handle")
+        raise ValueError(f"signals has {number.name!r}, which no process can handle: leave it out")
     return number

@@ -1,4 +1,4 @@
-"""When to try again after an error, and how long to wait before."""
+"""The policy of recovery: which errors to recover from, how often, and after what pause."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchhooks.log import logger
 
 _FIRST_PAUSE_SECS = 1.0
 _LONGEST_PAUSE_SECS = 60.0
-_MOST_DOUBLINGS = 64  # more would not fit into a float
+_MAX_DOUBLINGS = 64  # far beyond the longest pause, and small enough for a float
 
-# What CUDA says when the context is lost for good: nothing in this process can use the device again. Those of which its
-# documentation says that the process must be terminated, the uncorrectable ones, and what cuBLAS makes of them.
+# Parts of the messages of CUDA errors after which no code in this process can use the device again: those for which
+# CUDA's documentation says that the process must be terminated, uncorrectable errors, and how cuBLAS reports them.
 _POISONED = (
     "device-side assert",
     "illegal memory access",
@@ -33,19 +33,20 @@ _POISONED = (
 
 
 class Recovery:
-    """Which errors are recovered from, how often, and after how long a pause.
+    """Decides whether to recover from an error, and after what pause.
 
-    Unlike TensorFlow, which tries for ever and at once, the tries are bounded: the first after a run that went well is
-    made at once, each further one after twice the pause of the one before it.
+    Unlike TensorFlow, which retries forever and without a pause, recoveries are limited. The first one after a
+    successful run is made at once, the second after one second, and each further one after twice the previous pause,
+    up to one minute.
 
     Args:
-        errors: the exceptions to recover from; subclasses count.
-        max_recoveries: how many to make within ``window_secs`` seconds.
-        window_secs: see there.
+        errors: the exceptions to recover from, including their subclasses.
+        max_recoveries: the highest number of recoveries within ``window_secs``.
+        window_secs: the period in seconds for which ``max_recoveries`` holds.
 
     Raises:
-        TypeError: ``errors`` is no collection of exception classes.
-        ValueError: ``max_recoveries`` is no number of recoveries.
+        TypeError: ``errors`` is not a collection of exception classes.
+        ValueError: ``max_recoveries`` is not a whole number, 0 or more.
     """
 
     def __init__(
@@ -61,20 +62,20 @@ class Recovery:
         self._in_a_row = 0
 
     def run_went_well(self) -> None:
-        """The next recovery is a first one again."""
+        """Reset the pause, so that the next recovery is made at once."""
         self._in_a_row = 0
 
     def covers(self, error: BaseException) -> bool:
-        """Whether ``error`` is of a kind that is recovered from."""
+        """Return whether ``error`` is of a kind to recover from."""
         return isinstance(error, self._errors) and type(error) is not StopIteration
 
     def allows(self, error: BaseException) -> bool:
-        """Whether to recover from ``error``; if it is one to recover from and it is not done, a note on it says why."""
+        """Return whether to recover from ``error``; if it is covered but not allowed, a note on it says why."""
         if not self.covers(error):
             return False
         if is_poisoned(error):
             add_note(
-                error, "torchhooks: not recovered from, because this process has lost its CUDA context: start again"
+                error, "torchhooks: not recovered from, because this process has lost its CUDA context: restart it"
             )
             return False
         now = time.monotonic()
@@ -83,22 +84,22 @@ class Recovery:
         if len(self._made) >= self._max_recoveries:
             add_note(
                 error,
-                f"torchhooks: not recovered from, because of max_recoveries={self._max_recoveries}: there were "
-                f"{len(self._made)} within {self._window_secs:g} s",
+                f"torchhooks: not recovered from, because of max_recoveries={self._max_recoveries}: {len(self._made)} "
+                f"were made within the last {self._window_secs:g} s",
             )
             return False
         self._made.append(now)
         return True
 
     def pause(self, error: BaseException, wait: Callable[[float], object]) -> None:
-        """Say that a recovery from ``error`` is made, and ``wait`` before it, if it is not the first in a row."""
+        """Log the recovery from ``error``, then call ``wait(secs)`` unless it is the first in a row."""
         self._in_a_row += 1
         pause = 0.0
         if self._in_a_row > 1:
-            doublings = min(self._in_a_row - 2, _MOST_DOUBLINGS)
+            doublings = min(self._in_a_row - 2, _MAX_DOUBLINGS)
             pause = min(_FIRST_PAUSE_SECS * 2**doublings, _LONGEST_PAUSE_SECS)
         when = f"in {pause:g} s" if pause else "now"
-        # With its traceback: if this goes well, nobody sees the error again.
+        # With the traceback, because after a successful recovery the error is reported nowhere else.
         logger.warning(
             "recovering %s from %s (recovery %d in a row)", when, brief(error), self._in_a_row, exc_info=error
         )
@@ -107,20 +108,20 @@ class Recovery:
 
 
 def is_poisoned(error: BaseException) -> bool:
-    """Whether ``error``, or one that it came of, is one of CUDA's after which the process cannot use the device."""
+    """Return whether ``error`` or an error in its chain is a CUDA error that makes the device unusable."""
     texts = [brief(link).lower() for link in _chain(error)]
     return any("cuda" in text and any(words in text for words in _POISONED) for text in texts)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, what it was raised from or while handling, and so on."""
-    seen: set[int] = set()
+    """Yield ``error``, the error it was raised from or while handling, and so on, like a printed traceback."""
+    seen: set[int] = set()  # a chain can be a cycle
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        unset = link.__cause__ is None and not link.__suppress_context__
-        link = link.__context__ if unset else link.__cause__
+        shows_context = link.__cause__ is None and not link.__suppress_context__
+        link = link.__context__ if shows_context else link.__cause__
 
 
 def _exception_classes(given: object) -> tuple[type[BaseException], ...]:

@@ -1,19 +1,18 @@
-"""MonitoredTrainingLoop: a loop with the hooks that nearly every training wants.
+"""MonitoredTrainingLoop: a loop with the hooks that nearly every training run needs.
 
     with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run", hooks=[StopAtStepHook(1000)]) as loop:
         for inputs, targets in loop.until_stop(loader):
             loop.run(inputs, targets)
 
-Run it again and it goes on from the newest checkpoint in ``run``. Its hooks, in the order of every call:
+If the script is run again, it continues from the newest checkpoint in ``run``. The loop calls its hooks in this order:
 
     the chief_only_hooks
     StepCounterHook          every 100 steps
-    SummarySaverHook         every 100 steps, into summary_dir
-    CheckpointSaverHook      every 600 seconds, into checkpoint_dir
+    SummarySaverHook         every 100 steps, to summary_dir
+    CheckpointSaverHook      every 600 seconds, to checkpoint_dir
     the hooks
 
-but for those that have a state: they come before the first hook that saves checkpoints, so that what is saved of them
-includes the run.
+Hooks with a state are moved before the first hook that saves checkpoints, so that their saved state includes the run.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ class _UseDefault:
 
 
 USE_DEFAULT: Any = _UseDefault()
-"""What a period is that was not given, which is not the same as one that was switched off with None."""
+"""The default of a period. It differs from None, which disables a hook."""
 
 
-def MonitoredTrainingLoop(  # noqa: N802  (it stands in for tf.train.MonitoredTrainingSession)
+def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTrainingSession, which it replaces)
     step: Callable[..., R],
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -76,37 +75,38 @@ def MonitoredTrainingLoop(  # noqa: N802  (it stands in for tf.train.MonitoredTr
     max_wait_secs: float = 7200,
     **loop_arguments: Any,
 ) -> MonitoredLoop[R]:
-    """A :class:`torchhooks.MonitoredLoop` with the default hooks (``tf.train.MonitoredTrainingSession``).
+    """Return a :class:`torchhooks.MonitoredLoop` with the default hooks (``tf.train.MonitoredTrainingSession``).
 
-    A period in steps takes the place of the default one in seconds, and the other way round. ``None`` or 0 switches a
-    hook off. Unlike TensorFlow, steps per second are logged also where there is no folder to write them to.
+    A period in steps replaces the default period in seconds, and vice versa. ``None`` or 0 disables a hook. Unlike
+    TensorFlow, steps per second are logged even if there is no folder to write them to.
 
     Args:
-        step: the user's function.
-        model: whose state is saved and restored, and what hooks can ask for.
-        optimizer: likewise.
-        checkpoint_dir: where checkpoints are restored from and saved to; without it, neither.
-        hooks: the user's own hooks.
-        chief_only_hooks: hooks that a worker leaves out, and their states in the chief's checkpoints too.
-        scaffold: how a session is initialised, its saver, and the ``summary_op`` of the summaries; without that, a
-            SummarySaverHook writes the session's START and nothing else, as in TensorFlow.
-        state: further objects that belong into checkpoints, by name.
-        save_checkpoint_secs: seconds from one checkpoint to the next; 600 if neither period is given.
-        save_checkpoint_steps: steps from one to the next.
-        save_summaries_steps: steps from one summary to the next; 100 if neither period is given.
-        save_summaries_secs: seconds from one to the next.
-        summary_dir: where curves and summaries go, if not into ``checkpoint_dir``.
-        log_step_count_steps: steps from one report of steps per second to the next.
+        step: the training step, a function.
+        model: the module to save and restore, whose parameters and submodules hooks can fetch.
+        optimizer: the optimizer to save and restore, whose learning rate hooks can fetch.
+        checkpoint_dir: the folder that checkpoints are restored from and saved to. Without it, neither is done.
+        hooks: the hooks to add to the default ones.
+        chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints.
+        scaffold: how a session is initialised, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
+            the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
+        state: additional objects to save and restore, by name.
+        save_checkpoint_secs: the period of checkpoints in seconds; 600 if neither period is given.
+        save_checkpoint_steps: the period of checkpoints in steps.
+        save_summaries_steps: the period of summaries in steps; 100 if neither period is given.
+        save_summaries_secs: the period of summaries in seconds.
+        summary_dir: the folder for curves and summaries; ``checkpoint_dir`` by default.
+        log_step_count_steps: the period of steps per second, in steps.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
-        is_chief: whether this process is the one that saves and reports. Another, a worker, has ``hooks`` only. It
-            waits for the chief's first checkpoint in ``checkpoint_dir`` and starts from that; unlike in TensorFlow,
-            whose workers get their variables from a server. Without ``checkpoint_dir`` it starts at once.
-        max_wait_secs: how long a worker waits, at most.
+        is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
+            Unlike TensorFlow, whose workers get their variables from a server, a worker waits for the chief's first
+            checkpoint in ``checkpoint_dir`` and starts from it. Without ``checkpoint_dir``, it starts at once.
+        max_wait_secs: how long a worker waits at most, in seconds.
         loop_arguments: further arguments of the MonitoredLoop, such as ``step_unit`` and ``recoverable_errors``.
 
     Raises:
-        ValueError: both periods were given for one hook, or one that cannot be.
-        CheckpointError: the chief saved nothing for as long as a worker waits.
+        TypeError: something in ``hooks`` or ``chief_only_hooks`` is not a hook, or an argument is unknown.
+        ValueError: both periods are given for one hook, or a period is not valid.
+        CheckpointError: no checkpoint of the chief appeared within ``max_wait_secs``.
     """
     given, chief_only = _checked(hooks, "hooks"), _checked(chief_only_hooks, "chief_only_hooks")
     scaffold = Scaffold() if scaffold is None else scaffold
@@ -150,12 +150,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (it stands in for tf.train.MonitoredTr
 
 
 class _Loop(MonitoredLoop[R]):
-    """A loop whose checkpoints have the states of hooks that it does not have itself.
-
-    Args:
-        hooks_elsewhere: their names.
-        arguments: of the MonitoredLoop.
-    """
+    """A loop that ignores the states of ``hooks_elsewhere`` in checkpoints: hooks that only another process has."""
 
     def __init__(self, hooks_elsewhere: Collection[str], *args: Any, **arguments: Any) -> None:
         self._hooks_elsewhere = hooks_elsewhere
@@ -171,38 +166,34 @@ def _checked(hooks: Iterable[SessionRunHook], name: str) -> list[SessionRunHook]
 
 
 def _period(default: dict[str, float], **periods: Any) -> dict[str, Any]:
-    """The one period to use, as an argument of a saver; nothing if it is switched off."""
+    """Return the period to use, as keyword arguments of a saver hook; an empty dict if the hook is disabled."""
     given = {name: period for name, period in periods.items() if period is not USE_DEFAULT} or default
-    used = {name: period for name, period in given.items() if not _is_off(period)}
+    # None, 0 and negative numbers disable the hook. Anything else that is not a period is an error.
+    used = {name: p for name, p in given.items() if p is not None and not (isinstance(p, (int, float)) and p <= 0)}
     if used:
-        SecondOrStepTimer.named(**used)  # which says what is wrong, in the names that the caller knows
+        SecondOrStepTimer.named(**used)  # for its errors, which name the arguments of the caller
     return {f"save_{name.rpartition('_')[2]}": period for name, period in used.items()}
 
 
-def _is_off(period: Any) -> bool:
-    return period is None or (isinstance(period, (int, float)) and period <= 0)
-
-
 def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
-    """``hooks``, with those that have a state before the first that saves checkpoints."""
-    savers = [place for place, hook in enumerate(hooks) if getattr(hook, "saves_checkpoints", False)]
-    first = savers[0] if savers else len(hooks)
-    behind = [(has_state(hook), hook) for hook in hooks[first:]]
-    late = [hook for has_state, hook in behind if has_state]
-    return [*hooks[:first], *late, *(hook for has_state, hook in behind if not has_state)]
+    """Return ``hooks`` with those that have a state moved before the first one that saves checkpoints."""
+    savers = (index for index, hook in enumerate(hooks) if getattr(hook, "saves_checkpoints", False))
+    first_saver = next(savers, len(hooks))
+    # The sort is stable: within each group the order stays as given.
+    return hooks[:first_saver] + sorted(hooks[first_saver:], key=has_state, reverse=True)
 
 
 def _wait_for_chief(checkpoint_dir: str, max_wait_secs: float) -> None:
-    """Return once there is a checkpoint in ``checkpoint_dir``; look now and then, ever less often."""
+    """Wait until there is a checkpoint in ``checkpoint_dir``, polling with growing pauses."""
     show_lines()
     begin, pause = time.monotonic(), _FIRST_PAUSE_SECS
     while latest_checkpoint(checkpoint_dir) is None:
         left = begin + max_wait_secs - time.monotonic()
         if left <= 0:
             raise CheckpointError(
-                f"{checkpoint_dir} has had no checkpoint for {max_wait_secs:g} seconds, and a worker (is_chief=False) "
-                "starts from one that the chief saves there: start the chief with the same checkpoint_dir and with "
-                "checkpoints switched on, or wait longer with max_wait_secs."
+                f"no checkpoint appeared in {checkpoint_dir} within {max_wait_secs:g} seconds, and a worker "
+                "(is_chief=False) starts from one that the chief saves there: start the chief with the same "
+                "checkpoint_dir and with checkpoints enabled, or increase max_wait_secs"
             )
         if pause == _FIRST_PAUSE_SECS:
             logger.info(

@@ -1,1 +1,1 @@
-"""The hooks that come with the library, by theme."""
+"""The built-in hooks, grouped by purpose."""

@@ -1,11 +1,11 @@
-"""The hook that counts: steps per second."""
+"""A hook that measures how fast the loop runs: steps per second."""
 
 from __future__ import annotations
 
 import functools
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchhooks import summary
 from torchhooks.coordinator import Coordinator
@@ -17,38 +17,60 @@ from torchhooks.text import call_repr
 from torchhooks.timer import Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
-_RATE = "global_step/sec"
-_CURVES = {tag: summary.scalar(tag, tag) for tag in (_RATE, "examples/sec", "waiting_for_data")}
-_WORTH_A_LINE = 0.01, 1e-5  # of the time, and seconds a step: less is what asking for an item takes
+_STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE = "global_step/sec", "examples/sec", "waiting_for_data"
+_CURVES = {tag: summary.scalar(tag, tag) for tag in (_STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE)}
+
+_MIN_LOGGED_SHARE = 0.01
+_MIN_LOGGED_SECS_PER_STEP = 1e-5  # about what it takes to get an item that is ready
+
+_Times = tuple[float, tuple[float, ...]]  # the duration of a period and of each pause within it, in seconds
+
+
+class _Period(NamedTuple):
+    """The start of a reporting period, and the pauses within it."""
+
+    start: Moment
+    data_wait_secs: float | None
+    pauses: list[Elapsed]
+
+    def waiting_share(self, end: _Period) -> float | None:
+        """Return the share of the time until ``end`` that the loop waited for data; ``None`` if it did not wait."""
+        if self.data_wait_secs is None or end.data_wait_secs is None or end.data_wait_secs <= self.data_wait_secs:
+            return None
+        # The host waits for data, so this is a share of the host's time, also if the rate is measured on a device.
+        host_secs = end.start.secs - self.start.secs - sum(pause.host_secs for pause in self.pauses)
+        return (end.data_wait_secs - self.data_wait_secs) / host_secs
 
 
 class StepCounterHook(SessionRunHook):
-    """Reports steps per second (``tf.train.StepCounterHook``): a log line, and a curve ``global_step/sec``.
+    """Reports steps per second (``tf.train.StepCounterHook``) as a log line and as the curve ``global_step/sec``.
 
-    The first run starts the clock; a report comes each time a full period has passed since the last, so
-    ``every_n_steps=10`` reports at 11, 21, 31. So what the first step takes longer, to compile and to warm up, is not
-    counted, and neither is what happens inside ``with session.paused():``. A period in which the step went back gets no
-    report, and when one passed without any step, a warning says so once.
+    The first run starts the clock, and a report follows each time a full period has passed since the previous one, so
+    ``every_n_steps=10`` reports at steps 11, 21 and 31. The rate thus excludes the first step, with its compilation and
+    warm-up, and also all time inside ``with session.paused():``. A period in which the step went back is not reported.
+    If a whole period passes without any step, the hook logs a warning, once.
 
-    Unlike TensorFlow, on a GPU the time is the device's own, between two events that are read when they have passed:
-    nothing waits, and steps that are only queued are not counted as made. The line comes a little later.
+    Unlike TensorFlow, the time on a GPU is measured by the GPU, between two events that are read after they have
+    passed. The host never waits for it, and steps that are only queued are not counted as made. The report therefore
+    arrives a few runs later.
 
-    If the loop was driven by ``until_stop``, the share of the time that it waited for data is written beside, as the
-    curve ``waiting_for_data``, and logged from 1 % and 10 us a step on.
+    In a loop that is driven by ``until_stop``, the hook also reports the share of the time that the loop waited for
+    data, as the curve ``waiting_for_data``. A share of at least 1 % and 10 us per step is also logged.
 
-    Unlike TensorFlow, a loop that goes on from a later step than 0 has ``SessionLog.START`` written in its first run,
-    from which TensorBoard knows that the curve beyond this step is void; if no SummarySaverHook does so there. A writer
-    with ``purge_from(step)``, as a :class:`torchhooks.JsonLinesWriter`, is told in any loop, and after a recovery.
+    Unlike TensorFlow, in a loop that continues from a step after 0, the first run writes ``SessionLog.START``, which
+    makes TensorBoard discard the points that an earlier process wrote after this step. A SummarySaverHook that writes
+    to the same place does so instead. If the writer has a method ``purge_from(step)``, as
+    :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
 
     Args:
-        every_n_steps: steps from one report to the next.
-        every_n_secs: seconds from one report to the next; pass ``every_n_steps=None`` with it.
-        output_dir: the folder of the event file, or
-        summary_writer: the writer. With neither, there is the log line only.
-        examples_per_step: how many examples a step takes; reports ``examples/sec`` beside.
+        every_n_steps: the period in steps.
+        every_n_secs: the period in seconds; requires ``every_n_steps=None``.
+        output_dir: the folder of the event file to write to.
+        summary_writer: the writer to use in place of ``output_dir``. Without either, the rate is only logged.
+        examples_per_step: the number of examples in a step, to report ``examples/sec`` as well.
 
     Raises:
-        ValueError: not exactly one period was given, or two places to write to.
+        ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.
     """
 
     def __init__(
@@ -77,18 +99,16 @@ class StepCounterHook(SessionRunHook):
     def begin(self) -> None:
         self._timer.reset()
         self._runs = 0
-        self._checked_at = (0, -1)
+        self._checked_run, self._checked_step = 0, -1  # where it was last checked that the step count advances
         self._warned = False
-        self._began: Moment | None = None
-        self._pauses: list[Elapsed] = []
-        self._waited_secs: float | None = None
+        self._period: _Period | None = None
         if self._target.open() is not None:
             summary.check_writer(self._target.writer)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
             self._timer.reset()
-        session.on_pause(lambda pause: self._pauses.append(pause))
+        session.on_pause(self._add_pause)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
@@ -98,12 +118,12 @@ class StepCounterHook(SessionRunHook):
             self._target.start_session_alone(session.begun_at, step)
         if self._timer.should_trigger_for_step(step):
             _, elapsed_steps = self._timer.update_last_triggered_step(step)
-            self._measure(run_context, elapsed_steps)
-        elif self._period_is_over():
-            self._warn_if_no_step_was_made(step)
+            self._start_period(run_context, elapsed_steps)
+        elif self._stall_check_is_due():
+            self._warn_if_stalled(step)
         else:
             return
-        self._checked_at = self._runs, step
+        self._checked_run, self._checked_step = self._runs, step
 
     def teardown(self) -> None:
         self._target.close()
@@ -112,63 +132,61 @@ class StepCounterHook(SessionRunHook):
         due = self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
-        return Due(due.step, due.moment, self._checked_at[0] + self._every_n_steps - self._runs)
+        # Also due after that many runs, because a step count that does not advance never reaches due.step.
+        return Due(due.step, due.moment, runs=self._checked_run + self._every_n_steps - self._runs)
 
     def sat_out(self, runs: int) -> None:
         self._runs += runs
 
-    def _measure(self, run_context: SessionRunContext, steps: int | None) -> None:
-        """End a period, have it reported when its length is known, and begin the next one."""
-        session = run_context.session
-        begin, pauses, waited = self._began, self._pauses, self._waited_secs
-        self._began, self._pauses, self._waited_secs = Moment(session.device), [], session.data_wait_secs
-        if begin is None or steps is None or steps < 0:
-            return
-        share = None
-        if waited is not None and self._waited_secs is not None and self._waited_secs > waited:
-            # Of the host's time, whose waiting it is.
-            share = (self._waited_secs - waited) / (self._began.secs - begin.secs - sum(p.host_secs for p in pauses))
-        elapsed = Elapsed(begin, self._began)
-        times = elapsed if elapsed.event is not None else elapsed.host_secs, tuple(pauses)
-        report = functools.partial(self._report, session.global_step, time.time(), steps, share)
-        run_context.when_ready(times, report)
+    def _add_pause(self, pause: Elapsed) -> None:
+        if self._period is not None:
+            self._period.pauses.append(pause)
 
-    def _report(
-        self,
-        step: int,
-        wall_time: float,
-        steps: int,
-        waiting_share: float | None,
-        times: tuple[float, tuple[float, ...]],
-    ) -> None:
-        elapsed, pauses = times
-        secs = elapsed - sum(pauses)
+    def _start_period(self, run_context: SessionRunContext, elapsed_steps: int | None) -> None:
+        """Start a period, and report on the one that ends here as soon as its duration is known."""
+        session = run_context.session
+        ended, started = self._period, _Period(Moment(session.device), session.data_wait_secs, [])
+        self._period = started
+        if ended is None or elapsed_steps is None or elapsed_steps < 0:
+            return  # this run starts the clock, or the step went back
+        waiting_share = ended.waiting_share(started)
+        report = functools.partial(self._report, session.global_step, time.time(), elapsed_steps, waiting_share)
+        # On a GPU, the report is made when the device has passed both moments. A plain number takes a fast path.
+        duration = Elapsed(ended.start, started.start)
+        secs = duration.host_secs if duration.event is None else duration
+        run_context.when_ready((secs, tuple(ended.pauses)), report)
+
+    def _report(self, step: int, wall_time: float, steps: int, waiting_share: float | None, times: _Times) -> None:
+        """Log and write the rates of a period of ``steps`` steps, which ended at ``step`` and ``wall_time``."""
+        duration, pauses = times
+        secs = duration - sum(pauses)
         rate = steps / secs if secs > 0 else math.inf
-        logger.info("%s: %g", _RATE, rate)
-        curves = {_RATE: rate}
+        values = {_STEPS_RATE: rate}
+        logger.info("%s: %g", _STEPS_RATE, rate)
         if self._examples_per_step is not None:
-            curves["examples/sec"] = rate * self._examples_per_step
-            logger.info("examples/sec: %g", curves["examples/sec"])
+            values[_EXAMPLES_RATE] = rate * self._examples_per_step
+            logger.info("%s: %g", _EXAMPLES_RATE, values[_EXAMPLES_RATE])
         if waiting_share is not None:
-            curves["waiting_for_data"] = waiting_share
-            if waiting_share >= _WORTH_A_LINE[0] and waiting_share * secs >= _WORTH_A_LINE[1] * steps:
+            values[_WAITING_SHARE] = waiting_share
+            if waiting_share >= _MIN_LOGGED_SHARE and waiting_share * secs >= _MIN_LOGGED_SECS_PER_STEP * steps:
                 logger.info("waiting for data: %.1f%% of the time", 100 * waiting_share)
         if self._target.writer is not None:
-            points = [summary.Summary(_CURVES[tag], value) for tag, value in curves.items()]
+            points = [summary.Summary(_CURVES[tag], value) for tag, value in values.items()]
             summary.write_summaries(self._target.writer, points, step, wall_time)
 
-    def _period_is_over(self) -> bool:
+    def _stall_check_is_due(self) -> bool:
+        """Return whether a period has passed since the last check, in runs if the period is one in steps."""
         if self._every_n_steps is not None:
-            return self._runs >= self._checked_at[0] + self._every_n_steps
+            return self._runs >= self._checked_run + self._every_n_steps
         moment = self._timer.next_due().moment
         return moment is not None and time.monotonic() >= moment
 
-    def _warn_if_no_step_was_made(self, step: int) -> None:
-        if step == self._checked_at[1] and not self._warned:
+    def _warn_if_stalled(self, step: int) -> None:
+        if step == self._checked_step and not self._warned:
             self._warned = True
             logger.warning(
-                "the global step has been %d for a whole period of %r: if the step calls no optimizer.step(), count in "
-                'MonitoredLoop(..., step_unit="run")',
+                "the global step has been %d for a whole period of %r: if the step calls no optimizer.step(), count "
+                'runs with MonitoredLoop(..., step_unit="run")',
                 step,
                 self,
             )

@@ -1,4 +1,4 @@
-"""Hooks that give the step something."""
+"""Hooks that pass values to the step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from torchhooks.text import call_repr
 
 
 class FeedFnHook(SessionRunHook):
-    """Feeds the step in every run (``tf.train.FeedFnHook``).
+    """Passes keyword arguments to the step in every run (``tf.train.FeedFnHook``).
 
     Args:
-        feed_fn: called before each step; what it returns, parameter name to value, becomes keyword arguments of the
-            step. A ``StopIteration`` out of it ends the loop cleanly: the data is used up.
+        feed_fn: called before each step; returns the keyword arguments, a mapping from parameter name to value. If it
+            raises ``StopIteration``, for instance because the data is exhausted, the loop ends cleanly.
+
+    Raises:
+        TypeError: ``feed_fn`` is not callable.
     """
 
     def __init__(self, feed_fn: Callable[[], Mapping[str, Any]]) -> None:
         if not callable(feed_fn):
-            raise TypeError(f"feed_fn={feed_fn!r}: must be a function that returns a mapping, parameter name to value")
+            raise TypeError(f"feed_fn={feed_fn!r}: must be a function that returns a mapping, from parameter to value")
         self._feed_fn = feed_fn
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:

@@ -1,4 +1,4 @@
-"""Hooks that tell: log lines, and what came out at the end."""
+"""Hooks that report values: in log lines while the loop runs, and once at the end."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
 
 
 class LoggingTensorHook(SessionRunHook):
-    """Logs values every so often (``tf.train.LoggingTensorHook``): ``loss = 0.1, step = 7 (2.500 sec)``.
+    """Logs values periodically (``tf.train.LoggingTensorHook``): ``loss = 0.1, step = 7 (2.500 sec)``.
 
-    It counts its own runs, whatever the global step: ``every_n_iter=4`` logs the 1st, the 5th, the 9th. The seconds,
-    from the second line on, are those since the line before.
+    The hook counts runs, not global steps: ``every_n_iter=4`` logs the 1st, 5th and 9th run. From the second line on,
+    the seconds are those since the previous line.
 
     Args:
-        tensors: a dict, tag to fetch, logged sorted by tag; or a list of fetches, logged in its order under their
-            names.
-        every_n_iter: runs from one line to the next, or
-        every_n_secs: seconds from one line to the next.
-        at_end: whether to log at the end as well, or, without a period, only then.
-        formatter: makes the whole line of a dict, tag to printable value.
+        tensors: a dict from tag to fetch, which is logged sorted by tag; or a list of fetches, which is logged in its
+            order under the names of the fetches.
+        every_n_iter: the period in runs.
+        every_n_secs: the period in seconds, in place of ``every_n_iter``.
+        at_end: whether to log at a clean end of the loop, in addition to a period or without one.
+        formatter: a function that returns the whole line, given a dict from tag to a printable value.
 
     Raises:
-        ValueError: no period and not ``at_end``, two periods, or one that cannot be; nothing to log, or two fetches of
-            one name; or something that cannot be had at the end, with ``at_end``.
-        TypeError: ``tensors`` is neither a dict nor a list, or ``formatter`` is no function.
+        ValueError: neither a period nor ``at_end`` is given, or both periods are, or a period is not valid; there is
+            nothing to log, or two fetches in a list have the same name; or a value is available only while a step runs,
+            with ``at_end``.
+        TypeError: ``tensors`` is neither a dict nor a list, or ``formatter`` is not callable.
     """
 
     def __init__(
@@ -57,13 +58,15 @@ class LoggingTensorHook(SessionRunHook):
         if every_n_iter is None and every_n_secs is None and not at_end:
             raise ValueError("LoggingTensorHook never logs: give every_n_iter, every_n_secs or at_end=True")
         if formatter is not None and not callable(formatter):
-            raise TypeError(f"formatter={formatter!r}: must be a function that makes a line of a dict, tag to value")
+            raise TypeError(
+                f"formatter={formatter!r}: must be a function that turns a dict of values by tag into a line"
+            )
         self._timer: SecondOrStepTimer | NeverTriggerTimer = NeverTriggerTimer()
         if every_n_iter is not None or every_n_secs is not None:
             self._timer = SecondOrStepTimer.named(every_n_secs=every_n_secs, every_n_iter=every_n_iter)
         self._tensors = _by_tag(tensors)
         if at_end:
-            _check_can_be_had_at_the_end(self, self._tensors)
+            _check_available_at_end(self, self._tensors)
         self._at_end = at_end
         self._formatter = formatter
         self._request = SessionRunArgs(tuple(self._tensors.values()))
@@ -94,7 +97,7 @@ class LoggingTensorHook(SessionRunHook):
         due = self._timer.next_due()
         if due.step is None:
             return due
-        return Due(runs=max(due.step - self._iterations, 0) + 1)
+        return Due(runs=max(due.step - self._iterations, 0) + 1)  # the steps of this timer are runs
 
     def sat_out(self, runs: int) -> None:
         self._iterations += runs
@@ -105,7 +108,7 @@ class LoggingTensorHook(SessionRunHook):
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
         printable = {tag: map_leaves(_printable, value) for tag, value in values.items()}
         if self._formatter is not None:
-            with np.printoptions(suppress=True):
+            with np.printoptions(suppress=True):  # TensorFlow's hook prints arrays without exponents
                 line = self._formatter(printable)
         else:
             line = ", ".join([f"{tag} = {_text(value)}" for tag, value in printable.items()])
@@ -117,15 +120,15 @@ class LoggingTensorHook(SessionRunHook):
 
 
 class FinalOpsHook(SessionRunHook):
-    """Evaluates something once, when training has ended well (``tf.train.FinalOpsHook``).
+    """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``).
 
     Args:
-        final_ops: any fetch: a closure that computes the test accuracy, say.
+        final_ops: any fetch, for instance a closure that computes the test accuracy.
         final_ops_feed_dict: values for parameters of closures, by name.
 
     Raises:
-        TypeError: ``final_ops_feed_dict`` is no mapping.
-        ValueError: something in ``final_ops`` cannot be had at the end.
+        TypeError: ``final_ops_feed_dict`` is not a mapping.
+        ValueError: a value in ``final_ops`` is available only while a step runs.
     """
 
     def __init__(self, final_ops: Any, final_ops_feed_dict: Mapping[str, Any] | None = None) -> None:
@@ -133,12 +136,12 @@ class FinalOpsHook(SessionRunHook):
         self._feed_dict = final_ops_feed_dict
         self._values: Any = None
         if final_ops_feed_dict is not None and not isinstance(final_ops_feed_dict, Mapping):
-            raise TypeError(f"final_ops_feed_dict={final_ops_feed_dict!r}: give a mapping, parameter name to value")
-        _check_can_be_had_at_the_end(self, final_ops)
+            raise TypeError(f"final_ops_feed_dict={final_ops_feed_dict!r}: give a mapping from parameter name to value")
+        _check_available_at_end(self, final_ops)
 
     @property
     def final_ops_values(self) -> Any:
-        """The values, in the shape of ``final_ops``; ``None`` before the end."""
+        """The values, in the structure of ``final_ops``; ``None`` before the end."""
         return self._values
 
     def begin(self) -> None:
@@ -152,18 +155,18 @@ class FinalOpsHook(SessionRunHook):
         return call_repr(self, self._final_ops, final_ops_feed_dict=self._feed_dict)
 
 
-def _check_can_be_had_at_the_end(hook: SessionRunHook, fetches: Any) -> None:
-    """Raise now, and not when the training is over."""
+def _check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
+    """Raise a ValueError for what only a step can provide, at creation rather than at the end of a long run."""
     for name in watched_names(fetches):
         raise ValueError(
-            f"{hook!r}: {name!r} is seen only while a step is made, not at the end; let the step return its value"
+            f"{hook!r}: {name!r} is available only while a step runs, not at the end; return it from the step instead"
         )
 
 
 def _by_tag(tensors: Any) -> dict[str, Any]:
-    """Fetches by the tags under which they are logged, in the order of the line."""
+    """Return the fetches by the tags under which they are logged, in the order of the line."""
     if not isinstance(tensors, (Mapping, list, tuple)):
-        raise TypeError(f"tensors={tensors!r}: give a dict, tag to fetch, or a list of fetches, such as ['loss']")
+        raise TypeError(f"tensors={tensors!r}: give a dict from tag to fetch, or a list of fetches, such as ['loss']")
     if not tensors:
         raise ValueError(f"tensors={tensors!r}: there is nothing to log; give at least one fetch, such as ['loss']")
     if isinstance(tensors, Mapping):
@@ -172,24 +175,24 @@ def _by_tag(tensors: Any) -> dict[str, Any]:
     for fetch in tensors:
         tag = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
         if tag in tagged:
-            raise ValueError(f"tensors={tensors!r}: two of them would be logged as {tag!r}; give a dict, tag to fetch")
+            raise ValueError(f"tensors={tensors!r}: two would be logged as {tag!r}; give a dict from tag to fetch")
         tagged[tag] = fetch
     return tagged
 
 
 def _printable(value: Any) -> Any:
-    """A tensor as numpy's number or array; the precisions that numpy lacks as float32."""
+    """Return a tensor as a NumPy scalar or array; in float32 if NumPy lacks its dtype."""
     if isinstance(value, torch.Tensor):
         try:
             value = value.numpy()
-        except (TypeError, RuntimeError):  # sparse, conjugate, or a precision that numpy lacks
+        except (TypeError, RuntimeError):  # sparse, conjugate, or a dtype that NumPy lacks
             value = value.to_dense().resolve_conj()
             value = (value if value.is_complex() else value.float()).numpy()
     return value[()] if isinstance(value, np.ndarray) else value
 
 
 class _Bare:
-    """Prints as its value does alone: inside of a list, numpy would print the type too."""
+    """Has the ``str`` of its value as ``repr``: a list prints reprs, and that of a NumPy scalar includes its type."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

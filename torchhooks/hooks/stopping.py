@@ -1,4 +1,4 @@
-"""Hooks that decide when a loop stops, and when it may start."""
+"""Hooks that stop a loop, and one that delays its start."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _POLL_SECS = 0.1
 
 
 class StopAtStepHook(SessionRunHook):
-    """Stops at a step (``tf.train.StopAtStepHook``): the run that reaches it is the last.
+    """Stops the loop at a global step (``tf.train.StopAtStepHook``): the run that reaches it is the last one.
 
-    Unlike TensorFlow, which guesses the step before it looks, the real step decides, also in runs that count no step or
-    several. A loop that starts beyond its last step makes one run, as TensorFlow's does.
+    Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, also
+    if a run counts no step or several. A loop that starts at or after its last step makes one run, as in TensorFlow.
 
     Args:
-        num_steps: steps to make from where the first session begins; a recovery does not make them start again.
+        num_steps: the number of steps to make, counted from the step at which the first session starts. A recovery does
+            not restart the count.
         last_step: the global step to stop at.
 
     Raises:
-        ValueError: both were given or none, or one that is no number of steps.
+        ValueError: not exactly one of the two is given, or it is not a valid number of steps.
     """
 
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
@@ -46,7 +47,7 @@ class StopAtStepHook(SessionRunHook):
             raise ValueError(f"{self!r}: give one of num_steps and last_step{both}")
         if num_steps is not None:
             count(num_steps, "num_steps")
-        elif _whole(last_step, "last_step") < 0:
+        elif _whole_number(last_step, "last_step") < 0:
             raise ValueError(f"last_step={last_step!r}: must be 0 or more")
         self._last_step = last_step
 
@@ -54,7 +55,7 @@ class StopAtStepHook(SessionRunHook):
         self._last_step = self._given_last_step
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if self._last_step is None:
+        if self._last_step is None:  # it is set already after a recovery, which must not move it
             assert self._num_steps is not None
             self._last_step = session.global_step + self._num_steps
 
@@ -72,20 +73,24 @@ class StopAtStepHook(SessionRunHook):
 
 
 class NanTensorHook(SessionRunHook):
-    """Stops, or fails, when a value is not a number (``tf.train.NanTensorHook``). Looks at every run.
+    """Fails or stops the loop when a value is NaN (``tf.train.NanTensorHook``). Checks the value of every run.
 
-    Unlike TensorFlow, a value on a GPU is looked at there, behind the step, and what was found is read later: nothing
-    waits, the message names the step at which the value was NaN, and the loop ends a few runs after it.
+    Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. The host never waits
+    for it, so the loop ends a few runs after the NaN. The message still names the step at which the value was NaN.
+
+    Unlike TensorFlow, no checkpoint is saved from the run with the NaN on, wherever the saver is in the list of hooks.
 
     Args:
-        loss_tensor: what to watch: any fetch of real numbers, one NaN in it is enough.
-        fail_on_nan_loss: whether to raise, or else to stop after the run, with a warning.
-        also_inf: whether an infinity counts as well.
-        max_lag_steps: how many runs later than on the CPU, where it is always exact, a NaN on a device may be noticed;
-            0 waits for the device in every run. ``None``: as soon as it can be known without waiting.
+        loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
+        fail_on_nan_loss: whether to raise an error; otherwise the hook logs a warning and stops the loop after the run.
+        also_inf: whether to treat infinities like NaN.
+        max_lag_steps: how many runs later than on the CPU, where the check is immediate, a NaN on a device may be
+            noticed. With 0, every run waits for the device. With ``None``, the NaN is noticed as soon as the result can
+            be read without waiting.
 
     Raises:
-        NanLossDuringTrainingError: out of the run in which the NaN is noticed, with ``fail_on_nan_loss``.
+        NanLossDuringTrainingError: from the run in which the NaN is noticed, with ``fail_on_nan_loss``.
+        ValueError: ``max_lag_steps`` is not a whole number, 0 or more.
     """
 
     def __init__(
@@ -102,17 +107,20 @@ class NanTensorHook(SessionRunHook):
         if max_lag_steps is not None and max_lag_steps != 0:
             count(max_lag_steps, "max_lag_steps")
         self._max_lag_steps = max_lag_steps
-        self._badness = _Badness(loss_tensor, also_inf)
-        self._request = SessionRunArgs(self._badness)
+        self._check = _NonFiniteCheck(loss_tensor, also_inf)
+        self._request = SessionRunArgs(self._check)
         self._message: str | None = None
-        self._out_of_sight = False
+        self._joins_every_run = False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._message = self._badness.found = None  # after a recovery the state is one from before the NaN
-        # A subclass that does something of its own in runs is called in all of them.
-        own = any(getattr(type(self), name) is not getattr(NanTensorHook, name) for name in ("before_run", "after_run"))
-        self._out_of_sight = own or type(self._loss_tensor) is not str or bool(watched_names(self._loss_tensor))
-        session.guard_checkpoints(lambda: self._message or self._what_is_wrong_now(session))
+        self._message = self._check.found = None  # a recovery restores a state from before the NaN
+        # A subclass that overrides a run method expects it to be called in every run.
+        cls = type(self)
+        overrides = (cls.before_run, cls.after_run) != (NanTensorHook.before_run, NanTensorHook.after_run)
+        # Only an output of the step that is fetched by name can be examined without joining the run.
+        is_output_name = type(self._loss_tensor) is str and not watched_names(self._loss_tensor)
+        self._joins_every_run = overrides or not is_output_name
+        session.guard_checkpoints(functools.partial(self._why_no_checkpoint, session))
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return self._request
@@ -122,35 +130,39 @@ class NanTensorHook(SessionRunHook):
         if found is not None:
             if self._max_lag_steps == 0:
                 found = to_host(found)
-            notice = functools.partial(self._notice, run_context, run_context.session.global_step)
-            run_context.when_ready(found, notice, max_lag_runs=self._max_lag_steps)
+            # Bound to this step, because the callback may run several steps later.
+            report = functools.partial(self._report, run_context, run_context.session.global_step)
+            run_context.when_ready(found, report, max_lag_runs=self._max_lag_steps)
 
     def next_due(self) -> Due | None:
-        return None if self._out_of_sight else Due(when=self._looks_bad)
+        return None if self._joins_every_run else Due(when=self._needs_check)
 
-    def _looks_bad(self, outputs: Any) -> bool:
-        name, value = self._loss_tensor, outputs
+    def _needs_check(self, outputs: Any) -> bool:
+        """Return whether to join the run with these ``outputs``: not if the value in them is a finite number."""
+        name, value = self._loss_tensor, outputs  # called after every step, so the usual "loss" has a fast path
         if name != "loss" or type(outputs) is not torch.Tensor:
             named = named_outputs(outputs)
-            value = named[name] if name in named else None  # noqa: SIM401 - a mapping of the user's may have no get()
+            value = named[name] if name in named else None  # noqa: SIM401 - the user's mapping may have no get()
         if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1 and "cpu" not in copiers:
             value = value.item()
         if type(value) is float and math.isfinite(value):
-            self._badness.found = None  # that of an earlier run
+            self._check.found = None  # forget the finding of an earlier run
             return False
-        self._out_of_sight = self._out_of_sight or type(value) is not float
+        # What is not a number on the CPU can only be checked by joining the run. Assume that it stays that way.
+        self._joins_every_run = self._joins_every_run or type(value) is not float
         return True
 
-    def _what_is_wrong_now(self, session: Session) -> str | None:
-        """For a saver that stands in front of this hook, and asks before it was told of the run."""
-        kinds = _kinds_of(to_host(self._badness.found))
-        return f"{describe(self._loss_tensor)} is {kinds[0]} at step {session.global_step}" if kinds else None
+    def _why_no_checkpoint(self, session: Session) -> str | None:
+        """Return why the current state must not be saved, or ``None``."""
+        # A saver before this hook in the list asks before after_run, when only the check knows of the NaN.
+        return self._message or self._problem(to_host(self._check.found), session.global_step)
 
-    def _notice(self, run_context: SessionRunContext, step: int, found: dict[str, Any]) -> None:
-        kinds = _kinds_of(found)
-        if not kinds or self._message is not None:
+    def _report(self, run_context: SessionRunContext, step: int, found: dict[str, Any]) -> None:
+        """Fail or stop the loop if ``found``, which is on the host now, has a problem and none was reported yet."""
+        message = self._problem(found, step)
+        if message is None or self._message is not None:
             return
-        self._message = message = f"{describe(self._loss_tensor)} is {kinds[0]} at step {step}"
+        self._message = message
         if self._fail_on_nan_loss:
             logger.error("%s: training fails", message)
             raise NanLossDuringTrainingError(
@@ -158,6 +170,12 @@ class NanTensorHook(SessionRunHook):
             )
         logger.warning("%s: training stops", message)
         run_context.request_stop(message)
+
+    def _problem(self, found: dict[str, Any] | None, step: int) -> str | None:
+        for kind, flags in (found or {}).items():
+            if any(flags):
+                return f"{describe(self._loss_tensor)} is {kind} at step {step}"
+        return None
 
     def __repr__(self) -> str:
         return call_repr(
@@ -169,18 +187,19 @@ class NanTensorHook(SessionRunHook):
         )
 
 
-class _Badness(ComposedFetch):
-    """What is wrong with a value: ``None``, or a dict from kind to whether it is so, which may be on a device.
+class _NonFiniteCheck(ComposedFetch):
+    """The result of checking the value of a fetch: ``None`` if it is finite.
 
-    ``found`` keeps it from the moment at which it is known, before anybody's ``after_run``.
+    Otherwise the result maps "NaN", and with ``also_inf`` "infinite", to the flags that :func:`_flags` returns.
+    :attr:`found` keeps it from the evaluation on, so that it is known before the first ``after_run`` of the run.
     """
 
-    copies = False
+    copies = False  # the check only reads the value, and keeps nothing of it
 
     def __init__(self, fetch: Any, also_inf: bool) -> None:
         self.found: dict[str, Any] | None = None
         self._fetch = fetch
-        self._kinds = {"NaN": "isnan", "infinite": "isinf"} if also_inf else {"NaN": "isnan"}
+        self._tests = {"NaN": "isnan", "infinite": "isinf"} if also_inf else {"NaN": "isnan"}
 
     @property
     def fetch(self) -> Any:
@@ -191,95 +210,91 @@ class _Badness(ComposedFetch):
         if type(value) is torch.Tensor and not is_remote(value) and value.numel() == 1:
             value = value.item()
         if type(value) is float and math.isfinite(value):
-            return None  # the way of nearly every run
+            return None  # fast path: nearly every run on a CPU
         parts = list(leaves(value))
-        found = {kind: _any_of(parts, test) for kind, test in self._kinds.items()}
-        if any(is_so is not False for is_so in found.values()):
+        found = {kind: _flags(parts, test) for kind, test in self._tests.items()}
+        if any(found.values()):  # any flag at all, whatever it says: those on a device cannot be read yet
             self.found = found
         return self.found
 
 
-def _any_of(parts: list[Any], test: str) -> Any:
-    """Whether one of ``parts`` passes ``test``: a bool, or a flag a device, so that nothing waits for one."""
-    if any(_any(part, test) for part in parts if not is_remote(part)):
-        return True
+def _flags(parts: list[Any], test: str) -> list[Any]:
+    """Return flags of which one is true if an element of ``parts`` passes ``test``.
+
+    That is ``[True]`` if a part on the host passes, or else one boolean tensor per device, computed without waiting.
+    """
+    if any(_passes(part, test) for part in parts if not is_remote(part)):
+        return [True]
     flags: dict[torch.device, torch.Tensor] = {}
     for part in parts:
         if is_remote(part):
             flag = getattr(part.detach(), test)().any()
             flags[part.device] = flag if part.device not in flags else flags[part.device].logical_or(flag)
-    return [as_snapshot(flag) for flag in flags.values()] or False
+    return [as_snapshot(flag) for flag in flags.values()]
 
 
-def _kinds_of(found: dict[str, Any] | None) -> list[str]:
-    """The kinds that were found, the flags being on the host by now."""
-    return [kind for kind, is_so in (found or {}).items() if (any(is_so) if isinstance(is_so, list) else is_so)]
-
-
-def _any(value: Any, kind: str) -> bool:
-    """Whether ``value``, or one element of it, is of that ``kind``: ``"isnan"`` or ``"isinf"``."""
+def _passes(value: Any, test: str) -> bool:
+    """Return whether ``value``, which is on the host, or one of its elements passes ``"isnan"`` or ``"isinf"``."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            return bool(getattr(value, kind)().any())
+            return bool(getattr(value, test)().any())
         value = value.item()
     if isinstance(value, (float, complex)):
-        return bool(getattr(cmath, kind)(value))
+        return bool(getattr(cmath, test)(value))
     if isinstance(value, int):
         return False
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
-        return bool(getattr(np, kind)(value).any())
+        return bool(getattr(np, test)(value).any())
     raise TypeError(f"NanTensorHook got {value!r}: watch numbers, tensors or arrays, or these in lists and dicts")
 
 
 class GlobalStepWaiterHook(SessionRunHook):
-    """Keeps the first run waiting until the global step is reached (``tf.train.GlobalStepWaiterHook``).
+    """Delays the first run until the loop has reached a global step (``tf.train.GlobalStepWaiterHook``).
 
-    A way to let workers join one after the other. The step is ``session.global_step``, which only another thread of
-    this process can advance: one that is registered with the coordinator, as a :class:`torchhooks.LooperThread` is.
+    TensorFlow uses it to start workers one after the other. Here the step is ``session.global_step``, which during the
+    wait only another thread of this process can advance: one that is registered with the coordinator, such as a
+    :class:`torchhooks.LooperThread`. A stop request or a signal ends the wait.
 
     Args:
-        wait_until_step: the step to wait for; 0 or less waits for nothing.
+        wait_until_step: the step to wait for; 0 or less disables the wait.
 
     Raises:
-        ValueError: ``wait_until_step`` is no whole number.
-        LifecycleError: out of the run, if there is no such thread, so that the wait would never end.
+        ValueError: ``wait_until_step`` is not a whole number.
+        LifecycleError: from the run, if no such thread is alive, so that the wait would never end.
     """
 
     def __init__(self, wait_until_step: int) -> None:
-        self._wait_until_step = _whole(wait_until_step, "wait_until_step")
-        self._waited = False
+        self._wait_until_step = self._awaited_step = _whole_number(wait_until_step, "wait_until_step")
 
     def begin(self) -> None:
-        self._waited = self._wait_until_step <= 0
+        self._awaited_step = self._wait_until_step
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._coord = coord
 
     def before_run(self, run_context: SessionRunContext) -> None:
-        if not self._waited:
-            self._wait(run_context.session)
-
-    def next_due(self) -> Due | None:
-        return NEVER if self._waited else None
-
-    def _wait(self, session: Session) -> None:
-        if session.global_step < self._wait_until_step:
-            logger.info("waiting for global step %d", self._wait_until_step)
-        while session.global_step < self._wait_until_step:
-            if not [thread for thread in self._coord.live_threads() if thread is not threading.current_thread()]:
+        session = run_context.session
+        if session.global_step < self._awaited_step:
+            logger.info("waiting for global step %d", self._awaited_step)
+        while session.global_step < self._awaited_step:
+            alone = set(self._coord.live_threads()) <= {threading.current_thread()}
+            if alone and session.global_step < self._awaited_step:  # a thread may have reached it just before it ended
                 raise LifecycleError(
-                    f"{self!r}: the global step is {session.global_step}, and nothing in this process advances it "
-                    "while this run waits: register the thread that does with the coordinator, or leave the hook out"
+                    f"{self!r}: the global step is {session.global_step}, and no thread that is registered with the "
+                    "coordinator can advance it: register the thread that does, or remove the hook"
                 )
             if self._coord.wait_for_stop(_POLL_SECS) or session.interrupted:
                 return
-        self._waited = True
+        self._awaited_step = 0  # reached: later runs do not wait, whatever the step is then
+
+    def next_due(self) -> Due | None:
+        return None if self._awaited_step > 0 else NEVER
 
     def __repr__(self) -> str:
         return call_repr(self, self._wait_until_step)
 
 
-def _whole(value: Any, name: str) -> int:
+def _whole_number(value: Any, name: str) -> int:
     try:
         number = operator.index(value)
     except TypeError:
