@@ -74,13 +74,11 @@ class FullDisk(Disk):
         return super().create(path)
 
 
-class KilledBeforeTheIndex(Disk):
-    """Is interrupted when a checkpoint is whole, and the one that it replaces not yet removed."""
+class KilledBeforeRemoval(Disk):
+    """A disk that interrupts a save after the checkpoint was written and before the one it replaces is removed."""
 
-    def rename(self, path: str, new_path: str) -> None:
-        if new_path.endswith(".json"):
-            raise KeyboardInterrupt
-        super().rename(path, new_path)
+    def remove(self, path: str) -> None:
+        raise KeyboardInterrupt
 
 
 # -- which ------------------------------------------------------------------------------------------------------------
@@ -357,7 +355,7 @@ def test_the_time_that_saving_takes_is_not_counted(tmp_path: Path) -> None:
     hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
     hook._saver.disk = Noting()
     trace(Listening(), hook, losses=[0.1])
-    assert seen == ["model.1.ckpt-1", "checkpoints.json", "end of a pause"]
+    assert seen == ["model.1.ckpt-1", "end of a pause"]
 
 
 def test_a_hook_with_a_state_behind_it_is_warned_of(tmp_path: Path) -> None:
@@ -467,7 +465,7 @@ def test_a_better_one_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
 def test_a_better_one_that_is_whole_counts_also_when_the_old_one_could_not_be_removed(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.5])
     hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
-    hook._saver.disk = KilledBeforeTheIndex()
+    hook._saver.disk = KilledBeforeRemoval()
     trace(hook, losses=[0.9], start_step=1, catch=KeyboardInterrupt)
     assert kept(tmp_path) == [1, 2]
     keep_best(tmp_path, [0.7, 1.0], start_step=2)
