@@ -530,19 +530,19 @@ LOOP: list[Any] = []
 LOOP.append(LOOP)
 
 REFUSED = [
-    (Path("a"), r"box\['value'\] is a pathlib\.\w+"),
-    ([1, {"deep": len}], r"box\['value'\]\[1\]\['deep'\] is a builtin_function_or_method"),
-    (np.ones(2), r"a NumPy array: give torch\.from_numpy"),
-    (np.datetime64("2020"), r"a datetime\.date"),
-    (defaultdict(int), r"a collections\.defaultdict"),
-    (frozenset(), "a frozenset"),
-    (Pair(1, 2), "a .*Pair"),
+    (Path("a"), r"box\['value'\] is of type pathlib\.\w+"),
+    ([1, {"deep": len}], r"box\['value'\]\[1\]\['deep'\] is of type builtin_function_or_method"),
+    (np.ones(2), r"a NumPy array: convert it with torch\.from_numpy"),
+    (np.datetime64("2020"), r"of type datetime\.date"),
+    (defaultdict(int), r"of type collections\.defaultdict"),
+    (frozenset(), "of type frozenset"),
+    (Pair(1, 2), "of type .*Pair"),
     (b"", "empty bytes"),
     (2**3000, "an integer of 3001 bits"),
-    ({Path("key"): 1}, "a pathlib"),
+    ({Path("key"): 1}, "of type pathlib"),
     (torch.ones(2, device="meta"), "on the meta device"),
     (nn.UninitializedParameter(), "without a shape yet"),
-    (torch.Generator(), r"a torch\._C\.Generator"),
+    (torch.Generator(), r"of type torch\._C\.Generator"),
     (LOOP, "part of itself"),
 ]
 
@@ -557,7 +557,9 @@ def test_what_could_not_be_loaded_is_refused_with_its_key_when_it_is_saved(
 
 
 def test_everything_that_cannot_be_saved_is_listed(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"box\['value'\]\[0\] is a type, box\['value'\]\[2\] is a type\. "):
+    with pytest.raises(
+        CheckpointError, match=r"box\['value'\]\[0\] is of type type, box\['value'\]\[2\] is of type type\. "
+    ):
         Saver().save(boxed([int, 1, str]), tmp_path / "model.ckpt", 1)
 
 
@@ -571,12 +573,12 @@ def test_a_subclass_of_tensor_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "global_step", "random", "hooks.EMA"])
 def test_a_reserved_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"state.'{name}'.: this name has a meaning"):
+    with pytest.raises(CheckpointError, match=f"state.'{name}'.: this name is reserved"):
         Saver().save(Session(state={name: Box()}), tmp_path / "model.ckpt", 1)
 
 
 def test_an_object_without_a_state_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'thing' is a int, without state_dict"):
+    with pytest.raises(CheckpointError, match="'thing' is of type int, without state_dict"):
         Saver().save(make_session(thing=3), tmp_path / "model.ckpt", 1)
 
 
@@ -610,11 +612,11 @@ def test_all_keys_of_a_model_that_do_not_match_are_listed(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError) as caught:
         Saver().restore(make_session(nn.Sequential(nn.Linear(2, 4, bias=False), nn.Identity(), nn.PReLU())), path)
     assert str(caught.value).splitlines() == [
-        f"{path} does not fit this training:",
+        f"{path} does not match this session:",
         "  model: missing in the file: '2.weight'",
-        "  model: in the file only: '0.bias', '1.weight'",
+        "  model: only in the file: '0.bias', '1.weight'",
         "  model: of another shape than in the file: '0.weight' (4, 2) instead of (3, 2)",
-        "Make them fit, or load what fits with Saver(strict=False).",
+        "Make them match, or load what matches with Saver(strict=False).",
     ]
 
 
@@ -624,14 +626,16 @@ def test_groups_of_an_optimizer_that_do_not_match_are_shown(tmp_path: Path) -> N
     groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
     two = torch.optim.SGD(groups, lr=0.1)
     path = Saver().save(make_session(optimizer=one), tmp_path / "model.ckpt", 1)
-    with pytest.raises(CheckpointError, match=r"optimizer: has groups of \[1, 1\] parameters, in the file .* \[2\]"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer: has groups of \[1, 1\] parameters, those in the file have \[2\]"
+    ):
         Saver().restore(make_session(optimizer=two), path)
 
 
 def test_entries_that_only_one_side_has_are_listed(tmp_path: Path) -> None:
     path = Saver().save(make_session(a=Box(), b=Box(), hooks={"EMA": Box()}), tmp_path / "model.ckpt", 1)
     with pytest.raises(
-        CheckpointError, match=r"missing in the file: 'model', 'c'\n  in the file only: 'a', 'hooks.EMA'"
+        CheckpointError, match=r"missing in the file: 'model', 'c'\n  only in the file: 'a', 'hooks.EMA'"
     ):
         Saver().restore(make_session(nn.Linear(1, 1), b=Box(), c=Box()), path)
 
@@ -641,7 +645,7 @@ def test_nothing_is_loaded_when_something_does_not_match(tmp_path: Path) -> None
     fresh = Box("fresh")
     before = torch.get_rng_state()
     torch.randn(1)
-    with pytest.raises(CheckpointError, match="in the file only: 'b'"):
+    with pytest.raises(CheckpointError, match="only in the file: 'b'"):
         Saver().restore(make_session(a=fresh), path)
     assert (fresh.value, torch.equal(torch.get_rng_state(), before)) == ("fresh", False)
 
@@ -655,7 +659,7 @@ def test_what_matches_is_loaded_on_request_and_the_rest_is_named_in_a_warning(tm
     assert fresh.model is not None
     assert torch.equal(fresh.model[0].weight, saved.model[0].weight)  # type: ignore[index]
     assert (cast(Box, fresh.state["a"]).value, cast(Box, fresh.state["c"]).value) == (1, "fresh")
-    assert "in the file only: 'b'" in warnings_in(lines)
+    assert "only in the file: 'b'" in warnings_in(lines)
 
 
 def test_an_optimizer_that_does_not_match_is_left_alone_on_request(tmp_path: Path) -> None:
@@ -750,7 +754,7 @@ def test_a_damaged_newest_one_is_skipped_and_named(tmp_path: Path, lines: Lines)
 def test_starting_over_is_refused_where_every_checkpoint_is_damaged(tmp_path: Path, lines: Lines) -> None:
     for path in save_steps(tmp_path, 1, 2):
         flip(path, 1000)
-    with pytest.raises(CheckpointError, match=r"none that is whole.* To start over, move them away"):
+    with pytest.raises(CheckpointError, match=r"all of them are damaged.* To start over, move them away"):
         Saver().restore_latest(boxed(None), tmp_path)
 
 
@@ -920,7 +924,7 @@ def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> 
     folder, proof = tmp_path / "run", tmp_path / "proof"
     write: Callable[[Any], None] = partial(torch.save, {"box": Evil(proof)})
     Folder(str(folder), Disk()).add("model.ckpt", 1, write, Retention(5, None))
-    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 is whole, but torch does not load it"):
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 is not damaged, but torch does not load it"):
         Saver().restore_latest(boxed(None), folder)
     assert not proof.exists()
     torch.load(latest_checkpoint(folder), weights_only=False)  # type: ignore[arg-type]
@@ -1021,7 +1025,7 @@ def test_of_two_errors_in_a_row_both_are_reported(tmp_path: Path) -> None:
     saver, disk = gated(FULL)
     saver.save(boxed(1), tmp_path / "model.ckpt", 1)
     disk.gate.set()
-    with pytest.raises(CheckpointError, match="a type") as caught:
+    with pytest.raises(CheckpointError, match="of type type") as caught:
         saver.save(boxed(int), tmp_path / "model.ckpt", 2)
     assert "model.ckpt-1 was not written" in caught.value.__notes__[0]
 
@@ -1179,7 +1183,7 @@ def test_the_save_after_one_that_was_refused_is_correct(tmp_path: Path) -> None:
     for step in (1, 2):
         tensor += 1
         saver.save(boxed(tensor), tmp_path / "model.ckpt", step)
-        with pytest.raises(CheckpointError, match="a type"):
+        with pytest.raises(CheckpointError, match="of type type"):
             saver.save(boxed([tensor, int]), tmp_path / "model.ckpt", 9)
     assert value_in(f"{tmp_path}/model.ckpt-2", saver).sum() == 2000
 
@@ -1480,13 +1484,13 @@ def test_an_old_one_that_cannot_be_removed_is_named_and_removed_later(tmp_path: 
 
 def test_a_file_where_the_folder_should_be_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(CheckpointError, match="A file has the name that a folder should have"):
+    with pytest.raises(CheckpointError, match="A file has the name of the folder"):
         save_steps(tmp_path / "run", 1)
 
 
 def test_a_folder_where_the_checkpoint_should_be_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt-1").mkdir()
-    with pytest.raises(CheckpointError, match="A folder has the name that the checkpoint should have"):
+    with pytest.raises(CheckpointError, match="A folder has the name of the checkpoint"):
         save_steps(tmp_path, 1)
     assert names(tmp_path) == ["model.ckpt-1"]
 

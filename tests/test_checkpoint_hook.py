@@ -230,7 +230,7 @@ class NotingSaver(Saver):
         super().__init__(**arguments)
         self.saved: list[int] = []
 
-    def save(self, session: Session, path: Any, global_step: int, **arguments: Any) -> str:
+    def save(self, session: Any, path: Any, global_step: int, **arguments: Any) -> str:
         self.saved.append(global_step)
         return super().save(session, path, global_step, **arguments)
 

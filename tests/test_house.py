@@ -23,9 +23,10 @@ FLOORS: list[set[str]] = [
     {"errors", "log", "randomness", "stateful", "text", "timer"},
     {"hook"},
     {"events", "fetch"},
-    {"checkpoint_files", "coordinator", "distributed", "readback", "summary", "watch"},
+    {"checkpoint_files", "coordinator", "distributed", "position", "readback", "summary", "watch"},
+    {"snapshot", "state"},
     {"checkpoint", "jsonl", "preemption", "recovery", "writers"},
-    {"position", "schedule", "session", "step"},
+    {"schedule", "session", "step"},
     {"costs"},
     {"loop", "hooks"},  # "hooks" is each module of torchhooks/hooks/
     {"training"},

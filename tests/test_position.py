@@ -803,7 +803,7 @@ def test_what_is_in_the_state_of_the_loop_is_not_saved_or_loaded_twice(tmp_path:
 
 
 def test_a_state_that_cannot_be_saved_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"position\['loaders'\]\['1\.0'\]\['state'\]\['odd'\] is a object"):
+    with pytest.raises(CheckpointError, match=r"position\['loaders'\]\['1\.0'\]\['state'\]\['odd'\] is of type object"):
         over(looped(tmp_path), Stream(odd=object()))
 
 
@@ -1009,7 +1009,7 @@ def test_a_checkpoint_restored_later_leaves_the_data_where_they_are(tmp_path: Pa
 
 
 def test_the_name_of_the_position_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"state\['position'\]: this name has a meaning"):
+    with pytest.raises(CheckpointError, match=r"state\['position'\]: this name is reserved"):
         looped(tmp_path, state={"position": Stream()})
 
 

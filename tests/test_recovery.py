@@ -136,11 +136,11 @@ class FaultySaver(Saver):
         if error is not None:
             raise error
 
-    def save(self, session: Session, path: Any, global_step: int, **arguments: Any) -> str:
+    def save(self, session: Any, path: Any, global_step: int, **arguments: Any) -> str:
         self.maybe_fail("save")
         return super().save(session, path, global_step, **arguments)
 
-    def restore_latest(self, session: Session, directory: Any) -> str | None:
+    def restore_latest(self, session: Any, directory: Any) -> str | None:
         self.maybe_fail("restore_latest")
         return super().restore_latest(session, directory)
 
