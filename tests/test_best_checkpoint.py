@@ -1,4 +1,4 @@
-"""BestCheckpointHook: which states are kept, when the metric is looked at, and that a better one never gives way."""
+"""BestCheckpointHook: which states are kept, when the metric is evaluated, and that a better one is never removed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Box:
 
 
 def kept(folder: Path) -> list[int]:
-    """The steps of the checkpoints that are there."""
+    """Return the steps of the checkpoints that are kept."""
     return sorted(checkpoint.step for checkpoint in list_checkpoints(folder / "best"))
 
 
@@ -58,13 +58,13 @@ def best_step(folder: Path) -> int:
 
 
 def keep_best(folder: Path, losses: list[Any], *others: SessionRunHook, start_step: int = 0, **arguments: Any) -> None:
-    """A loop whose metric is each of ``losses`` in turn."""
+    """Run a loop whose metric is each of ``losses`` in turn."""
     given: dict[str, Any] = {"save_steps": 1, "mode": "max", **arguments}
     trace(*others, BestCheckpointHook(folder, "loss", **given), losses=losses, start_step=start_step)
 
 
 class FullDisk(Disk):
-    """Has no room left from some moment on."""
+    """A disk without free space while ``full`` is set."""
 
     full = False
 
@@ -74,13 +74,11 @@ class FullDisk(Disk):
         return super().create(path)
 
 
-class KilledBeforeTheIndex(Disk):
-    """Is interrupted when a checkpoint is whole, and the one that it replaces not yet removed."""
+class KilledBeforeRemoval(Disk):
+    """A disk that interrupts a save after the checkpoint was written and before the one it replaces is removed."""
 
-    def rename(self, path: str, new_path: str) -> None:
-        if new_path.endswith(".json"):
-            raise KeyboardInterrupt
-        super().rename(path, new_path)
+    def remove(self, path: str) -> None:
+        raise KeyboardInterrupt
 
 
 # -- which ------------------------------------------------------------------------------------------------------------
@@ -95,7 +93,7 @@ def test_the_best_stay(mode: str, keep: int, steps: list[int], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("mode", "step"), [("max", 4), ("min", 2)])
-def test_the_best_of_those_is_found_again_without_the_mode(mode: str, step: int, tmp_path: Path) -> None:
+def test_the_best_of_those_kept_is_found_without_the_mode(mode: str, step: int, tmp_path: Path) -> None:
     keep_best(tmp_path, [0.2, 0.1, 0.5, 0.9, 0.7, 0.3], mode=mode, keep=6)
     assert best_step(tmp_path) == step
 
@@ -105,7 +103,7 @@ def test_of_equal_ones_the_first_stay(tmp_path: Path) -> None:
     assert (kept(tmp_path), best_step(tmp_path)) == ([1, 2], 1)
 
 
-def test_of_equal_ones_the_last_goes_first(tmp_path: Path) -> None:
+def test_of_equal_ones_the_last_is_replaced_first(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.5, 0.5, 0.9], keep=2)
     assert kept(tmp_path) == [1, 3]
 
@@ -115,7 +113,7 @@ def test_nan_is_never_kept(tmp_path: Path) -> None:
     assert kept(tmp_path) == [2]
 
 
-def test_an_infinite_value_has_its_place_in_the_order(tmp_path: Path) -> None:
+def test_infinite_values_are_compared_like_others(tmp_path: Path) -> None:
     keep_best(tmp_path, [math.inf, 3.0, -math.inf], mode="min", keep=3)
     assert [score for score, _ in scored_checkpoints(tmp_path / "best")] == [-math.inf, -3.0, math.inf]
 
@@ -148,7 +146,7 @@ def test_a_metric_on_a_device_is_that_of_the_state_that_is_kept(tmp_path: Path) 
 
 @pytest.mark.parametrize("value", [torch.ones(3), {"accuracy": 0.5}, None, "good"], ids=repr)
 def test_what_is_not_one_number_is_an_error_of_that_run(value: Any, tmp_path: Path) -> None:
-    message = "loss is " + re.escape(repr(value)) + ": what BestCheckpointHook goes by must be one number"
+    message = "loss is " + re.escape(repr(value)) + ": the metric of a BestCheckpointHook must be one number"
     with pytest.raises(TypeError, match=message):
         keep_best(tmp_path, [{"loss": value}])
 
@@ -156,8 +154,8 @@ def test_what_is_not_one_number_is_an_error_of_that_run(value: Any, tmp_path: Pa
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-def looks(losses: int, folder: Path, **arguments: Any) -> list[int]:
-    """The steps at which a closure was asked for the metric."""
+def evaluations(losses: int, folder: Path, **arguments: Any) -> list[int]:
+    """Return the steps at which the metric was evaluated."""
     seen: list[int] = []
 
     def metric(global_step: int) -> float:
@@ -171,27 +169,27 @@ def looks(losses: int, folder: Path, **arguments: Any) -> list[int]:
 
 
 def test_the_metric_is_evaluated_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
-    assert looks(10, tmp_path, save_steps=4) == [4, 8, 10]
+    assert evaluations(10, tmp_path, save_steps=4) == [4, 8, 10]
 
 
-def test_the_end_looks_at_nothing_twice(tmp_path: Path) -> None:
-    assert looks(8, tmp_path, save_steps=4) == [4, 8]
+def test_the_end_evaluates_nothing_twice(tmp_path: Path) -> None:
+    assert evaluations(8, tmp_path, save_steps=4) == [4, 8]
 
 
 def test_a_period_begins_at_the_step_that_was_restored(tmp_path: Path) -> None:
-    assert looks(5, tmp_path, save_steps=4, start_step=101) == [105, 106]
+    assert evaluations(5, tmp_path, save_steps=4, start_step=101) == [105, 106]
 
 
 def test_a_period_of_seconds_goes_by_the_clock(tmp_path: Path) -> None:
-    # A period begins at the end of a run; whether it is over is decided before the next ones.
-    assert looks(7, tmp_path, save_secs=2.0) == [3, 6, 7]
+    # A period begins at the end of a run, and whether it is over is decided at the beginning of the next ones.
+    assert evaluations(7, tmp_path, save_secs=2.0) == [3, 6, 7]
 
 
-def test_a_loop_without_a_run_looks_at_nothing(tmp_path: Path) -> None:
-    assert looks(0, tmp_path, save_steps=1) == []
+def test_a_loop_without_a_run_evaluates_nothing(tmp_path: Path) -> None:
+    assert evaluations(0, tmp_path, save_steps=1) == []
 
 
-def test_a_loop_that_failed_does_not_look_at_its_end(tmp_path: Path) -> None:
+def test_a_loop_that_failed_does_not_evaluate_at_its_end(tmp_path: Path) -> None:
     seen: list[int] = []
     hook = BestCheckpointHook(tmp_path, lambda global_step: seen.append(global_step), save_steps=9, mode="max")
     trace(hook, losses=[0.1, ValueError], catch=ValueError)
@@ -199,7 +197,7 @@ def test_a_loop_that_failed_does_not_look_at_its_end(tmp_path: Path) -> None:
 
 
 class Accumulating:
-    """A step that calls ``optimizer.step()`` in every fourth run, and its loop."""
+    """A step that calls ``optimizer.step()`` in every fourth run, and the loop around it."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
@@ -233,7 +231,7 @@ def test_with_accumulated_gradients_the_metric_is_evaluated_at_the_same_steps_on
     assert (seen, kept(tmp_path)) == ([(5, 20), (10, 40), (11, 44)], [5, 10, 11])
 
 
-def test_with_accumulated_gradients_and_a_period_of_seconds_no_step_is_looked_at_twice(tmp_path: Path) -> None:
+def test_with_accumulated_gradients_and_a_period_of_seconds_no_step_is_evaluated_twice(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def metric(global_step: int) -> float:
@@ -272,15 +270,15 @@ def test_what_only_a_run_knows_is_left_out_at_the_end_with_a_warning(tmp_path: P
     assert warning.startswith("the last state, of step 3, is not compared with the best: ")
 
 
-def test_an_unknown_metric_is_an_error_of_the_first_look(tmp_path: Path) -> None:
+def test_an_unknown_metric_is_an_error_of_the_first_evaluation(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="'los'"):
         trace(BestCheckpointHook(tmp_path, "los", save_steps=1, mode="min"))
 
 
-# -- what it leaves alone ---------------------------------------------------------------------------------------------
+# -- what is left alone -----------------------------------------------------------------------------------------------
 
 
-def test_the_training_is_not_restored_from_the_best(tmp_path: Path) -> None:
+def test_a_loop_does_not_restore_from_the_best(tmp_path: Path) -> None:
     saver = CheckpointSaverHook(tmp_path, save_steps=2)
     best = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
     trace(saver, best, losses=[0.1, 0.2, 0.9], checkpoint_dir=tmp_path)
@@ -300,16 +298,16 @@ def best_hook(folder: Any, **arguments: Any) -> BestCheckpointHook:
 
 def test_two_hooks_with_one_folder_are_refused_before_anything_is_restored(tmp_path: Path) -> None:
     first, second, create = best_hook(tmp_path), best_hook(tmp_path, keep=2), RecordingHook()
-    message = f"{second!r}: {first!r} keeps its best in {tmp_path}/best already"
+    message = f"{second!r}: {first!r} already keeps checkpoints in {tmp_path}/best,"
     with pytest.raises(ValueError, match=f"{re.escape(message)}.*give one of them another name="):
         MonitoredLoop(lambda: 0.5, hooks=[create, first, second])
     assert create.calls == [("begin",), ("teardown",)]
 
 
-def test_two_names_of_one_folder_are_seen_through(tmp_path: Path) -> None:
+def test_two_hooks_with_two_names_of_one_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")
-    with pytest.raises(ValueError, match=r"run/\.\./run/best already"):
+    with pytest.raises(ValueError, match=r"already keeps checkpoints in .*/run/\.\./run/best,"):
         MonitoredLoop(
             lambda: 0.5, hooks=[best_hook(tmp_path / "link"), best_hook(tmp_path / "run" / "..", name="run/best")]
         )
@@ -317,8 +315,8 @@ def test_two_names_of_one_folder_are_seen_through(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_loop_that_is_open_is_refused_to_every_other(tmp_path: Path) -> None:
     with MonitoredLoop(lambda: 0.5, hooks=[best_hook(tmp_path)]) as loop:
-        for _ in range(2):  # a refusal does not set it free
-            with pytest.raises(ValueError, match="close the loop of that one first"):
+        for _ in range(2):  # a refusal does not release the folder
+            with pytest.raises(ValueError, match="close the other's loop first"):
                 MonitoredLoop(lambda: 0.5, hooks=[best_hook(tmp_path)])
         loop.run()
     assert kept(tmp_path) == [1]
@@ -357,21 +355,21 @@ def test_the_time_that_saving_takes_is_not_counted(tmp_path: Path) -> None:
     hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
     hook._saver.disk = Noting()
     trace(Listening(), hook, losses=[0.1])
-    assert seen == ["model.1.ckpt-1", "checkpoints.json", "end of a pause"]
+    assert seen == ["model.1.ckpt-1", "end of a pause"]
 
 
-def test_a_hook_with_a_state_behind_it_is_warned_of(tmp_path: Path) -> None:
+def test_a_hook_with_a_state_after_it_is_warned_of(tmp_path: Path) -> None:
     class Counting(SessionRunHook, Box):
         pass
 
     seen = trace(BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max"), Counting(), losses=[])
-    assert [text for level, text in seen.lines if level == "WARNING" and "stands behind" in text] != []
+    assert [text for level, text in seen.lines if level == "WARNING" and "comes after" in text] != []
 
 
-# -- again ------------------------------------------------------------------------------------------------------------
+# -- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_training_goes_on_from_what_is_there(tmp_path: Path) -> None:
+def test_a_resumed_training_run_continues_with_what_is_in_the_folder(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.5, 0.9], keep=2)
     keep_best(tmp_path, [0.4, 0.6, 0.1], keep=2, start_step=2)
     assert kept(tmp_path) == [2, 4]
@@ -383,13 +381,13 @@ def test_places_that_are_added_later_are_filled(tmp_path: Path) -> None:
     assert kept(tmp_path) == [2, 3]
 
 
-def test_with_a_smaller_keep_what_lies_in_the_other_places_counts(tmp_path: Path) -> None:
+def test_with_a_smaller_keep_the_checkpoints_in_other_places_count(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.1, 0.2, 0.9], keep=3)
     keep_best(tmp_path, [0.3], keep=1, start_step=3)
     assert (kept(tmp_path), best_step(tmp_path)) == ([1, 2, 3], 3)
 
 
-def test_with_a_smaller_keep_what_is_among_the_best_takes_the_place_of_the_worst(tmp_path: Path) -> None:
+def test_with_a_smaller_keep_a_state_among_the_best_replaces_the_worst(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.1, 0.9, 0.2, 0.5], keep=4)
     keep_best(tmp_path, [0.3, 0.7, 0.5], keep=2, start_step=4)
     assert kept(tmp_path) == [2, 3, 4, 6]
@@ -423,7 +421,7 @@ def test_a_step_that_is_made_again_and_better_is_kept(tmp_path: Path) -> None:
     assert [(score, c.step) for score, c in scored_checkpoints(tmp_path / "best")] == [(1.0, 2)]
 
 
-def test_a_recovered_session_goes_on_from_what_is_there(tmp_path: Path) -> None:
+def test_a_recovered_session_continues_with_what_is_in_the_folder(tmp_path: Path) -> None:
     saver = CheckpointSaverHook(tmp_path, save_steps=1)
     best = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
     trace(saver, best, losses=[0.5, 0.9, AbortedError, 0.7], checkpoint_dir=tmp_path)
@@ -464,22 +462,22 @@ def test_a_better_one_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     assert kept(tmp_path) == [1]
 
 
-def test_a_better_one_that_is_whole_counts_also_when_the_old_one_could_not_be_removed(tmp_path: Path) -> None:
+def test_a_better_one_that_was_written_counts_even_if_the_old_one_was_not_removed(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.5])
     hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
-    hook._saver.disk = KilledBeforeTheIndex()
+    hook._saver.disk = KilledBeforeRemoval()
     trace(hook, losses=[0.9], start_step=1, catch=KeyboardInterrupt)
     assert kept(tmp_path) == [1, 2]
     keep_best(tmp_path, [0.7, 1.0], start_step=2)
     assert kept(tmp_path) == [4]
 
 
-def test_written_behind_the_same_ones_stay(tmp_path: Path) -> None:
+def test_saved_in_the_background_the_same_ones_stay(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.2, 0.1, 0.5, 0.9, 0.7, 0.3], keep=3, async_save=True)
     assert kept(tmp_path) == [3, 4, 5]
 
 
-def test_written_behind_an_error_comes_out_at_the_end(tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_raised_at_the_end(tmp_path: Path) -> None:
     hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max", async_save=True)
     hook._saver.disk = disk = FullDisk()
     disk.full = True
@@ -499,7 +497,7 @@ def test_written_behind_an_error_comes_out_at_the_end(tmp_path: Path) -> None:
         ({"save_steps": 1, "save_secs": 2.5, "mode": "max"}, "save_secs=2.5, save_steps=1: give exactly one of them"),
     ],
 )
-def test_refuses_what_cannot_be_and_shows_it(arguments: dict[str, Any], message: str) -> None:
+def test_refuses_invalid_arguments_and_shows_them(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         BestCheckpointHook("run", "accuracy", **arguments)
 

@@ -1,10 +1,9 @@
-"""Saver: what is in a checkpoint, which of them are there, and what happens when writing or reading one fails."""
+"""Saver: what checkpoints contain, which ones are kept, and what happens when writing or reading one fails."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import random
 import re
@@ -27,8 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from torchhooks import checkpoint_files
 from torchhooks.checkpoint import Saver, latest_checkpoint, list_checkpoints
-from torchhooks.checkpoint_files import INDEX, Disk, Folder, Retention
+from torchhooks.checkpoint_files import Disk, Folder, Retention
 from torchhooks.devices import FakeDevice
 from torchhooks.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.session import Session
@@ -38,7 +38,7 @@ Lines = list[tuple[str, str]]
 
 
 class Box:
-    """Something with a state: whatever is put into it."""
+    """An object whose state is one value."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -92,19 +92,19 @@ def warnings_in(lines: Lines) -> str:
     return "\n".join(text for level, text in lines if level == "WARNING")
 
 
-# What is where.
+# Where checkpoints are.
 
 
 def test_the_path_has_the_step(tmp_path: Path) -> None:
     assert Saver().save(boxed(1), f"{tmp_path}/model.ckpt", 7) == f"{tmp_path}/model.ckpt-7"
 
 
-def test_a_checkpoint_is_one_file_and_the_folder_has_an_index(tmp_path: Path) -> None:
+def test_a_checkpoint_is_one_file_and_nothing_else_is_written(tmp_path: Path) -> None:
     save_steps(tmp_path, 7)
-    assert names(tmp_path) == [INDEX, "model.ckpt-7"]
+    assert names(tmp_path) == ["model.ckpt-7"]
 
 
-def test_the_folder_is_made_by_the_first_checkpoint(tmp_path: Path) -> None:
+def test_the_folder_is_created_by_the_first_checkpoint(tmp_path: Path) -> None:
     assert save_steps(tmp_path / "a" / "b", 1) == [latest_checkpoint(tmp_path / "a" / "b")]
 
 
@@ -131,16 +131,22 @@ def test_the_list_has_step_path_size_and_time(tmp_path: Path) -> None:
     assert (found.step, found.path, found.bytes, found.time) == (4, path, os.path.getsize(path), 99.0)
 
 
+def test_a_pipe_with_the_name_of_a_checkpoint_is_not_one(tmp_path: Path, lines: Lines) -> None:
+    os.mkfifo(tmp_path / "model.ckpt-2")
+    assert latest_checkpoint(tmp_path) is None  # without waiting for a writer
+    assert "model.ckpt-2 is not a regular file" in warnings_in(lines)
+
+
 def test_the_latest_is_the_one_written_last_not_the_one_of_the_highest_step(tmp_path: Path) -> None:
     save_steps(tmp_path, 30, 9, 10)
     assert (steps(tmp_path), latest_checkpoint(tmp_path)) == ([30, 9, 10], str(tmp_path / "model.ckpt-10"))
 
 
-def test_there_is_no_latest_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_has_no_latest_checkpoint(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none") is None
 
 
-def test_a_file_is_a_folder_without_checkpoints(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_has_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert list_checkpoints(tmp_path / "file") == []
 
@@ -149,12 +155,12 @@ def test_there_is_nothing_to_restore_in_an_empty_folder(tmp_path: Path) -> None:
     assert Saver().restore_latest(boxed(1), tmp_path) is None
 
 
-def test_a_folder_that_goes_by_the_name_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_a_checkpoint_is_not_one(tmp_path: Path) -> None:
     (tmp_path / "version-2").mkdir()
     assert latest_checkpoint(tmp_path) is None
 
 
-# Which stay.
+# Which ones are kept.
 
 
 def test_the_oldest_by_writing_is_removed(tmp_path: Path) -> None:
@@ -164,18 +170,18 @@ def test_the_oldest_by_writing_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("everything", [None, 0])
-def test_all_are_kept_on_request(tmp_path: Path, everything: int | None) -> None:
+def test_all_of_them_are_kept_on_request(tmp_path: Path, everything: int | None) -> None:
     save_steps(tmp_path, *range(8), saver=Saver(everything))
     assert steps(tmp_path) == list(range(8))
 
 
-def test_those_of_an_earlier_process_count(tmp_path: Path) -> None:
+def test_checkpoints_of_an_earlier_process_count(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
     save_steps(tmp_path, 4, saver=Saver(2))
     assert steps(tmp_path) == [3, 4]
 
 
-def test_another_name_is_counted_by_itself(tmp_path: Path) -> None:
+def test_checkpoints_of_another_name_are_counted_separately(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     save_steps(tmp_path, 7, 8, saver=Saver(1), prefix="best")
     assert [Path(found.path).name for found in list_checkpoints(tmp_path)] == ["model.ckpt-1", "model.ckpt-2", "best-8"]
@@ -189,7 +195,7 @@ def test_a_step_saved_again_replaces_its_checkpoint_and_is_the_newest(tmp_path: 
 
 
 class Clock(Disk):
-    """A disk on which it is a certain time."""
+    """A disk with a clock that tests set."""
 
     def __init__(self, secs: float) -> None:
         self.secs = secs
@@ -199,23 +205,23 @@ class Clock(Disk):
 
 
 def save_every_half_hour(folder: Path, saver: Saver, count: int, clock: Clock) -> None:
+    """Save ``count`` checkpoints; their steps are the half hours of the clock."""
     saver.disk = clock
     for _ in range(count):
         save_steps(folder, round(clock.secs / 1800), saver=saver)
         clock.secs += 1800
 
 
-def test_one_is_kept_for_good_every_n_hours(tmp_path: Path) -> None:
-    # TensorFlow keeps those that are later than a period after the start, once for each period.
+def test_the_first_and_then_one_every_n_hours_is_kept_for_good(tmp_path: Path) -> None:
     save_every_half_hour(tmp_path, Saver(2, keep_checkpoint_every_n_hours=1), 10, Clock(0))
-    assert steps(tmp_path) == [3, 5, 7, 8, 9]
+    assert steps(tmp_path) == [0, 2, 4, 6, 8, 9]
 
 
-def test_the_hours_go_on_in_the_next_process(tmp_path: Path) -> None:
+def test_the_hours_continue_in_the_next_process(tmp_path: Path) -> None:
     clock = Clock(0)
     for _ in range(5):
         save_every_half_hour(tmp_path, Saver(2, keep_checkpoint_every_n_hours=1), 2, clock)
-    assert steps(tmp_path) == [3, 5, 7, 8, 9]
+    assert steps(tmp_path) == [0, 2, 4, 6, 8, 9]
 
 
 def test_after_a_pause_of_many_periods_one_is_kept_and_not_one_for_each(tmp_path: Path) -> None:
@@ -223,23 +229,47 @@ def test_after_a_pause_of_many_periods_one_is_kept_and_not_one_for_each(tmp_path
     save_every_half_hour(tmp_path, saver, 1, clock)
     clock.secs += 1800 * 100
     save_every_half_hour(tmp_path, saver, 4, clock)
-    assert steps(tmp_path) == [101, 103, 104]
+    assert steps(tmp_path) == [0, 101, 103, 104]
 
 
 def test_what_is_kept_for_good_is_kept_by_a_saver_that_keeps_none(tmp_path: Path) -> None:
-    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=1), 5, Clock(0))
+    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=1), 4, Clock(0))
     save_steps(tmp_path, 50, saver=Saver(1))
-    assert [(found.step, found.kept) for found in list_checkpoints(tmp_path)] == [(3, True), (50, False)]
+    assert [(found.step, found.kept) for found in list_checkpoints(tmp_path)] == [(0, True), (2, True), (50, False)]
 
 
-def test_without_the_index_nothing_is_removed_that_may_have_been_kept_for_good(tmp_path: Path) -> None:
-    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=1), 7, Clock(0))
-    (tmp_path / INDEX).unlink()
-    save_steps(tmp_path, 50, saver=Saver(1))
-    assert steps(tmp_path) == [3, 5, 50]
+def test_a_longer_period_removes_nothing_that_is_kept_for_good(tmp_path: Path) -> None:
+    clock = Clock(0)
+    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=1), 5, clock)
+    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=2), 6, clock)
+    assert steps(tmp_path) == [0, 2, 4, 8, 10]
 
 
-# What is in it.
+def test_a_period_that_is_switched_on_later_counts_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    clock = Clock(0)
+    save_every_half_hour(tmp_path, Saver(None), 8, clock)
+    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=1), 2, clock)
+    assert steps(tmp_path) == [0, 2, 4, 6, 8, 9]
+
+
+def test_the_period_continues_when_the_clock_is_set_back(tmp_path: Path) -> None:
+    clock, saver = Clock(1800 * 100), Saver(1, keep_checkpoint_every_n_hours=1)
+    save_every_half_hour(tmp_path, saver, 2, clock)
+    clock.secs = 0
+    save_every_half_hour(tmp_path, saver, 4, clock)
+    assert steps(tmp_path) == [100, 0, 2, 3]
+
+
+def test_each_name_has_its_own_checkpoints_that_are_kept_for_good(tmp_path: Path) -> None:
+    clock, saver = Clock(0), Saver(1, keep_checkpoint_every_n_hours=1)
+    saver.disk = clock
+    for name in ("model", "other"):
+        save_steps(tmp_path, 1, 2, saver=saver, prefix=name)
+        clock.secs += 1800
+    assert names(tmp_path) == ["model-1", "model-2", "other-1", "other-2"]
+
+
+# What a checkpoint contains.
 
 
 class Tied(nn.Module):
@@ -346,7 +376,7 @@ def test_a_tensor_comes_back_as_it_was(tmp_path: Path, name: str, async_save: bo
 @pytest.mark.parametrize(
     ("number", "plain"), [(np.float64(0.1), 0.1), (np.float32(0.5), 0.5), (np.int64(3), 3), (np.True_, True)]
 )
-def test_a_number_of_numpy_comes_back_as_one_of_python(tmp_path: Path, number: Any, plain: Any) -> None:
+def test_a_numpy_number_comes_back_as_a_python_number(tmp_path: Path, number: Any, plain: Any) -> None:
     back = value_in(Saver().save(boxed(number), tmp_path / "model.ckpt", 1))
     assert (back, type(back)) == (plain, type(plain))
 
@@ -374,7 +404,7 @@ def draw() -> tuple[Any, ...]:
     return random.gauss(0, 1), np.random.randn(), torch.randn(1).item()
 
 
-def test_random_numbers_go_on_from_where_they_were(tmp_path: Path) -> None:
+def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     draw()
     path = Saver().save(make_session(), tmp_path / "model.ckpt", 1)
     expected = draw()
@@ -396,7 +426,7 @@ def test_a_checkpoint_of_cuda_tensors_loads_on_the_cpu(tmp_path: Path, async_sav
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_random_numbers_of_cuda_go_on_from_where_they_were(tmp_path: Path) -> None:
+def test_cuda_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     torch.randn(1, device="cuda")
     path = Saver().save(make_session(), tmp_path / "model.ckpt", 1)
     expected = torch.randn(3, device="cuda")
@@ -404,7 +434,7 @@ def test_random_numbers_of_cuda_go_on_from_where_they_were(tmp_path: Path) -> No
     assert torch.equal(torch.randn(3, device="cuda"), expected)
 
 
-TAGS: list[str] = []  # in place of the devices on which the storages are that are being saved, while it is not empty
+TAGS: list[str] = []  # if not empty, the device that torch.save records for every storage
 
 
 @pytest.fixture
@@ -415,18 +445,18 @@ def tagged_as_cuda() -> Iterator[None]:
     TAGS.clear()
 
 
-def test_tensors_of_a_device_that_is_not_there_load_on_the_cpu(tmp_path: Path, tagged_as_cuda: None) -> None:
+def test_tensors_of_a_missing_device_load_on_the_cpu(tmp_path: Path, tagged_as_cuda: None) -> None:
     path = Saver().save(boxed(torch.ones(2)), tmp_path / "model.ckpt", 1)
     TAGS.clear()
     assert b"cuda:0" in Path(path).read_bytes()
     assert value_in(path).device.type == "cpu"
 
 
-# The same in a new process, to the last bit.
+# Bit-exact resumption in another process.
 
 
 class Net(nn.Module):
-    """Dropout, a norm with running statistics, a bfloat16 layer."""
+    """A model with dropout, a norm with running statistics, and a bfloat16 layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -480,7 +510,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def test_a_training_resumed_in_a_new_process_ends_at_the_same_bits(tmp_path: Path) -> None:
+def test_a_training_run_resumed_in_a_new_process_ends_with_the_same_bits(tmp_path: Path) -> None:
     session = make_training()
     for _ in range(3):
         make_step(session)
@@ -500,19 +530,19 @@ LOOP: list[Any] = []
 LOOP.append(LOOP)
 
 REFUSED = [
-    (Path("a"), r"box\['value'\] is a pathlib\.\w+"),
-    ([1, {"deep": len}], r"box\['value'\]\[1\]\['deep'\] is a builtin_function_or_method"),
-    (np.ones(2), r"a NumPy array: give torch\.from_numpy"),
-    (np.datetime64("2020"), r"a datetime\.date"),
-    (defaultdict(int), r"a collections\.defaultdict"),
-    (frozenset(), "a frozenset"),
-    (Pair(1, 2), "a .*Pair"),
+    (Path("a"), r"box\['value'\] is of type pathlib\.\w+"),
+    ([1, {"deep": len}], r"box\['value'\]\[1\]\['deep'\] is of type builtin_function_or_method"),
+    (np.ones(2), r"a NumPy array: convert it with torch\.from_numpy"),
+    (np.datetime64("2020"), r"of type datetime\.date"),
+    (defaultdict(int), r"of type collections\.defaultdict"),
+    (frozenset(), "of type frozenset"),
+    (Pair(1, 2), "of type .*Pair"),
     (b"", "empty bytes"),
     (2**3000, "an integer of 3001 bits"),
-    ({Path("key"): 1}, "a pathlib"),
+    ({Path("key"): 1}, "of type pathlib"),
     (torch.ones(2, device="meta"), "on the meta device"),
     (nn.UninitializedParameter(), "without a shape yet"),
-    (torch.Generator(), r"a torch\._C\.Generator"),
+    (torch.Generator(), r"of type torch\._C\.Generator"),
     (LOOP, "part of itself"),
 ]
 
@@ -527,7 +557,9 @@ def test_what_could_not_be_loaded_is_refused_with_its_key_when_it_is_saved(
 
 
 def test_everything_that_cannot_be_saved_is_listed(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"box\['value'\]\[0\] is a type, box\['value'\]\[2\] is a type\. "):
+    with pytest.raises(
+        CheckpointError, match=r"box\['value'\]\[0\] is of type type, box\['value'\]\[2\] is of type type\. "
+    ):
         Saver().save(boxed([int, 1, str]), tmp_path / "model.ckpt", 1)
 
 
@@ -540,17 +572,17 @@ def test_a_subclass_of_tensor_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "global_step", "random", "hooks.EMA"])
-def test_a_name_that_has_a_meaning_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"state.'{name}'.: this name has a meaning"):
+def test_a_reserved_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"state.'{name}'.: this name is reserved"):
         Saver().save(Session(state={name: Box()}), tmp_path / "model.ckpt", 1)
 
 
-def test_what_has_no_state_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'thing' is a int, without state_dict"):
+def test_an_object_without_a_state_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'thing' is of type int, without state_dict"):
         Saver().save(make_session(thing=3), tmp_path / "model.ckpt", 1)
 
 
-def test_an_error_of_a_state_dict_says_whose_it_was(tmp_path: Path) -> None:
+def test_an_error_of_a_state_dict_is_noted_with_its_name(tmp_path: Path) -> None:
     class Broken(Box):
         def state_dict(self) -> dict[str, Any]:
             raise ZeroDivisionError
@@ -572,51 +604,53 @@ def test_views_of_two_dtypes_are_refused_as_torch_does(tmp_path: Path, async_sav
         save()
 
 
-# What does not fit.
+# Checkpoints that do not match the session.
 
 
-def test_keys_of_a_model_that_do_not_fit_are_all_listed(tmp_path: Path) -> None:
+def test_all_keys_of_a_model_that_do_not_match_are_listed(tmp_path: Path) -> None:
     path = Saver().save(make_session(nn.Sequential(nn.Linear(2, 3), nn.PReLU())), tmp_path / "model.ckpt", 1)
     with pytest.raises(CheckpointError) as caught:
         Saver().restore(make_session(nn.Sequential(nn.Linear(2, 4, bias=False), nn.Identity(), nn.PReLU())), path)
     assert str(caught.value).splitlines() == [
-        f"{path} does not fit this training:",
+        f"{path} does not match this session:",
         "  model: missing in the file: '2.weight'",
-        "  model: in the file only: '0.bias', '1.weight'",
+        "  model: only in the file: '0.bias', '1.weight'",
         "  model: of another shape than in the file: '0.weight' (4, 2) instead of (3, 2)",
-        "Make them fit, or load what fits with Saver(strict=False).",
+        "Make them match, or load what matches with Saver(strict=False).",
     ]
 
 
-def test_groups_of_an_optimizer_that_do_not_fit_are_shown(tmp_path: Path) -> None:
+def test_groups_of_an_optimizer_that_do_not_match_are_shown(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     one = torch.optim.SGD(model.parameters(), lr=0.1)
     groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
     two = torch.optim.SGD(groups, lr=0.1)
     path = Saver().save(make_session(optimizer=one), tmp_path / "model.ckpt", 1)
-    with pytest.raises(CheckpointError, match=r"optimizer: has groups of \[1, 1\] parameters, in the file .* \[2\]"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer: has groups of \[1, 1\] parameters, those in the file have \[2\]"
+    ):
         Saver().restore(make_session(optimizer=two), path)
 
 
 def test_entries_that_only_one_side_has_are_listed(tmp_path: Path) -> None:
     path = Saver().save(make_session(a=Box(), b=Box(), hooks={"EMA": Box()}), tmp_path / "model.ckpt", 1)
     with pytest.raises(
-        CheckpointError, match=r"missing in the file: 'model', 'c'\n  in the file only: 'a', 'hooks.EMA'"
+        CheckpointError, match=r"missing in the file: 'model', 'c'\n  only in the file: 'a', 'hooks.EMA'"
     ):
         Saver().restore(make_session(nn.Linear(1, 1), b=Box(), c=Box()), path)
 
 
-def test_nothing_is_loaded_when_something_does_not_fit(tmp_path: Path) -> None:
+def test_nothing_is_loaded_when_something_does_not_match(tmp_path: Path) -> None:
     path = Saver().save(make_session(a=Box(1), b=Box(2)), tmp_path / "model.ckpt", 1)
     fresh = Box("fresh")
     before = torch.get_rng_state()
     torch.randn(1)
-    with pytest.raises(CheckpointError, match="in the file only: 'b'"):
+    with pytest.raises(CheckpointError, match="only in the file: 'b'"):
         Saver().restore(make_session(a=fresh), path)
     assert (fresh.value, torch.equal(torch.get_rng_state(), before)) == ("fresh", False)
 
 
-def test_what_fits_is_loaded_on_request_and_the_rest_is_named_in_a_warning(tmp_path: Path, lines: Lines) -> None:
+def test_what_matches_is_loaded_on_request_and_the_rest_is_named_in_a_warning(tmp_path: Path, lines: Lines) -> None:
     saved = make_session(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)), a=Box(1), b=Box(2))
     path = Saver().save(saved, tmp_path / "model.ckpt", 1)
     fresh = make_session(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4)), a=Box(), c=Box("fresh"))
@@ -625,10 +659,10 @@ def test_what_fits_is_loaded_on_request_and_the_rest_is_named_in_a_warning(tmp_p
     assert fresh.model is not None
     assert torch.equal(fresh.model[0].weight, saved.model[0].weight)  # type: ignore[index]
     assert (cast(Box, fresh.state["a"]).value, cast(Box, fresh.state["c"]).value) == (1, "fresh")
-    assert "in the file only: 'b'" in warnings_in(lines)
+    assert "only in the file: 'b'" in warnings_in(lines)
 
 
-def test_an_optimizer_that_does_not_fit_is_left_alone_on_request(tmp_path: Path) -> None:
+def test_an_optimizer_that_does_not_match_is_left_alone_on_request(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     path = Saver().save(make_session(optimizer=torch.optim.SGD(model.parameters(), lr=0.5)), tmp_path / "m", 1)
     fresh = torch.optim.SGD([model.weight], lr=0.1)
@@ -652,7 +686,7 @@ def test_a_model_that_rewrites_what_it_loads_is_judged_by_torch(tmp_path: Path) 
     assert torch.equal(new.get_parameter("new"), old.get_parameter("old"))
 
 
-def test_an_error_of_a_load_state_dict_says_whose_it_was(tmp_path: Path) -> None:
+def test_an_error_of_a_load_state_dict_is_noted_with_its_name(tmp_path: Path) -> None:
     class Broken(Box):
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
             raise ZeroDivisionError
@@ -663,7 +697,7 @@ def test_an_error_of_a_load_state_dict_says_whose_it_was(tmp_path: Path) -> None
     assert caught.value.__notes__[0].startswith(f"while loading 'box' from {path}")
 
 
-# Files that are not what was written.
+# Damaged and foreign files.
 
 
 def restored(folder: Path) -> Any:
@@ -685,11 +719,10 @@ def test_a_half_file_is_skipped_and_named(tmp_path: Path, lines: Lines, left: in
     assert path in warnings_in(lines)
 
 
-def test_a_missing_newest_one_is_skipped_and_named(tmp_path: Path, lines: Lines) -> None:
+def test_without_the_newest_one_the_one_before_it_is_used(tmp_path: Path) -> None:
     *_, path = save_steps(tmp_path, 1, 2)
     os.remove(path)
     assert restored(tmp_path) == 1
-    assert f"{path} is in the index but not in the folder" in warnings_in(lines)
 
 
 def flip(path: str, place: int) -> None:
@@ -721,16 +754,16 @@ def test_a_damaged_newest_one_is_skipped_and_named(tmp_path: Path, lines: Lines)
 def test_starting_over_is_refused_where_every_checkpoint_is_damaged(tmp_path: Path, lines: Lines) -> None:
     for path in save_steps(tmp_path, 1, 2):
         flip(path, 1000)
-    with pytest.raises(CheckpointError, match=r"none that is whole.* To start over, move them away"):
+    with pytest.raises(CheckpointError, match=r"all of them are damaged.* To start over, move them away"):
         Saver().restore_latest(boxed(None), tmp_path)
 
 
-def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match=r"model.ckpt-1 cannot be read: No such file"):
         Saver().restore(boxed(None), tmp_path / "model.ckpt-1")
 
 
-def test_a_file_of_plain_torch_save_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_file_of_plain_torch_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"model": {}}, tmp_path / "model.ckpt-1")
     with pytest.raises(DamagedCheckpointError, match="was not written by a Saver"):
         Saver().restore(boxed(None), tmp_path / "model.ckpt-1")
@@ -751,35 +784,104 @@ def test_an_old_file_put_back_is_not_the_newest(tmp_path: Path, lines: Lines) ->
     assert restored(tmp_path) == 3
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b'{"checkpoints": [{}]}', b"\xff\x00"])
-def test_without_a_usable_index_the_order_is_found_in_the_files(
-    tmp_path: Path, lines: Lines, content: bytes | None
-) -> None:
-    save_steps(tmp_path, 30, 4, 10)
-    (tmp_path / INDEX).unlink()
-    if content is not None:
-        (tmp_path / INDEX).write_bytes(content)
-    assert (steps(tmp_path), restored(tmp_path)) == ([30, 4, 10], 10)
-    assert f"{tmp_path / INDEX}" in warnings_in(lines)
+def test_after_the_newest_was_moved_away_the_next_is_the_newest_also_when_it_is_put_back(tmp_path: Path) -> None:
+    *_, path = save_steps(tmp_path, 1, 3)
+    os.rename(path, tmp_path / "away")
+    save_steps(tmp_path, 2)
+    assert steps(tmp_path) == [1, 2]
+    os.rename(tmp_path / "away", path)
+    assert steps(tmp_path) == [1, 3, 2]
 
 
-def test_an_index_from_before_the_last_checkpoint_hides_it_not(tmp_path: Path, lines: Lines) -> None:
-    saver = Saver()
-    save_steps(tmp_path, 1, saver=saver)
-    before = (tmp_path / INDEX).read_bytes()
-    save_steps(tmp_path, 2, saver=saver)
-    (tmp_path / INDEX).write_bytes(before)
-    assert restored(tmp_path) == 2
-    assert "model.ckpt-2 is whole but not in the index" in warnings_in(lines)
+def test_a_file_that_is_not_a_checkpoint_is_never_removed(tmp_path: Path, lines: Lines) -> None:
+    torch.save({"model": {}}, tmp_path / "model.ckpt-0")
+    save_steps(tmp_path, 1, 2, saver=Saver(1))
+    assert names(tmp_path) == ["model.ckpt-0", "model.ckpt-2"]
+    assert "model.ckpt-0 is cut short, or was not written by a Saver" in warnings_in(lines)
 
 
-def test_the_index_is_for_people_too(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2)
-    (found, *_) = list_checkpoints(tmp_path)
-    row = json.loads((tmp_path / INDEX).read_text())["checkpoints"][0]
-    assert row == {"name": "model.ckpt-1"} | {
-        key: getattr(found, key) for key in ("order", "step", "bytes", "time", "checksum", "kept")
-    }
+ODD_SEALS = [
+    '"order": "2", "step": 2, "bytes": {bytes}, "time": 0',
+    '"order": 2, "step": "2", "bytes": {bytes}, "time": 0',
+    '"order": 2, "step": 2, "bytes": {bytes}, "time": null',
+    '"order": 2, "step": 2, "bytes": {bytes}, "time": 1' + 400 * "0",
+    '"order": 2, "bytes": {bytes}, "time": 0',
+    '"order": ' + 2000 * "[" + 2000 * "]",
+]
+
+
+@pytest.mark.parametrize("seal", ODD_SEALS, ids=range(len(ODD_SEALS)))
+def test_a_file_with_an_odd_seal_is_skipped_and_named(tmp_path: Path, lines: Lines, seal: str) -> None:
+    save_steps(tmp_path, 1)
+    text = '{"seal": 1, "name": "model.ckpt-2", ' + seal.replace("{bytes}", "4") + "} 00000000\n"
+    (tmp_path / "model.ckpt-2").write_text("data\n" + text)
+    save_steps(tmp_path, 3)
+    assert restored(tmp_path) == 3
+    assert "model.ckpt-2 is cut short, or was not written by a Saver" in warnings_in(lines)
+
+
+def test_the_seal_of_that_test_is_read_where_it_is_not_odd(tmp_path: Path) -> None:
+    text = '{"seal": 1, "name": "model.ckpt-2", "order": 2, "step": 2, "bytes": 4, "time": 0} 00000000\n'
+    (tmp_path / "model.ckpt-2").write_text("data\n" + text)
+    assert steps(tmp_path) == [2]
+
+
+INDEXES = [
+    b"",
+    b"[]",
+    b"\xff\x00",
+    b'{"checkpoints": [{}]}',
+    b'{"checkpoints": [], "removing": ["../other", "model.ckpt-30"], "last": "many", "keep_after": {}}',
+    b'{"checkpoints": [], "removing": ["../other"], "last": 9, "keep_after": {"model.ckpt": 0.0}}',
+]
+
+
+@pytest.mark.parametrize("content", INDEXES, ids=range(len(INDEXES)))
+def test_the_index_of_an_earlier_version_is_ignored_and_removed(tmp_path: Path, lines: Lines, content: bytes) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    other.touch()
+    save_steps(folder, 30, 4, 10)
+    (folder / "checkpoints.json").write_bytes(content)
+    assert (steps(folder), restored(folder), warnings_in(lines)) == ([30, 4, 10], 10, "")
+    save_steps(folder, 5, saver=Saver(3))
+    assert (steps(folder), restored(folder)) == ([4, 10, 5], 5)
+    assert not (folder / "checkpoints.json").exists()
+    assert other.exists()
+
+
+def test_a_link_or_folder_with_the_name_of_the_index_is_left_alone(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("other")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "checkpoints.json").symlink_to(other)
+    (tmp_path / "b" / "checkpoints.json").mkdir(parents=True)
+    for folder in ("a", "b"):
+        save_steps(tmp_path / folder, 1)
+        assert names(tmp_path / folder) == ["checkpoints.json", "model.ckpt-1"]
+    assert other.read_text() == "other"
+
+
+def test_a_save_reads_only_the_seals_that_it_has_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    read_seal = checkpoint_files.read_seal
+    monkeypatch.setattr(checkpoint_files, "read_seal", lambda path: seen.append(Path(path).name) or read_seal(path))  # type: ignore[func-returns-value]
+    save_steps(tmp_path, 1, 2, 3)
+    seen.clear()
+    saver, read = Saver(), []
+    for step in (4, 5):
+        save_steps(tmp_path, step, saver=saver)
+        read.append(list(seen))
+        seen.clear()
+    assert read == [["model.ckpt-1", "model.ckpt-2", "model.ckpt-3"], ["model.ckpt-4"]]
+
+
+def test_a_file_that_was_changed_between_two_saves_is_read_again(tmp_path: Path, lines: Lines) -> None:
+    saver = Saver(2)
+    first, *_ = save_steps(tmp_path, 1, 2, saver=saver)
+    Path(first).write_bytes(b"a file of the user's")
+    save_steps(tmp_path, 3, 4, saver=saver)
+    assert names(tmp_path) == ["model.ckpt-1", "model.ckpt-3", "model.ckpt-4"]
+    assert warnings_in(lines).count(first) == 1
 
 
 def leave_temporary(folder: Path) -> Path:
@@ -803,13 +905,13 @@ def test_a_temporary_file_that_is_being_written_is_left_alone(tmp_path: Path) ->
     assert path.exists()
 
 
-def test_a_temporary_file_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_temporary_file_is_not_a_checkpoint(tmp_path: Path) -> None:
     leave_temporary(tmp_path)
     assert latest_checkpoint(tmp_path) is None
 
 
 class Evil:
-    """Pickled, it is an order to make a file."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -822,14 +924,14 @@ def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> 
     folder, proof = tmp_path / "run", tmp_path / "proof"
     write: Callable[[Any], None] = partial(torch.save, {"box": Evil(proof)})
     Folder(str(folder), Disk()).add("model.ckpt", 1, write, Retention(5, None))
-    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 is whole, but torch does not load it"):
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 is not damaged, but torch does not load it"):
         Saver().restore_latest(boxed(None), folder)
     assert not proof.exists()
     torch.load(latest_checkpoint(folder), weights_only=False)  # type: ignore[arg-type]
     assert proof.exists(), "the pickle was harmless, so nothing was tested"
 
 
-def test_damage_is_found_also_where_torch_was_told_to_leave_checksums_out(tmp_path: Path) -> None:
+def test_damage_is_found_even_if_torch_is_set_to_write_no_checksums(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         path = Saver().save(boxed(torch.zeros(1000)), tmp_path / "model.ckpt", 1)
@@ -842,11 +944,11 @@ def test_damage_is_found_also_where_torch_was_told_to_leave_checksums_out(tmp_pa
         Saver().restore(boxed(None), path)
 
 
-# Written behind.
+# Saving in the background.
 
 
 class GatedDisk(Disk):
-    """A disk on which nothing is created until the gate is opened; ``errors`` are raised there, one a checkpoint."""
+    """A disk that creates no file until the gate is open, and then raises ``errors``, one for each file."""
 
     def __init__(self, *errors: OSError | None) -> None:
         self.gate = threading.Event()
@@ -854,7 +956,7 @@ class GatedDisk(Disk):
 
     def create(self, path: str) -> BinaryIO:
         self.gate.wait(timeout=60)
-        if not path.count(INDEX) and self.errors and (error := self.errors.pop(0)):
+        if self.errors and (error := self.errors.pop(0)):
             raise error
         return super().create(path)
 
@@ -865,7 +967,7 @@ def gated(*errors: OSError | None) -> tuple[Saver, GatedDisk]:
     return saver, disk
 
 
-def test_save_returns_before_the_file_is_there(tmp_path: Path) -> None:
+def test_save_returns_before_the_file_exists(tmp_path: Path) -> None:
     saver, disk = gated()
     path = saver.save(boxed(1), tmp_path / "model.ckpt", 1)
     assert latest_checkpoint(tmp_path) is None
@@ -874,7 +976,7 @@ def test_save_returns_before_the_file_is_there(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == path
 
 
-def test_what_is_written_behind_is_the_state_at_the_call(tmp_path: Path) -> None:
+def test_the_background_writes_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
     saver, disk = gated()
     value = {"tensor": torch.zeros(5), "list": [1], "bytes": bytearray(b"a"), "set": {1}}
     path = saver.save(boxed(value), tmp_path / "model.ckpt", 1)
@@ -887,7 +989,7 @@ def test_what_is_written_behind_is_the_state_at_the_call(tmp_path: Path) -> None
     assert (back["tensor"].sum(), back["list"], back["bytes"], back["set"]) == (0, [1], b"a", {1})
 
 
-def test_restore_waits_for_what_is_being_written(tmp_path: Path) -> None:
+def test_restore_waits_for_the_background(tmp_path: Path) -> None:
     saver, disk = gated()
     saver.save(boxed("newest"), tmp_path / "model.ckpt", 1)
     disk.gate.set()
@@ -900,7 +1002,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("end", ["wait", "close"])
-def test_an_error_of_the_background_comes_out_at_the_end_and_once(tmp_path: Path, end: str) -> None:
+def test_an_error_of_the_background_is_raised_at_the_end_once(tmp_path: Path, end: str) -> None:
     saver, disk = gated(FULL)
     saver.save(boxed(1), tmp_path / "model.ckpt", 1)
     disk.gate.set()
@@ -909,7 +1011,7 @@ def test_an_error_of_the_background_comes_out_at_the_end_and_once(tmp_path: Path
     getattr(saver, end)()
 
 
-def test_an_error_of_the_background_comes_out_of_the_next_save_which_is_written_all_the_same(tmp_path: Path) -> None:
+def test_an_error_of_the_background_is_raised_by_the_next_save_which_is_written_all_the_same(tmp_path: Path) -> None:
     saver, disk = gated(FULL)
     saver.save(boxed(1), tmp_path / "model.ckpt", 1)
     disk.gate.set()
@@ -919,11 +1021,11 @@ def test_an_error_of_the_background_comes_out_of_the_next_save_which_is_written_
     assert restored(tmp_path) == 2
 
 
-def test_two_errors_one_after_the_other_both_come_out(tmp_path: Path) -> None:
+def test_of_two_errors_in_a_row_both_are_reported(tmp_path: Path) -> None:
     saver, disk = gated(FULL)
     saver.save(boxed(1), tmp_path / "model.ckpt", 1)
     disk.gate.set()
-    with pytest.raises(CheckpointError, match="a type") as caught:
+    with pytest.raises(CheckpointError, match="of type type") as caught:
         saver.save(boxed(int), tmp_path / "model.ckpt", 2)
     assert "model.ckpt-1 was not written" in caught.value.__notes__[0]
 
@@ -954,7 +1056,7 @@ def test_a_save_looks_at_the_state_only_when_the_one_before_is_written(tmp_path:
 
 
 class ReadingDisk(Disk):
-    """Notes where in memory that lies which is written in one piece of ``nbytes`` bytes."""
+    """A disk that records the memory addresses of what is written in one piece of ``nbytes`` bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -966,7 +1068,7 @@ class ReadingDisk(Disk):
         super().write(file, data)
 
 
-def test_the_memory_of_the_copies_is_used_again(tmp_path: Path) -> None:
+def test_the_memory_of_the_copies_is_reused(tmp_path: Path) -> None:
     saver, disk = Saver(async_save=True), ReadingDisk(4_000_000)
     saver.disk = disk
     tensors = [torch.zeros(1_000_000), torch.zeros(2), torch.ones(1_000_000)]
@@ -1001,7 +1103,7 @@ def test_one_copy_of_the_state_is_held_until_close(tmp_path: Path) -> None:
     assert after - before < 30
 
 
-def test_what_was_made_for_the_saver_is_not_held_while_its_copy_is_written(tmp_path: Path) -> None:
+def test_temporary_tensors_of_a_state_dict_are_freed_while_their_copies_are_written(tmp_path: Path) -> None:
     class Fresh(Box):
         def state_dict(self) -> dict[str, Any]:
             return {"value": torch.ones(30_000_000)}
@@ -1022,10 +1124,12 @@ def test_what_was_made_for_the_saver_is_not_held_while_its_copy_is_written(tmp_p
 STATES: list[Any] = [
     [torch.full((size,), float(size)) for size in (5, 2_500_000, 0, 7)],
     [torch.full((size,), float(-size)) for size in (5, 2_500_000, 0, 7)],
-    [torch.full((size,), float(size)) for size in (5, 7, 2_500_000, 0, 9)],  # others at these places, and more of them
+    [
+        torch.full((size,), float(size)) for size in (5, 7, 2_500_000, 0, 9)
+    ],  # other sizes in these places, and more of them
     [torch.full((size,), float(-size)) for size in (6, 7)],
     [],
-    [torch.arange(3 * 2**22 + 1, dtype=torch.int8)],  # no whole number of pieces
+    [torch.arange(3 * 2**22 + 1, dtype=torch.int8)],  # not a multiple of the size of a piece
 ]
 
 
@@ -1040,7 +1144,7 @@ def test_every_checkpoint_has_its_own_values_however_the_state_changes(tmp_path:
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_values_that_are_made_for_the_saver_are_not_taken_for_one_another(tmp_path: Path, async_save: bool) -> None:
+def test_temporary_tensors_of_a_state_dict_are_not_mistaken_for_one_another(tmp_path: Path, async_save: bool) -> None:
     class Fresh(Box):
         def state_dict(self) -> dict[str, Any]:
             return {
@@ -1057,7 +1161,7 @@ def test_values_that_are_made_for_the_saver_are_not_taken_for_one_another(tmp_pa
     assert [saved[f"hooks.{number}"]["conjugate"][-1].item() for number in numbers] == [-1j * n for n in numbers]
 
 
-def test_all_is_copied_when_the_call_returns(tmp_path: Path) -> None:
+def test_everything_is_copied_when_the_call_returns(tmp_path: Path) -> None:
     saver, tensor = Saver(async_save=True), torch.zeros(8_000_000)
     for step in range(1, 6):
         tensor.fill_(step)
@@ -1067,25 +1171,25 @@ def test_all_is_copied_when_the_call_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", [nullcontext(), FakeDevice()])
-def test_a_conjugate_is_not_taken_for_another_one(tmp_path: Path, device: AbstractContextManager[object]) -> None:
+def test_conjugates_are_not_mistaken_for_one_another(tmp_path: Path, device: AbstractContextManager[object]) -> None:
     saver, numbers = Saver(async_save=True), [1j * number for number in range(10)]
     with device:
         path = saver.save(boxed([torch.full((9000,), n).conj() for n in numbers]), tmp_path / "model.ckpt", 1)
     assert [tensor[0].item() for tensor in value_in(path, saver)] == [-n for n in numbers]
 
 
-def test_after_a_save_that_was_refused_the_next_is_right(tmp_path: Path) -> None:
+def test_the_save_after_one_that_was_refused_is_correct(tmp_path: Path) -> None:
     saver, tensor = Saver(async_save=True), torch.zeros(1000)
     for step in (1, 2):
         tensor += 1
         saver.save(boxed(tensor), tmp_path / "model.ckpt", step)
-        with pytest.raises(CheckpointError, match="a type"):
+        with pytest.raises(CheckpointError, match="of type type"):
             saver.save(boxed([tensor, int]), tmp_path / "model.ckpt", 9)
     assert value_in(f"{tmp_path}/model.ckpt-2", saver).sum() == 2000
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_default_device_of_the_users_changes_nothing(tmp_path: Path, async_save: bool) -> None:
+def test_the_users_default_device_changes_nothing(tmp_path: Path, async_save: bool) -> None:
     saver, tensor = Saver(async_save=async_save), torch.ones(5)
     with torch.device("meta"):
         path = saver.save(boxed(tensor), tmp_path / "model.ckpt", 1)
@@ -1093,7 +1197,7 @@ def test_a_default_device_of_the_users_changes_nothing(tmp_path: Path, async_sav
     assert torch.equal(value_in(path), tensor)
 
 
-def test_memory_that_was_got_in_inference_mode_is_used_outside_of_it_and_back(tmp_path: Path) -> None:
+def test_memory_allocated_in_inference_mode_is_reused_outside_of_it_and_back(tmp_path: Path) -> None:
     saver, tensor = Saver(async_save=True), torch.zeros(1000)
     for step, mode in enumerate([True, False, True]):
         tensor += 1
@@ -1103,7 +1207,7 @@ def test_memory_that_was_got_in_inference_mode_is_used_outside_of_it_and_back(tm
 
 
 class OrderedDevice(FakeDevice):
-    """Notes when its copies were waited for."""
+    """A device that records when its copies are waited for."""
 
     def __init__(self, order: list[str]) -> None:
         super().__init__()
@@ -1120,7 +1224,7 @@ class OrderedDevice(FakeDevice):
         return Event()
 
 
-def test_copies_from_a_device_are_waited_for_behind_and_before_the_file_is_begun(tmp_path: Path) -> None:
+def test_the_background_waits_for_copies_from_a_device_before_it_begins_the_file(tmp_path: Path) -> None:
     order: list[str] = []
 
     class OrderedDisk(Disk):
@@ -1138,7 +1242,7 @@ def test_copies_from_a_device_are_waited_for_behind_and_before_the_file_is_begun
     assert [tensor.sum() for tensor in value_in(path)] == [2, 3]
 
 
-def test_an_error_of_the_device_comes_out_of_the_next_call(tmp_path: Path) -> None:
+def test_an_error_of_the_device_is_raised_by_the_next_call(tmp_path: Path) -> None:
     class Broken(FakeDevice):
         def event(self, device: torch.device) -> Any:
             event = super().event(device)
@@ -1172,9 +1276,10 @@ class Crash(BaseException):
 
 
 class FaultyDisk(Disk):
-    """Does what it is asked to, but for one operation, the ``fault_at``-th: that one fails with ``error``.
+    """A disk whose operation number ``fault_at`` fails with ``error``.
 
-    A write then gets half of its bytes. After a :class:`Crash` nothing is done any more. Nothing is synced: time.
+    If that is a write, half of its bytes are written. After a :class:`Crash` every operation fails. To save time,
+    nothing is synced.
     """
 
     def __init__(self, fault_at: int, error: BaseException) -> None:
@@ -1217,7 +1322,7 @@ class FaultyDisk(Disk):
 
 
 class History:
-    """What a training saved on a disk that failed: each state is its number, in several tensors."""
+    """The checkpoints of a training run on a disk that failed. Each state is its number, in several tensors."""
 
     def __init__(self, folder: Path, disk: FaultyDisk, saved: list[int], max_to_keep: int) -> None:
         self.folder, self.max_to_keep = folder, max_to_keep
@@ -1239,24 +1344,24 @@ class History:
         return boxed([torch.full((size,), number) for size in (1, 30, 200)])
 
     def found(self) -> int:
-        """The number of the state that a new process finds, 0 if there is none."""
+        """Return the number of the state that a new process restores, 0 if there is none."""
         session = boxed(None)
         if Saver().restore_latest(session, self.folder) is None:
             return 0
         (number,) = {int(number) for tensor in box_of(session).value for number in tensor}
         return number
 
-    def go_on(self) -> list[str]:
-        """Save once more in a new process; the names of all files after that."""
+    def save_again(self) -> list[str]:
+        """Save once more in a new process, and return the names of all files after that."""
         Saver(self.max_to_keep).save(self.state(1000), self.folder / "model.ckpt", 1000)
         return names(self.folder)
 
 
 def check(history: History) -> None:
     assert history.found() >= history.reported
-    left = history.go_on()
+    left = history.save_again()
     assert history.found() == 1000
-    assert len(left) <= history.max_to_keep + 1, "the checkpoints and the index, and nothing else"
+    assert len(left) <= history.max_to_keep, "there are checkpoints and nothing else"
 
 
 FAULTS = {"kill": Crash(), "full": FULL, "read-only": OSError(errno.EROFS, "Read-only file system")}
@@ -1287,7 +1392,7 @@ def test_nothing_that_was_reported_is_lost_whatever_was_saved_before(
 
 
 class Diary(Disk):
-    """Writes down what it is asked to do; several writes in a row are one."""
+    """A disk that records its operations; several writes in a row are one."""
 
     def __init__(self) -> None:
         self.entries: list[str] = []
@@ -1318,17 +1423,13 @@ class Diary(Disk):
         super().remove(path)
 
 
-def test_each_thing_is_on_the_disk_before_the_next_is_begun(tmp_path: Path) -> None:
+def test_each_part_is_on_disk_before_the_next_is_begun(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     saver, diary = Saver(1), Diary()
     saver.disk = diary
     save_steps(tmp_path, 2, saver=saver)
-    written = ["create", "write", "sync"]
-    assert diary.entries == [
-        *(*written, "rename to model.ckpt-2", "sync the folder"),
-        *(*written, f"rename to {INDEX}", "sync the folder"),
-        "remove model.ckpt-1",
-    ]
+    written = ["create", "write", "sync", "rename to model.ckpt-2", "sync the folder"]
+    assert diary.entries == [*written, "remove model.ckpt-1"]
 
 
 def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
@@ -1339,7 +1440,7 @@ def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
     assert disk.count == 4, "the failed write, and the removal of the file"
 
 
-def test_what_was_restored_stays_until_a_newer_one_is_whole(tmp_path: Path, lines: Lines) -> None:
+def test_what_was_restored_stays_until_a_newer_one_is_complete(tmp_path: Path, lines: Lines) -> None:
     operations = History(tmp_path / "all", FaultyDisk(-1, FULL), [1], 1).disk.count
     for place in range(1, operations + 1):
         folder = tmp_path / str(place)
@@ -1378,23 +1479,23 @@ def test_an_old_one_that_cannot_be_removed_is_named_and_removed_later(tmp_path: 
     save_steps(tmp_path, 1, 2, saver=saver)
     assert f"{tmp_path}/model.ckpt-1 could not be removed" in warnings_in(lines)
     save_steps(tmp_path, 3, saver=saver)
-    assert names(tmp_path) == [INDEX, "model.ckpt-3"]
+    assert names(tmp_path) == ["model.ckpt-3"]
 
 
 def test_a_file_where_the_folder_should_be_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(CheckpointError, match="A file has the name that a folder should have"):
+    with pytest.raises(CheckpointError, match="A file has the name of the folder"):
         save_steps(tmp_path / "run", 1)
 
 
 def test_a_folder_where_the_checkpoint_should_be_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt-1").mkdir()
-    with pytest.raises(CheckpointError, match="A folder has the name that the checkpoint should have"):
+    with pytest.raises(CheckpointError, match="A folder has the name of the checkpoint"):
         save_steps(tmp_path, 1)
     assert names(tmp_path) == ["model.ckpt-1"]
 
 
-def test_a_folder_that_vanished_is_an_error_and_not_made_again(tmp_path: Path) -> None:
+def test_a_folder_that_vanished_is_an_error_and_not_created_again(tmp_path: Path) -> None:
     saver, folder = Saver(), tmp_path / "run"
     save_steps(folder, 1, saver=saver)
     folder.rename(tmp_path / "elsewhere")
@@ -1439,32 +1540,32 @@ def test_a_real_limit_is_an_error_that_leaves_the_older_one_and_nothing_else(tmp
 
     with pytest.raises(CheckpointError, match=r"File too large\. Raise the limit"):
         save()
-    assert (names(tmp_path), restored(tmp_path)) == ([INDEX, "model.ckpt-1"], 1)
+    assert (names(tmp_path), restored(tmp_path)) == (["model.ckpt-1"], 1)
 
 
 # Arguments.
 
 
 @pytest.mark.parametrize("number", [-1, 2.5, True, "ten"])
-def test_refuses_what_is_no_number_of_checkpoints(number: Any) -> None:
+def test_refuses_an_invalid_number_of_checkpoints(number: Any) -> None:
     with pytest.raises(ValueError, match=f"max_to_keep={number!r}: must be a whole number"):
         Saver(number)
 
 
 @pytest.mark.parametrize("hours", [0, -1, float("nan"), float("inf"), "soon"])
-def test_refuses_what_is_no_number_of_hours(hours: Any) -> None:
+def test_refuses_an_invalid_number_of_hours(hours: Any) -> None:
     with pytest.raises(ValueError, match=f"keep_checkpoint_every_n_hours={hours!r}"):
         Saver(keep_checkpoint_every_n_hours=hours)
 
 
 @pytest.mark.parametrize("step", [-1, 2.5, True, "ten", None])
-def test_refuses_what_is_no_step(tmp_path: Path, step: Any) -> None:
+def test_refuses_an_invalid_step(tmp_path: Path, step: Any) -> None:
     with pytest.raises(ValueError, match=f"global_step={step!r}: must be a whole number"):
         Saver().save(boxed(1), tmp_path / "model.ckpt", step)
 
 
 @pytest.mark.parametrize("path", ["", "run/", ".hidden"])
-def test_refuses_what_is_no_name(path: str) -> None:
+def test_refuses_a_path_without_a_name(path: str) -> None:
     with pytest.raises(ValueError, match=r"must end in a name"):
         Saver().save(boxed(1), path, 1)
 

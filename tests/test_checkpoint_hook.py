@@ -1,4 +1,4 @@
-"""CheckpointSaverHook: when it saves, with which saver, what its listeners see, and what it never saves."""
+"""CheckpointSaverHook: when it saves, with which saver, when it calls listeners, and what it never saves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Calls = list[tuple[Any, ...]]
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps of the checkpoints, in the order in which they were written."""
+    """Return the steps of the checkpoints, in the order of writing."""
     return [checkpoint.step for checkpoint in list_checkpoints(directory)]
 
 
@@ -54,7 +54,7 @@ def warnings_in(lines: Lines) -> list[str]:
 
 
 class Listener(CheckpointSaverListener):
-    """Writes down its calls; asks to stop, or raises, at a step."""
+    """A listener that records its calls, and asks to stop or raises at a step."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ def saves(listener: Listener) -> list[int]:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_saves_at_creation_every_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+def test_saves_at_creation_every_n_steps_and_at_the_end(tmp_path: Path) -> None:
     trace(CheckpointSaverHook(tmp_path, save_steps=4), losses=[0.1] * 10, checkpoint_dir=tmp_path)
     assert steps(tmp_path) == [0, 4, 8, 10]
 
@@ -110,12 +110,12 @@ def test_a_loop_without_a_run_saves_once(tmp_path: Path) -> None:
     assert saves(listener) == [0]
 
 
-def test_saves_every_so_many_seconds(tmp_path: Path) -> None:
+def test_saves_every_n_seconds(tmp_path: Path) -> None:
     trace(CheckpointSaverHook(tmp_path, save_secs=2.5), losses=[0.1] * 7, checkpoint_dir=tmp_path)
     assert steps(tmp_path) == [0, 3, 6, 7]
 
 
-def test_a_period_goes_from_the_step_that_was_saved_last(tmp_path: Path) -> None:
+def test_a_period_begins_at_the_step_that_was_saved_last(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
 
     def step() -> None:
@@ -144,7 +144,7 @@ def test_a_loop_that_failed_saves_nothing_at_its_end(tmp_path: Path) -> None:
     assert steps(tmp_path) == [0]
 
 
-def test_saves_where_it_stands_in_the_list(tmp_path: Path) -> None:
+def test_saves_at_its_place_in_the_list(tmp_path: Path) -> None:
     calls: Calls = []
     a, b = (RecordingHook(name=name, calls=calls) for name in "ab")
     trace(a, CheckpointSaverHook(tmp_path, save_steps=1, listeners=[Listener(calls)]), b, losses=[0.1])
@@ -170,7 +170,7 @@ def test_is_called_in_no_run_in_which_it_has_nothing_to_save(tmp_path: Path) -> 
     assert hook.runs == 2
 
 
-def test_a_hook_that_is_used_again_begins_anew(tmp_path: Path) -> None:
+def test_a_hook_that_is_reused_starts_over(tmp_path: Path) -> None:
     listener = Listener()
     hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])
     trace(hook, losses=[0.1] * 5)
@@ -186,7 +186,7 @@ def test_needs_exactly_one_period(periods: dict[str, Any], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("save_steps", [0, -1, 2.5, True])
-def test_refuses_what_is_no_number_of_steps(save_steps: Any, tmp_path: Path) -> None:
+def test_refuses_an_invalid_number_of_steps(save_steps: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"save_steps={save_steps}: must be a whole number, 1 or more"):
         CheckpointSaverHook(tmp_path, save_steps=save_steps)
 
@@ -224,13 +224,13 @@ def test_it_does_not_warn_where_something_would_be(tmp_path: Path, lines: Lines)
 
 
 class NotingSaver(Saver):
-    """Writes down what it saved."""
+    """A Saver that records the steps that it saved."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.saved: list[int] = []
 
-    def save(self, session: Session, path: Any, global_step: int, **arguments: Any) -> str:
+    def save(self, session: Any, path: Any, global_step: int, **arguments: Any) -> str:
         self.saved.append(global_step)
         return super().save(session, path, global_step, **arguments)
 
@@ -263,7 +263,7 @@ def test_a_scaffold_without_a_saver_leaves_it_to_the_session(tmp_path: Path) -> 
     assert saver.saved == [0]
 
 
-def test_a_saver_and_a_scaffold_are_one_too_many(tmp_path: Path) -> None:
+def test_a_saver_and_a_scaffold_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"saver=Saver\(.*\), scaffold=.*: give CheckpointSaverHook one of them"):
         CheckpointSaverHook(tmp_path, save_steps=1, saver=Saver(), scaffold=Scaffold())
 
@@ -274,7 +274,7 @@ def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
     ) as loop:
         for _ in range(7):
             loop.run()
-        loop.session.global_step = 2  # the person goes back to an earlier state
+        loop.session.global_step = 2  # the user returns to an earlier state
     assert steps(tmp_path) == [0, 3, 6, 2]
     with MonitoredLoop(lambda: None, checkpoint_dir=tmp_path) as loop:
         assert loop.global_step == 2
@@ -372,7 +372,7 @@ def test_every_listener_is_called_also_after_one_asked_to_stop(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("method", "saved"), [("before_save", []), ("after_save", [0])])
-def test_an_error_of_a_listener_comes_out(method: str, saved: list[int], tmp_path: Path) -> None:
+def test_an_error_of_a_listener_is_raised(method: str, saved: list[int], tmp_path: Path) -> None:
     hook = CheckpointSaverHook(tmp_path, save_steps=1, listeners=[Listener(raises={method: KeyError})])
     with pytest.raises(KeyError) as caught:
         MonitoredLoop(lambda: None, hooks=[hook], checkpoint_dir=tmp_path)
@@ -417,14 +417,14 @@ def test_nothing_is_saved_at_the_end_of_a_loop_that_a_nan_stopped(tmp_path: Path
     assert ("WARNING", "no checkpoint of step 3: loss is NaN at step 3") in traced.lines
 
 
-def test_an_infinity_keeps_it_from_saving_if_the_hook_looks_for_it(tmp_path: Path) -> None:
+def test_an_infinity_prevents_saving_if_the_nan_hook_looks_for_it(tmp_path: Path) -> None:
     hooks = [CheckpointSaverHook(tmp_path, save_steps=1), NanTensorHook("loss", False, also_inf=True)]
     trace(*hooks, losses=[0.5, math.inf], checkpoint_dir=tmp_path)
     assert steps(tmp_path) == [0, 1]
 
 
 class Scaled(torch.nn.Module):
-    """Its output is its input times its weight."""
+    """A model whose output is its input times its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,7 +446,7 @@ WATCHED = {
 
 
 @pytest.mark.parametrize("watched", WATCHED.values(), ids=WATCHED)
-def test_whatever_is_watched_a_saver_in_front_does_not_save_a_nan(watched: Any, tmp_path: Path) -> None:
+def test_whatever_is_watched_a_saver_before_the_nan_hook_does_not_save_a_nan(watched: Any, tmp_path: Path) -> None:
     model = Scaled()
     hooks = [CheckpointSaverHook(tmp_path, save_steps=1), NanTensorHook(watched, fail_on_nan_loss=False)]
     with MonitoredLoop(lambda x: model(x).sum(), model, hooks=hooks, checkpoint_dir=tmp_path) as loop:
@@ -467,7 +467,7 @@ def test_what_is_watched_is_evaluated_once_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saver_first", [True, False], ids=["saver-first", "saver-last"])
-def test_a_nan_of_a_run_that_a_recovery_undid_keeps_nothing_from_being_saved(saver_first: bool, tmp_path: Path) -> None:
+def test_a_nan_of_a_run_that_a_recovery_undid_does_not_prevent_saving(saver_first: bool, tmp_path: Path) -> None:
     failing = RecordingHook(raises={("after_run", 2): AbortedError})
     hooks = [CheckpointSaverHook(tmp_path, save_steps=1), NanTensorHook("loss")]
     hooks = hooks if saver_first else hooks[::-1]
@@ -497,7 +497,7 @@ def test_the_first_of_several_refusals_is_the_reason() -> None:
     assert session.why_no_checkpoint() == "first"
 
 
-def test_nothing_speaks_against_a_checkpoint_by_itself() -> None:
+def test_without_guards_no_checkpoint_is_refused() -> None:
     assert Session().why_no_checkpoint() is None
 
 
@@ -505,7 +505,7 @@ def test_nothing_speaks_against_a_checkpoint_by_itself() -> None:
 
 
 class Counting(SessionRunHook):
-    """Counts its runs, in all processes; the count is its state."""
+    """A hook that counts its runs in all processes; the count is its state."""
 
     def __init__(self, name: str | None = None) -> None:
         self.runs = 0
@@ -552,7 +552,7 @@ def test_the_state_of_a_hook_is_saved_under_its_name(
 
 @pytest.mark.parametrize("name", [None, "batches"])
 def test_two_of_one_name_are_refused(name: str | None) -> None:
-    pattern = f"Counting\\(\\) and Counting\\(\\) would both keep their state as '{name or 'Counting'}'.*another name"
+    pattern = f"Counting\\(\\) and Counting\\(\\) would both save their state as '{name or 'Counting'}'.*another name"
     with pytest.raises(ValueError, match=pattern):
         MonitoredLoop(lambda: None, hooks=[Counting(name), Counting(name)])
 
@@ -565,16 +565,15 @@ def test_a_state_is_restored_before_after_create_session(tmp_path: Path) -> None
     assert (hook.seen, hook.runs) == ([3], 5)
 
 
-def test_one_behind_the_saver_is_warned_about(tmp_path: Path, lines: Lines) -> None:
+def test_one_after_the_saver_is_warned_about(tmp_path: Path, lines: Lines) -> None:
     saver = CheckpointSaverHook(tmp_path, save_steps=9)
     MonitoredLoop(lambda: None, hooks=[saver, Counting()], checkpoint_dir=tmp_path).close()
     assert warnings_in(lines) == [
-        f"Counting() stands behind {saver!r}, so that checkpoints have its state from before the run: "
-        "move it to the front"
+        f"Counting() comes after {saver!r}, so checkpoints contain its state from before the run: move it to the front"
     ]
 
 
-def test_one_in_front_of_it_is_not(tmp_path: Path, lines: Lines) -> None:
+def test_one_before_the_saver_is_not(tmp_path: Path, lines: Lines) -> None:
     hooks = [Counting(), CheckpointSaverHook(tmp_path, save_steps=9)]
     MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path).close()
     assert not warnings_in(lines)
@@ -589,11 +588,11 @@ def test_a_hook_that_can_save_and_not_load_has_no_state(tmp_path: Path) -> None:
     assert saved_names(tmp_path) == set()
 
 
-# -- a saver that writes behind ---------------------------------------------------------------------------------------
+# -- saving in the background -----------------------------------------------------------------------------------------
 
 
 class GatedDisk(Disk):
-    """Writes nothing until the gate is open; fails for the files that it is told."""
+    """A disk that renames no file until the gate is open, and fails for given names."""
 
     def __init__(self, *fails: str) -> None:
         self.gate = threading.Event()
@@ -606,8 +605,11 @@ class GatedDisk(Disk):
         super().rename(path, new_path)
 
 
-def behind(directory: Path, *fails: str, own: bool, **hook: Any) -> tuple[GatedDisk, Callable[..., Any]]:
-    """A disk, and what makes a loop that saves to it, behind; the saver is the hook's own, or the session's."""
+def in_background(directory: Path, *fails: str, own: bool, **hook: Any) -> tuple[GatedDisk, Callable[..., Any]]:
+    """Return a disk, and a function that creates a loop which saves to it in the background.
+
+    The saver is the hook's own, or the session's.
+    """
     saver, disk = Saver(async_save=True), GatedDisk(*fails)
     saver.disk = disk
     saves = CheckpointSaverHook(directory, save_steps=1, saver=saver if own else None, **hook)
@@ -623,9 +625,9 @@ OWN = pytest.mark.parametrize("own", [True, False], ids=["of-the-hook", "of-the-
 
 
 @OWN
-def test_training_goes_on_while_a_checkpoint_is_written_behind(own: bool, tmp_path: Path) -> None:
-    disk, make = behind(tmp_path, own=own)
-    loop = make(step=disk.gate.set)  # the step opens it, so the first one would never come if the save waited
+def test_training_continues_while_a_checkpoint_is_written(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, own=own)
+    loop = make(step=disk.gate.set)  # the step opens the gate: if the save waited, no step would ever be made
     assert steps(tmp_path) == []
     loop.run()
     loop.close()
@@ -634,7 +636,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_behind(own: bool, tmp_pa
 
 @OWN
 def test_the_end_of_the_loop_waits_for_it(own: bool, tmp_path: Path) -> None:
-    disk, make = behind(tmp_path, own=own)
+    disk, make = in_background(tmp_path, own=own)
     loop = make()
     opener = threading.Timer(0.02, disk.gate.set)
     opener.start()
@@ -645,7 +647,7 @@ def test_the_end_of_the_loop_waits_for_it(own: bool, tmp_path: Path) -> None:
 
 @OWN
 def test_so_does_the_end_of_a_loop_that_failed(own: bool, tmp_path: Path) -> None:
-    disk, make = behind(tmp_path, own=own)
+    disk, make = in_background(tmp_path, own=own)
     opener = threading.Timer(0.02, disk.gate.set)
 
     def step() -> None:
@@ -659,8 +661,8 @@ def test_so_does_the_end_of_a_loop_that_failed(own: bool, tmp_path: Path) -> Non
 
 
 @OWN
-def test_an_error_of_writing_behind_comes_out_of_the_next_checkpoint(own: bool, tmp_path: Path) -> None:
-    disk, make = behind(tmp_path, "-0", own=own)
+def test_an_error_in_the_background_is_raised_by_the_next_checkpoint(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, "-0", own=own)
     loop = make()
     disk.gate.set()
     with pytest.raises(CheckpointError, match=r"model\.ckpt-0 was not written: No space left"):
@@ -670,8 +672,8 @@ def test_an_error_of_writing_behind_comes_out_of_the_next_checkpoint(own: bool, 
 
 
 @OWN
-def test_or_of_the_end(own: bool, tmp_path: Path) -> None:
-    disk, make = behind(tmp_path, "-1", own=own)
+def test_or_at_the_end(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, "-1", own=own)
     disk.gate.set()
     loop = make()
     loop.run()
@@ -682,7 +684,7 @@ def test_or_of_the_end(own: bool, tmp_path: Path) -> None:
 
 @OWN
 def test_or_is_noted_on_the_error_of_a_loop_that_failed(own: bool, tmp_path: Path) -> None:
-    disk, make = behind(tmp_path, "-0", own=own)
+    disk, make = in_background(tmp_path, "-0", own=own)
     disk.gate.set()
     failing = RecordingHook(raises={"before_run": ValueError("gone")})
     with pytest.raises(ValueError, match="gone") as caught, make(failing) as loop:
@@ -691,14 +693,14 @@ def test_or_is_noted_on_the_error_of_a_loop_that_failed(own: bool, tmp_path: Pat
 
 
 @OWN
-def test_listeners_are_told_of_the_end_once_everything_is_written(own: bool, tmp_path: Path) -> None:
+def test_the_end_of_listeners_is_called_after_everything_is_written(own: bool, tmp_path: Path) -> None:
     seen: list[list[int]] = []
 
     class Looking(CheckpointSaverListener):
         def end(self, session: Session, step: int) -> None:
             seen.append(steps(tmp_path))
 
-    disk, make = behind(tmp_path, own=own, listeners=[Looking()])
+    disk, make = in_background(tmp_path, own=own, listeners=[Looking()])
     disk.gate.set()
     loop = make()
     loop.run()

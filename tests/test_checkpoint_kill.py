@@ -1,6 +1,6 @@
-"""Processes that save at every step, killed for real at random moments: what they reported as saved is there.
+"""Processes that save at every step and are killed at random moments: what they reported as saved can be restored.
 
-TORCHHOOKS_KILLS is how often each of the two ways to save is interrupted; 20 if it is not set.
+TORCHHOOKS_KILLS is the number of kills for each of the two ways to save, 20 by default.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ROOT = Path(__file__).parents[1]
 KILLS = int(os.environ.get("TORCHHOOKS_KILLS", "20"))
 MAX_TO_KEEP = 3
 MOST_REPORTS = 3
-MOST_SECS = 0.04  # as long as a start, or several saves
+MOST_SECS = 0.04  # about the duration of a start, or of several saves
 
 
 class Numbers(nn.Module):
-    """A model of a few sizes of tensors, all of them filled with one number."""
+    """A model with tensors of several sizes, all filled with one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Numbers(nn.Module):
 
 
 class Note:
-    """A state of plain values: a list that has the number so often that it takes a while to write."""
+    """A state of plain values: a list of the number, long enough that writing it takes a while."""
 
     def __init__(self) -> None:
         self.numbers = [0]
@@ -68,7 +68,7 @@ def make_training() -> tuple[Session, Numbers, Note]:
 
 
 def train_for_ever(folder: str, async_save: bool) -> None:
-    """Go on from the newest checkpoint; a step changes everything in place, and what is saved for certain is said."""
+    """Continue from the newest checkpoint, change everything in place at each step, and report what is saved."""
     session, model, note = make_training()
     saver = Saver(MAX_TO_KEEP, async_save=async_save)
     saver.restore_latest(session, folder)
@@ -85,12 +85,12 @@ def train_for_ever(folder: str, async_save: bool) -> None:
 
 
 def say(word: str, number: int) -> None:
-    """Write one line, in one piece whenever the process is killed."""
+    """Write one line atomically, so that a kill does not split it."""
     os.write(sys.stdout.fileno(), f"{word} {number}\n".encode())
 
 
 def serve() -> None:
-    """Import torch once; for each line, ``sync`` or ``async`` and a folder, fork a training and wait for its end."""
+    """Import torch once. For each line, ``sync`` or ``async`` and a folder, fork a training process and wait for it."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         how, folder = line.rstrip("\n").split(" ", 1)
@@ -106,7 +106,7 @@ def serve() -> None:
 
 
 class Server:
-    """Starts trainings and kills them."""
+    """Starts training processes and kills them."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -118,7 +118,7 @@ class Server:
         self._unread = b""
 
     def train_and_kill(self, how: str, folder: Path, reports: int, secs: float) -> int:
-        """Kill a training ``secs`` after so many reports; returns the last step reported as saved, 0 if none was."""
+        """Kill a training process ``secs`` after so many reports; return the last step reported as saved, or 0."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{how} {folder}\n".encode())
         self._process.stdin.flush()
@@ -130,7 +130,7 @@ class Server:
                 elif word == "saved":
                     saved.append(number)
                 else:
-                    assert killed, "the training ended by itself"
+                    assert killed, "the training process ended by itself"
                     return saved[-1]
             if end == float("inf") and pid and len(saved) > reports and not killed:
                 end = time.monotonic() + secs
@@ -163,7 +163,7 @@ def server() -> Iterator[Server]:
 
 
 def restored_step(folder: Path) -> int:
-    """The step of the newest checkpoint, which must be of one piece."""
+    """Return the step of the newest checkpoint, all parts of which must be of that step."""
     session, model, note = make_training()
     if Saver().restore_latest(session, folder) is None:
         return 0
@@ -175,7 +175,7 @@ def restored_step(folder: Path) -> int:
 def test_what_was_reported_as_saved_survives_every_kill(
     tmp_path: Path, how: str, server: Server, lines: list[tuple[str, str]]
 ) -> None:
-    # After so many reports, not only after some time: however slow the machine is, the training gets on.
+    # After a number of reports, and not only after some time, so that there is progress even on a slow machine.
     moments, newest = random.Random(how), 0
     for _ in range(KILLS):
         reports, secs = moments.randint(0, MOST_REPORTS), moments.uniform(0, MOST_SECS)
@@ -186,7 +186,7 @@ def test_what_was_reported_as_saved_survives_every_kill(
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
-def test_what_kills_leave_behind_does_not_pile_up(
+def test_what_kills_leave_in_the_folder_does_not_pile_up(
     tmp_path: Path, how: str, server: Server, lines: list[tuple[str, str]]
 ) -> None:
     for life in range(12):
@@ -195,7 +195,7 @@ def test_what_kills_leave_behind_does_not_pile_up(
     saver = Saver(MAX_TO_KEEP)
     saver.restore_latest(session, tmp_path)
     saver.save(session, tmp_path / "model.ckpt", session.global_step + 1)
-    assert len(list(tmp_path.iterdir())) == MAX_TO_KEEP + 1
+    assert len(list(tmp_path.iterdir())) == MAX_TO_KEEP
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A training that goes on in another process goes on with the batch that comes next, whatever its data are.
+"""A training run that is resumed in another process continues with the next batch, whatever its data are.
 
 Run as a script, this file is those processes.
 """
@@ -46,14 +46,14 @@ from torchhooks.testing import RecordingHook, plain
 
 Lines = list[tuple[str, str]]
 
-# -- a training in which everything draws random numbers, stopped at every step and gone on with in another process ---
+# -- a training run in which everything draws random numbers, stopped at every step and resumed in another process ----
 
 EPOCHS, BATCHES, BATCH = 2, 4, 3
 STEPS = EPOCHS * BATCHES
 
 
 class Points(Dataset[torch.Tensor]):
-    """Each point is another one every time that it is looked at, if it is ``noisy``."""
+    """A dataset of points. If it is ``noisy``, a point differs each time that it is read."""
 
     def __init__(self, noisy: bool) -> None:
         self.points = torch.linspace(-1, 1, BATCHES * BATCH - 1).unsqueeze(1)  # so that the last batch is smaller
@@ -81,13 +81,13 @@ def data(kind: str) -> Iterable[torch.Tensor]:
             return DataLoader(Points(noisy=True), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
         case "stateful":
             return stateful(0, noisy=True)
-        case "stateful-workers":  # what its workers draw is not in its state
+        case "stateful-workers":  # without noise, because its state does not contain the random states of workers
             return stateful(2, noisy=False)
     return DataLoader(Points(noisy=True), BATCH, shuffle=True, num_workers=2 if kind == "workers" else 0)
 
 
 class Training:
-    """Dropout, batch norm, Adam, a schedule by epochs, and noise from everywhere; ``seen`` are the batches by step."""
+    """Dropout, batch norm, Adam, a schedule by epochs, and three sources of noise; ``seen`` are the batches by step."""
 
     def __init__(self, kind: str, seed: int) -> None:
         random.seed(seed)
@@ -111,7 +111,7 @@ class Training:
     def run(
         self, directory: Path, *hooks: SessionRunHook, every: int = 100, signals: Iterable[str] = ()
     ) -> dict[str, Any]:
-        """Train to the end of the data, or until a hook stops it, from where the folder says."""
+        """Resume from the folder, and train to the end of the data or until a hook stops the loop."""
         with MonitoredLoop(
             self.step,
             self.model,
@@ -143,7 +143,7 @@ KINDS = list(dict.fromkeys(kind for kind, _ in CASES))
 
 
 def train(directory: Path) -> None:
-    """Each training as it is, with a checkpoint of every step; and each stopped at the steps of CASES."""
+    """Train without interruption, with a checkpoint of every step, and with a stop at each step of CASES."""
     outcomes: dict[str, Any] = {}
     for kind in KINDS:
         outcomes[kind] = Training(kind, seed=1).run(directory / kind, every=1)
@@ -167,7 +167,7 @@ def resume(directory: Path) -> None:
 
 
 class Preempted(SessionRunHook):
-    """Sends SIGTERM to this process in the run that makes step ``at``."""
+    """A hook that sends SIGTERM to this process in the run that makes step ``at``."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -186,7 +186,7 @@ def start_again(directory: Path) -> None:
 
 
 def in_a_process(part: str, directory: Path) -> int:
-    # torchdata calls something that torch says not to call; and a schedule that was loaded may be due before a step.
+    # torchdata calls a function that torch deprecates, and a schedule that was loaded may step before the optimizer.
     ignored = [f"-Wignore:{text}:UserWarning" for text in ("'set_vital' is deprecated", "Detected call of")]
     command = [sys.executable, "-Werror", *ignored, __file__, part, str(directory)]
     ran = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
@@ -196,7 +196,7 @@ def in_a_process(part: str, directory: Path) -> int:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came out of each training, by its kind, and of each that another process went on with."""
+    """The outcome of each training run, by its kind, and of each that another process resumed."""
     directory = tmp_path_factory.mktemp("position")
     assert [in_a_process(part, directory) for part in ("train", "resume")] == [0, 0]
     parts = [json.loads((directory / name).read_text()) for name in ("train.json", "resume.json")]
@@ -205,7 +205,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["stopped", "killed"])
 @pytest.mark.parametrize(("kind", "k"), CASES)
-def test_a_training_goes_on_in_another_process_with_the_next_batch_and_ends_the_same(
+def test_a_training_run_continues_in_another_process_with_the_next_batch_and_ends_the_same(
     kind: str, k: int, way: str, outcomes: dict[str, Any]
 ) -> None:
     resumed, whole = outcomes[f"{kind}-{way}-{k}"], outcomes[kind]
@@ -213,22 +213,24 @@ def test_a_training_goes_on_in_another_process_with_the_next_batch_and_ends_the_
     assert resumed["end"] == whole["end"]
 
 
-def test_a_training_that_got_a_signal_goes_on_with_the_next_batch(outcomes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_training_run_that_got_a_signal_continues_with_the_next_batch(
+    outcomes: dict[str, Any], tmp_path: Path
+) -> None:
     assert [in_a_process(part, tmp_path) for part in ("preempted", "start_again")] == [-signal.SIGTERM, 0]
     resumed, whole = json.loads((tmp_path / "again.json").read_text()), outcomes["plain"]
     assert resumed["seen"] == {step: whole["seen"][step] for step in ("7", "8")}
     assert resumed["end"] == whole["end"]
 
 
-def test_the_kinds_of_data_are_told_apart_by_what_they_give(outcomes: dict[str, Any]) -> None:
+def test_each_kind_of_data_has_another_outcome(outcomes: dict[str, Any]) -> None:
     assert len({outcomes[kind]["end"] for kind in KINDS}) == len(KINDS)
 
 
-# -- the same within one process, without tensors ---------------------------------------------------------------------
+# -- the same within one process and without tensors ------------------------------------------------------------------
 
 
 class QuickDisk(Disk):
-    """Waits for nothing: no power failure comes into it."""
+    """A disk that does not sync, since no test here simulates a power failure."""
 
     def sync(self, file: Any) -> None:
         file.flush()
@@ -245,7 +247,7 @@ def looped(
     save_steps: int = 99,
     **arguments: Any,
 ) -> MonitoredLoop[None]:
-    """A loop that goes on from ``directory``, stops at ``last_step``, and saves when it is made and when it ends."""
+    """Return a loop that resumes from ``directory``, stops at ``last_step``, and saves at creation and at its end."""
     saver = Saver(max_to_keep=None)
     saver.disk = QuickDisk()
     stop = [] if last_step is None else [StopAtStepHook(last_step=last_step)]
@@ -255,7 +257,7 @@ def looped(
 
 
 def killed_at(directory: Path, step: int) -> Path:
-    """A folder with the checkpoint of ``step`` only, as if the process had been killed behind it."""
+    """Return a folder with only the checkpoint of ``step``, as if the process had been killed right after it."""
     folder = directory / f"killed-{step}"
     folder.mkdir()
     shutil.copy(directory / f"model.ckpt-{step}", folder)
@@ -263,7 +265,7 @@ def killed_at(directory: Path, step: int) -> Path:
 
 
 def over(loop: MonitoredLoop[None], iterable: Iterable[Any], **arguments: Any) -> list[Any]:
-    """The items with which runs were made."""
+    """Return the items with which runs were made."""
     made = []
     with loop:
         for item in loop.until_stop(iterable, **arguments):
@@ -273,18 +275,18 @@ def over(loop: MonitoredLoop[None], iterable: Iterable[Any], **arguments: Any) -
 
 
 def in_two(directory: Path, stop: int, first: Iterable[Any], second: Iterable[Any], **arguments: Any) -> list[Any]:
-    """The items that a second loop makes of ``second``, after one that was stopped in ``first``."""
+    """Return the items that a second loop takes from ``second``, after the first one was stopped in ``first``."""
     over(looped(directory, stop), first)
     return over(looped(directory), second, **arguments)
 
 
-def said(lines: Lines) -> list[tuple[str, str]]:
-    """What was logged about the data."""
+def logged(lines: Lines) -> list[tuple[str, str]]:
+    """Return what was logged about the data."""
     return [(level, re.sub(r"[\d.]+ sec", "... sec", text)) for level, text in lines if "until_stop" in text]
 
 
 Program = list[tuple[str, int, Any]]
-"""Phases one after the other: what kind of data, how many items, and the program in each item; [] is one run."""
+"""Consecutive phases: the kind of data, the number of items, and the program for each item; [] is one run."""
 
 
 def items(kind: str, number: int) -> Iterable[Any]:
@@ -297,7 +299,7 @@ def items(kind: str, number: int) -> Iterable[Any]:
 
 
 def execute(loop: MonitoredLoop[None], program: Program, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The runs made, by where in the program."""
+    """Return the runs made, by their places in the program."""
     made = []
     for phase, (kind, number, body) in enumerate(program):
         for item in loop.until_stop(items(kind, number)):
@@ -319,7 +321,7 @@ PROGRAMS = phases(st.just([]) | phases(st.just([]) | phases(st.just([]))))
 
 
 class SavingAt(SessionRunHook):
-    """Saves once: what the folder has when the process is killed somewhere behind this step."""
+    """A hook that saves once, which is what a folder contains if the process is killed after this step."""
 
     def __init__(self, directory: Path, step: int) -> None:
         self.directory, self.step = directory, step
@@ -331,7 +333,7 @@ class SavingAt(SessionRunHook):
 
 @settings(max_examples=50)
 @given(program=PROGRAMS, choice=st.data())
-def test_whatever_the_nesting_what_is_resumed_makes_the_runs_that_were_not_made(
+def test_whatever_the_nesting_a_resumed_loop_makes_the_runs_that_were_not_made(
     program: Program, choice: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     torch.manual_seed(1)
@@ -357,7 +359,7 @@ def test_whatever_the_nesting_what_is_resumed_makes_the_runs_that_were_not_made(
 # -- ranges -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_range_goes_on_behind_the_last_value(tmp_path: Path) -> None:
+def test_a_range_continues_after_the_last_value(tmp_path: Path) -> None:
     assert in_two(tmp_path, 2, range(5), range(5)) == [2, 3, 4]
 
 
@@ -368,12 +370,12 @@ def test_a_range_from_the_global_step_makes_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["range", "list"])
-def test_data_that_had_ended_leave_nothing_to_do(kind: str, tmp_path: Path) -> None:
+def test_data_that_had_ended_yield_nothing(kind: str, tmp_path: Path) -> None:
     assert in_two(tmp_path, 9, items(kind, 3), items(kind, 3)) == []
 
 
 @pytest.mark.parametrize("kind", ["range", "list"])
-def test_data_that_have_grown_since_they_ended_give_what_is_new(kind: str, tmp_path: Path) -> None:
+def test_data_that_have_grown_since_they_ended_yield_what_is_new(kind: str, tmp_path: Path) -> None:
     assert in_two(tmp_path, 9, items(kind, 3), items(kind, 5)) == [3, 4]
     assert over(looped(tmp_path), items(kind, 6)) == [5]
     assert over(looped(tmp_path), items(kind, 6)) == []
@@ -394,49 +396,53 @@ def test_more_epochs_are_whole(tmp_path: Path) -> None:
     last=st.integers(-12, 12),
     done=st.booleans(),
 )
-def test_what_of_a_range_is_left_behind_a_value(start: int, stop: int, stride: int, last: int, done: bool) -> None:
+def test_the_rest_of_a_range_is_what_comes_after_a_value(
+    start: int, stop: int, stride: int, last: int, done: bool
+) -> None:
     values, sign = range(start, stop, stride), 1 if stride > 0 else -1
     left = [value for value in values if sign * value > sign * last or (value == last and not done)]
-    assert list(position._behind(values, last, done)) == left
+    assert list(position._rest_of_range(values, last, done)) == left
 
 
-# -- what is skipped, and what that costs -----------------------------------------------------------------------------
+# -- skipping, and what it costs --------------------------------------------------------------------------------------
 
-NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, goes on without."
+NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
 
 
-def test_what_is_skipped_is_said_with_what_it_costs(tmp_path: Path, lines: Lines) -> None:
+def test_skipped_items_are_logged_with_what_they_cost(tmp_path: Path, lines: Lines) -> None:
     in_two(tmp_path, 2, DataLoader(Points(False), 2), DataLoader(Points(False), 2))
-    assert said(lines) == [("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}")]
+    assert logged(lines) == [("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}")]
 
 
 @pytest.mark.parametrize("kind", ["range", "list", "tuple"])
-def test_nothing_is_said_where_skipping_costs_nothing(kind: str, tmp_path: Path, lines: Lines) -> None:
+def test_nothing_is_logged_where_skipping_costs_nothing(kind: str, tmp_path: Path, lines: Lines) -> None:
     values = {"range": range(5), "list": [0, 1, 2, 3, 4], "tuple": (0, 1, 2, 3, 4)}[kind]
     assert in_two(tmp_path, 2, values, values) == [2, 3, 4]
-    assert said(lines) == []
+    assert logged(lines) == []
 
 
-def test_nothing_is_said_where_nothing_was_to_be_skipped(tmp_path: Path, lines: Lines) -> None:
+def test_nothing_is_logged_where_nothing_was_skipped(tmp_path: Path, lines: Lines) -> None:
     with looped(tmp_path, 2, save_steps=1) as loop:
         execute(loop, [("range", 3, [("loader", 2, [])])])
     with looped(killed_at(tmp_path, 2)) as loop:
         execute(loop, [("range", 3, [("loader", 2, [])])])
     with looped(tmp_path) as loop:
         assert len(execute(loop, [("range", 3, [("loader", 2, [])])])) == 4
-    assert [text.split(" in ")[0] for _, text in said(lines)] == ["skipped 2 items of until_stop's DataLoader"] * 2
+    assert [text.split(" in ")[0] for _, text in logged(lines)] == ["skipped 2 items of until_stop's DataLoader"] * 2
 
 
 @pytest.mark.parametrize("make", [list, lambda values: dict.fromkeys(values)])
 def test_data_that_have_become_fewer_are_warned_of(make: Any, tmp_path: Path, lines: Lines) -> None:
     assert in_two(tmp_path, 4, make(range(5)), make(range(3))) == []
     name = type(make([])).__name__
-    text = f"the checkpoint was made after 4 items of until_stop's {name}, which has only 3: it is taken to have ended"
-    assert said(lines) == [("WARNING", text)]
+    text = (
+        f"the checkpoint was saved after 4 items of until_stop's {name}, which now has only 3: it is treated as ended"
+    )
+    assert logged(lines) == [("WARNING", text)]
 
 
 class Interrupted:
-    """Nine numbers; with the second one comes a signal, if there is to be one."""
+    """Nine numbers, the second of which may come with a signal."""
 
     def __init__(self, signal_comes: bool) -> None:
         self.signal_comes = signal_comes
@@ -470,25 +476,25 @@ def test_a_stop_ends_the_skipping_and_keeps_the_position(tmp_path: Path) -> None
 # -- iterators --------------------------------------------------------------------------------------------------------
 
 
-def test_an_iterator_goes_on_where_it_stands_and_a_line_says_so(tmp_path: Path, lines: Lines) -> None:
+def test_an_iterator_continues_where_it_is_which_is_logged(tmp_path: Path, lines: Lines) -> None:
     assert in_two(tmp_path, 2, iter([0, 1, 2, 3]), iter("ab")) == ["a", "b"]
-    assert said(lines) == [
+    assert logged(lines) == [
         (
             "INFO",
-            "until_stop's str_ascii_iterator goes on where it stands. To have it resumed, give until_stop what can be "
-            "iterated anew: the loader itself, or a list; and epochs as until_stop(range(...)) around it.",
+            "until_stop's str_ascii_iterator is an iterator, so it continues where it is. To have it resumed, pass "
+            "until_stop an iterable, such as the loader itself or a list, and write epochs as until_stop(range(...)) "
+            "around it.",
         )
     ]
 
 
-def test_an_iterator_that_had_come_to_its_end_leaves_nothing_to_do(tmp_path: Path, lines: Lines) -> None:
+def test_an_iterator_that_had_ended_yields_nothing(tmp_path: Path, lines: Lines) -> None:
     over(looped(tmp_path), iter([0, 1]))
     assert over(looped(tmp_path), iter([0, 1])) == []
-    assert said(lines) == [
+    assert logged(lines) == [
         (
             "INFO",
-            "until_stop's list_iterator had come to its end before. To iterate it once more: until_stop(..., "
-            "resume=False).",
+            "until_stop's list_iterator had already ended. To iterate it again, use until_stop(..., resume=False).",
         )
     ]
 
@@ -510,11 +516,11 @@ def test_epochs_that_are_an_iterator_leave_the_batches_where_they_were(tmp_path:
 # -- resume=False -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_to_be_resumed_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_with_resume_false_data_are_iterated_as_they_are(tmp_path: Path) -> None:
     assert in_two(tmp_path, 2, range(4), range(4), resume=False) == [0, 1, 2, 3]
 
 
-def test_what_is_not_resumed_leaves_what_is_in_it_to_go_on(tmp_path: Path) -> None:
+def test_inside_of_data_that_are_not_resumed_the_inner_data_are(tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None], epochs: Iterable[int]) -> list[Any]:
         made = []
         with loop:
@@ -528,7 +534,7 @@ def test_what_is_not_resumed_leaves_what_is_in_it_to_go_on(tmp_path: Path) -> No
     assert train(looped(tmp_path), range(1, 3)) == [(1, "c"), (2, "a"), (2, "b"), (2, "c")]
 
 
-def test_where_a_phase_is_over_resume_false_iterates_it_once_more(tmp_path: Path) -> None:
+def test_with_resume_false_a_phase_that_was_over_is_iterated_again(tmp_path: Path) -> None:
     with looped(tmp_path, 3) as loop:
         execute(loop, [("range", 2, []), ("range", 4, [])])
     with looped(tmp_path) as loop:
@@ -541,7 +547,7 @@ def test_where_a_phase_is_over_resume_false_iterates_it_once_more(tmp_path: Path
 
 
 def plain_batches(loop: MonitoredLoop[None], epochs: int = 3, batches: int = 3) -> list[tuple[int, int]]:
-    """Epochs in until_stop, batches not: one item means several runs."""
+    """Make runs in epochs of until_stop with plain batches, so that one item means several runs."""
     made = []
     with loop:
         for epoch in loop.until_stop(range(epochs)):
@@ -589,7 +595,7 @@ def test_an_item_whose_run_was_not_made_is_yielded_again(tmp_path: Path) -> None
     assert over(looped(tmp_path), range(5)) == [2, 3, 4]
 
 
-def test_an_outermost_that_was_left_goes_on_behind_the_item_of_its_last_run(tmp_path: Path) -> None:
+def test_an_outermost_loop_that_was_left_continues_after_the_item_of_its_last_run(tmp_path: Path) -> None:
     with looped(tmp_path) as loop:
         for item in loop.until_stop(range(5)):
             loop.run()
@@ -598,7 +604,7 @@ def test_an_outermost_that_was_left_goes_on_behind_the_item_of_its_last_run(tmp_
     assert over(looped(tmp_path), range(5)) == [3, 4]
 
 
-def test_an_inner_one_that_was_left_is_over(tmp_path: Path) -> None:
+def test_an_inner_loop_that_was_left_is_over(tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None]) -> list[tuple[int, str, int]]:
         made = []
         with loop:
@@ -617,11 +623,13 @@ def test_an_inner_one_that_was_left_is_over(tmp_path: Path) -> None:
     for stop in range(1, len(whole)):
         train(looped(tmp_path / f"{stop}", stop))
         resumed = whole[:stop] + train(looped(tmp_path / f"{stop}"))
-        assert resumed == whole or (stop in (2, 7) and resumed[stop][2] == 2)  # at the very break: it asks again
+        assert resumed == whole or (
+            stop in (2, 7) and resumed[stop][2] == 2
+        )  # stopped right at the break: the item is yielded again
 
 
 @pytest.mark.parametrize("enough", [1, 3, 5])
-def test_all_that_was_left_at_once_goes_on(enough: int, tmp_path: Path) -> None:
+def test_loops_that_were_left_at_once_continue(enough: int, tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None], last: int) -> list[tuple[int, int]]:
         made = []
         with loop:
@@ -640,7 +648,7 @@ def test_all_that_was_left_at_once_goes_on(enough: int, tmp_path: Path) -> None:
     assert made + train(looped(tmp_path), 99) == [(epoch, batch) for epoch in range(3) for batch in range(3)]
 
 
-def test_what_stands_behind_the_batches_is_left_to_the_next_process_by_asking(tmp_path: Path) -> None:
+def test_with_a_look_at_should_stop_the_code_after_the_batches_is_left_to_the_next_process(tmp_path: Path) -> None:
     validated: list[int] = []
 
     def train(loop: MonitoredLoop[None]) -> None:
@@ -660,7 +668,7 @@ def test_what_stands_behind_the_batches_is_left_to_the_next_process_by_asking(tm
 
 
 @pytest.mark.usefixtures("_harmless_signal")
-def test_a_stop_behind_the_batches_leaves_the_epoch_done(tmp_path: Path) -> None:
+def test_after_a_stop_that_comes_after_the_batches_the_epoch_is_done(tmp_path: Path) -> None:
     with looped(tmp_path, signals=["SIGUSR1"]) as loop:
         for _ in loop.until_stop(range(3)):
             for _ in loop.until_stop([0, 1]):
@@ -671,7 +679,7 @@ def test_a_stop_behind_the_batches_leaves_the_epoch_done(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("batches", [2, 5])
-def test_a_run_behind_the_batches_is_made_again_and_the_batches_are_not(batches: int, tmp_path: Path) -> None:
+def test_a_run_after_the_batches_is_made_again_and_the_batches_are_not(batches: int, tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None]) -> list[Any]:
         made: list[Any] = []
         with loop:
@@ -689,7 +697,7 @@ def test_a_run_behind_the_batches_is_made_again_and_the_batches_are_not(batches:
     assert train(looped(killed_at(tmp_path, 3))) == [0, (1, 0), (1, 1), 1]
 
 
-def test_a_close_in_the_middle_goes_on_in_the_middle(tmp_path: Path) -> None:
+def test_a_loop_closed_in_an_epoch_continues_in_that_epoch(tmp_path: Path) -> None:
     with looped(tmp_path, 2) as loop:
         for _ in loop.until_stop(range(3)):
             for _ in loop.until_stop([0, 1, 2]):
@@ -699,7 +707,7 @@ def test_a_close_in_the_middle_goes_on_in_the_middle(tmp_path: Path) -> None:
         assert execute(loop, [("range", 3, [("list", 3, [])])])[:2] == [(0, 0, 0, 2), (0, 1, 0, 0)]
 
 
-def test_what_is_iterated_in_a_run_is_no_part_of_the_position(tmp_path: Path) -> None:
+def test_data_iterated_in_a_run_are_not_part_of_the_position(tmp_path: Path) -> None:
     def evaluating() -> None:
         assert list(loops[-1].until_stop([7, 8])) == [7, 8]
 
@@ -711,7 +719,7 @@ def test_what_is_iterated_in_a_run_is_no_part_of_the_position(tmp_path: Path) ->
     assert made == [[0, 1], [2, 3], [4]]
 
 
-def test_what_is_iterated_in_a_run_has_no_number(tmp_path: Path) -> None:
+def test_data_iterated_in_a_run_have_no_number(tmp_path: Path) -> None:
     def evaluating_once() -> None:
         if not loop.global_step:
             assert list(loop.until_stop([7, 8])) == [7, 8]
@@ -727,7 +735,7 @@ def test_what_is_iterated_in_a_run_has_no_number(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_a_loop_that_has_not_begun_has_the_position_of_the_one_before(tmp_path: Path) -> None:
     over(looped(tmp_path, 2), Stream())
-    looped(tmp_path).close()  # saves when it is made, and at the end
+    looped(tmp_path).close()  # saves at creation
     stream = Stream()
     assert over(looped(tmp_path, 4), stream) == [2, 3]
     assert stream.loaded == 1
@@ -738,7 +746,7 @@ def test_a_checkpoint_between_the_outer_and_the_inner_has_the_whole_position(tmp
     with looped(tmp_path, 7) as loop:
         execute(loop, program)
     with looped(tmp_path) as loop:
-        for _ in loop.until_stop(range(3)):  # 1 is the epoch in hand
+        for _ in loop.until_stop(range(3)):  # the current epoch is 1
             loop.session.saver.save(loop.session, tmp_path / "model.ckpt", 7)
             break
         loop.session.saver.save(loop.session, tmp_path / "between" / "model.ckpt", 7)
@@ -747,15 +755,15 @@ def test_a_checkpoint_between_the_outer_and_the_inner_has_the_whole_position(tmp
             assert execute(loop, program)[0] == (0, 1, 1, 2)
 
 
-def test_what_is_iterated_side_by_side_is_warned_of_once(tmp_path: Path, lines: Lines) -> None:
+def test_data_iterated_side_by_side_are_warned_of_once(tmp_path: Path, lines: Lines) -> None:
     with looped(tmp_path, save_steps=1) as loop:
         for _ in zip(loop.until_stop([0, 1, 2, 3]), loop.until_stop([4, 5, 6, 7]), strict=True):
             loop.run()
     text = (
-        "until_stop's list is iterated beside another until_stop. A checkpoint has the position of the first only, so "
-        "give one until_stop an iterable that has both."
+        "until_stop's list is iterated alongside another until_stop. Checkpoints contain the position of the first one "
+        "only: pass one until_stop an iterable of both."
     )
-    assert said(lines) == [("WARNING", text)]
+    assert logged(lines) == [("WARNING", text)]
 
 
 # -- loaders with a state ---------------------------------------------------------------------------------------------
@@ -764,7 +772,7 @@ ignore_set_vital = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:
 
 
 class Stream:
-    """Numbers without an end. Which one is next is its state; how often that was loaded, it counts."""
+    """Endless numbers. The state is the next number, and ``loaded`` counts how often it was loaded."""
 
     __slots__ = ("loaded", "next", "odd")
 
@@ -785,14 +793,14 @@ class Stream:
         self.loaded += 1
 
 
-def test_what_has_a_state_goes_on_by_it_and_nothing_is_skipped(tmp_path: Path, lines: Lines) -> None:
+def test_a_loader_with_a_state_continues_by_it_and_nothing_is_skipped(tmp_path: Path, lines: Lines) -> None:
     over(looped(tmp_path, 2), Stream())
     second = Stream()
     assert over(looped(tmp_path, 4), second) == [2, 3]
-    assert (second.loaded, said(lines)) == (1, [])
+    assert (second.loaded, logged(lines)) == (1, [])
 
 
-def test_what_is_in_the_state_of_the_loop_is_not_saved_or_loaded_twice(tmp_path: Path) -> None:
+def test_a_loader_in_the_state_of_the_loop_is_not_saved_or_loaded_twice(tmp_path: Path) -> None:
     for stop, made in ((2, [0, 1]), (4, [2, 3])):
         stream = Stream()
         assert over(looped(tmp_path, stop, state={"stream": stream}), stream) == made
@@ -803,11 +811,11 @@ def test_what_is_in_the_state_of_the_loop_is_not_saved_or_loaded_twice(tmp_path:
 
 
 def test_a_state_that_cannot_be_saved_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"position\['loaders'\]\['1\.0'\]\['state'\]\['odd'\] is a object"):
+    with pytest.raises(CheckpointError, match=r"position\['loaders'\]\['1\.0'\]\['state'\]\['odd'\] is of type object"):
         over(looped(tmp_path), Stream(odd=object()))
 
 
-def test_of_a_stream_the_item_in_hand_cannot_be_had_again_which_is_warned_of(tmp_path: Path, lines: Lines) -> None:
+def test_a_stream_cannot_yield_the_item_in_progress_again_which_is_warned_of(tmp_path: Path, lines: Lines) -> None:
     def train(loop: MonitoredLoop[None]) -> list[tuple[int, int]]:
         made = []
         with loop:
@@ -819,11 +827,11 @@ def test_of_a_stream_the_item_in_hand_cannot_be_had_again_which_is_warned_of(tmp
 
     train(looped(tmp_path, 4))
     assert train(looped(tmp_path, 6)) == [(2, 0), (2, 1)]
-    assert said(lines) == [
+    assert logged(lines) == [
         (
             "WARNING",
-            "until_stop's Stream goes on behind the item that was in hand. It may have been left in the middle, for "
-            "one run or one until_stop did not tell that it was done.",
+            "until_stop's Stream continues after the item that was in progress. That item cannot be yielded again, "
+            "and may have been processed only in part.",
         )
     ]
 
@@ -866,11 +874,11 @@ def test_more_epochs_of_a_stateful_loader_are_those_that_would_have_come(tmp_pat
 def test_a_loader_that_has_no_state_any_more_skips(tmp_path: Path, lines: Lines) -> None:
     over(looped(tmp_path, 2), stateful(0, noisy=False))
     assert len(over(looped(tmp_path), DataLoader(Points(False), BATCH))) == BATCHES - 2
-    assert said(lines) == [("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}")]
+    assert logged(lines) == [("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}")]
 
 
 @ignore_set_vital
-def test_a_stateful_loader_whose_batch_was_not_done_gives_it_again(tmp_path: Path) -> None:
+def test_a_stateful_loader_yields_a_batch_that_was_not_done_again(tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None], enough: int) -> list[list[float]]:
         torch.manual_seed(4)
         loader, seen = stateful(0, noisy=False), []
@@ -890,7 +898,7 @@ def test_a_stateful_loader_whose_batch_was_not_done_gives_it_again(tmp_path: Pat
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_generators_of_all_loaders_go_on(shared: bool, tmp_path: Path) -> None:
+def test_the_generators_of_all_loaders_continue(shared: bool, tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None], seed: int) -> list[tuple[int, str, int]]:
         one = torch.Generator().manual_seed(seed)
         other = one if shared else torch.Generator().manual_seed(seed + 1)
@@ -909,7 +917,7 @@ def test_the_generators_of_all_loaders_go_on(shared: bool, tmp_path: Path) -> No
         return made
 
     whole = train(looped(tmp_path / "whole"), 1)
-    for stop in (8, 10, 12, 17, 20, 25):  # each has begun by then
+    for stop in (8, 10, 12, 17, 20, 25):  # both loaders have begun by then
         made = train(looped(tmp_path / str(stop), stop), 1)
         assert made + train(looped(tmp_path / str(stop)), 2) == whole
 
@@ -924,7 +932,7 @@ def test_loaders_that_are_gone_are_not_kept(tmp_path: Path) -> None:
     assert list(saved["position"]["loaders"]) == []
 
 
-def test_workers_that_persist_give_the_order_that_they_would_have_given(tmp_path: Path) -> None:
+def test_with_persistent_workers_the_order_is_the_same(tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None], seed: int) -> list[int]:
         torch.manual_seed(seed)
         values: Any = range(8)
@@ -955,13 +963,13 @@ def failing_at(call: int) -> Any:
     return step
 
 
-def test_a_recovery_takes_the_data_from_where_they_are(tmp_path: Path) -> None:
+def test_after_a_recovery_the_data_continue_where_they_are(tmp_path: Path) -> None:
     assert over(looped(tmp_path, step=failing_at(3), save_steps=1), range(5)) == [0, 1, 2, 3, 4]
 
 
-def test_the_checkpoint_of_a_recovery_has_the_item_in_hand_as_not_done(tmp_path: Path) -> None:
+def test_in_the_checkpoint_of_a_recovery_the_current_item_is_not_done(tmp_path: Path) -> None:
     class Copying(SessionRunHook):
-        """Keeps the checkpoint that was made when the session was made once more."""
+        """A hook that copies the checkpoint that was saved when the session was created again."""
 
         def before_run(self, run_context: Any) -> None:
             if run_context.session.global_step == 2:
@@ -976,7 +984,7 @@ def test_several_runs_before_a_recovery_count(tmp_path: Path) -> None:
     assert plain_batches(looped(tmp_path))[0] == (0, 0)
 
 
-def test_a_run_that_was_made_again_is_one(tmp_path: Path) -> None:
+def test_a_run_that_was_made_again_counts_once(tmp_path: Path) -> None:
     failing = RecordingHook(raises={("after_run", 3): AbortedError})
     assert over(looped(tmp_path, 3, hooks=[failing], save_steps=1), range(5)) == [0, 1, 2]
     assert over(looped(tmp_path), range(5)) == [3, 4]
@@ -992,7 +1000,7 @@ def test_a_checkpoint_without_a_position_leaves_the_data_as_they_are(tmp_path: P
     assert over(looped(tmp_path), range(3)) == [0, 1, 2]
 
 
-def test_a_checkpoint_restored_by_hand_before_the_data_are_begun_counts(tmp_path: Path) -> None:
+def test_a_checkpoint_restored_by_hand_before_the_data_begin_is_resumed(tmp_path: Path) -> None:
     over(looped(tmp_path, 2), range(5))
     with MonitoredLoop(lambda: None) as loop:
         loop.session.saver.restore(loop.session, tmp_path / "model.ckpt-2")
@@ -1008,8 +1016,8 @@ def test_a_checkpoint_restored_later_leaves_the_data_where_they_are(tmp_path: Pa
         assert list(loop.until_stop(range(5))) == [0, 1, 2, 3, 4]
 
 
-def test_the_name_of_the_position_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"state\['position'\]: this name has a meaning"):
+def test_the_name_position_is_reserved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state\['position'\]: this name is reserved"):
         looped(tmp_path, state={"position": Stream()})
 
 

@@ -1,4 +1,4 @@
-"""A training that is stopped and goes on in another process ends as if nothing had happened, bit for bit.
+"""A training run that is stopped and resumed in another process ends with the same bits as an uninterrupted one.
 
 Run as a script, this file is those processes.
 """
@@ -28,7 +28,7 @@ Outcome = dict[str, str]
 
 
 class Shuffled:
-    """Batches without an end, in a new order for each epoch. Which one is next is its state."""
+    """Endless batches, in a new order for each epoch. The state says which one is next."""
 
     def __init__(self, seed: int) -> None:
         self.inputs = torch.linspace(-1, 1, ITEMS).unsqueeze(1)
@@ -54,7 +54,7 @@ class Shuffled:
 
 
 class Training:
-    """A training in which everything has a state: dropout, batch norm, Adam, a schedule, three sources of noise."""
+    """A training run in which everything has a state: dropout, batch norm, Adam, a schedule, three sources of noise."""
 
     def __init__(self, seed: int) -> None:
         random.seed(seed)
@@ -76,7 +76,7 @@ class Training:
         return loss
 
     def run(self, last_step: int, directory: Path | None = None, async_save: bool = False) -> Outcome:
-        """Train up to a step, from where the folder says, and tell what came out."""
+        """Resume from the folder, train up to a step, and return the outcome."""
         hooks = [StopAtStepHook(last_step=last_step)]
         saving = [] if directory is None else [CheckpointSaverHook(directory, save_steps=3)]
         with MonitoredLoop(
@@ -122,7 +122,7 @@ def resume(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """What came out of each training that one process stopped and another one went on with."""
+    """The outcome of each training run that one process stopped and another one resumed."""
     directory = tmp_path_factory.mktemp("resumed")
     for part in ("train", "resume"):
         command = [sys.executable, "-W", "error", __file__, part, str(directory)]
@@ -138,13 +138,13 @@ def uninterrupted() -> Outcome:
 
 
 @pytest.mark.parametrize(("stop", "way"), CASES)
-def test_a_training_stopped_after_any_step_ends_the_same_in_another_process(
+def test_a_training_run_stopped_after_any_step_ends_the_same_in_another_process(
     stop: int, way: str, resumed: dict[str, Outcome], uninterrupted: Outcome
 ) -> None:
     assert resumed[f"{way}-{stop}"] == uninterrupted
 
 
-def test_to_save_on_the_way_changes_nothing(uninterrupted: Outcome, tmp_path: Path) -> None:
+def test_saving_on_the_way_changes_nothing(uninterrupted: Outcome, tmp_path: Path) -> None:
     assert Training(seed=1).run(STEPS, tmp_path) == uninterrupted
 
 
@@ -153,7 +153,7 @@ def test_another_seed_ends_elsewhere_in_everything_but_the_step(uninterrupted: O
     assert {name for name in other if other[name] == uninterrupted[name]} == {"step", "schedule"}
 
 
-def test_a_training_stopped_several_times_ends_the_same(uninterrupted: Outcome, tmp_path: Path) -> None:
+def test_a_training_run_stopped_several_times_ends_the_same(uninterrupted: Outcome, tmp_path: Path) -> None:
     for stop in (2, 3, 3, 7):
         Training(seed=1 if stop == 2 else stop).run(stop, tmp_path)
     assert Training(seed=9).run(STEPS, tmp_path) == uninterrupted

@@ -1,4 +1,4 @@
-"""SummarySaverHook: what is written, when, where, and that TensorBoard reads it."""
+"""SummarySaverHook: what it writes, when and where, and that TensorBoard reads it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from torchhooks import MonitoredLoop, Scaffold, StepCounterHook, SummarySaverHook, summary
+from torchhooks import Coordinator, MonitoredLoop, Scaffold, StepCounterHook, SummarySaverHook, summary
 from torchhooks.testing import RecordingWriter, trace
 
 LOSS = {"loss": "loss"}
 
 
 def written(losses: list[Any], *, start_step: int = 0, secs: float = 1.0, **arguments: Any) -> list[tuple[Any, ...]]:
-    """What a saver wrote in a loop of its own, the START left out."""
+    """Return what a hook wrote in a loop of its own, without the START."""
     writer = RecordingWriter()
     given: dict[str, Any] = {"summary_op": LOSS, "summary_writer": writer, **arguments}
     hook = SummarySaverHook(**given)
@@ -49,7 +49,7 @@ def test_writes_in_the_first_run_and_a_period_after_each() -> None:
     assert steps(written([0.5] * 18, save_steps=8)) == [1, 9, 17]
 
 
-def test_goes_on_from_a_later_step() -> None:
+def test_continues_from_a_later_step() -> None:
     assert steps(written([0.5] * 10, save_steps=4, start_step=50)) == [51, 55, 59]
 
 
@@ -58,7 +58,7 @@ def test_a_period_of_seconds_goes_by_the_clock_at_the_beginning_of_a_run() -> No
 
 
 def saved_with(moves: list[int | None], save_steps: int) -> list[int]:
-    """The steps of the summaries of a loop whose runs move the step: by a number, or back to 0 where it is None."""
+    """Return the steps of the summaries in a loop whose runs advance the step by ``moves``, or set it to 0 for None."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
 
     def step(move: int | None) -> float:
@@ -80,15 +80,15 @@ def saved_with(moves: list[int | None], save_steps: int) -> list[int]:
     ("moves", "saved"),
     [
         ([1] * 9, [1, 5, 9]),
-        ([3] * 6, [3, 9, 15]),  # before the run that ends at 6 the step is 3: the next could be 4, which is not due
-        ([1, 1, 1, 1, 0, 0, 1], [1, 4]),  # the run that was due stayed where it was
+        ([3] * 6, [3, 9, 15]),  # before the run that ends at 6, the next step could be 4, which is not due
+        ([1, 1, 1, 1, 0, 0, 1], [1, 4]),  # the run that was due made no step
     ],
 )
 def test_decides_before_the_run_on_the_step_that_would_be_next(moves: list[int | None], saved: list[int]) -> None:
     assert saved_with(moves, 4) == saved
 
 
-def test_a_step_that_goes_back_is_waited_for() -> None:
+def test_after_the_step_was_set_back_nothing_is_due_before_the_next_period() -> None:
     assert saved_with([1, 1, None, 1, 1, 1, 1, 1], 3) == [1, 4]
 
 
@@ -129,7 +129,7 @@ def test_a_second_session_within_a_loop_has_no_start_of_its_own() -> None:
     hook = SummarySaverHook(1, summary_writer=writer, summary_op=LOSS)
     with MonitoredLoop(lambda: 0.5, hooks=[hook]) as loop:
         loop.run()
-        hook.after_create_session(loop.session, loop._coord)
+        hook.after_create_session(loop.session, Coordinator())
         loop.run()
     assert [kind for kind, *_ in writer.records] == ["session_log", "scalar", "scalar"]
 
@@ -140,7 +140,7 @@ def test_a_loop_without_a_run_has_no_start() -> None:
     assert writer.records == []
 
 
-def test_tensorboard_forgets_what_an_earlier_process_wrote_beyond_the_step_it_goes_on_from(tmp_path: Path) -> None:
+def test_tensorboard_forgets_what_an_earlier_process_wrote_beyond_the_restored_step(tmp_path: Path) -> None:
     trace(SummarySaverHook(1, output_dir=tmp_path, summary_op=LOSS), losses=[0.5] * 6)
     trace(SummarySaverHook(1, output_dir=tmp_path, summary_op=LOSS), losses=[0.25] * 2, start_step=3)
     assert [(point.step, point.value) for point in read(tmp_path).Scalars("loss")] == [
@@ -271,17 +271,17 @@ def test_a_writer_that_was_given_is_flushed_and_not_closed(failure: str) -> None
 def test_a_writer_that_lacks_what_an_op_needs_is_refused_when_the_loop_is_created() -> None:
     class Curves:
         def add_scalar(self, tag: str, value: float, step: int) -> None:
-            """Take it."""
+            """Do nothing."""
 
         def flush(self) -> None:
-            """Nothing to flush."""
+            """Do nothing."""
 
     hook = SummarySaverHook(1, summary_writer=Curves(), summary_op=summary.histogram("w", "weight"))
     with pytest.raises(TypeError, match=r"Curves has no add_histogram\(\), which histogram\('w', 'weight'\) needs"):
         MonitoredLoop(lambda: None, hooks=[hook])
 
 
-def test_nowhere_to_write_to_is_warned_of_and_nothing_is_evaluated() -> None:
+def test_without_a_writer_there_is_a_warning_and_nothing_is_evaluated() -> None:
     calls: list[int] = []
     hook = SummarySaverHook(1, summary_op={"n": lambda: calls.append(1)})
     ((level, text),) = trace(hook).lines
@@ -289,7 +289,7 @@ def test_nowhere_to_write_to_is_warned_of_and_nothing_is_evaluated() -> None:
     assert "has neither output_dir nor summary_writer: it writes nothing" in text
 
 
-def test_a_saver_that_is_used_again_starts_fresh(tmp_path: Path) -> None:
+def test_a_hook_that_is_reused_starts_over(tmp_path: Path) -> None:
     hook = SummarySaverHook(4, output_dir=tmp_path, summary_op=LOSS)
     trace(hook, losses=[0.5] * 2)
     trace(hook, losses=[0.5] * 2, start_step=2)
@@ -300,13 +300,13 @@ def test_a_saver_that_is_used_again_starts_fresh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_steps", [0, -1, 2.5, True, "10"])
-def test_refuses_what_is_no_number_of_steps(save_steps: Any) -> None:
+def test_refuses_an_invalid_number_of_steps(save_steps: Any) -> None:
     with pytest.raises(ValueError, match=f"save_steps={save_steps!r}: must be a whole number, 1 or more"):
         SummarySaverHook(save_steps, summary_op=LOSS)
 
 
 @pytest.mark.parametrize("save_secs", [-1, math.nan, "soon"])
-def test_refuses_what_is_no_period(save_secs: Any) -> None:
+def test_refuses_an_invalid_period(save_secs: Any) -> None:
     with pytest.raises(ValueError, match=f"save_secs={save_secs!r}: a period is a number of seconds, 0 or more"):
         SummarySaverHook(save_secs=save_secs, summary_op=LOSS)
 
@@ -324,12 +324,12 @@ def test_refuses_what_is_no_period(save_secs: Any) -> None:
         ),
     ],
 )
-def test_refuses_what_contradicts_itself_and_shows_it(arguments: dict[str, Any], message: str) -> None:
+def test_refuses_contradictory_arguments_and_shows_them(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         SummarySaverHook(**arguments)
 
 
-def test_refuses_two_ops_with_one_tag_when_it_is_made() -> None:
+def test_refuses_two_ops_with_one_tag_at_construction() -> None:
     with pytest.raises(ValueError, match="both write 'loss'"):
         SummarySaverHook(1, summary_op=["loss", summary.text("loss", "note")])
 

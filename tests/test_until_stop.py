@@ -1,4 +1,4 @@
-"""The natural ``for`` loop: what it takes, when it ends, how it nests, and what it leaves behind."""
+"""until_stop: what it takes, when it ends, how it nests, and in which state it leaves the data and the loop."""
 
 import itertools
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def stopping_at(step: int) -> MonitoredLoop[float]:
 
 
 class Counted:
-    """Counts what is taken of it, and notes when it is closed."""
+    """An iterable that counts the items taken from it, and records when it is closed."""
 
     def __init__(self, items: int) -> None:
         self.items = items
@@ -40,7 +40,7 @@ def test_yields_every_item_in_order() -> None:
 
 
 @pytest.mark.parametrize("falsy", [None, False, 0, ""])
-def test_any_item_may_come(falsy: object) -> None:
+def test_items_may_be_falsy(falsy: object) -> None:
     with MonitoredLoop(half) as loop:
         assert list(loop.until_stop([falsy, falsy])) == [falsy, falsy]
 
@@ -70,7 +70,7 @@ def test_takes_an_item_only_when_it_is_asked_for() -> None:
         items.close()
 
 
-def test_takes_nothing_of_a_loop_that_has_stopped() -> None:
+def test_takes_nothing_once_the_loop_has_stopped() -> None:
     batches = Counted(9)
     with stopping_at(1) as loop:
         loop.run()
@@ -78,13 +78,13 @@ def test_takes_nothing_of_a_loop_that_has_stopped() -> None:
     assert batches.taken == 0
 
 
-def test_takes_nothing_of_a_closed_loop() -> None:
+def test_takes_nothing_once_the_loop_is_closed() -> None:
     loop = MonitoredLoop(half)
     loop.close()
     assert list(loop.until_stop(itertools.count())) == []
 
 
-def test_the_end_of_the_data_is_a_reason_and_no_stop() -> None:
+def test_the_end_of_the_data_is_a_reason_but_not_a_stop() -> None:
     with MonitoredLoop(half) as loop:
         for _ in loop.until_stop(range(2)):
             loop.run()
@@ -131,7 +131,7 @@ def test_a_stop_in_the_first_phase_leaves_nothing_to_the_second() -> None:
 
 
 def epochs_of(loop: MonitoredLoop[float], epochs: int, batches: int) -> list[tuple[int, int]]:
-    """The runs made, as (epoch, batch)."""
+    """Return the runs made, as (epoch, batch)."""
     made = []
     for epoch in loop.until_stop(range(epochs)):
         for batch in loop.until_stop(range(batches)):
@@ -168,7 +168,7 @@ def test_only_the_outermost_end_of_data_is_a_reason() -> None:
     assert loop.stop_reason == "data ended"
 
 
-def test_leaving_the_inner_loop_early_goes_on_with_the_outer_one() -> None:
+def test_after_the_inner_loop_was_left_early_the_outer_one_continues() -> None:
     with MonitoredLoop(half) as loop:
         for _ in loop.until_stop(range(3)):
             for _ in loop.until_stop(itertools.count()):
@@ -196,7 +196,7 @@ def test_after_one_that_was_left_early_the_next_is_outermost_again() -> None:
 # -- errors and closing -----------------------------------------------------------------------------------------------
 
 
-def test_an_error_in_the_data_comes_out_and_fails_the_loop() -> None:
+def test_an_error_in_the_data_is_raised_and_fails_the_loop() -> None:
     def batches() -> Iterator[int]:
         yield 1
         raise OSError("disk")
@@ -237,7 +237,7 @@ def test_a_generator_is_closed_when_the_loop_over_it_is_left(leave: str) -> None
         assert batches.closed
 
 
-def test_an_iterator_goes_on_where_an_earlier_loop_over_it_was_left() -> None:
+def test_an_iterator_continues_where_an_earlier_loop_over_it_was_left() -> None:
     batches = iter(range(5))
     with stopping_at(2) as loop:
         for _ in loop.until_stop(batches):
@@ -255,7 +255,7 @@ def test_the_end_of_another_iterator_in_the_body_ends_the_loop_cleanly() -> None
     assert loop.stop_reason == "StopIteration"
 
 
-def test_there_is_no_reason_for_an_end_while_the_data_beside_go_on() -> None:
+def test_there_is_no_reason_for_an_end_while_data_iterated_alongside_continue() -> None:
     reasons = []
     with MonitoredLoop(lambda: None) as loop:
         for _ in itertools.zip_longest(loop.until_stop([1, 2]), loop.until_stop([1, 2, 3, 4])):

@@ -1,69 +1,65 @@
-"""Checkpoints as files: whole or not there, in the order in which they were written. Knows nothing of what is in them.
+"""Checkpoint files: written atomically, numbered in the order of writing, and removed when there are too many.
 
-A checkpoint is one file, ``model.ckpt-700``: what ``torch.save`` writes, and after it one line, the seal, which
-``torch.load`` does not mind:
+A checkpoint is one file, ``model.ckpt-700``: the output of ``torch.save``, followed by one line, the seal, which
+``torch.load`` ignores:
 
     {"seal": 1, "name": "model.ckpt-700", "order": 8, "step": 700, "bytes": 51234, "time": 1752000000.0} 1c2a99f0
 
-``order`` counts the checkpoints of the folder as they were written, ``bytes`` is the length of what stands before the
-seal, and the last word is a CRC-32. ``torch.save`` writes a zip archive, which has a CRC-32 of each record already; so
-this one leaves out the contents of the records and sums up the rest, their own sums included: no tensor is read again.
-So a file says by itself whether it is whole. ``checkpoints.json`` beside it, the index, lists the checkpoints in order,
-and which of them are kept for good.
+``order`` numbers the checkpoints of a folder as they are written, ``bytes`` is the length of the file before the seal,
+and the last word is a CRC-32. A checkpoint that is kept for good also has ``"kept": true``. ``torch.save`` writes a zip
+archive, which has a CRC-32 of each record already, so the checksum of the seal covers the rest of the file, those of
+the records included, and no tensor has to be read again to compute it.
 
-How one is written
-------------------
+So a seal tells whether its file is complete, and the seals in a folder are all that is known about it. There is no
+index that could disagree with the files, and only a file whose own seal says that it is a checkpoint is ever removed.
 
-    write, under a temporary name in the same folder; seal; fsync
-    rename; fsync the folder                             # from here on it is whole, whatever happens
-    the index, in the same way
-    remove those that are one too many                   # the index, which no longer lists them, names them for removal
+How a checkpoint is written:
 
-What a kill leaves, and what becomes of it
-------------------------------------------
-* a temporary file: removed before the next checkpoint is written, once no process holds its lock;
-* a checkpoint that is whole but not in the index: used, for it is newer than all that are;
-* one that was to be removed: removed with the next ones.
+    write to a temporary file in the same folder; seal; fsync
+    rename; fsync the folder                             # from here on it survives a kill and a power failure
+    remove the checkpoints that are no longer kept
 
-Whatever else is wrong, a file cut short, missing, copied or changed, an index missing or unreadable, is named in a
-warning and left as it is; the rest is used. One process at a time writes to a folder.
+A kill may leave a temporary file, or a checkpoint that was about to be removed. The next save removes either; until
+then the checkpoint can be used. A file that is incomplete, changed or copied is named in a warning, ignored, and left
+in place. Only one process at a time may write to a folder.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import secrets
+import stat
 import struct
 import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import BinaryIO, NamedTuple
 
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, brief
 from torchhooks.log import logger
 
 try:
     import fcntl
-except ImportError:  # Windows, which does not let anybody remove a file that is open
+except ImportError:  # Windows, where an open file cannot be removed anyway
     fcntl = None  # type: ignore[assignment]
 
-INDEX = "checkpoints.json"
-
-_NAME = re.compile(r"(?!.*tfevents)(?P<prefix>[^.].*)-(?P<step>\d+)", re.DOTALL)
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.DOTALL)
+_NAME = re.compile(r"(?!.*tfevents)[^.].*-\d+", re.DOTALL)
+# Earlier versions kept an index of the folder in checkpoints.json.
+_LEFTOVER = re.compile(r"checkpoints\.json|\.(?:.+-\d+|checkpoints\.json)\.[0-9a-f]{16}\.tmp", re.DOTALL)
 _SEAL = b'\n{"seal": 1, '
 _SEAL_LIMIT = 4096  # a name has at most 255 characters, of at most 12 bytes each in JSON
 _CHECKSUM_LENGTH = len(b"00000000\n")
-_LENGTHS = struct.Struct("<HH")  # of a record's name and of what stands between that and its contents
-_LENGTHS_OFFSET = 26
-_CHUNK = 1 << 16  # more would be read again around each record when the sum is made
+_HEADER = struct.Struct("<26xHH")  # of a zip record; it ends in the lengths of the name and the extra field after it
+_CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
 _WRITING = threading.Lock()  # two savers of one process may write to one folder
 
 
@@ -72,13 +68,13 @@ class Checkpoint:
     """One checkpoint in a folder.
 
     Args:
-        path: where it is: what ``Saver.restore`` takes.
+        path: where it is, as accepted by ``Saver.restore``.
         step: the global step that it was saved under.
         bytes: the size of the file.
         time: when it was written, in seconds since 1970.
-        order: a number that grows from one checkpoint of the folder to the next, whatever their steps.
+        order: a number that increases from each checkpoint of the folder to the next, whatever their steps.
         checksum: the last word of the file, in hexadecimal digits.
-        kept: whether it is kept for good and not counted by ``max_to_keep``.
+        kept: whether it is kept for good. No Saver removes it, however many newer ones there are.
     """
 
     path: str
@@ -101,19 +97,39 @@ class Checkpoint:
 
 
 class Retention(NamedTuple):
-    """Which of the older checkpoints stay.
+    """Which checkpoints of one name stay in a folder.
+
+    The newest ``max_to_keep`` stay, and so does every checkpoint that is kept for good: the first one, and each one
+    that is written at least ``every_n_hours`` after the last one kept for good. The seal of a new checkpoint records
+    that it is, so that a Saver with other settings keeps it too.
 
     Args:
-        max_to_keep: how many, the newest included; ``None`` or 0: all.
-        every_n_hours: the least time between two that are kept for good, in hours; ``None``: none is.
+        max_to_keep: how many, the newest included; ``None`` or 0 keeps all.
+        every_n_hours: the least time between two checkpoints kept for good, in hours; ``None`` keeps none for good.
     """
 
     max_to_keep: int | None
     every_n_hours: float | None
 
+    def kept(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        """Return the checkpoints that are kept for good, out of all of one name, oldest first."""
+        hours, kept, last = self.every_n_hours, [], -math.inf
+        for checkpoint in checkpoints:
+            # abs(): a clock that was set back must not suspend the rule until it has caught up.
+            if checkpoint.kept or (hours is not None and abs(checkpoint.time - last) >= hours * 3600):
+                kept.append(checkpoint)
+                last = checkpoint.time
+        return kept
+
+    def surplus(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        """Return the checkpoints to remove, out of all of one name, oldest first."""
+        kept = self.kept(checkpoints)
+        older = checkpoints[: -self.max_to_keep] if self.max_to_keep else []
+        return [checkpoint for checkpoint in older if checkpoint not in kept]
+
 
 class Disk:
-    """What writing a checkpoint asks of the operating system. A test gives a Saver one that fails or is killed."""
+    """The calls of the operating system that a save makes. Tests replace it, to have a save fail at any of them."""
 
     def create(self, path: str) -> BinaryIO:
         """Open a new file for writing."""
@@ -129,7 +145,7 @@ class Disk:
         os.fsync(file.fileno())
 
     def rename(self, path: str, new_path: str) -> None:
-        """Give a file another name, in place of what had that name."""
+        """Rename a file, replacing any file of the new name."""
         os.replace(path, new_path)
 
     def sync_folder(self, path: str) -> None:
@@ -147,15 +163,15 @@ class Disk:
         os.remove(path)
 
     def now(self) -> float:
-        """The time, in seconds since 1970."""
+        """Return the time, in seconds since 1970."""
         return time.time()
 
 
 class Sink:
-    """A file being written: where ``torch.save`` writes to.
+    """A file that is being written, as ``torch.save`` sees it.
 
-    torch turns an error of ``write`` into one about positions in the file, so the first error is kept back until
-    :meth:`check`, and nothing is written after it.
+    torch replaces an error of ``write`` by one about positions in the file. So the first error is stored until
+    :meth:`check` raises it, and nothing is written after it.
     """
 
     def __init__(self, disk: Disk, file: BinaryIO) -> None:
@@ -175,74 +191,23 @@ class Sink:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing: the file is synced as a whole."""
+        """Do nothing: the file is synced as a whole."""
 
     def check(self) -> None:
-        """Raise what went wrong."""
+        """Raise the first error of :meth:`write`, if there was one."""
         if self._error is not None:
             raise self._error
 
 
-@dataclass
-class Index:
-    """The checkpoints of a folder.
-
-    Args:
-        checkpoints: in the order in which they were written.
-        removing: the names of files that were to be removed.
-        last: the highest order that was given.
-        keep_after: by prefix, the time from which on a surplus checkpoint is kept for good.
-        lost: whether this was put together without an index.
-    """
-
-    checkpoints: list[Checkpoint] = field(default_factory=list)
-    removing: list[str] = field(default_factory=list)
-    last: int = 0
-    keep_after: dict[str, float] = field(default_factory=dict)
-    lost: bool = False
-
-    def add(self, checkpoint: Checkpoint) -> None:
-        """Append the newest; one of the same name has been replaced by it."""
-        others = [other for other in self.checkpoints if other.name != checkpoint.name]
-        self.checkpoints = [*others, checkpoint]
-        self.last = checkpoint.order
-
-    def retire(self, prefix: str, retention: Retention, now: float) -> None:
-        """Mark those of ``prefix`` that are one too many: for removal, or as kept for good."""
-        period = None if retention.every_n_hours is None else retention.every_n_hours * 3600
-        if period is not None:
-            self.keep_after.setdefault(prefix, now + period)
-        for checkpoint in self._surplus(prefix, retention.max_to_keep):
-            place = self.checkpoints.index(checkpoint)
-            if period is not None and checkpoint.time > self.keep_after[prefix]:
-                self.checkpoints[place] = replace(checkpoint, kept=True)
-                self._next_to_keep(prefix, checkpoint.time, period)
-            else:
-                del self.checkpoints[place]
-                self.removing.append(checkpoint.name)
-        live = {checkpoint.name for checkpoint in self.checkpoints}
-        self.removing = [name for name in self.removing if name not in live]
-
-    def keep_surplus(self, prefix: str, max_to_keep: int | None) -> None:
-        """Keep for good what would be one too many: without its index nobody knows whether it was to be kept."""
-        for checkpoint in self._surplus(prefix, max_to_keep):
-            self.checkpoints[self.checkpoints.index(checkpoint)] = replace(checkpoint, kept=True)
-
-    def _surplus(self, prefix: str, max_to_keep: int | None) -> list[Checkpoint]:
-        counted = [checkpoint for checkpoint in self.checkpoints if checkpoint.prefix == prefix and not checkpoint.kept]
-        return counted[:-max_to_keep] if max_to_keep else []
-
-    def _next_to_keep(self, prefix: str, kept: float, period: float) -> None:
-        # TensorFlow adds one period. After a pause of several that would keep one checkpoint after the other.
-        periods = int((kept - self.keep_after[prefix]) / period) + 1
-        self.keep_after[prefix] += periods * period
+_Seals = dict[str, tuple[tuple[int, ...], Checkpoint | None]]
+"""By the name of a file, a stamp that changes with the file, and the checkpoint that it is, if it is one."""
 
 
 class Folder:
-    """A folder of checkpoints, as its writer sees it.
+    """A folder of checkpoints that this process writes to.
 
     Args:
-        path: of the folder; made when the first checkpoint is written.
+        path: the folder; created when the first checkpoint is written.
         disk: what to write through.
     """
 
@@ -250,123 +215,100 @@ class Folder:
         self._path = path
         self._disk = disk
         self._used = False
-        self._looked_at = False
+        self._seals: _Seals = {}
 
     def add(self, prefix: str, step: int, fill: Callable[[Sink], object], retention: Retention) -> None:
-        """Write a checkpoint, what ``fill`` puts into the sink, and remove those that are one too many.
+        """Write a checkpoint with what ``fill`` writes to the sink, then remove those that are no longer kept.
 
         Raises:
-            OSError: it could not be written. The older ones are as they were.
+            OSError: it could not be written. The older ones are unchanged.
         """
         with _WRITING:
-            try:
-                self._add(prefix, step, fill, retention)
-            except BaseException:
-                self._looked_at = False  # it may have left something
-                raise
+            if not self._used:  # a folder that vanished is not created again: its checkpoints are missing
+                os.makedirs(self._path, exist_ok=True)
+            self._remove_leftovers()
+            found, now = _survey(self._path, self._seals), self._disk.now()
+            path = os.path.join(self._path, f"{prefix}-{step}")
+            new = Checkpoint(path, step, 0, now, found[-1].order + 1 if found else 1, "")
+            alike = [other for other in found if other.prefix == prefix and other.path != path] + [new]
+            self._write(replace(new, kept=new in retention.kept(alike)), fill)
+            self._used = True
+            for old in retention.surplus(alike):
+                try:
+                    self._disk.remove(old.path)
+                except OSError as error:
+                    logger.warning("%s could not be removed: %s. The next save tries again.", old.path, error)
 
-    def _add(self, prefix: str, step: int, fill: Callable[[Sink], object], retention: Retention) -> None:
-        index = self._index(prefix, retention)
-        now = self._disk.now()
-        index.add(self._write(f"{prefix}-{step}", step, index.last + 1, now, fill))
-        self._used = True
-        index.retire(prefix, retention, now)
-        self._write_index(index)
-        self._remove(index.removing)
-
-    def _index(self, prefix: str, retention: Retention) -> Index:
-        index = read_index(self._path) if self._looked_at else None
-        if index is None:
-            index = self._first_look()
-        if index.lost:
-            index.keep_surplus(prefix, retention.max_to_keep)
-        return index
-
-    def _first_look(self) -> Index:
-        if not self._used:  # one that vanished is not made again: what was in it is missed
-            os.makedirs(self._path, exist_ok=True)
-        self._remove_stale()
-        self._looked_at = True
-        return survey(self._path)
-
-    def _write(self, name: str, step: int, order: int, now: float, fill: Callable[[Sink], object]) -> Checkpoint:
-        path = os.path.join(self._path, name)
-        with self._replacing(path) as sink:
-            fill(sink)
-            sink.check()
-            seal = {"name": name, "order": order, "step": step, "bytes": sink.size, "time": now}
-            sink.write(_SEAL + json.dumps(seal)[1:].encode() + b" ")
-            sink.check()
-            with zipfile.ZipFile(sink.file) as archive:
-                checksum = _checksum(sink.file, archive.infolist(), sink.size)
-            sink.write(checksum.encode() + b"\n")
-        return Checkpoint(path, step, sink.size, now, order, checksum)
-
-    def _write_index(self, index: Index) -> None:
-        with self._replacing(os.path.join(self._path, INDEX)) as sink:
-            sink.write(_index_text(index).encode())
-
-    @contextmanager
-    def _replacing(self, path: str) -> Iterator[Sink]:
-        """A file that is at ``path`` once the block has ended, and never before it is whole."""
-        folder, name = os.path.split(path)
-        temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
+    def _write(self, new: Checkpoint, fill: Callable[[Sink], object]) -> None:
+        temporary = os.path.join(self._path, f".{new.name}.{secrets.token_hex(8)}.tmp")
         try:
             with self._disk.create(temporary) as file:
-                with suppress(OSError):  # a file system without locks: then nobody removes what a kill leaves
+                with suppress(OSError):  # on a file system without locks, what a kill leaves is never removed
                     _lock(file)
                 sink = Sink(self._disk, file)
-                yield sink
-                sink.check()
+                fill(sink)
+                _seal(sink, new)
                 self._disk.sync(file)
-            self._disk.rename(temporary, path)
+            self._disk.rename(temporary, new.path)
         except BaseException:
             with suppress(OSError):
                 self._disk.remove(temporary)
             raise
-        self._disk.sync_folder(folder)
+        self._disk.sync_folder(self._path)
 
-    def _remove(self, names: list[str]) -> None:
-        for name in names:
-            path = os.path.join(self._path, name)
-            try:
-                self._disk.remove(path)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                logger.warning("%s could not be removed: %s. It is tried again at the next checkpoint.", path, error)
-
-    def _remove_stale(self) -> None:
-        for name in filter(_TEMPORARY.fullmatch, os.listdir(self._path)):
-            path = os.path.join(self._path, name)
-            with suppress(OSError):
+    def _remove_leftovers(self) -> None:
+        """Remove the temporary files of processes that were killed, and the index of an earlier version."""
+        with os.scandir(self._path) as entries:
+            leftovers = [entry for entry in entries if _LEFTOVER.fullmatch(entry.name)]
+        for path in [entry.path for entry in leftovers if entry.is_file(follow_symlinks=False)]:
+            with suppress(OSError):  # locked: another process is writing it
                 with open(path, "r+b") as file:
                     _lock(file)
                 self._disk.remove(path)
-                logger.warning("%s, left by a process that ended while it wrote, was removed", path)
+                logger.warning("removed %s, left by a killed process or an earlier version", path)
 
 
 def _lock(file: BinaryIO) -> None:
-    """Mark ``file`` as being written, until it is closed or the process ends; ``OSError`` if another process has."""
+    """Mark ``file`` as being written until it is closed or the process ends; ``OSError`` if another process has."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def survey(folder: str) -> Index:
-    """The index of a folder, put right by what is really there. What is wrong is logged; nothing is changed.
+def _seal(sink: Sink, new: Checkpoint) -> None:
+    """Append the seal, and raise what went wrong when ``sink`` was written."""
+    sink.check()
+    seal = {"name": new.name, "order": new.order, "step": new.step, "bytes": sink.size, "time": new.time}
+    seal |= {"kept": True} if new.kept else {}
+    sink.write(_SEAL + json.dumps(seal)[1:].encode() + b" ")
+    sink.check()
+    with zipfile.ZipFile(sink.file) as archive:
+        checksum = _checksum(sink.file, archive.infolist(), sink.size)
+    sink.write(checksum.encode() + b"\n")
+    sink.check()
 
-    Sizes and seals are looked at, contents are not: that is for :func:`verify`.
+
+def _survey(folder: str, seals: _Seals) -> list[Checkpoint]:
+    """Return the complete checkpoints in ``folder``, oldest first, and log a warning about each file that is not one.
+
+    Sizes and seals are checked here; :func:`verify` checks contents. Files that have not changed since an earlier call
+    with the same ``seals`` are not read again.
     """
     names = _names(folder)
-    index = read_index(folder) or Index(lost=True)
-    listed = {checkpoint.name: checkpoint for checkpoint in index.checkpoints}
-    for name in listed.keys() - set(names):
-        logger.warning("%s is in the index but not in the folder: it is skipped", listed[name].path)
-    found = [_look_at(os.path.join(folder, name), listed.get(name), index) for name in names]
-    checkpoints = [checkpoint for checkpoint in found if checkpoint is not None]
-    checkpoints.sort(key=lambda checkpoint: checkpoint.order)
-    last = max([index.last, *(checkpoint.order for checkpoint in checkpoints)])
-    return replace(index, checkpoints=checkpoints, last=last)
+    for name in seals.keys() - set(names):
+        del seals[name]
+    for name in names:
+        path = os.path.join(folder, name)
+        stamp = _stamp(path)
+        if name in seals and seals[name][0] == stamp:
+            continue
+        try:
+            seals[name] = stamp, read_seal(path)
+        except DamagedCheckpointError as error:
+            logger.warning("%s It is skipped.", error)
+            seals[name] = stamp, None
+    found = [checkpoint for _, checkpoint in seals.values() if checkpoint is not None]
+    # Two have one number if the newest was moved away and is put back after the next save.
+    return sorted(found, key=attrgetter("order", "time"))
 
 
 def _names(folder: str) -> list[str]:
@@ -374,54 +316,48 @@ def _names(folder: str) -> list[str]:
         return sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and not entry.is_dir())
 
 
-def _look_at(path: str, listed: Checkpoint | None, index: Index) -> Checkpoint | None:
-    """The checkpoint at ``path`` if it can be used; ``listed`` is what the index says of it."""
-    try:
-        checkpoint = read_seal(path)
-    except DamagedCheckpointError as error:
-        logger.warning("%s It is skipped.", error)
-        return None
-    if checkpoint.order > index.last:
-        if not index.lost:
-            logger.warning("%s is whole but not in the index, as after a kill: it is used", path)
-        return checkpoint
-    if listed is not None and listed.order == checkpoint.order:
-        return replace(checkpoint, kept=listed.kept)
-    if checkpoint.name not in index.removing:
-        logger.warning("%s is older than the index and not what that lists: it is skipped", path)
-    return None
+def _stamp(path: str) -> tuple[int, ...]:
+    with suppress(OSError):
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns, status.st_ino
+    return ()
 
 
 def read_seal(path: str) -> Checkpoint:
-    """What a checkpoint says of itself, without reading it whole.
+    """Return what the checkpoint at ``path`` says about itself, without reading all of it.
 
     Raises:
-        DamagedCheckpointError: it is missing, cut short, or no checkpoint at all.
+        DamagedCheckpointError: it is missing, incomplete, or not a checkpoint.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would block
+            raise DamagedCheckpointError(f"{path} is not a regular file.")
         with open(path, "rb") as file:
             size = file.seek(0, io.SEEK_END)
             start = file.seek(max(0, size - _SEAL_LIMIT))
             tail = file.read()
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    place = tail.rfind(_SEAL)
     try:
+        place = tail.rindex(_SEAL)
         text, checksum = tail[place + 1 :].decode().removesuffix("\n").rsplit(" ", 1)
         seal = json.loads(text)
-        checkpoint = Checkpoint(path, seal["step"], size, seal["time"], seal["order"], checksum)
+        order, step, kept = seal["order"], seal["step"], seal.get("kept") is True
+        if not (isinstance(order, int) and isinstance(step, int)):
+            raise TypeError(f"order {order!r}, step {step!r}")
+        checkpoint = Checkpoint(path, step, size, float(seal["time"]), order, checksum, kept)
         name, whole = seal["name"], seal["bytes"] == start + place and len(checksum) == 8 and tail.endswith(b"\n")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is cut short, or was not written by a Saver: it has no seal.") from error
     if not whole:
         raise DamagedCheckpointError(f"{path} has another size than its seal says.")
-    if name != os.path.basename(path):
-        raise DamagedCheckpointError(f"{path} is a copy of {name}: give it that name again to use it.")
+    if name != checkpoint.name:
+        raise DamagedCheckpointError(f"{path} is a copy of {name}: to use it, rename it to that.")
     return checkpoint
 
 
-def verify(path: str) -> Checkpoint:
-    """Read the checkpoint at ``path`` whole and compare its checksum.
+def verify(path: str) -> None:
+    """Read all of the checkpoint at ``path`` and compare its checksums.
 
     Raises:
         DamagedCheckpointError: it is not what was written.
@@ -430,20 +366,19 @@ def verify(path: str) -> Checkpoint:
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             checksum = _checksum(file, archive.infolist(), checkpoint.bytes - _CHECKSUM_LENGTH)
-            damaged = archive.testzip() if checksum == checkpoint.checksum else "what is around its records"
-    except Exception as error:  # there is no telling what a changed byte leads to
+            damaged = archive.testzip() if checksum == checkpoint.checksum else "the part around its records"
+    except Exception as error:  # a changed byte can lead to any error
         raise DamagedCheckpointError(f"{path} is damaged, or cannot be read: {brief(error)}.") from error
     if damaged is not None:
         raise DamagedCheckpointError(f"{path} is damaged: {damaged} is not what was written.")
-    return checkpoint
 
 
 def _checksum(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) -> str:
-    """The CRC-32 of an archive, and what follows it up to ``end``, without the contents of its records."""
+    """Return the CRC-32 of a file up to ``end``, without the contents of the records of its archive."""
     checksum = place = 0
     for record in sorted(records, key=lambda record: record.header_offset):
-        file.seek(record.header_offset + _LENGTHS_OFFSET)
-        contents = file.tell() + _LENGTHS.size + sum(_LENGTHS.unpack(file.read(_LENGTHS.size)))
+        file.seek(record.header_offset)
+        contents = record.header_offset + _HEADER.size + sum(_HEADER.unpack(file.read(_HEADER.size)))
         file.seek(place)
         checksum = zlib.crc32(file.read(contents - place), checksum)
         place = contents + record.compress_size
@@ -451,44 +386,18 @@ def _checksum(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) -> str:
     return f"{zlib.crc32(file.read(end - place), checksum):08x}"
 
 
-def _index_text(index: Index) -> str:
-    fields = ("name", "order", "step", "bytes", "time", "checksum", "kept")
-    rows = [{name: getattr(checkpoint, name) for name in fields} for checkpoint in index.checkpoints]
-    others = {"removing": index.removing, "last": index.last, "keep_after": index.keep_after}
-    return json.dumps({"checkpoints": rows, **others}, indent=1) + "\n"
-
-
-def read_index(folder: str) -> Index | None:
-    """The index of a folder as it stands there; ``None``, and a warning, if it cannot be used."""
-    path = os.path.join(folder, INDEX)
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-        checkpoints = [_listed(folder, **row) for row in content["checkpoints"]]
-        return Index(checkpoints, list(content["removing"]), int(content["last"]), dict(content["keep_after"]))
-    except FileNotFoundError:
-        if _names(folder):
-            logger.warning("%s is missing: the checkpoints are found by their seals", path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be used (%s): the checkpoints are found by their seals", path, error)
-    return None
-
-
-def _listed(folder: str, name: str, **row: Any) -> Checkpoint:
-    return Checkpoint(os.path.join(folder, name), **row)
-
-
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
-    """The whole checkpoints in ``directory``, in the order in which they were written; none if there is no such folder.
+    """Return the complete checkpoints in ``directory``, in the order in which they were written.
 
-    What cannot be used is left out, and named in a warning. Sizes are checked here, checksums by ``Saver.restore``.
+    A folder that does not exist has none. Files that cannot be used are left out, with a warning. Sizes are checked
+    here; ``Saver.restore`` checks contents.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
     folder = os.fspath(directory)
     try:
-        return survey(folder).checkpoints
+        return _survey(folder, {})
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -496,10 +405,11 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """The path of the newest whole checkpoint in ``directory``, ``None`` if there is none.
+    """Return the path of the newest complete checkpoint in ``directory``, ``None`` if there is none.
 
-    Unlike TensorFlow, which believes its index, it is looked whether the file is there and whole. The newest is the one
-    written last: after going back to an older one, that is not the one of the highest step.
+    The newest is the one written last. After a return to an earlier state that is not the one of the highest step.
+
+    Unlike TensorFlow, which trusts its index, this looks for the file and checks that it is complete.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -509,6 +419,6 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 
 def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
-    """Whether ``directory`` has files that go by the names of checkpoints, whole or not."""
+    """Return whether ``directory`` has files with names of checkpoints, complete or not."""
     folder = os.fspath(directory)
     return os.path.isdir(folder) and bool(_names(folder))

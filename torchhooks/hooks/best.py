@@ -1,4 +1,4 @@
-"""The hook that keeps the best states of a training."""
+"""The hook that keeps the best states of a training run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
 
 class _Kept(NamedTuple):
-    """What is in a place."""
+    """The checkpoint in one of the places."""
 
     score: float
     step: int
 
 
 class _IfDue(ComposedFetch):
-    """The metric, evaluated only once the step has been counted and it is due: a run may count none."""
+    """The metric, evaluated only if it is due after the step was counted, because a run may count no step."""
 
     session: Session
 
@@ -55,39 +55,39 @@ class BestCheckpointHook(SessionRunHook):
 
         BestCheckpointHook("run", lambda: evaluate(model, validation), save_steps=1000, mode="max", keep=3)
 
-    ``save_steps=1000`` looks at the metric at 1000, 2000, 3000, and at a clean end. A state that is better than one of
-    those kept takes its place, once it is whole; the first ``keep`` are kept in any case, NaN never, and of equal ones
-    the first. ``best_checkpoint("run/best")`` is then the path of the best.
+    ``save_steps=1000`` evaluates the metric at steps 1000, 2000 and 3000, and at a clean end. A state that is better
+    than one of those kept replaces it, once it is on disk. The first ``keep`` states are kept in any case. NaN is never
+    kept, and of equal values the earlier ones are. ``best_checkpoint("run/best")`` returns the path of the best.
 
-    A training that is resumed goes on from what is in the folder. With a smaller ``keep``, all that is there counts and
-    stays: what is among the best ``keep`` of that takes the place of the worst. What is kept is a checkpoint like any
-    other, so a training can be resumed from it too; but a loop restores from ``checkpoint_dir`` itself, whose own
-    checkpoints are not touched and not counted. Let a CheckpointSaverHook stand in front, so that at the end it does
-    not wait for the metric. As with that hook, nothing is saved from the run on in which a NanTensorHook sees NaN.
+    A training run that is resumed continues with what is in the folder. If ``keep`` is smaller than before, everything
+    in the folder counts and stays, and a state among the best ``keep`` of it replaces the worst. The checkpoints are
+    ordinary ones, so a training run can be resumed from them too. But a loop restores from ``checkpoint_dir`` itself,
+    whose own checkpoints are neither removed nor counted. Place this hook after a CheckpointSaverHook, so that the
+    last save does not wait for the metric. As with that hook, nothing is saved from the run on in which a
+    NanTensorHook sees NaN.
 
-    The time that saving takes is not counted by a StepCounterHook; that of the metric is, unless it is spent inside
-    ``with session.paused():``.
+    A StepCounterHook does not count the time that saving takes. It does count the time of the metric, unless that is
+    spent inside of ``with session.paused():``.
 
     Args:
-        checkpoint_dir: the folder of the training's checkpoints; the best go into a folder of their own in it.
-        metric: what to go by: any fetch of one number. It is evaluated only when it is looked at; on a GPU, that waits.
-        save_secs: seconds from one look to the next, or
-        save_steps: steps from one to the next.
-        mode: whether the best is the greatest, ``"max"``, or the least, ``"min"``.
+        checkpoint_dir: the folder of the training run's checkpoints. The best ones go into a folder of their own in it.
+        metric: any fetch of one number. It is evaluated only when it is due; on a GPU, the host waits for it.
+        save_secs: the number of seconds from one evaluation to the next.
+        save_steps: the number of steps from one evaluation to the next; give exactly one of the two periods.
+        mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
-        name: of the folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, also in two loops of a
-            process that are open at the same time. The number in front of ``ckpt`` is that of a place, from 1 to
+        name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, even in two
+            loops of a process that are open at the same time. The number before ``ckpt`` is that of a place, from 1 to
             ``keep``, and not a rank.
-        async_save: write behind the training, as ``Saver(async_save=True)`` does.
+        async_save: write in a background thread, as ``Saver(async_save=True)`` does.
 
     Raises:
-        ValueError: not exactly one period, or another ``mode``; out of ``begin``, if another hook keeps its best in the
-            same folder.
-        TypeError: out of the run, if the metric is not one number.
+        ValueError: not exactly one period, or another ``mode``; from ``begin``, another hook uses the same folder.
+        TypeError: from the run, the metric is not one number.
     """
 
     saves_checkpoints = True
-    """That hooks with a state belong in front of it."""
+    """Hooks with a state have to precede this one, so that checkpoints contain their state after the run."""
 
     _lock = threading.Lock()
     _in_use: ClassVar[weakref.WeakValueDictionary[str, BestCheckpointHook]] = weakref.WeakValueDictionary()
@@ -106,7 +106,7 @@ class BestCheckpointHook(SessionRunHook):
     ) -> None:
         if mode not in ("max", "min"):
             raise ValueError(
-                f'mode={mode!r}: must be "max" or "min", for a metric of which the greatest or least is best'
+                f'mode={mode!r}: must be "max" or "min", for a metric whose greatest or least value is best'
             )
         self._arguments = {
             "save_secs": save_secs,
@@ -121,7 +121,8 @@ class BestCheckpointHook(SessionRunHook):
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
         self._timer = SecondOrStepTimer.named(save_secs=save_secs, save_steps=save_steps)
-        # Of each name a saver keeps the newest: what is to replace another is written under the name of that.
+        # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
+        # the name of the worst, which the Saver then removes: there is never one too few.
         self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
         self._fetch = _IfDue(metric, self._timer)
@@ -134,8 +135,8 @@ class BestCheckpointHook(SessionRunHook):
             other = self._in_use.setdefault(folder, self)
         if other is not self:
             raise ValueError(
-                f"{self!r}: {other!r} keeps its best in {self._folder} already, and each would remove those of the "
-                "other: give one of them another name=, or close the loop of that one first"
+                f"{self!r}: {other!r} already keeps checkpoints in {self._folder}, and each would remove those of the "
+                "other: give one of them another name=, or close the other's loop first"
             )
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
@@ -154,11 +155,11 @@ class BestCheckpointHook(SessionRunHook):
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         if self._fetch.evaluated:
             self._timer.update_last_triggered_step(run_context.session.global_step)
-            self._look_at(run_values.results, run_context.session)
+            self._keep_if_best(run_values.results, run_context.session)
 
     def end(self, session: Session) -> None:
         if session.global_step != self._timer.last_triggered_step():
-            self._look_at_the_end(session)
+            self._evaluate_at_end(session)
         self._saver.wait()
 
     def teardown(self) -> None:
@@ -172,15 +173,15 @@ class BestCheckpointHook(SessionRunHook):
     def next_due(self) -> Due:
         return self._timer.next_due()
 
-    def _look_at_the_end(self, session: Session) -> None:
+    def _evaluate_at_end(self, session: Session) -> None:
         try:
             value = session.run(self._metric)
         except FetchError as error:
             logger.warning("the last state, of step %d, is not compared with the best: %s", session.global_step, error)
         else:
-            self._look_at(value, session)
+            self._keep_if_best(value, session)
 
-    def _look_at(self, value: Any, session: Session) -> None:
+    def _keep_if_best(self, value: Any, session: Session) -> None:
         """Save the state of ``session``, whose metric is ``value``, if it is among the best."""
         step = session.global_step
         metric = self._number(value)
@@ -200,15 +201,15 @@ class BestCheckpointHook(SessionRunHook):
 
     def _number(self, value: Any) -> float:
         try:
-            return float(to_host(value))  # waits for the device: whether to save this very state hangs on it
+            return float(to_host(value))  # waits for the device: the decision to save this state depends on it
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
-                f"{describe(self._metric)} is {value!r}: what BestCheckpointHook goes by must be one number"
+                f"{describe(self._metric)} is {value!r}: the metric of a BestCheckpointHook must be one number"
             ) from error
 
     def _place(self, score: float, step: int) -> str | None:
-        """Where to keep a state of this score; ``None`` if it is not among the best."""
-        # A step is made again after a recovery. What is as good as before is then kept already.
+        """Return the place for a state of this score, ``None`` if it is not among the best."""
+        # After a recovery steps are made again, and a state that is not better than before is kept already.
         if math.isnan(score) or any(step == kept.step and score <= kept.score for kept in self._kept.values()):
             return None
         keep = len(self._places)
@@ -220,7 +221,7 @@ class BestCheckpointHook(SessionRunHook):
         return min(reversed(self._kept), key=lambda place: self._kept[place].score)
 
     def _put(self, place: str, kept: _Kept) -> None:
-        self._kept.pop(place, None)  # so that they stay in the order in which they were written
+        self._kept.pop(place, None)  # keeps the dict in the order of writing
         self._kept[place] = kept
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Hooks that keep something: summaries, checkpoints."""
+"""Hooks that save summaries and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from torchhooks.writers import WriterTarget
 
 
 class SummarySaverHook(SessionRunHook):
-    """Writes summaries every so often (``tf.train.SummarySaverHook``).
+    """Writes summaries periodically (``tf.train.SummarySaverHook``).
 
-    ``save_steps=8`` writes at 1, 9, 17. The first run also writes ``SessionLog.START``, from which TensorBoard knows
-    that what an earlier process wrote beyond the step that was restored is void. A writer with ``purge_from(step)``, as
-    a :class:`torchhooks.JsonLinesWriter`, is told by that, also after a recovery; what it takes back is written again.
+    ``save_steps=8`` writes at steps 1, 9 and 17. The first run also writes ``SessionLog.START``, which tells
+    TensorBoard to discard what an earlier process wrote beyond the restored step. If the writer has
+    ``purge_from(step)``, as :class:`torchhooks.JsonLinesWriter` has, that is called instead, also after a recovery, and
+    the points that it removes are written again.
 
-    Unlike TensorFlow, which goes by its last look, whether a run is due is decided on ``session.global_step + 1``.
+    Unlike TensorFlow, which relies on the step it saw last, the hook decides on ``session.global_step + 1`` whether a
+    run is due.
 
     Args:
-        save_steps: steps from one summary to the next, or
-        save_secs: seconds from one summary to the next.
-        output_dir: the folder of the event file, or
-        summary_writer: the writer.
-        scaffold: whose ``summary_op`` to write, or
-        summary_op: what to write: a mapping, tag to fetch; :func:`torchhooks.summary.histogram` and its like; a list.
+        save_steps: the number of steps from one summary to the next.
+        save_secs: the number of seconds from one summary to the next; give exactly one of the two periods.
+        output_dir: the folder of the event file.
+        summary_writer: the writer; give at most one of it and ``output_dir``.
+        scaffold: the scaffold whose ``summary_op`` is written.
+        summary_op: what to write: a mapping of tags to fetches, :func:`torchhooks.summary.histogram` and its siblings,
+            or a list of these; give exactly one of it and ``scaffold``.
 
     Raises:
         ValueError: not exactly one period, or not exactly one of ``scaffold`` and ``summary_op``.
@@ -94,7 +97,7 @@ class SummarySaverHook(SessionRunHook):
         step = session.global_step
         self._target.start_session(session.begun_at, step)
         if step == self._timer.last_triggered_step() or 0 < step == self._step_before == session.begun_at:
-            return  # no step was made since the last point, here or before a restore: the curve has this one
+            return  # no step was made since the last point, in this process or before a restore
         self._timer.update_last_triggered_step(step)
         now = time.time()
         run_context.when_ready(run_values.results, lambda values: summary.write_summaries(writer, values, step, now))
@@ -110,49 +113,53 @@ class SummarySaverHook(SessionRunHook):
 
 
 class CheckpointSaverListener:
-    """Is called around every checkpoint of a CheckpointSaverHook (``tf.train.CheckpointSaverListener``)."""
+    """Base class of what a CheckpointSaverHook calls around each checkpoint (``tf.train.CheckpointSaverListener``)."""
 
     def begin(self) -> None:
-        """Called with the hook's ``begin``."""
+        """Called in the hook's ``begin``."""
 
     def before_save(self, session: Session, step: int) -> None:
         """Called before the checkpoint of ``step`` is written."""
 
     def after_save(self, session: Session, step: int) -> bool | None:
-        """Called after it was written. True stops the loop; at creation and at the end that is ignored."""
+        """Called after the checkpoint of ``step`` was written, or, by a Saver with ``async_save``, handed over.
+
+        Return true to stop the loop. This is ignored when the session is created and when the loop ends.
+        """
         return None
 
     def end(self, session: Session, step: int) -> None:
-        """Called with the hook's ``end``, after the last checkpoint."""
+        """Called in the hook's ``end``, after the last checkpoint was written."""
 
 
 class CheckpointSaverHook(SessionRunHook):
-    """Saves checkpoints every so often (``tf.train.CheckpointSaverHook``).
+    """Saves checkpoints periodically (``tf.train.CheckpointSaverHook``).
 
-    ``save_steps=4`` saves at 0, 4, 8, and at a clean end, unless that step is saved already. A recovered session is
-    saved again when it is created. The time it takes is not counted by a StepCounterHook.
+    ``save_steps=4`` saves at steps 0, 4 and 8, and at a clean end, unless that step was just saved. A session that was
+    restored is saved again when it is created. A StepCounterHook does not count the time that saving takes.
 
-    It saves where it stands in the list of hooks, once writers of curves were flushed. Put it behind the hooks that use
-    them: what they write of the same step after it is missing from the curve if the process is killed in between.
+    The hook saves at its place in the list of hooks, after flushing the writers of curves. Place it after the hooks
+    that use them: a point of the same step that is written after the save is lost if the process is then killed.
 
-    Unlike TensorFlow, nothing is saved of a run in which a NanTensorHook sees NaN, nor after it, wherever the two stand
-    in the list; listeners are not called then.
+    Unlike TensorFlow, nothing is saved from the run on in which a NanTensorHook sees NaN, wherever the two are in the
+    list, and listeners are not called then.
 
     Args:
-        checkpoint_dir: the folder; give the same one to the loop, which restores from it.
-        save_secs: seconds from one checkpoint to the next, or
-        save_steps: steps from one to the next.
-        saver: what writes them, or
-        scaffold: whose saver does; without either, ``session.saver``.
-        checkpoint_basename: checkpoints of step N are ``checkpoint_basename-N`` in the folder.
-        listeners: called around every checkpoint. Every one is called, also after one asked to stop.
+        checkpoint_dir: the folder. Give the same one to the loop, which restores from it.
+        save_secs: the number of seconds from one checkpoint to the next.
+        save_steps: the number of steps from one checkpoint to the next; give exactly one of the two periods.
+        saver: what writes the checkpoints.
+        checkpoint_basename: the name of a checkpoint without its step, as in ``model.ckpt-700``.
+        scaffold: the scaffold whose saver writes them. If it has none, or without ``saver`` and ``scaffold``,
+            ``session.saver`` does.
+        listeners: called for every checkpoint, all of them even if one asks to stop.
 
     Raises:
         ValueError: not exactly one period, or both ``saver`` and ``scaffold``.
     """
 
     saves_checkpoints = True
-    """That hooks with a state belong in front of it."""
+    """Hooks with a state have to precede this one, so that checkpoints contain their state after the run."""
 
     def __init__(
         self,
@@ -176,7 +183,7 @@ class CheckpointSaverHook(SessionRunHook):
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = SecondOrStepTimer.named(save_secs=save_secs, save_steps=save_steps)
-        self._saver, self._scaffold = saver, scaffold
+        self._given_saver, self._scaffold = saver, scaffold
         self._path = os.path.join(self._checkpoint_dir, checkpoint_basename)
         self._listeners = tuple(listeners or ())
         self._target = WriterTarget(self._checkpoint_dir, None)
@@ -194,7 +201,9 @@ class CheckpointSaverHook(SessionRunHook):
                 self,
                 self._checkpoint_dir,
             )
-        session.savers.append(self._chosen_saver(session))
+        given = self._given_saver if self._scaffold is None else self._scaffold.saver
+        self._saver = session.saver if given is None else given
+        session.savers.append(self._saver)
         self._save(session)
         self._timer.update_last_triggered_step(session.global_step)
 
@@ -209,9 +218,8 @@ class CheckpointSaverHook(SessionRunHook):
         step = session.global_step
         if step != self._timer.last_triggered_step():
             self._save(session)
-        saver = self._chosen_saver(session)
-        if hasattr(saver, "wait"):
-            saver.wait()
+        if hasattr(self._saver, "wait"):
+            self._saver.wait()
         for listener in self._listeners:
             listener.end(session, step)
 
@@ -221,15 +229,8 @@ class CheckpointSaverHook(SessionRunHook):
     def next_due(self) -> Due:
         return self._timer.next_due()
 
-    def _chosen_saver(self, session: Session) -> Any:
-        if self._saver is not None:
-            return self._saver
-        if self._scaffold is not None and self._scaffold.saver is not None:
-            return self._scaffold.saver
-        return session.saver
-
     def _save(self, session: Session) -> bool:
-        """Save, and return whether a listener asked to stop."""
+        """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop."""
         step = session.global_step
         reason = session.why_no_checkpoint()
         if reason is not None:
@@ -240,8 +241,9 @@ class CheckpointSaverHook(SessionRunHook):
             for listener in self._listeners:
                 listener.before_save(session, step)
             logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
-            path = self._chosen_saver(session).save(session, self._path, step)
+            path = self._saver.save(session, self._path, step)
             summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
+            # A list, not a generator for any(): every listener is called, even after one asked to stop.
             answers = [listener.after_save(session, step) for listener in self._listeners]
         return any(answers)
 

@@ -1,0 +1,236 @@
+"""What a checkpoint contains, and how it compares with what a session has.
+
+A checkpoint is a dict with these entries:
+
+* ``"model"`` and ``"optimizer"``, if the session has them;
+* each entry of ``session.state`` under its own name;
+* each entry of ``session.hooks`` as ``"hooks.<name>"``;
+* ``"global_step"``;
+* ``"random"``: the random states of Python, NumPy and torch;
+* ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.position`);
+* ``"score"``, if one was passed to ``Saver.save``.
+
+Checkpoints are always loaded with ``weights_only=True``, so that no file can run code. State that could not be loaded
+this way is refused when it is saved, with its name. It may consist of tensors, numbers, strings, bytes, ``None``, and
+torch's dtypes, devices, layouts and sizes, in dicts, lists, tuples and sets. NumPy numbers are saved as Python numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import NoneType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from torchhooks.errors import CheckpointError, add_note
+from torchhooks.position import Position
+from torchhooks.randomness import random_states
+from torchhooks.stateful import Stateful, has_state
+from torchhooks.text import shortened
+
+_OWN = ("global_step", "position", "random", "score")
+_RESERVED = ("model", "optimizer", *_OWN)
+_HOOKS = "hooks."
+
+
+class SessionLike(Protocol):
+    """The attributes of a :class:`torchhooks.Session` that are saved and restored."""
+
+    global_step: int
+
+    @property
+    def model(self) -> torch.nn.Module | None: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    @property
+    def state(self) -> Mapping[str, Stateful]: ...
+    @property
+    def hooks(self) -> Mapping[str, Stateful]: ...
+    @property
+    def hooks_elsewhere(self) -> Collection[str]: ...
+    @property
+    def position(self) -> Position | None: ...
+
+
+def parts_of(session: SessionLike) -> dict[str, Stateful]:
+    """Return the objects whose state is saved, by their names in the file.
+
+    Raises:
+        CheckpointError: a name is reserved, or an object has no state.
+    """
+    parts: dict[str, Any] = {}
+    if session.model is not None:
+        parts["model"] = session.model
+    if session.optimizer is not None:
+        parts["optimizer"] = session.optimizer
+    for name, part in session.state.items():
+        if name in _RESERVED or name.startswith(_HOOKS):
+            raise CheckpointError(f"state[{name!r}]: this name is reserved in checkpoints. Choose another one.")
+        parts[name] = part
+    parts |= {f"{_HOOKS}{name}": hook for name, hook in session.hooks.items()}
+    for name, part in parts.items():
+        if not has_state(part):
+            raise CheckpointError(
+                f"{name!r} is {_type_of(part)}, without state_dict() and load_state_dict(): add them, or leave it out."
+            )
+    return parts
+
+
+def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """Return the contents of a checkpoint, each tensor passed through ``copy``.
+
+    Raises:
+        CheckpointError: something could not be loaded again; the message lists all of it.
+    """
+    plain = _PlainCopy(copy)
+    state: dict[str, Any] = {}
+    for name, part in parts_of(session).items():
+        try:
+            own = part.state_dict()
+        except BaseException as error:
+            add_note(error, f"while saving {name!r}")
+            raise
+        state[name] = plain(own, (name,))
+    position = None if session.position is None else session.position.state_dict()
+    if position is not None:
+        state["position"] = {**position, "loaders": plain(position["loaders"], ("position", "loaders"))}
+    if plain.problems:
+        raise CheckpointError(
+            f"This cannot be saved, because loading it could run code: {shortened(plain.problems, 8)}. Have "
+            "state_dict() return tensors, numbers, strings and None, in dicts, lists, tuples and sets."
+        )
+    return {**state, "global_step": session.global_step, "random": random_states()}
+
+
+def compare(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, tuple[Stateful, Any]], list[str]]:
+    """Compare the contents of a checkpoint with what ``session`` has.
+
+    Returns:
+        By name, each object and the state to load into it; and a description of everything that does not match.
+    """
+    parts = parts_of(session)
+    known = {*parts, *_OWN, *(f"{_HOOKS}{name}" for name in session.hooks_elsewhere)}
+    misfits = [
+        *_listing("missing in the file", (name for name in parts if name not in saved)),
+        *_listing("only in the file", (name for name in saved if name not in known)),
+    ]
+    pairs: dict[str, tuple[Stateful, Any]] = {}
+    for name, part in parts.items():
+        if name not in saved:
+            continue
+        if isinstance(part, torch.nn.Module):
+            misfits += [f"{name}: {misfit}" for misfit in _compare_module(part, saved[name])]
+        elif isinstance(part, torch.optim.Optimizer) and (misfit := _compare_groups(part, saved[name])):
+            misfits.append(f"{name}: {misfit}")
+            continue
+        pairs[name] = part, saved[name]
+    return pairs, misfits
+
+
+# Exactly these types, which torch's weights_only unpickler accepts in every version since 2.6. It refuses subclasses.
+_LEAVES = frozenset(
+    {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
+)
+_CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple, set, bytearray})
+_MOST_BITS = 2000  # torch reads integers of at most 255 bytes
+
+
+class _PlainCopy:
+    """Copies containers, and lists in ``problems`` whatever in them could not be loaded again."""
+
+    def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.problems: list[str] = []
+        self._copy = copy
+        self._inside: set[int] = set()
+
+    def __call__(self, value: Any, keys: tuple[Any, ...]) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        problem = _problem(value)
+        if problem is None and id(value) in self._inside:
+            problem = "part of itself"
+        if problem is not None:
+            self.problems.append(f"{keys[0]}{''.join(f'[{key!r}]' for key in keys[1:])} is {problem}")
+            return None
+        if isinstance(value, torch.Tensor):
+            return self._copy(value)
+        return self._container(value, keys) if type(value) in _CONTAINERS else value
+
+    def _container(self, value: Any, keys: tuple[Any, ...]) -> Any:
+        self._inside.add(id(value))
+        try:
+            if isinstance(value, dict):
+                return self._dict(value, keys)
+            return type(value)([self(item, (*keys, place)) for place, item in enumerate(value)])
+        finally:
+            self._inside.discard(id(value))
+
+    def _dict(self, value: dict[Any, Any], keys: tuple[Any, ...]) -> dict[Any, Any]:
+        copy = type(value)()
+        for key, item in value.items():
+            copy[self(key, (*keys, key))] = self(item, (*keys, key))
+        if isinstance(value, OrderedDict):  # the state of a module has its version in an attribute, _metadata
+            vars(copy).update(self._dict(vars(value), keys))
+        return copy
+
+
+def _problem(value: Any) -> str | None:
+    """Return why ``value``, apart from its contents, could not be loaded again; ``None`` if it could."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_problem(value)
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length()} bits, torch reads up to {_MOST_BITS}"
+    if type(value) is bytes and not value:
+        return "empty bytes, which torch does not read: use None"
+    if isinstance(value, np.ndarray):
+        return "a NumPy array: convert it with torch.from_numpy()"
+    return None if type(value) in _LEAVES or type(value) in _CONTAINERS else _type_of(value)
+
+
+def _tensor_problem(tensor: torch.Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "without a shape yet: call the model first"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"{_type_of(tensor)}, a subclass of Tensor: convert it to a plain tensor"
+    return "on the meta device, where it has no values" if tensor.is_meta else None
+
+
+def _type_of(value: object) -> str:
+    return "of type " + f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _compare_module(module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
+    """Return what does not match, and remove tensors of another shape from ``state``: torch never loads them."""
+    if any(getattr(part, "_load_state_dict_pre_hooks", None) for part in module.modules()):
+        return []  # the module rewrites the state before it is loaded, so only torch can tell
+    own = module.state_dict()
+    reshaped = {key: (_shape(state[key]), _shape(own[key])) for key in own if key in state}
+    reshaped = {key: shapes for key, shapes in reshaped.items() if shapes[0] != shapes[1]}
+    misfits = [
+        *_listing("missing in the file", (key for key in own if key not in state)),
+        *_listing("only in the file", (key for key in state if key not in own)),
+    ]
+    if reshaped:
+        shown = [f"{key!r} {ours} instead of {theirs}" for key, (theirs, ours) in reshaped.items()]
+        misfits.append(f"of another shape than in the file: {shortened(shown)}")
+    for key in reshaped:
+        del state[key]
+    return misfits
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _compare_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    return None if saved == own else f"has groups of {own} parameters, those in the file have {saved}"
+
+
+def _listing(what: str, names: Iterable[str]) -> list[str]:
+    listed = [repr(name) for name in names]
+    return [f"{what}: {shortened(listed)}"] if listed else []
