@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[set[str]] = [
     {"errors", "log", "randomness", "stateful", "text", "timer"},
     {"hook"},
-    {"events", "fetch"},
+    {"cuda", "events", "fetch"},
     {"checkpoint_files", "coordinator", "distributed", "readback", "summary", "watch"},
     {"checkpoint", "jsonl", "preemption", "recovery", "writers"},
     {"position", "schedule", "session", "step"},

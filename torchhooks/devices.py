@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchhooks.cuda import pack, unpack
 from torchhooks.fetch import Evaluator
 from torchhooks.hook import SessionRunHook
 from torchhooks.loop import MonitoredLoop
-from torchhooks.readback import Copier, Readback, copiers, pack, unpack
+from torchhooks.readback import Copier, Readback, copiers
 from torchhooks.schedule import Schedule, Seat
 
 
