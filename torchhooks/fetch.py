@@ -18,16 +18,16 @@ a :class:`ComposedFetch`                  a value computed from another fetch: a
 a list, tuple, dict, dataclass of these   the same structure, with values in place of fetches
 ========================================  ============================================================================
 
-Fetches are evaluated after the step, in the runs in which a hook asks for them. Each distinct fetch is evaluated once
-in a run, however many hooks ask for it. The values have copies of tensors and arrays, which later updates do not
-change. Tensors are detached from the graph and stay on their device.
+Fetches are evaluated after the step, in the runs in which a hook asks for them: a name, a closure or an object once in
+a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
+Tensors are detached from the graph and stay on their device.
 
-A name is looked up in this order: what submodules did, what hooks feed, the outputs of the step, ``global_step``,
+A name is looked up in this order: watched submodules, what hooks feed, the outputs of the step, ``global_step``,
 ``lr``, the model, the arguments of the step.
 
-A closure is called under ``torch.no_grad()``, with the values themselves and not with copies. Its parameters can also
-be called ``model``, ``optimizer``, ``session`` and ``outputs``, for all that the step returned. A parameter whose name
-does not exist keeps its default. Two closures are the same fetch if they are equal, as bound methods can be.
+A closure is called under ``torch.no_grad()``, with the original values instead of copies. Its parameters can also be
+``model``, ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. A parameter whose
+name does not exist keeps its default. Two closures are the same fetch if they are equal, as bound methods can be.
 """
 
 from __future__ import annotations
