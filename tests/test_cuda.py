@@ -1,4 +1,4 @@
-"""On a real GPU: nobody waits, whatever hooks ask for, and what they are told is right."""
+"""On a real GPU: the host never waits, whatever hooks ask for, and the values they get are right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from torchhooks import (
     summary,
 )
 from torchhooks.checkpoint_files import Disk
-from torchhooks.readback import CudaCopier, Readback
+from torchhooks.cuda import CudaCopier
+from torchhooks.readback import Readback
 from torchhooks.testing import RecordingWriter, Sync, log_lines, sync_audit
 
 pytestmark = [
@@ -39,17 +40,17 @@ pytestmark = [
 ]
 
 BUSY = 5_000_000
-"""Cycles, a few milliseconds: long beside what the host needs for a run, so that the device is far behind."""
+"""Cycles that take a few milliseconds: much longer than a run takes on the host, so that the device lags far."""
 
 
 def keep_busy(cycles: int = BUSY) -> None:
-    """Give the device something to do that takes ``cycles``."""
+    """Queue work on the device that takes ``cycles``."""
     torch.cuda._sleep(cycles)
 
 
 @contextmanager
 def no_syncs() -> Iterator[None]:
-    """Whoever waits for the device meanwhile, as far as torch can tell, gets an error."""
+    """Raise an error from any operation that waits for the device, as far as torch detects it."""
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -62,7 +63,7 @@ def no_syncs() -> Iterator[None]:
 
 
 class Training:
-    """A small network, a batch that stays, and what the step returned, to compare with."""
+    """A small network, one batch for all steps, and what the step returned, for comparison."""
 
     def __init__(self, device: str = "cuda") -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
@@ -86,7 +87,7 @@ class Training:
 
 
 class Reader(SessionRunHook):
-    """Asks for something in every run and keeps what comes, with the step it belongs to."""
+    """Requests a value in every run and keeps what arrives, with the step that it belongs to."""
 
     def __init__(self, fetches: Any = "loss", max_lag_runs: int | None = None) -> None:
         self.fetches, self.max_lag_runs = fetches, max_lag_runs
@@ -107,7 +108,7 @@ class Reader(SessionRunHook):
 
 
 def drained(values: Any) -> Any:
-    """``values`` as a callback gets them."""
+    """Return ``values`` as a callback gets them."""
     readback, got = Readback(), list[Any]()
     readback.request(values, got.append)
     readback.drain()
@@ -115,7 +116,7 @@ def drained(values: Any) -> Any:
     return value
 
 
-# -- nobody waits -----------------------------------------------------------------------------------------------------
+# -- the host never waits ---------------------------------------------------------------------------------------------
 
 
 def standard_hooks(stop: int, period: int) -> list[SessionRunHook]:
@@ -140,7 +141,7 @@ def test_standard_hooks_never_make_the_host_wait(period: int) -> None:
     training = Training()
     loop = MonitoredLoop(training.step, training.model, training.optimizer, hooks=standard_hooks(60, period))
     with loop:
-        loop.run()  # what is set up once may wait
+        loop.run()  # one-time initialization may wait
         with no_syncs():
             for _ in loop.until_stop(itertools.count()):
                 loop.run()
@@ -156,13 +157,13 @@ def test_the_host_runs_ahead_of_a_busy_device() -> None:
     with MonitoredLoop(step, hooks=[Reader(), NanTensorHook("loss")]) as loop:
         for run in range(80):
             if run == 40:
-                torch.cuda.synchronize()  # what is loaded at its first use has been
+                torch.cuda.synchronize()  # kernels are loaded at their first use
             loop.run()
         done.record()
         assert not done.query()
 
 
-def test_a_value_that_is_not_there_in_time_is_waited_for() -> None:
+def test_a_value_that_has_not_arrived_by_its_deadline_is_waited_for() -> None:
     reader = Reader(max_lag_runs=0)
 
     def step() -> torch.Tensor:
@@ -184,7 +185,7 @@ def test_values_are_those_of_their_runs() -> None:
     assert reader.read == [(step, loss.cpu()) for step, loss in enumerate(training.losses, 1)]
 
 
-def test_an_update_in_place_does_not_reach_a_value_that_is_under_way() -> None:
+def test_an_in_place_update_does_not_change_a_value_in_flight() -> None:
     counter, reader = torch.zeros(3, device="cuda"), Reader(lambda: counter)
 
     def step() -> None:
@@ -197,7 +198,7 @@ def test_an_update_in_place_does_not_reach_a_value_that_is_under_way() -> None:
     assert reader.values == [[float(run)] * 3 for run in range(1, 41)]
 
 
-def test_what_a_hook_hands_over_itself_is_that_of_the_moment() -> None:
+def test_a_tensor_that_a_hook_passes_itself_has_the_value_of_that_moment() -> None:
     counter, got = torch.zeros(3, device="cuda"), list[Any]()
 
     class Handing(SessionRunHook):
@@ -216,12 +217,12 @@ def test_what_a_hook_hands_over_itself_is_that_of_the_moment() -> None:
     ]
 
 
-def test_memory_of_values_under_way_is_not_used_again_too_soon() -> None:
+def test_memory_of_values_in_flight_is_not_reused_too_early() -> None:
     reader, numbers, size = Reader(), itertools.count(1), 1 << 16
 
     def step() -> torch.Tensor:
         keep_busy()
-        torch.full((size,), -1.0, device="cuda")  # free at once, for whoever asks next
+        torch.full((size,), -1.0, device="cuda")  # freed at once, for the next allocation
         return torch.full((size,), float(next(numbers)), device="cuda")
 
     with MonitoredLoop(step, hooks=[reader]) as loop:
@@ -238,7 +239,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_as_it_is(dtype: torch.dtype) -> None:
+def test_every_dtype_arrives_unchanged(dtype: torch.dtype) -> None:
     here = [torch.tensor(values).to(dtype) for values in ([0.0, 1.0, 1.0], [1.0, 0.0, 0.0], 1.0)]
     came = drained([value.cuda() for value in here])
     assert [value.dtype for value in came] == [dtype] * 3
@@ -263,7 +264,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_every_kind_of_tensor_comes_as_it_is(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_every_kind_of_tensor_arrives_unchanged(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     came = drained({"a": view(base.cuda()), "b": base.cuda()})
     assert torch.equal(came["a"].to_dense(), view(base).to_dense())
@@ -271,7 +272,7 @@ def test_every_kind_of_tensor_comes_as_it_is(view: Callable[[torch.Tensor], torc
     assert not came["a"].requires_grad
 
 
-def test_what_is_on_the_host_among_device_values_comes_with_them() -> None:
+def test_values_on_the_host_arrive_with_the_device_values_of_their_request() -> None:
     here = torch.ones(2)
     readback, got = Readback(), list[Any]()
     readback.request({"there": torch.ones(2, device="cuda"), "here": here, "number": 3}, got.append)
@@ -284,14 +285,14 @@ def test_what_is_on_the_host_among_device_values_comes_with_them() -> None:
     }
 
 
-def test_what_arrives_is_ordinary_memory() -> None:
+def test_values_arrive_in_ordinary_memory() -> None:
     came = drained(torch.ones(5, device="cuda"))
     assert not came.is_pinned()
     assert came.is_cpu
 
 
 @pytest.mark.parametrize("inference_first", [True, False])
-def test_a_loop_in_inference_mode_and_one_without_share_what_they_use(inference_first: bool) -> None:
+def test_a_loop_in_inference_mode_and_one_outside_share_buffers(inference_first: bool) -> None:
     for inference in (inference_first, not inference_first):
         reader = Reader()
         with (
@@ -303,12 +304,12 @@ def test_a_loop_in_inference_mode_and_one_without_share_what_they_use(inference_
         assert reader.values == [1.0] * 40
 
 
-def test_a_default_device_of_the_users_changes_nothing() -> None:
+def test_the_default_device_makes_no_difference() -> None:
     with torch.device("cuda"):
         assert drained(torch.ones(5000)).is_cpu
 
 
-def test_pinned_memory_is_used_again() -> None:
+def test_pinned_memory_is_reused() -> None:
     copier = CudaCopier()
     first = copier.take(3000)
     assert first.is_pinned()
@@ -316,7 +317,7 @@ def test_pinned_memory_is_used_again() -> None:
     assert copier.take(4000) is first
 
 
-def test_memory_stays_where_it_was() -> None:
+def test_allocated_memory_does_not_grow() -> None:
     training = Training()
     with MonitoredLoop(training.step, training.model, training.optimizer, hooks=standard_hooks(2000, 1)) as loop:
         for _ in range(200):
@@ -334,7 +335,7 @@ def test_memory_stays_where_it_was() -> None:
 
 
 class PinnedDisk(Disk):
-    """Notes where that lies which is written in one piece of 4 MB, and whether that memory is pinned."""
+    """Records the address of each 4 MB block that is written, and whether its memory is pinned."""
 
     def __init__(self) -> None:
         self.read_from: list[tuple[int, bool]] = []
@@ -342,16 +343,16 @@ class PinnedDisk(Disk):
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         if len(data) == 4_000_000:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the memory is not to be written to
+                warnings.simplefilter("ignore")  # that the memory is read-only
                 memory = torch.frombuffer(data, dtype=torch.uint8)
             self.read_from.append((memory.data_ptr(), memory.is_pinned()))
         super().write(file, data)
 
 
-def test_a_checkpoint_that_is_written_behind_does_not_make_the_host_wait(tmp_path: Path) -> None:
+def test_an_asynchronous_save_does_not_make_the_host_wait(tmp_path: Path) -> None:
     weight, saver = torch.nn.Parameter(torch.zeros(1_000_000, device="cuda")), Saver(async_save=True)
     session = Session(torch.nn.ParameterList([weight]))
-    paths, behind = [], []
+    paths, pending = [], []
     for step in (1, 2, 3):
         with torch.no_grad():
             with no_syncs():
@@ -360,16 +361,16 @@ def test_a_checkpoint_that_is_written_behind_does_not_make_the_host_wait(tmp_pat
                 paths.append(saver.save(session, tmp_path / "model.ckpt", step))
             queued = torch.cuda.Event()
             queued.record()
-            behind.append(not queued.query())
-            weight.fill_(-1)  # queued behind the copy
+            pending.append(not queued.query())
+            weight.fill_(-1)  # queued after the copy
     saver.close()
-    assert all(behind[1:])  # the first save has to get pinned memory, for which CUDA may wait
+    assert all(pending[1:])  # the first save has to allocate pinned memory, which may wait
     for step, path in enumerate(paths, 1):
         (saved,) = torch.load(path, weights_only=True)["model"].values()
         assert saved.unique().tolist() == [step]
 
 
-def test_copies_for_a_checkpoint_go_to_pinned_memory_that_is_used_again(tmp_path: Path) -> None:
+def test_copies_for_a_checkpoint_reuse_pinned_memory(tmp_path: Path) -> None:
     saver, disk = Saver(async_save=True), PinnedDisk()
     saver.disk = disk
     tied = torch.nn.Parameter(torch.zeros(1_000_000, device="cuda"))
@@ -388,7 +389,7 @@ def test_copies_for_a_checkpoint_go_to_pinned_memory_that_is_used_again(tmp_path
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-def test_runs_on_streams_of_their_own(streams: int) -> None:
+def test_each_run_can_use_another_stream(streams: int) -> None:
     pool, reader = [torch.cuda.Stream() for _ in range(streams)], Reader()
     numbers = itertools.count(1)
 
@@ -415,7 +416,7 @@ def test_a_loop_that_closes_on_another_stream_waits_for_the_values() -> None:
     assert reader.values == [1.0]
 
 
-def test_steps_per_second_where_runs_change_their_stream() -> None:
+def test_steps_per_second_if_runs_change_their_stream() -> None:
     writer, streams = RecordingWriter(), [torch.cuda.Stream(), torch.cuda.Stream()]
     model = torch.nn.Linear(1, 1).cuda()
     with MonitoredLoop(keep_busy, model, hooks=[StepCounterHook(5, summary_writer=writer)]) as loop:
@@ -426,7 +427,7 @@ def test_steps_per_second_where_runs_change_their_stream() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_values_of_two_devices_come_together() -> None:
+def test_values_of_two_devices_arrive_together() -> None:
     reader = Reader({"one": "one", "both": ["one", "two"]})
 
     def step() -> dict[str, torch.Tensor]:
@@ -441,7 +442,7 @@ def test_values_of_two_devices_come_together() -> None:
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def test_lines_have_the_values_of_their_runs() -> None:
+def test_log_lines_have_the_values_of_their_runs() -> None:
     training = Training()
     with log_lines() as lines:
         training.run(LoggingTensorHook(["loss", "global_step"], every_n_iter=3))
@@ -456,7 +457,11 @@ def test_points_have_the_values_of_their_runs() -> None:
 
 
 def test_steps_per_second_are_within_one_percent_of_the_devices() -> None:
-    writer, period, events = RecordingWriter(), 20, [torch.cuda.Event(enable_timing=True)]  # the first is of no step
+    writer, period, events = (
+        RecordingWriter(),
+        20,
+        [torch.cuda.Event(enable_timing=True)],
+    )  # of no step
 
     def step() -> None:
         keep_busy()
@@ -475,7 +480,7 @@ def test_steps_per_second_are_within_one_percent_of_the_devices() -> None:
 
 
 def rate_with_pauses(cycles: int) -> float:
-    """Steps per second where the device has something else to do after every step."""
+    """Return the steps per second that are reported if the device has other work to do after every step."""
     writer = RecordingWriter()
     hooks = [StepCounterHook(20, summary_writer=writer)]
     with MonitoredLoop(keep_busy, torch.nn.Linear(1, 1).cuda(), hooks=hooks) as loop:
@@ -492,7 +497,7 @@ def test_a_pause_on_the_device_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("bound", [None, 0, 3])
-def test_the_step_that_is_named_is_that_of_the_nan(bound: int | None) -> None:
+def test_the_error_names_the_step_of_the_nan(bound: int | None) -> None:
     numbers = itertools.count(1)
 
     def step() -> torch.Tensor:
@@ -509,7 +514,7 @@ def test_the_step_that_is_named_is_that_of_the_nan(bound: int | None) -> None:
     assert bound is None or next(numbers) <= 5 + bound + 1
 
 
-def test_with_a_grad_scaler_only_steps_that_were_made_count() -> None:
+def test_with_a_grad_scaler_only_completed_optimizer_steps_count() -> None:
     training, scaler = Training(), torch.amp.GradScaler("cuda", init_scale=4.0)
     factors = iter([1.0, math.inf, 1.0, 1.0])
 
@@ -534,7 +539,7 @@ def test_with_a_grad_scaler_only_steps_that_were_made_count() -> None:
 
 
 class Looking(SessionRunHook):
-    """Waits for the device in every run."""
+    """Blocks the host in every run."""
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return SessionRunArgs("loss")

@@ -1,4 +1,4 @@
-"""The stand-in for a device, and who made the host wait for one."""
+"""The fake device, and the audit of the operations that block the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_tensor_is_on_a_device_while_one_is_entered() -> None:
     assert not is_remote(tensor)
 
 
-def test_leaving_a_device_leaves_nothing_behind() -> None:
+def test_leaving_a_device_restores_the_copiers() -> None:
     before = dict(copiers)
     device = FakeDevice()
     with device, FakeDevice(), device:
@@ -44,7 +44,7 @@ def test_leaving_a_device_leaves_nothing_behind() -> None:
     assert copiers == before
 
 
-def test_the_one_that_was_entered_last_is_the_device() -> None:
+def test_the_device_that_was_entered_last_is_the_one_in_use() -> None:
     with FakeDevice() as outer:
         with FakeDevice() as inner:
             assert copiers["cpu"] is inner
@@ -57,13 +57,13 @@ def test_a_device_counts_what_it_copies() -> None:
     assert (device.copies, device.batches) == (6, 2)
 
 
-def test_what_is_waited_for_at_the_end_is_counted() -> None:
+def test_a_wait_at_the_end_is_counted() -> None:
     with FakeDevice(lag=1000) as device:
         trace(LoggingTensorHook(["loss"], every_n_iter=1))
     assert device.waits == device.batches
 
 
-def test_what_has_come_is_not_waited_for() -> None:
+def test_a_value_that_has_arrived_is_not_waited_for() -> None:
     with FakeDevice(lag=0) as device:
         trace(LoggingTensorHook(["loss"], every_n_iter=1), secs=0.0)
         assert device.waits == 0
@@ -81,14 +81,14 @@ LOSSES = [torch.tensor([0.5, 0.25]), torch.tensor([0.25, 0.125])]
 
 
 def audited(*hooks: SessionRunHook, losses: Any = LOSSES) -> list[Sync]:
-    """The waits in a loop with ``hooks``."""
+    """Return what the audit of a loop with ``hooks`` lists."""
     with sync_audit("cpu") as syncs:
         trace(*hooks, losses=losses)
     return syncs
 
 
 class Doing(SessionRunHook):
-    """Does something with the loss after every run."""
+    """Calls a function with the loss after every run."""
 
     def __init__(self, what: Callable[[torch.Tensor], object]) -> None:
         self.what = what
@@ -97,9 +97,9 @@ class Doing(SessionRunHook):
         return SessionRunArgs("loss")
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        self.help(run_values.results)
+        self.do(run_values.results)
 
-    def help(self, loss: torch.Tensor) -> None:
+    def do(self, loss: torch.Tensor) -> None:
         self.what(loss)
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ def write_at(loss: torch.Tensor, values: Any) -> None:
     loss[loss > 0] = values
 
 
-WAITS: dict[str, Callable[[torch.Tensor], object]] = {
+BLOCKING: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda loss: loss[0].item(),
     "float": lambda loss: float(loss[0]),
     "if": lambda loss: 1 if loss[0] > 0 else 2,
@@ -125,7 +125,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "allclose": lambda loss: torch.allclose(loss, loss),
     "bincount": lambda loss: loss.int().bincount(),
 }
-GOES_ON: dict[str, Callable[[torch.Tensor], object]] = {
+NOT_BLOCKING: dict[str, Callable[[torch.Tensor], object]] = {
     "arithmetic": lambda loss: (loss * 2).mean().isnan(),
     "index": lambda loss: loss[0] + loss[torch.tensor([1, 0])] + loss[None, :1],
     "fill at a mask": lambda loss: write_at(loss, 0.0),
@@ -135,19 +135,19 @@ GOES_ON: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", WAITS.values(), ids=WAITS)
-def test_a_hook_that_makes_the_host_wait_is_named(what: Callable[[torch.Tensor], object]) -> None:
+@pytest.mark.parametrize("what", BLOCKING.values(), ids=BLOCKING)
+def test_a_hook_that_blocks_the_host_is_listed(what: Callable[[torch.Tensor], object]) -> None:
     hook = Doing(what)
     syncs = audited(NanTensorHook("loss"), hook)
     assert list(dict.fromkeys(sync[:3] for sync in syncs)) == [(hook, "after_run", 1), (hook, "after_run", 2)]
 
 
-@pytest.mark.parametrize("what", GOES_ON.values(), ids=GOES_ON)
-def test_what_does_not_make_the_host_wait_is_not_listed(what: Callable[[torch.Tensor], object]) -> None:
+@pytest.mark.parametrize("what", NOT_BLOCKING.values(), ids=NOT_BLOCKING)
+def test_an_operation_that_does_not_block_the_host_is_not_listed(what: Callable[[torch.Tensor], object]) -> None:
     assert audited(Doing(what)) == []
 
 
-def test_a_wait_reads_as_a_sentence() -> None:
+def test_a_sync_reads_as_a_sentence() -> None:
     (sync, _) = audited(Doing(lambda loss: loss[0].item()))
     assert str(sync) == "Doing() in after_run at step 1: aten._local_scalar_dense"
 
@@ -170,7 +170,7 @@ def test_each_method_is_named() -> None:
     ]
 
 
-def test_who_waits_to_find_out_whether_to_take_part_is_named() -> None:
+def test_a_hook_whose_due_when_blocks_the_host_is_listed() -> None:
     class Watching(Doing):
         def next_due(self) -> Due:
             return Due(when=lambda loss: loss[0].item() < 0)
@@ -179,12 +179,12 @@ def test_who_waits_to_find_out_whether_to_take_part_is_named() -> None:
     assert {sync[:3] for sync in audited(NanTensorHook("loss"), hook)} == {(hook, "Due.when", 1), (hook, "Due.when", 2)}
 
 
-def test_a_closure_counts_as_the_hook_that_asked_for_it() -> None:
+def test_a_closure_is_attributed_to_the_hook_that_asked_for_it() -> None:
     hook = LoggingTensorHook({"loss": lambda loss: loss[0].item()}, every_n_iter=2)
     assert [sync[:3] for sync in audited(NanTensorHook("loss"), hook)] == [(hook, "fetch", 1)]
 
 
-def test_what_a_hook_evaluates_itself_counts_as_the_method_in_which_it_does() -> None:
+def test_a_fetch_that_a_hook_evaluates_itself_is_attributed_to_its_method() -> None:
     class Running(SessionRunHook):
         def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
             run_context.session.run(lambda loss: loss[0].item())
@@ -193,7 +193,7 @@ def test_what_a_hook_evaluates_itself_counts_as_the_method_in_which_it_does() ->
     assert [sync[:3] for sync in audited(hook, final, losses=LOSSES[:1])] == [(hook, "after_run", 1), (final, "end", 1)]
 
 
-def test_what_the_step_does_is_its_own_affair() -> None:
+def test_operations_of_the_step_are_not_listed() -> None:
     with (
         sync_audit("cpu") as syncs,
         MonitoredLoop(lambda: torch.ones(()).item(), hooks=[NanTensorHook("loss")]) as loop,
@@ -204,7 +204,7 @@ def test_what_the_step_does_is_its_own_affair() -> None:
 
 
 class Later(SessionRunHook):
-    """Looks at the loss when it has come."""
+    """Reads the loss when it has arrived on the host."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -216,13 +216,13 @@ class Later(SessionRunHook):
         run_context.when_ready(run_values.results, lambda loss: self.seen.append(loss[0].item()))
 
 
-def test_a_callback_with_values_that_have_come_may_look_at_them() -> None:
+def test_a_callback_can_read_values_that_have_arrived() -> None:
     hook = Later()
     assert audited(hook) == []
     assert hook.seen == [0.5, 0.25]
 
 
-def test_a_loop_may_go_on_after_the_audit() -> None:
+def test_a_loop_can_continue_after_the_audit() -> None:
     hook = Later()
     with MonitoredLoop(lambda: torch.ones(1), hooks=[hook]) as loop:
         with sync_audit("cpu"):
@@ -231,20 +231,20 @@ def test_a_loop_may_go_on_after_the_audit() -> None:
     assert hook.seen == [1.0, 1.0]
 
 
-def test_an_audit_uses_the_device_that_is_there() -> None:
+def test_an_audit_uses_a_fake_device_that_is_entered() -> None:
     with FakeDevice() as device:
         audited(Later())
     assert device.copies == 2
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:0", 0])
-def test_an_audit_refuses_what_it_does_not_know(device: Any) -> None:
+def test_an_audit_refuses_an_unknown_device(device: Any) -> None:
     with pytest.raises(ValueError, match=f"device={device!r}"), sync_audit(device):
         pass
 
 
 class Small:
-    """A real training: two weights, a loss, an optimizer."""
+    """A small but complete training run: two weights, a loss, an optimizer."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Linear(2, 1)
@@ -259,7 +259,7 @@ class Small:
 
 
 def standard_hooks(stop: int) -> list[SessionRunHook]:
-    """All of them, due in every run."""
+    """Return all standard hooks, due in every run."""
     ops = {
         "loss": "loss",
         "lr": "lr",

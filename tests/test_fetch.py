@@ -1,4 +1,4 @@
-"""Fetches: every kind of them, which names win, what stays a snapshot, and what the errors say."""
+"""Fetches: each kind, the order in which names are looked up, snapshots, and error messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """Holds what it wraps as DistributedDataParallel and DataParallel do."""
+    """Wraps a module as DistributedDataParallel and DataParallel do."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Counted:
 
 
 class Metric:
-    """What torchmetrics' metrics look like from outside."""
+    """An object with the interface of a torchmetrics metric."""
 
     def __init__(self, value: Any = 0.75) -> None:
         self.value, self.calls = value, 0
@@ -106,7 +106,7 @@ class SlottedBox:
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """A mapping with attributes, as transformers' models return it."""
+    """A mapping with attributes, like those that the models of transformers return."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -117,7 +117,7 @@ def sgd(*rates: Any) -> torch.optim.Optimizer:
 
 
 def fetch(fetches: Any, outputs: Any = None, **loop_arguments: Any) -> Any:
-    """The value of ``fetches`` in a run whose step returns ``outputs``."""
+    """Return the value of ``fetches`` in a run whose step returns ``outputs``."""
     hook = RecordingHook(fetches)
     with MonitoredLoop(lambda: outputs, hooks=[hook], **loop_arguments) as loop:
         loop.run()
@@ -125,7 +125,7 @@ def fetch(fetches: Any, outputs: Any = None, **loop_arguments: Any) -> Any:
 
 
 def fetch_in(step: Callable[..., Any], fetches: Any, *args: Any, **kwargs: Any) -> Any:
-    """The value of ``fetches`` in a run of ``step(*args, **kwargs)``."""
+    """Return the value of ``fetches`` in a run of ``step(*args, **kwargs)``."""
     hook = RecordingHook(fetches)
     with MonitoredLoop(step, hooks=[hook]) as loop:
         loop.run(*args, **kwargs)
@@ -171,7 +171,7 @@ def test_the_fields_of_a_named_tuple_are_names() -> None:
 
 
 @pytest.mark.parametrize("outputs", [(1, 2), [1, 2]])
-def test_a_pair_or_list_is_fetched_by_index(outputs: Any) -> None:
+def test_a_tuple_or_list_is_fetched_by_index(outputs: Any) -> None:
     assert fetch(["1", "0"], outputs) == [2, 1]
 
 
@@ -181,10 +181,10 @@ def test_what_max_returns_is_fetched_by_index() -> None:
 
 @pytest.mark.parametrize("outputs", [None, "text", object(), {1, 2}, Box])
 def test_other_outputs_have_no_names(outputs: Any) -> None:
-    assert "asked for 'loss', which nothing has" in fetch_error("loss", outputs)
+    assert "asked for 'loss', which does not exist" in fetch_error("loss", outputs)
 
 
-def test_a_field_that_was_never_set_is_no_name() -> None:
+def test_a_field_that_was_never_set_is_not_a_name() -> None:
     @dataclasses.dataclass
     class Late:
         loss: float
@@ -193,7 +193,7 @@ def test_a_field_that_was_never_set_is_no_name() -> None:
     assert fetch("loss", Late(0.5)) == 0.5
 
 
-def test_outputs_of_any_shape_can_be_had_whole() -> None:
+def test_a_closure_gets_outputs_of_any_structure_as_a_whole() -> None:
     assert fetch(lambda outputs: outputs, {"nested": [1, {"deep": 2}]}) == {"nested": [1, {"deep": 2}]}
 
 
@@ -208,15 +208,15 @@ def test_global_step_counts_this_run() -> None:
     assert hook.results == [1, 2]
 
 
-def test_lr_is_one_number_where_the_groups_agree() -> None:
+def test_lr_is_one_number_if_the_groups_agree() -> None:
     assert fetch("lr", optimizer=sgd(0.1, 0.1)) == 0.1
 
 
-def test_lr_is_a_list_where_the_groups_differ() -> None:
+def test_lr_is_a_list_if_the_groups_differ() -> None:
     assert fetch("lr", optimizer=sgd(0.1, 0.2)) == [0.1, 0.2]
 
 
-def test_lr_may_be_a_tensor() -> None:
+def test_lr_can_be_a_tensor() -> None:
     assert torch.equal(fetch("lr", optimizer=sgd(torch.tensor(0.1))), torch.tensor(0.1))
 
 
@@ -228,21 +228,21 @@ def test_lr_of_differing_tensors_is_a_list() -> None:
     assert fetch("lr", optimizer=sgd(torch.tensor(0.5), torch.tensor(0.25))) == [0.5, 0.25]
 
 
-def test_lr_does_not_read_rates_that_are_on_a_device() -> None:
-    # Reading a number of a meta tensor is an error, as reading one of a CUDA tensor would be a wait.
+def test_lr_does_not_read_rates_on_a_device() -> None:
+    # Reading a value of a meta tensor is an error; reading one of a CUDA tensor would block the host.
     optimizer = sgd(torch.tensor(0.5, device="meta"), torch.tensor(0.5, device="meta"))
     with MonitoredLoop(int, optimizer=optimizer) as loop:
         assert [rate.device.type for rate in loop.session.run("lr")] == ["meta", "meta"]
 
 
 def test_lr_needs_an_optimizer() -> None:
-    assert "asked for 'lr', which nothing has" in fetch_error("lr")
+    assert "asked for 'lr', which does not exist" in fetch_error("lr")
 
 
 def test_lr_needs_an_optimizer_with_learning_rates() -> None:
     optimizer = sgd(0.1)
     del optimizer.param_groups[0]["lr"]
-    assert "asked for 'lr', which nothing has" in fetch_error("lr", optimizer=optimizer)
+    assert "asked for 'lr', which does not exist" in fetch_error("lr", optimizer=optimizer)
 
 
 # -- the model ------------------------------------------------------------------------------------------------------
@@ -278,15 +278,15 @@ def test_a_gradient_by_name() -> None:
     assert torch.equal(hook.results[0], torch.tensor([[3.0, 4.0]]))
 
 
-def test_the_gradient_is_none_where_there_is_none() -> None:
+def test_the_gradient_is_none_if_there_is_none() -> None:
     assert fetch("fc1.weight.grad", model=Net()) is None
 
 
 def test_the_gradient_of_what_does_not_exist() -> None:
-    assert "asked for 'fc9.weight.grad', which nothing has" in fetch_error("fc9.weight.grad", model=Net())
+    assert "asked for 'fc9.weight.grad', which does not exist" in fetch_error("fc9.weight.grad", model=Net())
 
 
-def test_a_parameter_that_is_called_grad_is_itself() -> None:
+def test_a_parameter_named_grad_is_fetched_by_its_name() -> None:
     model = nn.ParameterDict({"grad": torch.ones(2)})
     assert torch.equal(fetch("grad", model=model), torch.ones(2))
 
@@ -314,11 +314,11 @@ def test_a_wrapped_model_has_its_own_names_too() -> None:
     assert fetch("module.fc1.bias", model=Wrapper(Net())).shape == (3,)
 
 
-def test_a_submodule_is_no_fetch() -> None:
-    assert "asked for 'fc1', which nothing has" in fetch_error("fc1", model=Net())
+def test_a_submodule_is_not_a_fetch() -> None:
+    assert "asked for 'fc1', which does not exist" in fetch_error("fc1", model=Net())
 
 
-def test_a_property_of_the_model_that_cannot_be_read_is_no_name() -> None:
+def test_a_property_of_the_model_that_raises_is_not_a_name() -> None:
     class Detached(nn.Module):
         @property
         def trainer(self) -> Any:
@@ -348,11 +348,11 @@ def test_inputs_of_a_step_that_takes_any_number() -> None:
     assert fetch_in(lambda *batch: None, "batch", 1, 2) == (1, 2)
 
 
-def test_inputs_of_a_step_that_does_not_say_what_it_takes() -> None:
+def test_inputs_of_a_step_without_a_signature() -> None:
     assert fetch_in(max, "key", 3, -4, key=abs) is abs
 
 
-def test_inputs_of_a_step_whose_decorator_takes_more_than_it_says() -> None:
+def test_inputs_of_a_step_whose_decorator_takes_more_than_its_signature_shows() -> None:
     def inner(batch: int) -> int:
         return batch
 
@@ -394,11 +394,11 @@ def test_a_closures_session_evaluates_fetches() -> None:
     assert fetch(lambda session: session.run("loss") * 2, 3) == 6
 
 
-def test_a_closures_default_is_kept_if_nothing_has_its_name() -> None:
+def test_a_closures_default_is_kept_if_its_name_does_not_exist() -> None:
     assert fetch(lambda loss, scale=10: loss * scale, 3) == 30
 
 
-def test_a_closures_default_gives_way_to_a_name() -> None:
+def test_a_name_that_exists_wins_over_a_closures_default() -> None:
     assert fetch(lambda loss=10: loss, 3) == 3
 
 
@@ -416,7 +416,7 @@ def test_a_closures_positional_only_parameters_are_names() -> None:
     assert fetch(closure, 3) == 3
 
 
-def test_variable_parameters_of_a_closure_are_left_empty() -> None:
+def test_variadic_parameters_of_a_closure_are_left_empty() -> None:
     def closure(loss: int, *args: Any, **kwargs: Any) -> Any:
         return loss, args, kwargs
 
@@ -431,7 +431,7 @@ def test_a_bound_method_as_a_closure() -> None:
     assert fetch(Scale().by, 3) == 6
 
 
-def test_an_unbound_and_a_bound_function_do_not_mix_up_their_parameters() -> None:
+def test_an_unbound_and_a_bound_function_keep_their_own_parameters() -> None:
     class Scale:
         def by(self: Any, loss: int) -> Any:
             return self, loss
@@ -460,7 +460,7 @@ def test_a_partial_as_a_closure() -> None:
     assert fetch(functools.partial(lambda scale, loss: scale * loss, 4), 3) == 12
 
 
-def test_what_a_partial_gave_by_keyword_is_no_name() -> None:
+def test_a_keyword_argument_of_a_partial_is_not_a_name() -> None:
     closure = functools.partial(lambda loss, scale: scale * loss, scale=4)
     assert fetch(closure, {"loss": 3, "scale": 100}) == 12
 
@@ -469,7 +469,7 @@ def test_a_builtin_as_a_closure() -> None:
     assert fetch(math.sqrt, {"x": 9.0}) == 3.0
 
 
-def test_a_builtin_that_does_not_say_what_it_takes_is_called_without_anything() -> None:
+def test_a_builtin_without_a_signature_is_called_without_arguments() -> None:
     assert fetch(dict) == {}
 
 
@@ -576,7 +576,7 @@ def test_an_object_with_compute_that_two_hooks_ask_for_computes_once() -> None:
 
 
 class Reads(Mapping[str, Any]):
-    """Outputs that note which of them were read."""
+    """Outputs that record which of them were read."""
 
     def __init__(self) -> None:
         self.read: list[str] = []
@@ -615,7 +615,7 @@ def test_nothing_is_evaluated_for_a_hook_that_did_not_ask_in_this_run() -> None:
     assert closure.calls == 2
 
 
-def test_objects_made_on_the_fly_are_not_mistaken_for_one_another() -> None:
+def test_temporary_objects_are_not_mistaken_for_one_another() -> None:
     class Fresh(ComposedFetch):
         def __init__(self, value: int) -> None:
             self.value = value
@@ -705,7 +705,7 @@ def test_summary_ops_nest_as_other_fetches_do() -> None:
     assert fetch({"all": [op, "loss"]}, 3) == {"all": [(op, 3), 3]}
 
 
-def test_what_a_summary_op_refuses_says_who_asked() -> None:
+def test_an_error_in_a_summary_op_names_the_hook() -> None:
     with pytest.raises(ValueError, match="2 elements") as caught:
         fetch(summary.scalar("loss", "loss"), torch.ones(2))
     assert "RecordingHook(scalar('loss', 'loss')) (hook 0) asked for" in caught.value.__notes__[0]
@@ -730,17 +730,17 @@ def test_what_a_summary_op_refuses_says_who_asked() -> None:
     ],
     ids=repr,
 )
-def test_results_have_the_shape_of_the_fetches(fetches: Any, values: Any) -> None:
+def test_results_have_the_structure_of_the_fetches(fetches: Any, values: Any) -> None:
     results = fetch(fetches, 3)
     assert (type(results), results) == (type(values), values)
 
 
-def test_another_mapping_comes_back_as_a_dict() -> None:
+def test_another_mapping_is_returned_as_a_dict() -> None:
     results = fetch(defaultdict(list, a="loss"), 3)
     assert (type(results), results) == (dict, {"a": 3})
 
 
-def test_the_fetches_themselves_stay_as_they_are() -> None:
+def test_the_fetches_themselves_are_not_changed() -> None:
     box = Box(["loss"])
     fetch(box, 3)
     assert box == Box(["loss"], "global_step")
@@ -771,7 +771,7 @@ structures = st.recursive(
 
 
 def expected(fetches: Any) -> Any:
-    """What ``fetches`` should give where the loss is 3 and the step 1, by another way than the library's."""
+    """Return what ``fetches`` should give if the loss is 3 and the step 1, without the library."""
     if isinstance(fetches, str):
         return {"loss": 3, "global_step": 1}[fetches]
     if isinstance(fetches, Counted):
@@ -786,7 +786,7 @@ def expected(fetches: Any) -> Any:
 
 
 def kinds(tree: Any) -> Any:
-    """The types in a structure, which ``==`` does not compare."""
+    """Return the types in a structure, which ``==`` does not compare."""
     if isinstance(tree, dict):
         return type(tree), [kinds(item) for item in tree.values()]
     if isinstance(tree, (list, tuple)):
@@ -795,13 +795,13 @@ def kinds(tree: Any) -> Any:
 
 
 @given(structures)
-def test_any_structure_comes_back_in_its_shape_with_the_right_values(fetches: Any) -> None:
+def test_any_structure_is_returned_with_the_right_values(fetches: Any) -> None:
     results, wanted = fetch(fetches, 3), expected(fetches)
     assert (results, kinds(results)) == (wanted, kinds(wanted))
 
 
 @given(st.lists(structures, max_size=3))
-def test_whatever_is_asked_for_each_closure_is_called_once(fetches: list[Any]) -> None:
+def test_a_closure_in_any_structure_is_called_once(fetches: list[Any]) -> None:
     closure = Counted()
     run_with(*[[closure, each] for each in fetches])
     assert closure.calls == min(len(fetches), 1)
@@ -811,7 +811,7 @@ def test_whatever_is_asked_for_each_closure_is_called_once(fetches: list[Any]) -
 
 
 class Everything(nn.Module):
-    """A model whose parameters are called like everything else."""
+    """A model whose buffers have the names of everything else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -820,7 +820,7 @@ class Everything(nn.Module):
 
 
 def fetch_with_all(fetches: Any) -> Any:
-    """A fetch in a run where feeds are 1, outputs 2, the learning rate 3, the model's names 4, the inputs 5."""
+    """Fetch in a run in which feeds are 1, outputs 2, the learning rate 3, the model's buffers 4 and the inputs 5."""
     hook = RecordingHook(fetches)
 
     def step(fed: float, **inputs: float) -> dict[str, float]:
@@ -856,7 +856,7 @@ def test_an_output_wins_over_the_global_step_and_the_learning_rate() -> None:
     assert fetch(["global_step", "lr"], {"global_step": 7, "lr": 8}, optimizer=sgd(0.1)) == [7, 8]
 
 
-def test_a_gradient_gives_way_to_an_output_of_its_name() -> None:
+def test_an_output_wins_over_a_gradient_of_the_same_name() -> None:
     assert fetch("fc1.weight.grad", {"fc1.weight.grad": 2}, model=Net()) == 2
 
 
@@ -890,7 +890,7 @@ def test_an_output_that_is_updated_in_place_keeps_the_value_of_its_run(fetches: 
 @pytest.mark.parametrize(
     "wrap", [lambda array: array, lambda array: [array], lambda array: {"a": (array,)}, lambda array: Point(array, 1)]
 )
-def test_numpy_arrays_out_of_closures_are_copied(wrap: Callable[[Any], Any]) -> None:
+def test_numpy_arrays_from_closures_are_copied(wrap: Callable[[Any], Any]) -> None:
     array = np.zeros(2)
     value = fetch(lambda: wrap(array))
     array += 1
@@ -904,7 +904,7 @@ def test_what_compute_returns_is_copied() -> None:
     assert value == 0
 
 
-def test_the_pair_that_max_returns_is_copied() -> None:
+def test_the_named_tuple_that_max_returns_is_copied() -> None:
     tensor = torch.tensor([[3.0, 7.0]])
     pair = tensor.max(1)
     value = fetch(lambda: pair)
@@ -912,11 +912,11 @@ def test_the_pair_that_max_returns_is_copied() -> None:
     assert (type(value), plain(value.values)) == (type(pair), [7.0])
 
 
-def test_a_shape_comes_back_as_a_shape() -> None:
+def test_a_shape_is_returned_as_a_shape() -> None:
     assert isinstance(fetch(lambda loss: loss.shape, torch.ones(2, 3)), torch.Size)
 
 
-def test_lists_of_another_kind_are_copied() -> None:
+def test_subclasses_of_list_are_copied() -> None:
     class Tensors(list[torch.Tensor]):
         pass
 
@@ -938,7 +938,7 @@ def test_snapshots_are_detached() -> None:
     assert not fetch("loss", weight * 2).requires_grad
 
 
-def test_what_was_made_in_inference_mode_can_be_fetched() -> None:
+def test_a_tensor_from_inference_mode_can_be_fetched() -> None:
     with torch.inference_mode():
         loss = torch.ones(1)
     assert fetch("loss", loss) == 1
@@ -947,45 +947,45 @@ def test_what_was_made_in_inference_mode_can_be_fetched() -> None:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_name_says_who_asked() -> None:
-    assert fetch_error("los", 1).startswith("RecordingHook('los') (hook 0) asked for 'los', which nothing has")
+def test_the_error_for_an_unknown_name_names_the_hook() -> None:
+    assert fetch_error("los", 1).startswith("RecordingHook('los') (hook 0) asked for 'los', which does not exist")
 
 
-def test_an_unknown_name_says_what_it_may_have_meant() -> None:
+def test_the_error_for_an_unknown_name_suggests_a_similar_name() -> None:
     assert "Did you mean 'loss'?" in fetch_error("los", 1)
 
 
-def test_an_unknown_name_says_what_exists() -> None:
+def test_the_error_for_an_unknown_name_lists_the_available_names() -> None:
     message = fetch_error("?", {"logits": 1}, model=nn.Linear(1, 1), optimizer=sgd(0.1))
-    assert message.endswith("There is: logits, global_step, lr, weight, bias.")
+    assert message.endswith("Available: logits, global_step, lr, weight, bias.")
 
 
-def test_an_unknown_name_shows_the_inputs_too() -> None:
-    with pytest.raises(FetchError, match="There is: global_step, images, labels"):
+def test_the_error_for_an_unknown_name_lists_the_inputs_too() -> None:
+    with pytest.raises(FetchError, match="Available: global_step, images, labels"):
         fetch_in(lambda images, labels: None, "?", 1, 2)
 
 
-def test_what_exists_is_cut_short_where_there_is_much() -> None:
+def test_a_long_list_of_available_names_is_shortened() -> None:
     assert fetch_error("?", dict.fromkeys(map(str, range(50)))).endswith("22, 23 and 27 more.")
 
 
-def test_a_closure_that_asks_for_what_does_not_exist_is_named() -> None:
+def test_the_error_for_a_parameter_that_does_not_exist_names_the_closure() -> None:
     def accuracy(logit: Any) -> None: ...
 
     message = fetch_error(accuracy, {"logits": 1})
     assert "accuracy (" in message
     assert "test_fetch.py:" in message
-    assert "whose parameter 'logit' is a name that nothing has. Did you mean 'logits'?" in message
+    assert "whose parameter 'logit' is not an available name. Did you mean 'logits'?" in message
 
 
 @pytest.mark.parametrize("bad", [None, 3, 0.5, {1}, b"loss", np.zeros(2), object(), [None], {"a": 1}])
-def test_what_is_no_fetch_is_an_error_that_says_what_is(bad: Any) -> None:
-    with pytest.raises(FetchError, match="which is no fetch: a fetch is a name, a closure") as caught:
+def test_the_error_for_something_that_is_not_a_fetch_says_what_is(bad: Any) -> None:
+    with pytest.raises(FetchError, match="which is not a fetch: a fetch is a name, a closure") as caught:
         fetch(["loss", bad], 1)
     assert "RecordingHook(" in str(caught.value)
 
 
-def test_asking_for_nothing_gives_none() -> None:
+def test_fetching_nothing_gives_none() -> None:
     assert fetch(None, 1) is None
 
 
@@ -1012,7 +1012,7 @@ def test_an_error_in_a_closure_gets_a_note_with_the_closure_the_hook_and_the_nam
     (note,) = closure_error().__notes__
     assert "in fail (" in note
     assert "which RecordingHook(" in note
-    assert "names here: loss, global_step, model, optimizer, session, outputs" in note
+    assert "available names: loss, global_step, model, optimizer, session, outputs" in note
 
 
 def test_an_error_in_compute_gets_a_note() -> None:
@@ -1025,7 +1025,7 @@ def test_an_error_in_compute_gets_a_note() -> None:
     assert "in Metric(), which RecordingHook(" in caught.value.__notes__[0]
 
 
-def test_an_error_that_takes_no_note_comes_out_all_the_same() -> None:
+def test_an_error_that_takes_no_note_is_raised_as_it_is() -> None:
     @dataclasses.dataclass(frozen=True)
     class FrozenError(Exception):
         code: int
@@ -1037,7 +1037,7 @@ def test_an_error_that_takes_no_note_comes_out_all_the_same() -> None:
         loop.session.run(closure)
 
 
-def test_an_error_in_a_closure_that_cannot_be_printed_comes_out_all_the_same() -> None:
+def test_an_error_in_a_closure_that_cannot_be_printed_is_raised_as_it_is() -> None:
     class Unprintable:
         def __call__(self) -> None:
             raise ZeroDivisionError
@@ -1056,7 +1056,7 @@ def test_stop_iteration_in_a_closure_ends_the_loop_cleanly() -> None:
     assert [call[0] for call in hook.calls][-2:] == ["end", "teardown"]
 
 
-def test_only_the_hook_whose_fetch_is_wrong_is_named() -> None:
+def test_only_the_hook_with_the_wrong_fetch_is_named() -> None:
     with (
         pytest.raises(FetchError, match=r"RecordingHook\('bad'\) \(hook 1\) asked"),
         MonitoredLoop(int, hooks=[RecordingHook("loss"), RecordingHook("bad")]) as loop,
@@ -1078,24 +1078,24 @@ def test_session_run_takes_feeds_for_names() -> None:
         assert loop.session.run(["k", lambda k: k + 1], {"k": 4}) == [4, 5]
 
 
-def test_an_output_before_the_first_run_is_an_error_of_its_own() -> None:
-    with MonitoredLoop(int) as loop, pytest.raises(NoRunYetError, match="has a name only"):
+def test_an_output_before_the_first_run_is_a_no_run_yet_error() -> None:
+    with MonitoredLoop(int) as loop, pytest.raises(NoRunYetError, match="outputs of the step exist only after a run"):
         loop.session.run("loss")
 
 
-def test_a_closure_that_asks_for_an_output_before_the_first_run_is_the_same_error() -> None:
+def test_a_closure_with_an_output_before_the_first_run_is_a_no_run_yet_error() -> None:
     with MonitoredLoop(int) as loop, pytest.raises(NoRunYetError, match="parameter 'loss'"):
         loop.session.run(lambda loss: loss)
 
 
-def test_output_names_outside_of_a_run_mean_the_last_runs() -> None:
+def test_outputs_outside_of_a_run_are_those_of_the_last_run() -> None:
     with MonitoredLoop(lambda x: {"loss": x}) as loop:
         loop.run(1)
         loop.run(2)
         assert loop.session.run("loss") == 2
 
 
-def test_output_names_after_a_run_mean_this_run_to_after_run() -> None:
+def test_outputs_in_after_run_are_those_of_this_run() -> None:
     seen = []
 
     class Look(SessionRunHook):
@@ -1114,17 +1114,17 @@ def test_outputs_outside_of_a_run_are_detached_for_closures_too() -> None:
         assert loop.session.run(lambda loss, outputs: (loss.requires_grad, outputs.requires_grad)) == (False, False)
 
 
-def test_an_unknown_name_outside_of_a_run_says_that_session_run_was_asked() -> None:
+def test_the_error_for_an_unknown_name_outside_of_a_run_names_session_run() -> None:
     with MonitoredLoop(int) as loop:
         loop.run()
         with pytest.raises(FetchError, match=r"Session\.run asked for 'los'.*Did you mean 'loss'"):
             loop.session.run("los")
 
 
-def test_the_inputs_of_a_run_are_no_names_outside_of_it() -> None:
+def test_the_inputs_of_a_run_do_not_exist_outside_of_it() -> None:
     with MonitoredLoop(lambda x: None) as loop:
         loop.run(1)
-        with pytest.raises(FetchError, match="asked for 'x', which nothing has"):
+        with pytest.raises(FetchError, match="'x', which does not exist outside of a run: it is an argument of"):
             loop.session.run("x")
 
 

@@ -23,8 +23,8 @@ FLOORS: list[set[str]] = [
     # values
     {"closing", "errors", "log", "progress", "randomness", "stateful", "text", "timer"},
     # mechanisms
-    {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "preemption", "recovery"},
-    {"ending", "position", "readback", "step", "summary", "watch"},
+    {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "position", "preemption", "recovery"},
+    {"ending", "readback", "step", "summary", "watch"},
     {"jsonl", "snapshot", "state", "writers"},
     {"checkpoint"},
     # the session and the contract
@@ -46,9 +46,7 @@ FLOORS: list[set[str]] = [
 
 # Private attributes that another class may touch, by module and expression, with the reason.
 PRIVATE_ACCESS = {
-    ("torchhooks.devices", "tensor._is_on_host"): "a mark on a tensor, which is torch's class and not ours",
     ("torchhooks.devices", "sys._getframe"): "CPython's only way to a frame of the stack",
-    ("torchhooks.fetch", "fresh._is_snapshot"): "a mark on a tensor, which is torch's class and not ours",
     ("torchhooks.summary", "writer._get_file_writer"): "torch's SummaryWriter has no public way to add an event",
 }
 

@@ -1,4 +1,4 @@
-"""Who sees the log lines: everybody once, whether they configured logging or not, and whenever they did."""
+"""Log lines appear once, whether logging is configured or not, and whenever it is configured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE = "INFO:torchhooks:{} = 0.5"
 
 
 class Seen:
-    """What a person sees."""
+    """What is printed."""
 
     def __init__(self) -> None:
         self.stdout, self.stderr = io.StringIO(), io.StringIO()
@@ -34,7 +34,7 @@ class Seen:
 
 @contextmanager
 def unconfigured() -> Iterator[Seen]:
-    """Logging as in a process in which nobody has touched it. No fixture: pytest adds its handlers after those."""
+    """Reset logging to what a new process has. Not a fixture, because pytest adds its handlers after fixtures run."""
     children = [logging.getLogger(name) for name in ("torchhooks.hooks", "torchhooks.mine.deeper", "torch")]
     loggers = [logging.getLogger(), OURS, *children]
     before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
@@ -57,18 +57,18 @@ def loop(tag: str) -> None:
 
 
 def to_stdout(level: str) -> None:
-    """What a person does who configures logging."""
+    """Configure logging as an application does."""
     logging.basicConfig(level=level, stream=sys.stdout, format="%(message)s")
 
 
-def test_a_person_who_configured_nothing_sees_each_line_once_on_stderr() -> None:
+def test_without_configured_logging_each_line_appears_once_on_stderr() -> None:
     with unconfigured() as seen:
         loop("a")
         loop("b")
     assert (seen.out, seen.err) == ([], [LINE.format("a"), LINE.format("b")])
 
 
-def test_a_person_who_configured_logging_sees_each_line_once_where_they_said() -> None:
+def test_with_configured_logging_each_line_appears_once_where_it_says() -> None:
     with unconfigured() as seen:
         to_stdout("INFO")
         loop("a")
@@ -76,7 +76,7 @@ def test_a_person_who_configured_logging_sees_each_line_once_where_they_said() -
     assert (seen.out, seen.err) == (["a = 0.5", "b = 0.5"], [])
 
 
-def test_a_person_who_configures_logging_between_two_loops_sees_the_second_where_they_said() -> None:
+def test_logging_configured_between_two_loops_applies_to_the_second() -> None:
     with unconfigured() as seen:
         loop("a")
         to_stdout("INFO")
@@ -84,7 +84,7 @@ def test_a_person_who_configures_logging_between_two_loops_sees_the_second_where
     assert (seen.out, seen.err) == (["b = 0.5"], [LINE.format("a")])
 
 
-def test_a_person_who_configured_a_higher_level_sees_no_lines() -> None:
+def test_a_higher_configured_level_hides_the_lines() -> None:
     with unconfigured() as seen:
         to_stdout("WARNING")
         loop("a")
@@ -107,21 +107,21 @@ def test_a_handler_on_the_logger_gets_each_line_once() -> None:
     assert (seen.out, seen.err) == (["a = 0.5"], [])
 
 
-def test_a_handler_on_a_logger_of_somebody_else_does_not_count() -> None:
+def test_a_handler_on_the_logger_of_another_library_does_not_count() -> None:
     with unconfigured() as seen:
         logging.getLogger("torch").addHandler(logging.NullHandler())
         loop("a")
     assert (seen.out, seen.err) == ([], [LINE.format("a")])
 
 
-def test_a_level_that_a_person_set_on_the_logger_is_kept() -> None:
+def test_a_level_set_on_the_logger_is_kept() -> None:
     with unconfigured() as seen:
         OURS.setLevel("WARNING")
         loop("a")
     assert (seen.out, seen.err) == ([], [])
 
 
-def test_a_level_that_a_person_set_on_the_logger_outlives_our_handler() -> None:
+def test_a_level_set_on_the_logger_outlives_the_fallback() -> None:
     with unconfigured() as seen:
         OURS.setLevel("WARNING")
         loop("a")
@@ -130,7 +130,16 @@ def test_a_level_that_a_person_set_on_the_logger_outlives_our_handler() -> None:
     assert (seen.out, seen.err) == ([], [])
 
 
-def test_a_level_that_a_person_set_after_us_outlives_our_handler() -> None:
+def test_a_level_of_info_set_on_the_logger_outlives_the_fallback() -> None:
+    with unconfigured() as seen:
+        OURS.setLevel("INFO")
+        loop("a")
+        to_stdout("WARNING")
+        loop("b")
+    assert (seen.out, seen.err) == (["b = 0.5"], [LINE.format("a")])
+
+
+def test_a_level_set_after_the_fallback_was_added_outlives_it() -> None:
     with unconfigured() as seen:
         loop("a")
         OURS.setLevel("WARNING")
@@ -139,7 +148,7 @@ def test_a_level_that_a_person_set_after_us_outlives_our_handler() -> None:
     assert (seen.out, seen.err) == ([], [LINE.format("a")])
 
 
-def test_the_level_that_was_ours_goes_with_our_handler() -> None:
+def test_the_level_of_the_fallback_is_removed_with_it() -> None:
     with unconfigured():
         loop("a")
         to_stdout("INFO")
@@ -147,7 +156,7 @@ def test_the_level_that_was_ours_goes_with_our_handler() -> None:
         assert (OURS.level, OURS.handlers) == (logging.NOTSET, [])
 
 
-def test_a_stderr_that_was_replaced_meanwhile_gets_the_lines() -> None:
+def test_a_replaced_stderr_gets_the_lines() -> None:
     with unconfigured() as seen:
         loop("a")
         with redirect_stderr(sys.stdout):
@@ -171,7 +180,7 @@ with MonitoredLoop(lambda: 0.5, hooks=[LoggingTensorHook(["loss"], every_n_iter=
         ("logging.basicConfig(level='INFO', stream=sys.stdout)", "INFO:torchhooks:loss = 0.5\n", ""),
     ],
 )
-def test_it_is_so_in_a_process_of_its_own(configured: str, out: str, err: str) -> None:
+def test_lines_appear_once_in_a_new_process(configured: str, out: str, err: str) -> None:
     code = PROGRAM.format(configured)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == (out, err)

@@ -1,4 +1,4 @@
-"""Values on their way from a device to the host: when they come, in which order, and that nobody waits for them."""
+"""Values on their way from a device to the host: when they arrive, in which order, and that no run waits for them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from torchhooks import (
     StopAtStepHook,
     SummarySaverHook,
 )
+from torchhooks.cuda import pack, unpack
 from torchhooks.fetch import as_snapshot
-from torchhooks.readback import BATCH_RUNS, BATCH_SECS, Elapsed, Moment, Readback, pack, to_host, unpack
+from torchhooks.readback import BATCH_RUNS, BATCH_SECS, Elapsed, Moment, Readback, to_host
 from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter, plain, trace
 
 NAN, INF = math.nan, math.inf
 FAR = 1000
-"""A lag, in runs, that no test lives to see the end of."""
+"""A lag, in runs, that is longer than any test."""
 
 
 @pytest.fixture
 def device(clock: FakeClock) -> Iterator[FakeDevice]:
-    """One whose copies are there as soon as somebody looks; time stands still, so that requests gather."""
+    """A device whose copies are done at the first poll, and a clock that stands still, so that batches fill."""
     with FakeDevice(lag=0) as device:
         yield device
 
@@ -53,12 +54,12 @@ def readback() -> Readback:
 
 
 def on_device(value: Any) -> torch.Tensor:
-    """A tensor as a fetch gives it."""
+    """Return a tensor as a fetch returns it."""
     return as_snapshot(torch.tensor(value))
 
 
 def drained(readback: Readback, values: Any) -> Any:
-    """``values`` as a callback gets them."""
+    """Return ``values`` as a callback gets them."""
     got: list[Any] = []
     readback.request(values, got.append)
     readback.drain()
@@ -67,7 +68,7 @@ def drained(readback: Readback, values: Any) -> Any:
 
 
 def deliveries(readback: Readback, runs: int, **arguments: Any) -> list[tuple[int, float]]:
-    """A request in every run, a second apart on the clock: in which run which one came."""
+    """Make a request in every run, with one second between them, and return in which run which value arrived."""
     came: list[tuple[int, float]] = []
     with FakeClock() as clock:
         for run in range(1, runs + 1):
@@ -77,18 +78,18 @@ def deliveries(readback: Readback, runs: int, **arguments: Any) -> list[tuple[in
     return came
 
 
-# -- when the call is made --------------------------------------------------------------------------------------------
+# -- when the callback is called --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0.5, None, "text", [1, {"a": 2}], (), torch.tensor(0.5), torch.ones(2, 3)], ids=repr)
-def test_what_is_on_the_host_is_handed_over_at_once(readback: Readback, value: Any) -> None:
+def test_values_on_the_host_are_passed_on_at_once(readback: Readback, value: Any) -> None:
     got: list[Any] = []
     readback.request(value, got.append)
     assert plain(got) == plain([value])
     assert not readback.waiting
 
 
-def test_a_list_that_goes_on_growing_is_handed_over_as_it_is_now(readback: Readback) -> None:
+def test_a_list_that_keeps_growing_is_passed_on_as_it_is_now(readback: Readback) -> None:
     growing: list[float] = []
     got: list[Any] = []
     for _ in range(2):
@@ -97,7 +98,7 @@ def test_a_list_that_goes_on_growing_is_handed_over_as_it_is_now(readback: Readb
     assert got == [[0.5], [0.5, 0.5]]
 
 
-def test_a_time_on_the_hosts_clock_is_handed_over_at_once(readback: Readback, clock: FakeClock) -> None:
+def test_a_time_on_the_hosts_clock_is_passed_on_at_once(readback: Readback, clock: FakeClock) -> None:
     begin = Moment(torch.device("cpu"))
     clock.advance(2.5)
     got: list[Any] = []
@@ -106,14 +107,14 @@ def test_a_time_on_the_hosts_clock_is_handed_over_at_once(readback: Readback, cl
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3, 7])
-def test_a_value_comes_as_many_runs_later_as_the_device_is_behind(readback: Readback, lag: int) -> None:
+def test_a_value_arrives_after_as_many_runs_as_the_device_lags(readback: Readback, lag: int) -> None:
     with FakeDevice(lag):
         came = deliveries(readback, 20)
     assert came == [(run + lag, float(run)) for run in range(1, 21 - lag)]
 
 
 @pytest.mark.parametrize("lag", [0, 1, 5])
-def test_calls_are_made_in_the_order_of_the_requests(readback: Readback, lag: int) -> None:
+def test_callbacks_are_called_in_the_order_of_the_requests(readback: Readback, lag: int) -> None:
     order: list[int] = []
     with FakeDevice(lag):
         for number in range(60):
@@ -124,7 +125,7 @@ def test_calls_are_made_in_the_order_of_the_requests(readback: Readback, lag: in
     assert order == list(range(60))
 
 
-def test_requests_of_several_runs_travel_together(device: FakeDevice, readback: Readback) -> None:
+def test_requests_of_several_runs_share_a_batch(device: FakeDevice, readback: Readback) -> None:
     for run in range(BATCH_RUNS):
         assert device.batches == 0
         readback.request(on_device(float(run)), lambda _: None)
@@ -132,7 +133,7 @@ def test_requests_of_several_runs_travel_together(device: FakeDevice, readback: 
     assert (device.batches, device.copies) == (1, BATCH_RUNS)
 
 
-def test_where_runs_are_long_a_request_does_not_wait_for_others(
+def test_a_request_does_not_wait_for_others_if_runs_are_long(
     device: FakeDevice, readback: Readback, clock: FakeClock
 ) -> None:
     readback.request(on_device(0.5), lambda _: None)
@@ -142,7 +143,7 @@ def test_where_runs_are_long_a_request_does_not_wait_for_others(
     assert device.batches == 1
 
 
-def test_a_tensor_that_several_ask_for_is_copied_once(device: FakeDevice, readback: Readback) -> None:
+def test_a_tensor_in_several_requests_is_copied_once(device: FakeDevice, readback: Readback) -> None:
     loss, got = on_device(0.5), list[Any]()
     for _ in range(3):
         readback.request({"loss": loss, "again": [loss]}, got.append)
@@ -151,22 +152,22 @@ def test_a_tensor_that_several_ask_for_is_copied_once(device: FakeDevice, readba
     assert plain(got) == [{"loss": 0.5, "again": [0.5]}] * 3
 
 
-def test_nobody_waits_while_runs_are_made(readback: Readback) -> None:
+def test_no_run_waits_for_the_device(readback: Readback) -> None:
     with FakeDevice(lag=5) as device:
         deliveries(readback, 100)
         assert device.waits == 0
 
 
-def test_there_is_nothing_to_do_once_everything_has_come(device: FakeDevice, readback: Readback) -> None:
+def test_nothing_is_waiting_once_every_value_has_arrived(device: FakeDevice, readback: Readback) -> None:
     deliveries(readback, 1)
     assert not readback.waiting
 
 
-# -- how late at the latest -------------------------------------------------------------------------------------------
+# -- deadlines --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 5, 40])
-def test_a_bounded_lag_is_waited_for_when_it_is_over_and_not_sooner(readback: Readback, bound: int) -> None:
+def test_a_request_with_a_deadline_blocks_at_the_deadline_and_not_earlier(readback: Readback, bound: int) -> None:
     with FakeDevice(FAR) as device:
         readback.request(on_device(0.5), lambda _: None, max_lag_runs=bound)
         waits = []
@@ -178,21 +179,19 @@ def test_a_bounded_lag_is_waited_for_when_it_is_over_and_not_sooner(readback: Re
 
 
 @pytest.mark.parametrize(("bound", "lag"), [(1, 1), (2, 1), (4, 2), (9, 5), (40, 20)])
-def test_a_device_that_is_half_as_far_behind_as_it_may_is_not_waited_for(
-    readback: Readback, bound: int, lag: int
-) -> None:
+def test_a_device_that_lags_half_of_the_bound_is_not_waited_for(readback: Readback, bound: int, lag: int) -> None:
     with FakeDevice(lag) as device:
         came = deliveries(readback, 100, max_lag_runs=bound)
         assert device.waits == 0
     assert all(run - value <= bound for run, value in came)
 
 
-def test_a_bound_holds_for_every_request(readback: Readback) -> None:
+def test_every_request_meets_its_deadline(readback: Readback) -> None:
     with FakeDevice(FAR):
         assert deliveries(readback, 9, max_lag_runs=2) == [(run + 2, run) for run in range(1, 8)]
 
 
-def test_what_was_asked_for_before_a_bounded_request_comes_before_it(readback: Readback, clock: FakeClock) -> None:
+def test_an_earlier_request_without_a_deadline_is_answered_first(readback: Readback, clock: FakeClock) -> None:
     order: list[str] = []
     with FakeDevice(FAR):
         readback.request(on_device(0.5), lambda _: order.append("unbounded"))
@@ -215,7 +214,7 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass
 class Record:
-    """Another one."""
+    """Another structure."""
 
     loss: Any
     tag: str
@@ -240,7 +239,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_as_it_is(device: FakeDevice, readback: Readback, dtype: torch.dtype) -> None:
+def test_every_dtype_arrives_unchanged(device: FakeDevice, readback: Readback, dtype: torch.dtype) -> None:
     values = [torch.tensor(values).to(dtype) for values in ([0.0, 1.0], [1.0, 0.0], 1.0)]
     came = drained(readback, values)
     assert [value.dtype for value in came] == [dtype] * 3
@@ -265,7 +264,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_every_kind_of_tensor_comes_as_it_is(device: FakeDevice, readback: Readback, view: torch.Tensor) -> None:
+def test_every_kind_of_tensor_arrives_unchanged(device: FakeDevice, readback: Readback, view: torch.Tensor) -> None:
     came = drained(readback, view)
     assert came.shape == view.shape
     assert torch.equal(came, view)
@@ -281,13 +280,13 @@ tensors = st.builds(
 
 
 @given(st.lists(tensors, max_size=8))
-def test_tensors_that_travel_together_stay_themselves(originals: list[torch.Tensor]) -> None:
+def test_tensors_that_share_copies_stay_themselves(originals: list[torch.Tensor]) -> None:
     copies = unpack(pack(originals))
     assert [(copy.dtype, copy.shape) for copy in copies] == [(one.dtype, one.shape) for one in originals]
     assert all(map(torch.equal, copies, originals))
 
 
-def test_small_tensors_that_are_alike_are_one_copy() -> None:
+def test_small_tensors_of_one_dtype_and_shape_share_a_copy() -> None:
     losses = [torch.ones(()) for _ in range(9)]
     assert [indexes for indexes, _ in pack([*losses, torch.ones(1), torch.ones((), dtype=torch.bool)])] == [
         [*range(9)],
@@ -296,7 +295,7 @@ def test_small_tensors_that_are_alike_are_one_copy() -> None:
     ]
 
 
-def test_a_value_is_that_of_the_request_whatever_becomes_of_the_tensor(device: FakeDevice, readback: Readback) -> None:
+def test_a_value_is_that_of_the_request_even_if_the_tensor_is_updated(device: FakeDevice, readback: Readback) -> None:
     weight, got = torch.ones(2), list[Any]()
     readback.request(weight, got.append)
     weight.add_(1)
@@ -305,9 +304,7 @@ def test_a_value_is_that_of_the_request_whatever_becomes_of_the_tensor(device: F
 
 
 @pytest.mark.parametrize("here", [np.zeros(2), torch.zeros(2).to_sparse()], ids=["array", "sparse tensor"])
-def test_what_is_on_the_host_already_is_that_of_the_request_too(
-    device: FakeDevice, readback: Readback, here: Any
-) -> None:
+def test_a_value_on_the_host_is_that_of_the_request_too(device: FakeDevice, readback: Readback, here: Any) -> None:
     got: list[Any] = []
     readback.request([on_device(0.5), here], got.append)
     here += here + 1 if isinstance(here, np.ndarray) else torch.ones(2).to_sparse()
@@ -315,7 +312,7 @@ def test_what_is_on_the_host_already_is_that_of_the_request_too(
     assert torch.as_tensor(got[0][1]).to_dense().tolist() == [0.0, 0.0]
 
 
-def test_a_list_that_is_changed_after_the_request_comes_as_it_was(device: FakeDevice, readback: Readback) -> None:
+def test_a_list_that_is_changed_after_the_request_arrives_as_it_was(device: FakeDevice, readback: Readback) -> None:
     losses, got = [on_device(0.5)], list[Any]()
     readback.request(losses, got.append)
     losses.clear()
@@ -323,13 +320,13 @@ def test_a_list_that_is_changed_after_the_request_comes_as_it_was(device: FakeDe
     assert plain(got) == [[0.5]]
 
 
-def test_a_value_that_arrived_may_be_written_to(device: FakeDevice, readback: Readback) -> None:
+def test_a_value_that_arrived_can_be_written_to(device: FakeDevice, readback: Readback) -> None:
     one, other = drained(readback, [on_device(0.5), on_device(0.5)])
     one += 1
     assert (one.item(), other.item()) == (1.5, 0.5)
 
 
-def test_a_value_that_arrived_is_handed_over_at_once_if_it_is_asked_for_again(
+def test_a_value_that_arrived_is_passed_on_at_once_if_it_is_requested_again(
     device: FakeDevice, readback: Readback
 ) -> None:
     got: list[Any] = []
@@ -338,18 +335,18 @@ def test_a_value_that_arrived_is_handed_over_at_once_if_it_is_asked_for_again(
 
 
 class Marked(torch.Tensor):
-    """A tensor of the user's own."""
+    """A subclass of Tensor."""
 
 
 @pytest.mark.parametrize(
     "value", [torch.tensor([0.0, 1.0]).to_sparse(), torch.tensor([0.0, 1.0]).as_subclass(Marked)], ids=["sparse", "own"]
 )
-def test_what_has_no_one_piece_of_memory_is_waited_for(device: FakeDevice, readback: Readback, value: Any) -> None:
+def test_a_tensor_without_one_block_of_memory_is_waited_for(device: FakeDevice, readback: Readback, value: Any) -> None:
     assert drained(readback, value).to_dense().tolist() == [0.0, 1.0]
     assert (device.copies, device.waits) == (0, 1)
 
 
-def test_a_time_is_that_of_the_device(readback: Readback, clock: FakeClock) -> None:
+def test_elapsed_time_is_that_of_the_device(readback: Readback, clock: FakeClock) -> None:
     cpu = torch.device("cpu")
     with FakeDevice(lag=2, speed=3.0):
         begin = Moment(cpu)
@@ -357,13 +354,13 @@ def test_a_time_is_that_of_the_device(readback: Readback, clock: FakeClock) -> N
         assert drained(readback, {"secs": Elapsed(begin, Moment(cpu))}) == {"secs": 4.5}
 
 
-def test_bringing_something_to_the_host_at_once_waits(device: FakeDevice) -> None:
+def test_to_host_waits(device: FakeDevice) -> None:
     device.lag = 1
     assert plain(to_host([torch.ones(2), 3])) == [[1.0, 1.0], 3]
     assert device.waits == 1
 
 
-# -- to the end, and errors -------------------------------------------------------------------------------------------
+# -- draining and errors ----------------------------------------------------------------------------------------------
 
 
 def test_draining_waits_for_everything(readback: Readback) -> None:
@@ -377,12 +374,12 @@ def test_draining_waits_for_everything(readback: Readback) -> None:
     assert plain(got) == [float(value) for value in range(40)]
 
 
-def test_draining_when_there_is_nothing_does_nothing(device: FakeDevice, readback: Readback) -> None:
+def test_draining_an_idle_readback_does_nothing(device: FakeDevice, readback: Readback) -> None:
     readback.drain()
     assert device.batches == 0
 
 
-def test_what_a_device_was_asked_for_comes_from_it_after_it_was_left(readback: Readback) -> None:
+def test_a_request_on_a_device_is_answered_after_leaving_it(readback: Readback) -> None:
     got: list[Any] = []
     with FakeDevice(FAR):
         readback.request(on_device(0.5), got.append)
@@ -406,7 +403,7 @@ def test_an_error_in_a_callback_names_the_hook_and_the_step_of_the_value(
     assert caught.value.__notes__ == ["torchhooks: in a when_ready callback of MyHook(), for step 7"]
 
 
-def test_an_error_in_a_callback_leaves_the_others_to_be_called(device: FakeDevice, readback: Readback) -> None:
+def test_an_error_in_a_callback_does_not_affect_the_others(device: FakeDevice, readback: Readback) -> None:
     got: list[float] = []
     readback.request(on_device(1.0), raising(ValueError()))
     readback.request(on_device(2.0), got.append, max_lag_runs=0)
@@ -417,7 +414,7 @@ def test_an_error_in_a_callback_leaves_the_others_to_be_called(device: FakeDevic
     assert plain(got) == [2.0]
 
 
-def test_several_errors_come_out_as_a_group(device: FakeDevice, readback: Readback) -> None:
+def test_several_errors_are_raised_as_a_group(device: FakeDevice, readback: Readback) -> None:
     for error in (ValueError("one"), KeyError("two")):
         readback.request(on_device(0.5), raising(error))
     with pytest.raises(ExceptionGroup) as caught:
@@ -425,7 +422,7 @@ def test_several_errors_come_out_as_a_group(device: FakeDevice, readback: Readba
     assert list(map(repr, caught.value.exceptions)) == ["ValueError('one')", "KeyError('two')"]
 
 
-def test_an_interrupt_leaves_the_others_for_the_close(device: FakeDevice, readback: Readback) -> None:
+def test_after_an_interrupt_close_calls_the_other_callbacks(device: FakeDevice, readback: Readback) -> None:
     got: list[float] = []
     readback.request(on_device(1.0), raising(KeyboardInterrupt()))
     readback.request(on_device(2.0), got.append)
@@ -436,7 +433,7 @@ def test_an_interrupt_leaves_the_others_for_the_close(device: FakeDevice, readba
 
 
 class Breaking(FakeDevice):
-    """Fails to copy once."""
+    """A device whose first copy fails."""
 
     broken = True
 
@@ -447,7 +444,7 @@ class Breaking(FakeDevice):
         return super().start(tensors, stream)
 
 
-def test_an_error_of_a_copy_comes_out_and_leaves_the_others(readback: Readback) -> None:
+def test_an_error_of_a_copy_is_raised_and_does_not_affect_other_requests(readback: Readback) -> None:
     got: list[float] = []
     with Breaking():
         readback.request(on_device(1.0), got.append, max_lag_runs=0)
@@ -458,14 +455,14 @@ def test_an_error_of_a_copy_comes_out_and_leaves_the_others(readback: Readback) 
     assert plain(got) == [2.0]
 
 
-def test_a_callback_may_ask_again(device: FakeDevice, readback: Readback) -> None:
+def test_a_callback_can_make_a_request(device: FakeDevice, readback: Readback) -> None:
     got: list[Any] = []
     readback.request(on_device(1.0), lambda first: readback.request([first, on_device(2.0)], got.append))
     readback.close()
     assert plain(got) == [[1.0, 2.0]]
 
 
-def test_what_a_callback_asks_for_goes_by_the_name_of_its_hook(device: FakeDevice, readback: Readback) -> None:
+def test_a_request_by_a_callback_is_attributed_to_its_hook(device: FakeDevice, readback: Readback) -> None:
     def ask_again(_: Any) -> None:
         readback.request(on_device(2.0), raising(ValueError()), "the last hook of the run", 9)
 
@@ -486,7 +483,7 @@ def test_a_closed_readback_refuses(device: FakeDevice, readback: Readback, value
 
 
 class Reader(SessionRunHook):
-    """Asks for the loss in every run and writes down what comes of it: the step, the value, the step at that time."""
+    """Requests the loss in every run and records its step, its value, and the step at which it arrived."""
 
     def __init__(self, max_lag_runs: int | None = None, fails_for: Sequence[int] = ()) -> None:
         self.max_lag_runs, self.fails_for = max_lag_runs, fails_for
@@ -523,7 +520,7 @@ LOSSES = [0.5, 0.25, 0.125]
 READ = [(1, 0.5), (2, 0.25), (3, 0.125)]
 
 
-def test_everything_has_come_when_end_is_called() -> None:
+def test_every_value_has_arrived_when_end_is_called() -> None:
     reader = Reader()
     with FakeDevice(FAR):
         trace(reader, losses=LOSSES)
@@ -532,7 +529,7 @@ def test_everything_has_come_when_end_is_called() -> None:
 
 @pytest.mark.parametrize("lag", [1, FAR])
 @pytest.mark.parametrize("others", [[], [RecordingHook(raises={("before_run", 4): ValueError})]], ids=["step", "hook"])
-def test_what_is_under_way_when_a_run_fails_comes_too(lag: int, others: list[SessionRunHook]) -> None:
+def test_values_in_flight_when_a_run_fails_arrive(lag: int, others: list[SessionRunHook]) -> None:
     reader = Reader()
     with FakeDevice(lag):
         traced = trace(reader, *others, losses=[*LOSSES, ValueError], catch=ValueError)
@@ -540,14 +537,14 @@ def test_what_is_under_way_when_a_run_fails_comes_too(lag: int, others: list[Ses
     assert reader.read == READ
 
 
-def test_what_a_failed_run_asked_for_comes_too() -> None:
+def test_values_requested_by_a_failed_run_arrive() -> None:
     reader, fails = Reader(), RecordingHook(raises={("after_run", 3): ValueError})
     with FakeDevice(FAR):
         trace(reader, fails, losses=LOSSES, catch=ValueError)
     assert reader.read == READ
 
 
-def test_an_error_in_a_callback_comes_out_of_the_run_in_which_it_was_called() -> None:
+def test_an_error_in_a_callback_is_raised_by_the_run_that_called_it() -> None:
     reader = Reader(max_lag_runs=1, fails_for=[1])
     with FakeDevice(FAR):
         traced = trace(RecordingHook(), reader, losses=[*LOSSES, 0.0], catch=ValueError)
@@ -556,14 +553,14 @@ def test_an_error_in_a_callback_comes_out_of_the_run_in_which_it_was_called() ->
     assert traced.error.__notes__ == ["torchhooks: in a when_ready callback of Reader() (hook 1), for step 1"]
 
 
-def test_values_behind_an_error_in_a_callback_are_handed_over_when_the_loop_closes() -> None:
+def test_values_after_an_error_in_a_callback_are_passed_on_when_the_loop_closes() -> None:
     reader = Reader(fails_for=[1])
     with FakeDevice(FAR), pytest.raises(ValueError, match="on purpose, 1"):
         trace(reader, losses=LOSSES)
     assert reader.read == READ
 
 
-def test_errors_in_callbacks_at_the_close_come_out_as_a_group_and_nobody_ends() -> None:
+def test_errors_in_callbacks_on_close_are_raised_as_a_group_and_no_end_is_called() -> None:
     reader = Reader(fails_for=[1, 3])
     with FakeDevice(FAR), pytest.raises(ExceptionGroup) as caught:
         trace(reader, losses=LOSSES)
@@ -571,7 +568,7 @@ def test_errors_in_callbacks_at_the_close_come_out_as_a_group_and_nobody_ends() 
     assert reader.read_at_end == -1
 
 
-def test_a_context_cannot_be_asked_once_the_loop_is_closed() -> None:
+def test_a_context_refuses_requests_once_the_loop_is_closed() -> None:
     reader = Reader()
     trace(reader, losses=LOSSES)
     assert reader.context is not None
@@ -580,7 +577,7 @@ def test_a_context_cannot_be_asked_once_the_loop_is_closed() -> None:
 
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
-def test_a_hook_gets_its_values_within_the_bound_it_gave(bound: int) -> None:
+def test_a_hook_gets_its_values_within_its_bound(bound: int) -> None:
     reader = Reader(max_lag_runs=bound)
     with FakeDevice(FAR):
         trace(reader, losses=[0.5] * 9)
@@ -588,7 +585,7 @@ def test_a_hook_gets_its_values_within_the_bound_it_gave(bound: int) -> None:
 
 
 class Asking(SessionRunHook):
-    """Hands over the model's own weight."""
+    """Requests the weight of the model itself."""
 
     def begin(self) -> None:
         self.got: list[Any] = []
@@ -598,7 +595,7 @@ class Asking(SessionRunHook):
         run_context.when_ready(run_context.session.model.weight, self.got.append)
 
 
-def test_the_next_step_does_not_reach_a_value_that_is_under_way() -> None:
+def test_the_next_step_does_not_change_a_value_in_flight() -> None:
     model, asking = torch.nn.Linear(1, 1), Asking()
     torch.nn.init.zeros_(model.weight)
 
@@ -612,7 +609,7 @@ def test_the_next_step_does_not_reach_a_value_that_is_under_way() -> None:
     assert plain(asking.got) == [[[1.0]], [[2.0]], [[3.0]]]
 
 
-# -- hooks that report, behind a device -------------------------------------------------------------------------------
+# -- hooks that report, on a device -----------------------------------------------------------------------------------
 
 
 def test_a_line_has_the_values_and_the_seconds_of_its_run() -> None:
@@ -644,7 +641,7 @@ def test_a_point_has_the_wall_time_of_its_run(tmp_path: Path) -> None:
 
 
 class World:
-    """What the hooks of one loop write to: each has a writer, a tag and a list of its own."""
+    """The hooks of one loop and what they report to: each has its own writer, tag and list."""
 
     def __init__(self) -> None:
         self.writers: list[RecordingWriter] = []
@@ -668,7 +665,7 @@ class World:
 
 
 def outcome(recipe: list[tuple[str, int]], losses: list[Any], secs: float, stop: int) -> dict[str, Any]:
-    """All that the hooks told of a loop, those that tell by lines apart from each other."""
+    """Return everything that the hooks report about a loop, with the log lines grouped by hook."""
     world = World()
     hooks = [world.hook(kind, period) for kind, period in recipe]
     traced = trace(
@@ -703,12 +700,12 @@ kinds = st.tuples(st.sampled_from(["lines", "points", "rates", "nan", "reader"])
     lag=st.sampled_from([0, 1, 2, 5, 20, FAR]),
     stop=st.integers(1, 40),
 )
-def test_a_device_changes_nothing_of_what_is_told(
+def test_a_device_changes_nothing_that_hooks_report(
     recipe: list[tuple[str, int]], losses: list[Any], secs: float, lag: int, stop: int
 ) -> None:
     with FakeDevice(lag):
-        behind = outcome(recipe, losses, secs, stop)
-    assert behind == outcome(recipe, losses, secs, stop)
+        late = outcome(recipe, losses, secs, stop)
+    assert late == outcome(recipe, losses, secs, stop)
 
 
 # -- NanTensorHook on a device ----------------------------------------------------------------------------------------
@@ -717,7 +714,7 @@ def test_a_device_changes_nothing_of_what_is_told(
 def nan_trace(
     hook: SessionRunHook, losses: Sequence[Any], lag: int = 3, others: Sequence[SessionRunHook] = ()
 ) -> tuple[list[int], str, list[str]]:
-    """The steps that were made, the error or the reason for the stop, and the lines."""
+    """Return the steps of a loop, its error or the reason why it stopped, and its log lines."""
     with FakeDevice(lag):
         traced = trace(hook, *others, losses=losses, catch=NanLossDuringTrainingError)
     why = traced.stop_reason if traced.error is None else str(traced.error).split(".")[0]
@@ -726,14 +723,14 @@ def nan_trace(
 
 @pytest.mark.parametrize("where", [1, 2, 7, 8])
 @pytest.mark.parametrize("lag", [0, 3])
-def test_the_step_that_is_named_is_that_of_the_nan(where: int, lag: int) -> None:
+def test_the_error_names_the_step_of_the_nan(where: int, lag: int) -> None:
     losses = [0.1] * (where - 1) + [NAN] + [0.1] * 30
     steps, why, _ = nan_trace(NanTensorHook("loss"), losses, lag)
     assert why == f"loss is NaN at step {where}"
     assert len(steps) < where + lag + 3
 
 
-def test_in_stop_mode_the_step_that_is_named_is_that_of_the_nan() -> None:
+def test_in_stop_mode_the_message_names_the_step_of_the_nan() -> None:
     steps, why, lines = nan_trace(NanTensorHook("loss", fail_on_nan_loss=False), [0.1, NAN] + [0.1] * 30)
     assert why == "NanTensorHook: loss is NaN at step 2"
     assert lines == ["loss is NaN at step 2: training stops"]
@@ -757,7 +754,7 @@ def test_a_nan_is_noticed_within_the_bound(bound: int) -> None:
     assert 1 <= len(steps) <= 1 + bound
 
 
-def test_nobody_waits_to_look_for_nans() -> None:
+def test_looking_for_nans_never_waits() -> None:
     with FakeDevice(lag=3) as device, MonitoredLoop(lambda: torch.tensor(0.1), hooks=[NanTensorHook("loss")]) as loop:
         for _ in range(50):
             loop.run()
@@ -771,7 +768,7 @@ def test_a_nan_in_the_last_run_fails_the_loop_when_it_closes() -> None:
     assert [method for method, *_ in other.calls if method in ("end", "teardown")] == ["teardown"]
 
 
-def test_a_nan_in_the_last_run_is_warned_of_in_stop_mode() -> None:
+def test_a_nan_in_the_last_run_logs_a_warning_in_stop_mode() -> None:
     other = RecordingHook()
     _, why, lines = nan_trace(NanTensorHook("loss", fail_on_nan_loss=False), [0.1, NAN], FAR, [other])
     assert (why, lines) == ("data ended", ["loss is NaN at step 2: training stops"])
@@ -790,19 +787,19 @@ def test_a_nan_in_the_last_run_is_warned_of_in_stop_mode() -> None:
     ],
     ids=repr,
 )
-def test_one_nan_anywhere_in_what_is_watched_is_enough(value: Any) -> None:
+def test_one_nan_anywhere_in_the_watched_value_is_enough(value: Any) -> None:
     fetch = ["a", "b"] if isinstance(value, dict) else "loss"
     _, why, _ = nan_trace(NanTensorHook(fetch), [value])
     assert why.endswith("is NaN at step 1")
 
 
 @pytest.mark.parametrize(("value", "kind"), [(INF, "infinite"), (-INF, "infinite"), (NAN, "NaN"), (0.5, None)])
-def test_infinity_counts_if_it_is_to(value: float, kind: str | None) -> None:
+def test_infinity_counts_with_also_inf(value: float, kind: str | None) -> None:
     _, why, _ = nan_trace(NanTensorHook("loss", also_inf=True), [0.1, value])
     assert why == ("data ended" if kind is None else f"loss is {kind} at step 2")
 
 
-def test_infinity_passes_otherwise() -> None:
+def test_infinity_does_not_count_by_default() -> None:
     assert nan_trace(NanTensorHook("loss"), [INF] * 5)[1] == "data ended"
 
 

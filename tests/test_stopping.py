@@ -327,7 +327,7 @@ def test_an_output_that_is_missing_in_one_run_is_a_fetch_error() -> None:
     outputs = [{"loss": 1.0}, {"loss": 2.0}, {"other": 1.0}]
     seen = trace(NanTensorHook("loss"), losses=outputs, catch=FetchError)
     assert seen.steps == [1, 2]
-    assert "NanTensorHook('loss') (hook 0) asked for 'loss', which nothing has" in str(seen.error)
+    assert "NanTensorHook('loss') (hook 0) asked for 'loss', which does not exist" in str(seen.error)
 
 
 def test_a_fed_value_takes_precedence_over_an_output_of_the_same_name() -> None:

@@ -1,4 +1,4 @@
-"""The fakes that people test their hooks with do what they say."""
+"""The tools for testing hooks do what their documentation says."""
 
 import logging
 import time
@@ -27,20 +27,20 @@ def test_the_clock_stands_still() -> None:
         assert [time.monotonic(), time.monotonic()] == [5.0, 5.0]
 
 
-def test_the_clock_moves_as_far_as_it_is_told() -> None:
+def test_the_clock_moves_by_the_given_seconds() -> None:
     with FakeClock(5.0) as clock:
         clock.advance(0.25)
         assert time.monotonic() == clock() == 5.25
 
 
-def test_the_real_clock_comes_back_after_an_error() -> None:
+def test_the_real_clock_is_restored_after_an_error() -> None:
     real = time.monotonic
     with pytest.raises(KeyError), FakeClock():
         raise KeyError
     assert time.monotonic is real
 
 
-def test_a_clock_inside_another_gives_back_the_other() -> None:
+def test_a_clock_inside_another_restores_the_other() -> None:
     with FakeClock(1.0), FakeClock(2.0):
         pass
     with FakeClock(1.0):
@@ -49,7 +49,7 @@ def test_a_clock_inside_another_gives_back_the_other() -> None:
         assert time.monotonic() == 1.0
 
 
-def test_a_clock_may_be_entered_inside_itself_and_again() -> None:
+def test_a_clock_can_be_entered_inside_itself_and_again() -> None:
     real, clock = time.monotonic, FakeClock(7.0)
     with clock:
         with clock:
@@ -61,7 +61,7 @@ def test_a_clock_may_be_entered_inside_itself_and_again() -> None:
 
 
 @pytest.mark.parametrize("secs", [-1, float("nan"), float("inf")])
-def test_the_clock_refuses_to_go_anywhere_but_on(secs: float) -> None:
+def test_the_clock_refuses_to_go_back(secs: float) -> None:
     with pytest.raises(ValueError, match=f"FakeClock.advance\\({secs}\\): .* give 0 or more"):
         FakeClock().advance(secs)
 
@@ -89,13 +89,13 @@ def test_entries_of_several_hooks_in_one_list_start_with_their_names() -> None:
     assert calls[:2] == [("a", "begin"), ("b", "begin")]
 
 
-def test_keeps_the_results_as_they_came() -> None:
+def test_keeps_the_original_results() -> None:
     hook = RecordingHook({"l": "loss"})
     trace(hook, losses=[0.5])
     assert torch.equal(hook.results[0]["l"], torch.tensor(0.5))
 
 
-def test_the_example_of_a_recording_hook_gives_what_it_says() -> None:
+def test_the_docstring_of_recording_hook_shows_what_it_records() -> None:
     calls: list[tuple[Any, ...]] = []
     hooks = [
         RecordingHook("loss", name="a", calls=calls),
@@ -107,7 +107,7 @@ def test_the_example_of_a_recording_hook_gives_what_it_says() -> None:
     assert [repr(call).replace("'", '"') for call in calls[2:-2]] == shown
 
 
-def test_asks_to_stop_in_the_run_it_was_told() -> None:
+def test_requests_a_stop_in_the_given_run() -> None:
     seen = trace(RecordingHook(stop_at=2))
     assert (seen.steps, seen.stop_reason) == ([1, 2], "RecordingHook: run 2")
 
@@ -123,14 +123,14 @@ METHODS = ["begin", "after_create_session", "before_run", "after_run", "end", "t
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_raises_in_the_method_it_was_told(method: str) -> None:
+def test_raises_in_the_given_method(method: str) -> None:
     hook = RecordingHook(raises={method: KeyError})
     assert isinstance(trace(hook, losses=[0.5], catch=KeyError).error, KeyError)
     assert hook.calls[hook.calls.index(("raises", "KeyError")) - 1][0] == method
 
 
 @pytest.mark.parametrize("method", ["before_run", "after_run"])
-def test_raises_in_the_run_it_was_told(method: str) -> None:
+def test_raises_in_the_given_run(method: str) -> None:
     hook = RecordingHook(raises={(method, 3): ValueError("third")})
     assert trace(hook, losses=[0.5] * 9, catch=ValueError).steps == [1, 2]
 
@@ -188,7 +188,7 @@ def test_a_writer_counts_flushes_and_closes() -> None:
     assert repr(writer) == "<RecordingWriter: 0 records, flushed 2, closed 1 times>"
 
 
-def test_trace_tells_the_steps_the_reason_and_the_last_step() -> None:
+def test_trace_returns_the_steps_the_reason_and_the_last_step() -> None:
     seen = trace(StopAtStepHook(last_step=3), losses=[0.1] * 9)
     assert (seen.steps, seen.global_step, seen.stop_reason) == ([1, 2, 3], 3, "StopAtStepHook: step 3")
 
@@ -198,22 +198,22 @@ def test_trace_ends_with_the_losses() -> None:
     assert (seen.steps, seen.stop_reason) == ([11, 12], "data ended")
 
 
-def test_trace_has_the_lines() -> None:
+def test_trace_returns_the_log_lines() -> None:
     hook = LoggingTensorHook(["loss"], every_n_iter=2)
     lines = trace(hook, losses=[0.1, 0.2, 0.3], secs=0.5).lines
     assert lines == [("INFO", "loss = 0.1"), ("INFO", "loss = 0.3 (1.000 sec)")]
 
 
-def test_trace_takes_steps_of_the_length_asked_for() -> None:
+def test_steps_of_a_trace_take_the_given_seconds() -> None:
     assert trace(StepCounterHook(1), losses=[0.1] * 2, secs=0.25).lines == [("INFO", "global_step/sec: 4")]
 
 
-def test_trace_lets_errors_out() -> None:
+def test_trace_raises_errors() -> None:
     with pytest.raises(NanLossDuringTrainingError):
         trace(NanTensorHook("loss"), losses=[float("nan")])
 
 
-def test_trace_keeps_an_error_that_it_was_to_catch() -> None:
+def test_trace_returns_an_error_that_it_is_to_catch() -> None:
     seen = trace(NanTensorHook("loss"), losses=[0.1, float("nan")], catch=NanLossDuringTrainingError)
     assert (seen.steps, type(seen.error)) == ([1], NanLossDuringTrainingError)
 
@@ -223,31 +223,31 @@ def test_trace_raises_a_loss_that_is_an_exception(error: type[KeyError] | KeyErr
     assert trace(losses=[0.1, error, 0.2], catch=KeyError).steps == [1]
 
 
-def test_trace_gives_what_is_no_number_as_it_is() -> None:
+def test_trace_returns_losses_that_are_not_numbers_unchanged() -> None:
     hook = RecordingHook("accuracy")
     trace(hook, losses=[{"loss": 0.1, "accuracy": 0.9}])
     assert hook.results == [0.9]
 
 
-def test_trace_passes_the_rest_on_to_the_loop() -> None:
+def test_trace_passes_other_arguments_to_the_loop() -> None:
     hook = RecordingHook("bias")
     trace(hook, losses=[0.1], model=torch.nn.Linear(1, 2))
     assert hook.results[0].shape == (2,)
 
 
-def test_trace_tells_of_an_error_before_there_was_a_loop() -> None:
+def test_trace_returns_an_error_from_before_the_loop_exists() -> None:
     seen = trace(RecordingHook(raises={"begin": OSError}), start_step=5, catch=OSError)
     assert (seen.steps, seen.stop_reason, seen.global_step) == ([], None, 5)
 
 
-def test_lines_are_those_of_the_library_and_its_children() -> None:
+def test_log_lines_are_those_of_the_library_and_its_children() -> None:
     with log_lines() as lines:
         logging.getLogger("torchhooks.hooks").warning("careful")
-        logging.getLogger("somebody").warning("else")
+        logging.getLogger("another").warning("else")
     assert lines == [("WARNING", "careful")]
 
 
-def test_nothing_is_left_on_the_logger() -> None:
+def test_log_lines_restores_the_logger() -> None:
     logger = logging.getLogger("torchhooks")
     before = (logger.level, list(logger.handlers))
     with log_lines():
@@ -260,13 +260,13 @@ def test_plain_values_keep_their_structure() -> None:
     assert plain(values) == {"a": [[1.0, 1.0], 0.5], "b": ("text", None)}
 
 
-def test_the_example_of_the_docstring_runs() -> None:
+def test_the_example_in_the_docstring_runs() -> None:
     import textwrap
 
     from torchhooks import testing
 
     assert testing.__doc__ is not None
-    example = testing.__doc__.split("\n\n    ", 1)[1].split("\n\nEverything")[0]
+    example = testing.__doc__.split("\n\n    ", 1)[1].split("\n\nThese are")[0]
     names: dict[str, Any] = {}
     exec(textwrap.dedent("    " + example), names)
     tests = [value for name, value in names.items() if name.startswith("test_")]

@@ -1,4 +1,4 @@
-"""Timers: TensorFlow's own recorded answers, a model to compare with, and the errors."""
+"""Timers: recorded answers of TensorFlow, a model to compare with, and errors."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def test_answers_as_tensorflow_did(scenario: dict[str, Any], clock: FakeClock) -
 
 
 class Model:
-    """A timer with the rules spelled out: one trigger is remembered, and the time is an argument."""
+    """A timer that spells out the rules: it remembers one trigger, and the time is an argument."""
 
     def __init__(self, secs: float | None, steps: int | None) -> None:
         self.secs, self.steps = secs, steps
@@ -56,12 +56,12 @@ class Model:
 
 
 STEPS = range(12)
-# Quarters of a second are exact in binary, so that the model may compare differences.
+# Quarters of a second are exact in binary, so that the model can compare differences.
 quarters = st.integers(0, 12).map(lambda n: n / 4)
 periods = st.one_of(
     st.fixed_dictionaries({"every_secs": quarters}), st.fixed_dictionaries({"every_steps": st.integers(1, 4)})
 )
-# Steps go back as well: a recovery does that.
+# Steps also go back, as they do after a recovery.
 moves = st.lists(st.tuples(st.sampled_from(["update", "wait", "reset"]), st.sampled_from(STEPS), quarters), max_size=20)
 
 
@@ -87,7 +87,7 @@ def has_come(due: Due, step: int, now: float) -> bool:
 
 
 @given(period=periods, moves=moves)
-def test_no_trigger_comes_before_it_is_due(period: dict[str, Any], moves: list[tuple[str, int, float]]) -> None:
+def test_no_step_triggers_before_it_is_due(period: dict[str, Any], moves: list[tuple[str, int, float]]) -> None:
     with FakeClock() as clock:
         timer = SecondOrStepTimer(**period)
         for op, last_step, secs in moves:
@@ -98,7 +98,7 @@ def test_no_trigger_comes_before_it_is_due(period: dict[str, Any], moves: list[t
             assert triggers <= {step for step in STEPS if has_come(timer.next_due(), step, clock())}
 
 
-# Any floats: what is rounded must be rounded alike, or a trigger would be missed by the smallest of margins.
+# Any floats: both sides have to round alike, or the due moment and the trigger would differ in the last bit.
 @given(start=st.floats(0, 1e6), secs=st.floats(0, 1e4))
 def test_triggers_at_the_moment_it_is_due_and_not_a_float_earlier(start: float, secs: float) -> None:
     timer = SecondOrStepTimer(every_secs=secs)
@@ -134,28 +134,28 @@ def test_a_period_of_zero_seconds_triggers_at_every_new_step(clock: FakeClock) -
     assert [timer.should_trigger_for_step(step) for step in (1, 2)] == [False, True]
 
 
-def test_any_integer_is_a_number_of_steps() -> None:
+def test_any_integer_type_is_a_number_of_steps() -> None:
     assert repr(SecondOrStepTimer(every_steps=np.int64(3))) == "SecondOrStepTimer(every_steps=3)"  # type: ignore[arg-type]
 
 
-def test_refuses_two_periods_and_shows_them() -> None:
+def test_refuses_two_periods() -> None:
     with pytest.raises(ValueError, match=r"SecondOrStepTimer\(every_secs=1, every_steps=2\): .* not both"):
         SecondOrStepTimer(every_secs=1, every_steps=2)
 
 
-def test_refuses_to_have_no_period() -> None:
+def test_refuses_no_period() -> None:
     with pytest.raises(ValueError, match="none was given"):
         SecondOrStepTimer()
 
 
 @pytest.mark.parametrize("steps", [0, -3, 2.5, True, "ten", math.inf])
-def test_refuses_what_is_no_number_of_steps(steps: Any) -> None:
+def test_refuses_an_invalid_number_of_steps(steps: Any) -> None:
     with pytest.raises(ValueError, match=f"every_steps={steps!r}: .* 1 or more"):
         SecondOrStepTimer(every_steps=steps)
 
 
 @pytest.mark.parametrize("secs", [-0.5, math.nan, "soon", [1]])
-def test_refuses_what_is_no_number_of_seconds(secs: Any) -> None:
+def test_refuses_an_invalid_number_of_seconds(secs: Any) -> None:
     with pytest.raises(ValueError, match=r"every_secs=.*: .* 0 or more"):
         SecondOrStepTimer(every_secs=secs)
 
@@ -169,7 +169,7 @@ def test_repr_can_be_pasted_back(text: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["should", "update", "last", "reset"])
-def test_never_trigger_timer_has_nothing_to_say(op: str) -> None:
+def test_never_trigger_timer_answers_false_or_none(op: str) -> None:
     assert apply(NeverTriggerTimer(), op, 1) in (False, None, [None, None])
 
 

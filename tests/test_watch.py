@@ -1,4 +1,4 @@
-"""Watching submodules: the right values of this run, nothing left behind on them, and compiled code never a lie."""
+"""Watching submodules: values of the right run, no hooks left on them, and no wrong values from compiled code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchhooks.testing import RecordingHook, plain
 
 
 class Net(nn.Module):
-    """Doubles what it gets, by a submodule whose output is then changed in place."""
+    """Doubles its input with a submodule whose output is then changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ INPUTS = torch.tensor([[-1.0], [3.0]])
 
 
 def backward(model: nn.Module) -> Callable[[], torch.Tensor]:
-    """A step: the model forward on INPUTS and the gradient of the sum of its outputs' squares backward."""
+    """Return a step that computes the gradients of the sum of squares of the outputs for INPUTS."""
 
     def step() -> torch.Tensor:
         model.zero_grad()
@@ -47,7 +47,7 @@ def backward(model: nn.Module) -> Callable[[], torch.Tensor]:
 
 
 def watch(fetches: Any, model: nn.Module | None = None, step: Callable[..., Any] | None = None, runs: int = 1) -> Any:
-    """The value of ``fetches`` in the last of some runs, which is by default the only one, of ``backward(model)``."""
+    """Return the value of ``fetches`` in the last of ``runs`` runs, by default of ``backward(model)``."""
     model = Net() if model is None else model
     hook = RecordingHook(fetches)
     with MonitoredLoop(backward(model) if step is None else step, model, hooks=[hook]) as loop:
@@ -57,7 +57,7 @@ def watch(fetches: Any, model: nn.Module | None = None, step: Callable[..., Any]
 
 
 def hooks_on(model: nn.Module) -> list[str]:
-    """The submodules that anything is hooked to."""
+    """Return the names of the submodules with module hooks."""
     return [
         name
         for name, module in model.named_modules()
@@ -76,11 +76,11 @@ def test_the_output_of_a_submodule() -> None:
     assert plain(watch("act:output")) == [[0.0], [6.0]]
 
 
-def test_an_operation_in_place_behind_a_submodule_does_not_change_its_output() -> None:
+def test_an_in_place_operation_after_a_submodule_does_not_change_its_output() -> None:
     assert plain(watch("twice:output")) == [[-2.0], [6.0]]
 
 
-def test_an_operation_in_place_inside_of_a_submodule_does_not_change_its_input() -> None:
+def test_an_in_place_operation_inside_a_submodule_does_not_change_its_input() -> None:
     assert plain(watch("act:input")) == [[-2.0], [6.0]]
 
 
@@ -88,8 +88,8 @@ def test_the_gradient_of_the_output_of_a_submodule() -> None:
     assert plain(watch("act:grad")) == [[0.0], [12.0]]
 
 
-def test_an_operation_in_place_behind_a_submodule_does_not_change_its_gradient() -> None:
-    # The derivative of relu is in it: it is the gradient of what the submodule returned, not of what became of that.
+def test_an_in_place_operation_after_a_submodule_does_not_change_its_gradient() -> None:
+    # It includes the derivative of relu, so it is the gradient of what the submodule returned, before the operation.
     assert plain(watch("twice:grad")) == [[0.0], [12.0]]
 
 
@@ -103,7 +103,7 @@ def test_watched_names_in_any_structure_and_in_summary_ops() -> None:
     assert plain(values["a"]) == ([[0.0], [6.0]], [(op, [[0.0], [6.0]])])
 
 
-def test_two_hooks_may_watch_one_submodule() -> None:
+def test_two_hooks_can_watch_one_submodule() -> None:
     model, hooks = Net(), [RecordingHook("act:output"), RecordingHook(["act:output", "act:grad"])]
     with MonitoredLoop(backward(model), model, hooks=hooks) as loop:
         loop.run()
@@ -170,7 +170,7 @@ class Tracing(RecordingHook):
 
 
 class Both(nn.Module):
-    """Returns all it gets."""
+    """Returns all of its arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return {"args": args, **kwargs}
@@ -187,9 +187,7 @@ class Both(nn.Module):
         (([1, 2],), {}, [1, 2]),
     ],
 )
-def test_the_input_is_what_was_received_and_a_tuple_where_that_is_several(
-    args: Any, kwargs: Any, received: Any
-) -> None:
+def test_the_input_is_the_argument_or_a_tuple_of_several(args: Any, kwargs: Any, received: Any) -> None:
     model = Both()
     assert watch(":input", model, lambda: model(*args, **kwargs)) == received
 
@@ -221,7 +219,7 @@ class Split(nn.Module):
         return Halves(inputs * 2, inputs * 3)
 
 
-def test_the_gradients_of_several_outputs_have_their_shape_and_none_where_none_came() -> None:
+def test_the_gradients_of_several_outputs_have_their_structure_with_none_where_none_arrived() -> None:
     model = Split()
     value = watch(":grad", model, lambda: model(nn.Parameter(INPUTS)).right.sum().backward())
     assert plain(value) == Halves(None, [[1.0], [1.0]])  # type: ignore[arg-type]
@@ -246,7 +244,7 @@ def test_the_gradient_of_the_last_call_counts() -> None:
     assert watch(":grad", model, step) == 5
 
 
-def test_the_gradient_is_that_of_the_backward_whatever_is_done_to_it_later() -> None:
+def test_an_in_place_operation_after_the_backward_does_not_change_the_gradient() -> None:
     class Shift(nn.Module):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return inputs + 1
@@ -257,7 +255,7 @@ def test_the_gradient_is_that_of_the_backward_whatever_is_done_to_it_later() -> 
         weight = nn.Parameter(torch.ones(1))
         (model(weight) * 3).backward()
         assert weight.grad is not None
-        weight.grad.zero_()  # autograd gave it the very memory of the output's gradient
+        weight.grad.zero_()  # autograd shares its memory with the gradient of the output
 
     assert watch(":grad", model, step) == 3
 
@@ -295,7 +293,7 @@ def test_the_gradient_is_seen_through_activation_checkpointing() -> None:
     assert watch(":grad", model, step) == 3
 
 
-# -- what cannot be seen --------------------------------------------------------------------------------------------
+# -- what cannot be watched -----------------------------------------------------------------------------------------
 
 
 def watch_error(fetches: Any, model: nn.Module | None = None, step: Callable[..., Any] | None = None) -> str:
@@ -307,11 +305,11 @@ def watch_error(fetches: Any, model: nn.Module | None = None, step: Callable[...
 def test_a_submodule_that_does_not_exist() -> None:
     message = watch_error("twcie:output")
     assert message.startswith("RecordingHook('twcie:output') (hook 0) asked for 'twcie:output', but the model")
-    assert message.endswith("the model has no submodule 'twcie'. Did you mean 'twice'? There is: twice, act, unused.")
+    assert message.endswith("the model has no submodule 'twcie'. Did you mean 'twice'? Available: twice, act, unused.")
 
 
 @pytest.mark.parametrize("name", ["twice.weight:output", "forward:output", "twice.deeper:grad"])
-def test_what_is_no_submodule(name: str) -> None:
+def test_something_else_than_a_submodule(name: str) -> None:
     assert "the model has no submodule" in watch_error(name)
 
 
@@ -328,7 +326,7 @@ def test_a_submodule_that_was_not_called_in_this_run(kind: str) -> None:
     assert f"asked for 'unused:{kind}', but unused was not called in this run" in watch_error(f"unused:{kind}")
 
 
-def test_a_submodule_that_was_called_in_the_last_run_only_is_no_value() -> None:
+def test_a_submodule_that_was_called_only_in_the_last_run_has_no_value() -> None:
     model = Net()
     loop = MonitoredLoop(lambda call: model(INPUTS) if call else None, model, hooks=[RecordingHook("twice:output")])
     loop.run(True)
@@ -336,21 +334,24 @@ def test_a_submodule_that_was_called_in_the_last_run_only_is_no_value() -> None:
         loop.run(False)
 
 
-def test_a_gradient_that_did_not_come() -> None:
+def test_a_gradient_that_did_not_arrive() -> None:
     model = Net()
     assert "no gradient reached the output of act in this run" in watch_error("act:grad", model, lambda: model(INPUTS))
 
 
-def test_a_kind_that_there_is_not_is_an_unknown_name() -> None:
-    assert "asked for 'act:outptu', which nothing has" in watch_error("act:outptu")
+def test_an_unknown_suffix_is_an_unknown_name() -> None:
+    assert "asked for 'act:outptu', which does not exist" in watch_error("act:outptu")
 
 
-def test_outside_of_a_run_there_is_nothing_to_see() -> None:
-    with MonitoredLoop(int, Net()) as loop, pytest.raises(FetchError, match="'act:output', which is seen only while"):
+def test_a_submodule_cannot_be_watched_outside_of_a_run() -> None:
+    with (
+        MonitoredLoop(int, Net()) as loop,
+        pytest.raises(FetchError, match="'act:output', which has a value only during a step"),
+    ):
         loop.session.run({"a": ["act:output"]})
 
 
-# -- nothing is left behind -----------------------------------------------------------------------------------------
+# -- no hooks are left ----------------------------------------------------------------------------------------------
 
 
 def test_hooks_are_on_the_submodule_during_the_run_and_gone_after_it() -> None:
@@ -364,7 +365,7 @@ def test_hooks_are_on_the_submodule_during_the_run_and_gone_after_it() -> None:
     assert (during, hooks_on(model)) == ([["twice", "act"]], [])
 
 
-def test_hooks_are_on_the_submodule_only_in_runs_that_ask() -> None:
+def test_hooks_are_on_the_submodule_only_in_runs_that_fetch_it() -> None:
     model, during = Net(), []
 
     class EverySecond(RecordingHook):
@@ -381,7 +382,7 @@ def test_hooks_are_on_the_submodule_only_in_runs_that_ask() -> None:
     assert during == [[], ["twice"], [], ["twice"]]
 
 
-def test_no_hook_is_put_on_for_other_fetches() -> None:
+def test_other_fetches_add_no_hooks() -> None:
     model, during = Net(), []
     watch(["twice.weight", lambda model: 1, model.twice.weight], model, lambda: during.append(hooks_on(model)))
     assert during == [[]]
@@ -412,7 +413,7 @@ def test_hooks_are_gone_when_a_later_request_was_bad(bad: Any) -> None:
     assert hooks_on(model) == []
 
 
-def test_the_step_is_not_made_when_there_is_no_such_submodule() -> None:
+def test_the_step_is_not_called_if_a_submodule_does_not_exist() -> None:
     made: list[int] = []
     watch_error("nowhere:output", Net(), lambda: made.append(1))
     assert made == []
@@ -462,20 +463,20 @@ def test_watching_changes_no_gradient() -> None:
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
-    with torch._inductor.config.patch(compile_threads=1):  # the others would outlive the test
+    with torch._inductor.config.patch(compile_threads=1):  # worker processes would outlive the test
         yield
     torch.compiler.reset()
 
 
 def compiled(test: Any) -> Any:
-    """For a test that compiles: the compiler starts afresh."""
-    # Where a compiled function goes on after its backward(), the compiler itself looks at the loss's gradient.
+    """Decorate a test that compiles: reset the compiler before and after it."""
+    # For a compiled function with code after its backward(), the compiler itself reads the gradient of the loss.
     ignored = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
     return ignored(pytest.mark.usefixtures("_fresh_compiler")(test))
 
 
 def eager(model_or_step: Any) -> Any:
-    """Compiled by a backend that takes no time."""
+    """Compile with a backend that takes no time."""
     return torch.compile(model_or_step, backend="eager")
 
 
@@ -543,32 +544,30 @@ INSIDE_COMPILED: list[tuple[Callable[[], Any], str]] = [
 @compiled
 @pytest.mark.parametrize("kind", ["output", "input", "grad"])
 @pytest.mark.parametrize(("make", "path"), INSIDE_COMPILED)
-def test_the_inside_of_a_compiled_model_cannot_be_watched_and_says_so(
-    make: Callable[[], nn.Module], path: str, kind: str
-) -> None:
+def test_the_inside_of_a_compiled_model_cannot_be_watched(make: Callable[[], nn.Module], path: str, kind: str) -> None:
     model = make()
     message = watch_error(f"{path}:{kind}", model)
-    assert f"asked for '{path}:{kind}', but Net is compiled, and inside of compiled code no hook is called" in message
+    assert f"asked for '{path}:{kind}', but Net is compiled, and compiled code calls no module hooks" in message
     assert hooks_on(model) == []
 
 
 @compiled
 @pytest.mark.parametrize("runs_before", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["output", "input", "grad"])
-def test_in_a_compiled_step_nothing_can_be_watched_neither_at_first_nor_later(kind: str, runs_before: int) -> None:
+def test_in_a_compiled_step_nothing_can_be_watched_before_or_after_compilation(kind: str, runs_before: int) -> None:
     model = Net()
     step = eager(backward(model))
     for _ in range(runs_before):
         step()
     for _ in range(2):
-        assert "Calls in compiled code are not seen" in watch_error(f"twice:{kind}", model, step)
+        assert "Calls from compiled code are not seen" in watch_error(f"twice:{kind}", model, step)
 
 
 @compiled
-def test_a_model_that_is_compiled_behind_the_loops_back_is_right_or_an_error() -> None:
+def test_a_model_that_is_compiled_without_the_loop_knowing_is_an_error() -> None:
     model = Net()
     step = backward(eager(model))
-    assert "Calls in compiled code are not seen" in watch_error("twice:output", model, step)
+    assert "Calls from compiled code are not seen" in watch_error("twice:output", model, step)
 
 
 @compiled
@@ -578,7 +577,7 @@ def test_what_a_compiled_step_returns_can_be_fetched_in_every_run() -> None:
 
 
 @compiled
-def test_asking_a_compiled_step_for_what_cannot_be_watched_does_not_compile_it_again_and_again() -> None:
+def test_watching_a_compiled_step_does_not_recompile_it_each_time() -> None:
     model, compilations = Net(), []
 
     def backend(graph: Any, inputs: Any) -> Any:

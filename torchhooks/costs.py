@@ -27,7 +27,7 @@ class HookCosts:
         self._begin = time.perf_counter()
         for seat in self._seats:
             seat.measure(functools.partial(self._timed_method, seat))
-        readback.call = self._timed(readback.call, lambda request, values: request.made_by)
+        readback.measure(lambda call: self._timed(call, lambda request, values: request.made_by))
 
     def report(self) -> None:
         """Log the cost of each hook, most expensive first."""

@@ -1,12 +1,10 @@
-"""For tests, on any machine: a device whose copies take their time, and who made the host wait for one.
-
-Both are part of :mod:`torchhooks.testing`.
-"""
+"""Tools for testing, on any machine, whether hooks block the host on a device. Part of :mod:`torchhooks.testing`."""
 
 from __future__ import annotations
 
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,31 +14,34 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchhooks.cuda import pack, unpack
 from torchhooks.fetch import Evaluator
 from torchhooks.hook import SessionRunHook
 from torchhooks.loop import MonitoredLoop
-from torchhooks.readback import Copier, Readback, copiers, pack, unpack
+from torchhooks.readback import Copier, Readback, copiers
 from torchhooks.schedule import Schedule, Seat
 
 
 class FakeDevice:
-    """While it is entered, CPU tensors are read back as if they were on a device that is ``lag`` runs behind.
+    """A context manager in which CPU tensors are read back as from a device whose copies take ``lag`` runs.
 
         with FakeDevice(lag=3) as device:
-            ...                                        # runs of a loop; values come three runs after they were sent
-        assert device.waits == 0                       # and nobody waited for them
+            ...                                        # runs of a loop; values arrive three runs after they are sent
+        assert device.waits == 0                       # and the host never waited for one
 
-    A copy has the values of the moment at which it was begun, whatever happens to the tensor meanwhile. What has come
-    to the host, a ``when_ready`` callback's values for instance, is an ordinary CPU tensor.
+    A copy has the values of the moment at which it was started, even if the tensor is updated before it completes. What
+    has arrived on the host, such as the values of a ``when_ready`` callback, is an ordinary CPU tensor.
 
     Args:
-        lag: how many runs look in vain whether something is done that began now.
-        speed: seconds that pass on the device's clock for each on ``time.monotonic()``.
+        lag: the number of runs in which work that starts now is polled before it is done.
+        speed: seconds that pass on the device's clock for each second of ``time.monotonic()``.
 
     Attributes:
         copies: how many tensors were copied.
-        batches: how many times a batch of copies was begun.
-        waits: how often the host waited for something that was not done.
+        batches: how many batches of copies were started.
+        waits: how many times the host waited for work that was not done.
+        progress: how far the device is, in runs. Each poll that finds unfinished work advances it by one, because a run
+            that finds its oldest work unfinished polls nothing else.
     """
 
     def __init__(self, lag: int = 1, speed: float = 1.0) -> None:
@@ -49,30 +50,29 @@ class FakeDevice:
         self.copies = 0
         self.batches = 0
         self.waits = 0
-        # The device's own count of runs: in each one, what is oldest is looked at in vain at most once.
-        self._vain_looks = 0
+        self.progress = 0
         self._replaced: list[Copier | None] = []
 
     def stream(self, device: torch.device) -> Hashable:
-        """There is one."""
+        """Return the only stream."""
         return device
 
     def start(self, tensors: Sequence[torch.Tensor], stream: Hashable) -> _FakeTransfer:
-        """Begin to copy ``tensors``."""
+        """Start to copy ``tensors``."""
         self.batches += 1
         self.copies += len(tensors)
         return _FakeTransfer(self, tensors)
 
     def event(self, device: torch.device) -> _FakeEvent:
-        """Mark this point of the device's time."""
+        """Record an event at this point of the device's time."""
         return _FakeEvent(self)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is none of those that have come to the host."""
-        return not hasattr(tensor, "_is_on_host")
+        """Return whether ``tensor`` has not been copied to the host."""
+        return not hasattr(tensor, "is_on_fake_host")
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, waited for."""
+        """Return a copy on the host, which counts as a wait."""
         self.waits += 1
         return _on_host(tensor.detach().clone())
 
@@ -95,22 +95,22 @@ class FakeDevice:
 class _FakeEvent:
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
-        self._done_at = device._vain_looks + device.lag
-        self._secs = time.monotonic() * device.speed
+        self._done_at = device.progress + device.lag
+        self.secs = time.monotonic() * device.speed
 
     def done(self) -> bool:
-        if self._device._vain_looks >= self._done_at:
+        if self._device.progress >= self._done_at:
             return True
-        self._device._vain_looks += 1
+        self._device.progress += 1
         return False
 
     def wait(self) -> None:
-        if self._device._vain_looks < self._done_at:
+        if self._device.progress < self._done_at:
             self._device.waits += 1
-            self._device._vain_looks = self._done_at
+            self._device.progress = self._done_at
 
     def secs_since(self, earlier: _FakeEvent) -> float:
-        return self._secs - earlier._secs
+        return self.secs - earlier.secs
 
 
 class _FakeTransfer(_FakeEvent):
@@ -123,18 +123,18 @@ class _FakeTransfer(_FakeEvent):
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    tensor._is_on_host = True  # type: ignore[attr-defined]
+    tensor.is_on_fake_host = True  # type: ignore[attr-defined]
     return tensor
 
 
 class Sync(NamedTuple):
-    """One time that the host waited for a device, or would have.
+    """An operation that blocked the host on a device, or would have blocked it on a GPU.
 
     Args:
-        hook: the hook that did it, or that asked for the fetch that did.
+        hook: the hook that made the operation, or whose fetch did.
         method: the hook's method, ``"fetch"`` for what it asked for in ``before_run``, or ``"Due.when"``.
         step: the global step at that moment.
-        operation: what waited: an operator on the CPU, torch's own message on a GPU.
+        operation: the name of the operator on the CPU, torch's warning on a GPU.
     """
 
     hook: object
@@ -148,25 +148,28 @@ class Sync(NamedTuple):
 
 @contextmanager
 def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
-    """A list that gets every wait for a device that a hook or a fetch causes meanwhile.
+    """List every operation of a hook or a fetch that would block the host on a GPU, with its hook, method and step.
 
         with sync_audit() as syncs:
             for batch in batches:
                 loop.run(batch)
         assert not syncs, "\\n".join(map(str, syncs))
 
-    On a GPU torch tells of each operation that synchronises (``torch.cuda.set_sync_debug_mode``). On the CPU, inside of
-    a :class:`FakeDevice`, operators that would synchronise on a GPU are counted instead: ``item()``, ``nonzero()``,
-    indexing with a mask and their like; what reads memory without an operator, ``numpy()`` and ``tolist()``, is not
-    seen there. What the step does is its own affair, and so is what a ``when_ready`` callback does with values that
-    have arrived.
+    On a GPU, torch reports each operation that synchronizes (``torch.cuda.set_sync_debug_mode``). Without one, the
+    audit runs on a :class:`FakeDevice` and lists the operators that would synchronize on a GPU: ``item()``,
+    ``nonzero()``, indexing with a mask and the like. There it does not see ``numpy()`` and ``tolist()``, which read
+    memory without an operator. Operations of the step are not listed, nor are those of ``when_ready`` callbacks, whose
+    values are on the host.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``, for a test that is to go the same way everywhere; if not given, ``"cuda"``
-            where there is one.
+        device: ``"cuda"`` or ``"cpu"``, for a test that has to do the same on every machine. The default is ``"cuda"``
+            if it is available, else ``"cpu"``.
+
+    Raises:
+        ValueError: ``device`` is something else.
     """
     if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"sync_audit(device={device!r}): give 'cuda' or 'cpu', or nothing for the one there is")
+        raise ValueError(f"sync_audit(device={device!r}): give 'cuda' or 'cpu', or None for what is available")
     syncs: list[Sync] = []
 
     def note(operation: str) -> None:
@@ -178,7 +181,7 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
         with _cuda_syncs(note):
             yield syncs
     else:
-        with nullcontext() if "cpu" in copiers else FakeDevice(), _SyncCounter(note):
+        with nullcontext() if "cpu" in copiers else FakeDevice(), _SyncingOperators(note):
             yield syncs
 
 
@@ -204,14 +207,14 @@ def _cuda_syncs(note: Callable[[str], None]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-_SYNCHRONISE = (
+_SYNCING = (
     *("_local_scalar_dense", "allclose", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
     *("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
 )
 
 
-class _SyncCounter(TorchDispatchMode):
-    """Sees the operators that would make the host wait if their tensors were on a GPU."""
+class _SyncingOperators(TorchDispatchMode):
+    """Calls ``note`` for each operator that would block the host if its tensors were on a GPU."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -219,39 +222,39 @@ class _SyncCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _SYNCHRONISE or _looks_for_the_places(name, args):
+        if name in _SYNCING or _indexes_with_mask(name, args):
             self._note(f"aten.{name}")
         return func(*args, **(kwargs or {}))
 
 
-def _looks_for_the_places(name: str, args: Sequence[Any]) -> bool:
-    """Whether this indexes with a mask, so that the host has to know how much it has; filling with a number has not."""
+def _indexes_with_mask(name: str, args: Sequence[Any]) -> bool:
+    """Return whether this operator blocks the host to learn how many elements a mask selects."""
     if name not in ("index", "index_put", "index_put_") or (name != "index" and args[2].dim() == 0):
-        return False
+        return False  # writing a single number to a mask does not need to know how many elements there are
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
-_ARRIVED = {Readback.request.__code__, Readback._deliver.__code__}
-_EVALUATE = Evaluator.evaluate.__code__
-_LOOK = Schedule.noticed_by.__code__
-
-
 def _attributed(operation: str) -> Sync | None:
-    """Who is being called at this moment, from the stack; ``None`` if no hook and no fetch is."""
-    found: tuple[object, str] | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code, instance = frame.f_code, frame.f_locals.get("self")
-        if found is None:
-            if code in _ARRIVED:
-                return None
-            if code is _EVALUATE and isinstance(frame.f_locals["who"], Seat):
-                found = frame.f_locals["who"].hook, "fetch"
-            elif code is _LOOK:
-                found = frame.f_locals["seat"].hook, "Due.when"
-            elif isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
-                found = instance, code.co_name
+    """Return a :class:`Sync` for the hook that is running ``operation``; ``None`` if no hook or fetch is."""
+    culprit: tuple[object, str] | None = None
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        instance = frame.f_locals.get("self")
+        if culprit is None:
+            if isinstance(instance, Readback):
+                return None  # in a when_ready callback, whose values are on the host
+            culprit = _culprit(frame, instance)
         elif isinstance(instance, MonitoredLoop):
-            return Sync(*found, instance.global_step, operation)
-        frame = frame.f_back
+            return Sync(*culprit, instance.global_step, operation)
+    return None
+
+
+def _culprit(frame: FrameType, instance: object) -> tuple[object, str] | None:
+    """Return the hook that ``frame`` runs code of, and the method; ``None`` if it runs none."""
+    code, variables = frame.f_code, frame.f_locals
+    if code is Evaluator.evaluate.__code__ and isinstance(variables["requester"], Seat):
+        return variables["requester"].hook, "fetch"
+    if code is Schedule.noticed_by.__code__:
+        return variables["seat"].hook, "Due.when"
+    if isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
+        return instance, code.co_name
     return None

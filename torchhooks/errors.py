@@ -1,71 +1,71 @@
-"""Everything torchhooks raises on its own account.
+"""The exceptions that torchhooks defines.
 
     Exception
     ├── TorchHooksError
     │   ├── AbortedError                    raise it in a run to ask for recovery
-    │   ├── CheckpointError                 a checkpoint that could not be written, read or loaded
-    │   │   └── DamagedCheckpointError      its file is missing, cut short or changed
-    │   ├── FeedError                       (also RuntimeError) two feeds for one name
-    │   ├── FetchError                      (also LookupError) a fetch that has no value
-    │   │   └── NoRunYetError               an output was asked for when there is none yet
-    │   ├── LifecycleError                  (also RuntimeError) a call that comes too late, too early or nested
-    │   └── NanLossDuringTrainingError      (also RuntimeError) the watched value is not a number
-    └── TypeError, ValueError               an argument of the wrong kind, as everywhere in Python
+    │   ├── CheckpointError                 a checkpoint cannot be written, read or loaded
+    │   │   └── DamagedCheckpointError      its file is missing, truncated or modified
+    │   ├── FeedError                       (also RuntimeError) two feeds for one parameter
+    │   ├── FetchError                      (also LookupError) a fetch has no value
+    │   │   └── NoRunYetError               only a run could give it one, and there is none
+    │   ├── LifecycleError                  (also RuntimeError) a call that is too late, too early or nested
+    │   └── NanLossDuringTrainingError      (also RuntimeError) a watched value is NaN or infinite
+    └── TypeError, ValueError               an invalid argument, as everywhere in Python
 
-An exception of the user's own, out of a step, a hook or a closure, is never wrapped: it keeps its type and its
-traceback. One out of a hook or a closure gets a note (``__notes__``) that names the hook, the method and the step.
+Exceptions that a step, a hook or a closure raises are never wrapped: they keep their type and their traceback. Those
+from a hook or a closure get a note (``__notes__``) that names the hook, the method and the step.
 """
 
 import contextlib
 
 
 class TorchHooksError(Exception):
-    """The root of the errors that torchhooks defines."""
+    """Base class of the exceptions that torchhooks defines."""
 
 
 class AbortedError(TorchHooksError):
-    """A run was cut short by something outside of it and may be tried again."""
+    """A run was cut short by something outside of it and may be retried (``tf.errors.AbortedError``)."""
 
 
 class CheckpointError(TorchHooksError):
-    """A checkpoint could not be written or read, or does not fit the training."""
+    """A checkpoint cannot be written or read, or does not match the objects that it is loaded into."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The file of a checkpoint is not what was written: missing, cut short, changed, or never a checkpoint."""
+    """A checkpoint file is missing, truncated or modified, or is not a checkpoint at all."""
 
 
 class FeedError(TorchHooksError, RuntimeError):
-    """One parameter of the step was fed twice: by two hooks, or by a hook and the caller."""
+    """A parameter of the step is fed twice: by two hooks, or by a hook and the caller of ``run``."""
 
 
 class FetchError(TorchHooksError, LookupError):
-    """A fetch has no value: an unknown name, or something that this run did not produce."""
+    """A fetch has no value: its name is unknown, or this run did not produce it."""
 
 
 class NoRunYetError(FetchError):
-    """A name that only a run could give a meaning was asked for when there are no outputs.
-
-    That is before the first run, and after one that ended before its step returned.
-    """
+    """A fetch that only a run can give a value is evaluated before the first run, or after one whose step failed."""
 
 
 class LifecycleError(TorchHooksError, RuntimeError):
-    """A loop or a session was used after it stopped or closed, or inside its own run."""
+    """A loop or a session is used after it stopped or closed, or from inside its own run."""
 
 
 class NanLossDuringTrainingError(TorchHooksError, RuntimeError):
-    """The value that a NanTensorHook watches is not a number (``tf.train.NanLossDuringTrainingError``)."""
+    """A value that a NanTensorHook watches is NaN or, if it looks for these, infinite.
+
+    Named after ``tf.train.NanLossDuringTrainingError``.
+    """
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add ``note`` to ``error``, if its class lets that happen: what is told about an error must not replace it."""
+    """Add ``note`` to ``error``. Does nothing if its class refuses, so that ``error`` is never replaced by another."""
     with contextlib.suppress(Exception):
         error.add_note(note)
 
 
 def brief(error: BaseException) -> str:
-    """``error`` in one line, also where its class cannot print it."""
+    """Return the type and the message of ``error``; the type alone if it has no message or cannot be printed."""
     try:
         text = str(error)
     except Exception:

@@ -1,25 +1,33 @@
-"""From what a hook asks for to values: names, closures, tensors, and whatever is built of them.
+"""Fetches: what a hook can ask for in a run, and the value of each.
 
 ========================================  ============================================================================
-a fetch                                   its value
+fetch                                     value
 ========================================  ============================================================================
-``"loss"``                                the step's output of that name (see :func:`named_outputs`)
-``"global_step"``, ``"lr"``               the step count after this run; the learning rate, a list where groups differ
-``"fc1.weight"``, ``"fc1.weight.grad"``   a parameter or buffer of the model; its gradient, ``None`` where there is none
-``"encoder:output"``                      what that submodule returned in this run; ``:input`` and ``:grad`` likewise
+``"loss"``                                the output of the step with this name (see :func:`named_outputs`)
+``"global_step"``                         the global step, which counts this run
+``"lr"``                                  the learning rate; a list if the parameter groups differ
+``"fc1.weight"``                          a parameter or buffer of the model
+``"fc1.weight.grad"``                     its gradient; ``None`` if it has none
+``"encoder:output"``                      what this submodule of the model returned in this run
+``"encoder:input"``, ``"encoder:grad"``   what it received; the gradient of what it returned
+``"images"``                              an argument of the step, by the name of its parameter
 a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
-an object with ``compute()``              what that returns: a torchmetrics metric
+an object with ``compute()``              what ``compute()`` returns: a torchmetrics metric, for example
 a tensor                                  its value after this run
-a :class:`ComposedFetch`                  a summary op, for instance
-a list, tuple, dict, dataclass of these   the same with values in place of fetches
+a :class:`ComposedFetch`                  a value computed from another fetch: a summary op, for example
+a list, tuple, dict, dataclass of these   the same structure, with values in place of fetches
 ========================================  ============================================================================
 
-A name is looked up in this order: what hooks fed, the step's outputs, ``global_step``, ``lr``, the model's names, the
-run's inputs by parameter name. A closure's parameters may also be ``model``, ``optimizer``, ``session`` and
-``outputs``, and keep their default if nothing has their name. A closure runs under ``torch.no_grad()``, once a run
-however many hooks ask for it: two requests are for the same closure if they are equal, as bound methods can be.
+Fetches are evaluated after the step, in the runs in which a hook asks for them: a name, a closure or an object once in
+a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
+Tensors are detached from the graph and stay on their device.
 
-Tensors come back detached and copied, on their device: what happens to them after the run does not reach the copy.
+A name is looked up in this order: watched submodules, what hooks feed, the outputs of the step, ``global_step``,
+``lr``, the model, the arguments of the step.
+
+A closure is called under ``torch.no_grad()``, with the original values instead of copies. Its parameters can also be
+``model``, ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. A parameter whose
+name does not exist keeps its default. Two closures are the same fetch if they are equal, as bound methods can be.
 """
 
 from __future__ import annotations
@@ -39,70 +47,67 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchhooks.errors import FetchError, NoRunYetError
+from torchhooks.errors import FetchError, NoRunYetError, add_note
 from torchhooks.text import did_you_mean, shortened
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
-_NO_NAMES: Mapping[str, Any] = types.MappingProxyType({})
-
-
-_WATCHED = ((":", "output"), (":", "input"), (":", "grad"))
+_EMPTY: Mapping[str, Any] = types.MappingProxyType({})
+_WATCHED_SUFFIXES = ((":", "output"), (":", "input"), (":", "grad"))
 
 
 class ComposedFetch:
-    """A fetch made out of another one: a summary op, for instance. It does not change once it is made."""
+    """A fetch whose value is computed from that of another fetch, :attr:`fetch`, which must never change."""
 
     copies: bool = True
-    """Whether :meth:`compose` gets copies. What only looks at the value, and keeps nothing of it, can do without."""
+    """Whether :meth:`compose` gets copies. One that keeps no part of the value does not need them."""
 
     @functools.cached_property
     def watched_names(self) -> list[str]:
-        """The names in :attr:`fetch` that mean a submodule's doing."""
+        """The names in :attr:`fetch` for which a submodule has to be watched during the step."""
         return watched_names(self.fetch)
 
     @property
     def fetch(self) -> Any:
-        """What has to be evaluated."""
+        """The fetch to evaluate."""
 
     def compose(self, value: Any) -> Any:
-        """The value of this fetch, from the value of :attr:`fetch`."""
+        """Return the value of this fetch, given the value of :attr:`fetch`."""
 
 
 # -- structures ---------------------------------------------------------------------------------------------------
 
 
-_Rebuild = Callable[[Callable[[Any], Any], Any], Any]
+_Mapper = Callable[[Callable[[Any], Any], Any], Any]
 
-_rebuilds: dict[type, _Rebuild | None] = {}
+
+class _Mappers(dict[type, _Mapper | None]):
+    """How to map the leaves of each type of structure, ``None`` for a type of leaf; found out once for each type."""
+
+    def __missing__(self, kind: type) -> _Mapper | None:
+        self[kind] = mapper = _mapper_for(kind)
+        return mapper
+
+
+_mappers = _Mappers()
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass.
+    """Return ``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass.
 
-    A mapping of another kind than dict comes back as a dict, as nobody knows how to make one; a list likewise. A
-    dataclass that can be called, or anything that has ``compute()``, is no structure.
+    A mapping other than a dict or OrderedDict comes back as a dict, and a subclass of list as a list, because their
+    constructors are unknown. A dataclass that can be called, and an object with ``compute()``, is a leaf.
     """
-    kind = type(tree)
-    try:
-        rebuild = _rebuilds[kind]
-    except KeyError:
-        rebuild = _rebuilds[kind] = _how_to_rebuild(kind)
-    return function(tree) if rebuild is None else rebuild(function, tree)
+    mapper = _mappers[type(tree)]
+    return function(tree) if mapper is None else mapper(function, tree)
 
 
 def is_fixed(tree: Any) -> bool:
-    """Whether nobody can put another leaf into ``tree``: it is a leaf, or a tuple of what is fixed."""
-    kind = type(tree)
-    if kind is tuple:
-        return all(map(is_fixed, tree))
-    if kind not in _rebuilds:
-        _rebuilds[kind] = _how_to_rebuild(kind)
-    return _rebuilds[kind] is None
+    """Return whether ``tree`` always has the same leaves: it is a leaf, or a tuple of trees that are fixed."""
+    return all(map(is_fixed, tree)) if type(tree) is tuple else _mappers[type(tree)] is None
 
 
-def _how_to_rebuild(kind: type) -> _Rebuild | None:
-    """How to make a ``kind`` of new parts, ``None`` if it is no structure; found out once for each class."""
+def _mapper_for(kind: type) -> _Mapper | None:
     if issubclass(kind, ComposedFetch) or callable(getattr(kind, "compute", None)):
         return None
     if kind is dict or kind is OrderedDict:
@@ -117,7 +122,7 @@ def _how_to_rebuild(kind: type) -> _Rebuild | None:
     return _map_dataclass if dataclasses.is_dataclass(kind) and not calls else None
 
 
-# Comprehensions of lists: a generator would turn a StopIteration out of a closure into a RuntimeError.
+# List comprehensions, because a generator would turn a StopIteration that a closure raises into a RuntimeError.
 
 
 def _map_list(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -126,7 +131,8 @@ def _map_list(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
     items = [map_leaves(function, item) for item in tree]
-    # A named tuple's constructor takes its fields one by one; that of torch.Size and what max(dim) gives, all in one.
+    # The constructor of a named tuple takes its fields one by one, that of a torch.Size or a torch.return_types.max an
+    # iterable of all of them.
     return getattr(tree, "_make", type(tree))(items)
 
 
@@ -141,13 +147,13 @@ def _map_mapping(function: Callable[[Any], Any], tree: Any) -> Any:
 def _map_dataclass(function: Callable[[Any], Any], tree: Any) -> Any:
     result = copy.copy(tree)
     for field in dataclasses.fields(tree):
-        # Past the class's own __setattr__, which a frozen dataclass refuses with.
+        # The __setattr__ of a frozen dataclass raises an error.
         object.__setattr__(result, field.name, map_leaves(function, getattr(tree, field.name)))
     return result
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in ``tree`` that is not a structure; of a composed fetch, the leaves of what it needs."""
+    """Yield the leaves of ``tree``, with those of :attr:`ComposedFetch.fetch` in place of a composed fetch."""
     found: list[Any] = []
     map_leaves(found.append, tree)
     for leaf in found:
@@ -158,16 +164,16 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def watched_names(fetches: Any) -> list[str]:
-    """The names in ``fetches`` that mean a submodule's doing: ``"encoder.layer1:output"``."""
+    """Return the names in ``fetches`` for which a submodule has to be watched: ``"encoder.layer1:output"``."""
     if isinstance(fetches, ComposedFetch):
         return fetches.watched_names
     if type(fetches) is str and ":" not in fetches:
         return []
-    return [leaf for leaf in leaves(fetches) if isinstance(leaf, str) and leaf.rpartition(":")[1:] in _WATCHED]
+    return [leaf for leaf in leaves(fetches) if isinstance(leaf, str) and leaf.rpartition(":")[1:] in _WATCHED_SUFFIXES]
 
 
 def snapshot(value: Any) -> Any:
-    """``value`` with every tensor and array in it detached and copied, so that no later update reaches it."""
+    """Return ``value`` with detached copies of its tensors and copies of its arrays, which no update changes."""
     kind = type(value)
     if kind is float or kind is int:
         return value
@@ -181,33 +187,30 @@ def _copy_leaf(value: Any) -> Any:
 
 
 def as_snapshot(fresh: torch.Tensor) -> torch.Tensor:
-    """``fresh``, marked as one that nobody else has and so nobody updates."""
-    fresh._is_snapshot = True  # type: ignore[attr-defined]
+    """Mark ``fresh``, a tensor that no other code has a reference to, as one that is never updated, and return it."""
+    fresh.is_torchhooks_snapshot = True  # type: ignore[attr-defined]
     return fresh
 
 
 def is_snapshot(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one that nobody updates, as :func:`as_snapshot` marks them."""
-    return hasattr(tensor, "_is_snapshot")
+    """Return whether :func:`as_snapshot` has marked ``tensor``, so that it need not be copied again."""
+    return hasattr(tensor, "is_torchhooks_snapshot")
 
 
 def detached(value: Any) -> Any:
-    """``value`` with every tensor in it detached, not copied."""
+    """Return ``value`` with every tensor detached, without copying any."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
-
-
-def _computes(value: Any) -> bool:
-    return callable(getattr(value, "compute", None)) and not isinstance(value, type)
 
 
 # -- names --------------------------------------------------------------------------------------------------------
 
 
 def named_outputs(outputs: Any) -> Mapping[str, Any]:
-    """The names under which what a step returned can be fetched.
+    """Return the parts of what a step returned, by the names under which they can be fetched.
 
-    The fields of a mapping, named tuple or dataclass have their own names; a single tensor, array or number is
-    ``"loss"``; the items of another tuple or list are ``"0"``, ``"1"`` and so on. Anything else has no names.
+    The items of a mapping and the fields of a named tuple or dataclass keep their names. A single tensor, array or
+    number is ``"loss"``. The items of any other tuple or list are ``"0"``, ``"1"`` and so on. Anything else has no
+    name.
     """
     if type(outputs) is torch.Tensor or isinstance(outputs, (torch.Tensor, numbers.Number, np.generic, np.ndarray)):
         return {"loss": outputs}
@@ -227,36 +230,36 @@ def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> Any:
-    """The learning rate of ``optimizer``: one value where its groups agree, else a list with one a group."""
+    """Return the learning rate of ``optimizer``: one value if its groups agree, else a list with one for each group."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return rates[0] if all(_same_rate(rate, rates[0]) for rate in rates[1:]) else rates
 
 
 def _same_rate(one: Any, other: Any) -> bool:
     if any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for rate in (one, other)):
-        return one is other  # comparing the numbers would wait for the device
+        return one is other  # comparing their values would wait for the device
     return bool(one == other)
 
 
-def model_value(model: torch.nn.Module | None, name: str) -> Any:
-    """The parameter or buffer ``name`` of ``model``, the gradient of one (``"fc.weight.grad"``), or ``_MISSING``."""
+def _model_value(model: torch.nn.Module | None, name: str) -> Any:
+    """Return a parameter, a buffer or a gradient (``"fc.weight.grad"``) of ``model``, or ``_MISSING``."""
     if model is None:
         return _MISSING
     tensor = _model_tensor(model, name)
     if tensor is _MISSING and name.endswith(".grad"):
         parameter = _model_tensor(model, name.removesuffix(".grad"))
         if parameter is not _MISSING:
-            # One that is computed (torch.nn.utils.parametrize) has no gradient of its own, and warns when asked.
+            # A computed one (torch.nn.utils.parametrize) keeps no gradient, and reading its .grad is a warning.
             return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
     return tensor
 
 
 def _model_tensor(model: torch.nn.Module, name: str) -> Any:
     path, _, leaf = name.rpartition(".")
-    for root in (model, getattr(model, "module", None)):  # the second is what DistributedDataParallel wraps
+    for root in (model, getattr(model, "module", None)):  # .module is what DistributedDataParallel wraps
         try:
             value = getattr(root.get_submodule(path), leaf)  # type: ignore[union-attr]
-        except Exception:  # a property that cannot be read now is no name either
+        except Exception:  # there is no such attribute, or it is a property that raises
             continue
         if isinstance(value, torch.Tensor):
             return value
@@ -268,8 +271,8 @@ def _model_tensor(model: torch.nn.Module, name: str) -> Any:
 _parameters: weakref.WeakKeyDictionary[Any, dict[bool, tuple[inspect.Parameter, ...]]] = weakref.WeakKeyDictionary()
 
 
-def closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """The parameters of ``closure`` that are names, looked up once for each function."""
+def _closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of ``closure`` that are names. Cached by function, because ``inspect`` is slow."""
     bound = isinstance(closure, types.MethodType)
     function = closure.__func__ if isinstance(closure, types.MethodType) else closure
     if not isinstance(function, types.FunctionType):
@@ -284,7 +287,7 @@ def _read_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ..
     try:
         function = closure.forward if isinstance(closure, torch.nn.Module) else closure
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin that does not say what it takes is called without anything
+    except (TypeError, ValueError):  # a builtin without a signature is called without arguments
         return ()
     given = closure.keywords if isinstance(closure, functools.partial) else ()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -292,7 +295,7 @@ def _read_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ..
 
 
 def describe(fetch: Any) -> str:
-    """A fetch as an error or a log line names it: a closure by its name and, where it has one, its line."""
+    """Return a description of ``fetch`` for errors and log lines: of a function, its name, file and line."""
     code = getattr(fetch, "__code__", None)
     if code is not None:
         return f"{fetch.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
@@ -303,92 +306,92 @@ def describe(fetch: Any) -> str:
 
 
 class Evaluator:
-    """Everything that has a name at one moment, and the fetches of that moment, each distinct one evaluated once.
+    """Evaluates the fetches of one run, each distinct one once.
 
     Args:
-        session: what closures get as ``session``; its ``model``, ``optimizer`` and ``global_step`` have names.
+        session: what closures get as ``session``, with the model, the optimizer and the global step.
         outputs: what the step returned.
-        feeds: what was fed, by name.
-        inputs: called when an input of the run is asked for, for all of them by parameter name.
-        watched: what submodules did in this run, by name (``"fc1:output"``), copied already.
+        feeds: what hooks feed, by name.
+        inputs: returns the arguments of the step by parameter name. Called only when a fetch needs them.
+        watched: what submodules did in this run, by name (``"fc1:output"``), already copied.
 
     Attributes:
-        ran: whether there are outputs of a run.
-        gone: names that mean something during a run only: what the step takes.
+        ran: whether a run has produced outputs.
+        gone: the names that exist only during a run: the parameters of the step.
     """
 
     ran = True
     gone: Collection[str] = ()
-    _who: object = ""
+    _requester: object = ""
 
     def __init__(
         self,
         session: Any,
         outputs: Any = None,
-        feeds: Mapping[str, Any] = _NO_NAMES,
+        feeds: Mapping[str, Any] = _EMPTY,
         inputs: Callable[[], Mapping[str, Any]] = dict,
-        watched: Mapping[str, Any] = _NO_NAMES,
+        watched: Mapping[str, Any] = _EMPTY,
     ) -> None:
         self.session = session
         self.outputs = outputs
         self.feeds = feeds
         self.watched = watched
         self._inputs = inputs
-        self._values: dict[Any, Any] = {}  # by name, by closure, and by the id of other objects
+        self._values: dict[Any, Any] = {}  # by name, by closure, and by id for other objects
         self._outputs = {"loss": outputs} if type(outputs) is torch.Tensor else named_outputs(outputs)
 
-    def evaluate(self, fetch: Any, who: object) -> Any:
-        """The value of ``fetch``, in its shape. ``who`` asked for it: errors say so, with its ``str``.
+    def evaluate(self, fetch: Any, requester: object) -> Any:
+        """Return the value of ``fetch``, in its structure. Errors name the ``requester``, with its ``str()``.
 
         Raises:
-            FetchError: a name that nothing has, or something that is no fetch.
+            FetchError: a name does not exist, or something is not a fetch.
         """
-        self._who = who
+        self._requester = requester
         if type(fetch) is str:
-            return self._name(fetch)
-        return self._compose(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
+            return self._named(fetch)
+        return self._composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
 
     def _leaf(self, fetch: Any) -> Any:
         if isinstance(fetch, str):
-            return self._name(fetch)
+            return self._named(fetch)
         if isinstance(fetch, ComposedFetch):
-            return self._compose(fetch)
+            return self._composed(fetch)
         if isinstance(fetch, torch.Tensor):
             return self._once(fetch, lambda: fetch)
-        if _computes(fetch):
+        if callable(getattr(fetch, "compute", None)) and not isinstance(fetch, type):
             return self._once(fetch, lambda: self._call(fetch, fetch.compute))
         if callable(fetch):
             return self._closure(fetch)
         raise FetchError(
-            f"{self._who} asked for {fetch!r}, which is no fetch: a fetch is a name, a closure, an object with "
-            "compute(), a tensor, or these in lists, tuples, dicts and dataclasses"
+            f"{self._requester} asked for {fetch!r}, which is not a fetch: a fetch is a name, a closure, an object "
+            "with compute(), a tensor, or these in lists, tuples, dicts and dataclasses"
         )
 
-    def _name(self, name: str) -> Any:
+    def _leaf_uncopied(self, fetch: Any) -> Any:
+        return self._find(fetch) if type(fetch) is str and fetch not in self.watched else self._leaf(fetch)
+
+    def _named(self, name: str) -> Any:
         if name in self.watched:
             return self.watched[name]
         if name not in self._values:
             self._values[name] = snapshot(self._find(name))
         return self._values[name]
 
-    def _uncopied(self, fetch: Any) -> Any:
-        return self._find(fetch) if type(fetch) is str and fetch not in self.watched else self._leaf(fetch)
-
     def _find(self, name: str) -> Any:
         value = self._look_up(name)
         if value is _MISSING:
-            raise self._unknown(name, f"{self._who} asked for {name!r}, which nothing has")
+            raise self._unknown(name, f"{self._requester} asked for {name!r}, which does not exist")
         return value
 
     def _once(self, fetch: Any, value: Callable[[], Any]) -> Any:
         if id(fetch) not in self._values:
-            self._values[id(fetch)] = fetch, snapshot(value())  # kept with it, so that no other object gets its id
+            self._values[id(fetch)] = fetch, snapshot(value())  # with the fetch, so that its id stays its own
         return self._values[id(fetch)][1]
 
     def _closure(self, closure: Callable[..., Any]) -> Any:
         try:
             hash(closure)
-        except TypeError:  # cannot be compared by value, so by identity
+        except TypeError:  # not hashable: identified by id instead
             return self._once(closure, lambda: self._call_by_name(closure))
         if closure not in self._values:
             self._values[closure] = snapshot(self._call_by_name(closure))
@@ -397,7 +400,7 @@ class Evaluator:
     def _call_by_name(self, closure: Callable[..., Any]) -> Any:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for parameter in closure_parameters(closure):
+        for parameter in _closure_parameters(closure):
             value = self._argument(closure, parameter)
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 kwargs[parameter.name] = value
@@ -406,18 +409,20 @@ class Evaluator:
         return self._call(closure, functools.partial(closure, *args, **kwargs))
 
     def _argument(self, closure: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-        value = self._look_up_parameter(parameter.name)
+        name, session = parameter.name, self.session
+        value = self._look_up(name)
         if value is not _MISSING:
             return value
-        if parameter.default is not inspect.Parameter.empty:
-            return parameter.default
-        raise self._unknown(
-            parameter.name,
-            f"{self._who} asked for {describe(closure)}, whose parameter {parameter.name!r} is a name that nothing has",
-        )
+        if name in ("model", "optimizer"):
+            return getattr(session, name)
+        value = {"session": session, "outputs": self.outputs}.get(name, parameter.default)
+        if value is not inspect.Parameter.empty:
+            return value
+        asked = f"{self._requester} asked for {describe(closure)}"
+        raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name")
 
-    def _compose(self, fetch: ComposedFetch) -> Any:
-        evaluate, parts = self._leaf if fetch.copies else self._uncopied, fetch.fetch
+    def _composed(self, fetch: ComposedFetch) -> Any:
+        evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch
         value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
         try:
             return fetch.compose(value)
@@ -434,21 +439,23 @@ class Evaluator:
             raise
 
     def _note(self, error: BaseException, fetch: Any) -> None:
-        with contextlib.suppress(Exception):  # what cannot be printed, or takes no note, must not hide the error
+        with contextlib.suppress(Exception):  # a fetch that cannot be printed must not replace the error
             names = shortened([*self._all_names(), "model", "optimizer", "session", "outputs"])
-            error.add_note(f"torchhooks: in {describe(fetch)}, which {self._who} asked for; names here: {names}")
+            add_note(
+                error, f"torchhooks: in {describe(fetch)}, which {self._requester} asked for; available names: {names}"
+            )
 
     def _unknown(self, name: str, message: str) -> FetchError:
         if name in self.gone:
-            return NoRunYetError(f"{message} now: it is an input of a run, and there is none at the moment.")
+            return NoRunYetError(f"{message} outside of a run: it is an argument of the step.")
         names = self._all_names()
-        message += f".{did_you_mean(name, names)} There is: {shortened(names)}."
+        message += f".{did_you_mean(name, names)} Available: {shortened(names)}."
         if self.ran:
             return FetchError(message)
-        return NoRunYetError(f"{message} What a step returns has a name only after a run in which it did.")
+        return NoRunYetError(f"{message} The outputs of the step exist only after a run in which it returned.")
 
     def _look_up(self, name: str) -> Any:
-        """What ``name`` stands for, or ``_MISSING``."""
+        """Return the value of ``name``, not copied, or ``_MISSING``."""
         if name in self.feeds:
             return self.feeds[name]
         if name in self._outputs:
@@ -457,24 +464,15 @@ class Evaluator:
             return self.session.global_step
         if name == "lr" and _has_rate(self.session.optimizer):
             return learning_rate(self.session.optimizer)
-        value = model_value(self.session.model, name)
+        value = _model_value(self.session.model, name)
         return self._inputs().get(name, _MISSING) if value is _MISSING else value
 
-    def _look_up_parameter(self, name: str) -> Any:
-        """What a closure's parameter ``name`` stands for, or ``_MISSING``."""
-        value = self._look_up(name)
-        if value is not _MISSING:
-            return value
-        if name in ("model", "optimizer"):
-            return getattr(self.session, name)
-        return {"session": self.session, "outputs": self.outputs}.get(name, _MISSING)
-
     def _all_names(self) -> list[str]:
-        """Every name there is, in the order in which they are looked up."""
+        """Return every name that exists."""
         names = [*self.feeds, *map(str, self._outputs), "global_step"]
         names += ["lr"] if _has_rate(self.session.optimizer) else []
         names += [*self.watched]
         if self.session.model is not None:
             tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
-            names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # torch.compile's name for what it wraps
+            names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # the wrapper of torch.compile
         return [*dict.fromkeys([*names, *self._inputs()])]

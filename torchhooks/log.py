@@ -1,4 +1,4 @@
-"""The logger of the library, and how its lines reach a person who configured no logging."""
+"""The logger of the library, and the fallback for applications that do not configure logging."""
 
 import logging
 import sys
@@ -8,40 +8,32 @@ logger = logging.getLogger("torchhooks")
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Our own handler, told apart from anybody else's by its type; writes to what ``sys.stderr`` is at the time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
-        self.set_level = logger.level == logging.NOTSET
-        """Whether the level of the logger is our doing, and not that of the person."""
+    logger_level = logging.NOTSET
+    """The level of the logger before this handler was added."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr  # which a notebook or a test may have replaced
+        self.stream = sys.stderr  # looked up for each line, because a notebook or a test may replace it
         super().emit(record)
 
 
+_fallback = _StderrHandler()
+_fallback.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+
+
 def show_lines() -> None:
-    """See to it that a person who configured no logging sees the lines on stderr, and one who did sees them once.
+    """Log lines of level INFO and above to stderr, unless the application has configured logging.
 
-    Decided at each call anew: if there is a handler of somebody else's by now, ours goes.
+    Called for each new loop. If the application has configured logging since the last call, the fallback is removed, so
+    that each line appears once.
     """
-    handlers = [*logger.handlers, *logging.getLogger().handlers]
-    for name, child in list(logging.Logger.manager.loggerDict.items()):
-        if name.startswith("torchhooks.") and isinstance(child, logging.Logger):
-            handlers += child.handlers
-    ours = [handler for handler in handlers if isinstance(handler, _StderrHandler)]
-    if len(handlers) > len(ours):
-        for handler in ours:
-            logger.removeHandler(handler)
-            if handler.set_level and logger.level == logging.INFO:
-                logger.setLevel(logging.NOTSET)
-    elif not ours:
-        _show_on_stderr()
-
-
-def _show_on_stderr() -> None:
-    handler = _StderrHandler()
-    logger.addHandler(handler)
-    if handler.set_level:
-        logger.setLevel(logging.INFO)
+    known = list(logging.Logger.manager.loggerDict.items())  # another thread may be adding a logger
+    loggers = [logging.root, *(each for name, each in known if f"{name}.".startswith("torchhooks."))]
+    handlers = [handler for each in loggers for handler in getattr(each, "handlers", ())]
+    if not handlers:
+        _fallback.logger_level = logger.level
+        logger.addHandler(_fallback)
+        logger.setLevel(logger.level or logging.INFO)
+    elif _fallback in handlers and len(handlers) > 1:
+        logger.removeHandler(_fallback)
+        if logger.level == logging.INFO:  # any other level was set by the application
+            logger.setLevel(_fallback.logger_level)

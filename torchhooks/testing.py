@@ -1,6 +1,6 @@
-"""For people who write hooks: a clock that stands still, things that write down what happens to them, a small loop.
+"""Tools for testing hooks: a fake clock, a hook and a writer that record their calls, a small training loop.
 
-A hook, and three tests of it that take no time and need no files:
+A hook, and three tests of it that do not sleep and write no files:
 
     from torchhooks import SessionRunArgs, SessionRunHook
     from torchhooks.testing import RecordingHook, trace
@@ -27,12 +27,11 @@ A hook, and three tests of it that take no time and need no files:
         trace(StopWhenGood(0.2), after, losses=[0.1])
         assert ("after_run", 1, 1) in after.calls
 
-Everything here is a real implementation of what it stands for: :func:`trace` runs a real
-:class:`torchhooks.MonitoredLoop`. For a step, a model or a clock of one's own, make the loop oneself, inside
-``with FakeClock() as clock, log_lines() as lines:``.
+These are working implementations, not mocks: :func:`trace` runs a real :class:`torchhooks.MonitoredLoop`. To use a
+step or a clock of your own, create the loop inside ``with FakeClock() as clock, log_lines() as lines:``.
 
-:class:`FakeDevice` makes the CPU behave as a device that is read back late, :func:`sync_audit` tells which hook makes
-the host wait for one.
+:class:`FakeDevice` makes the CPU behave like a device whose values arrive late. :func:`sync_audit` lists the operations
+of hooks that would block the host on a GPU.
 """
 
 from __future__ import annotations
@@ -44,20 +43,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from torchhooks.coordinator import Coordinator
 from torchhooks.devices import FakeDevice, Sync, sync_audit
 from torchhooks.fetch import map_leaves
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger, show_lines
 from torchhooks.loop import MonitoredLoop
 from torchhooks.session import Scaffold, Session
+from torchhooks.text import call_repr
 from torchhooks.timer import count
-
-if TYPE_CHECKING:
-    from torchhooks.coordinator import Coordinator
 
 __all__ = [
     "FakeClock",
@@ -78,16 +76,16 @@ _METHODS = ("begin", "after_create_session", "before_run", "after_run", "end", "
 
 
 class FakeClock:
-    """A clock that moves only when it is told to, in place of ``time.monotonic`` while it is entered.
+    """A clock that moves only when it is told to. A context manager that replaces ``time.monotonic``.
 
         with FakeClock() as clock:
             timer.update_last_triggered_step(1)
             clock.advance(2.5)
 
-    It may be entered again, also inside itself or another one; every exit puts back what its entry found.
+    It can be entered again, even inside itself or another clock. Each exit restores what its entry replaced.
 
     Args:
-        start: what it shows at first, in seconds.
+        start: the initial time, in seconds.
     """
 
     def __init__(self, start: float = 1000.0) -> None:
@@ -95,11 +93,11 @@ class FakeClock:
         self._replaced: list[Callable[[], float]] = []
 
     def __call__(self) -> float:
-        """The time, in seconds."""
+        """Return the current time, in seconds."""
         return self._now
 
     def advance(self, secs: float) -> None:
-        """Let ``secs`` seconds pass: a finite number, 0 or more, or it is a ValueError."""
+        """Let ``secs`` seconds pass. Raises ValueError if it is negative or not finite."""
         if not 0 <= secs < math.inf:
             raise ValueError(f"FakeClock.advance({secs!r}): a monotonic clock never goes back, give 0 or more seconds")
         self._now += secs
@@ -117,9 +115,9 @@ class FakeClock:
 
 
 class RecordingHook(SessionRunHook):
-    """Writes down every call it gets in ``calls``; asks, feeds, stops and raises as it is told to.
+    """A hook that records every call in ``calls``, and that fetches, feeds, stops and raises as its arguments say.
 
-    A run in which it asked for the loss, the second hook of the list being told to raise in its second run:
+    Two of them, of which the second raises in its second run:
 
         calls = []
         hooks = [
@@ -127,7 +125,7 @@ class RecordingHook(SessionRunHook):
             RecordingHook(name="b", calls=calls, raises={("before_run", 2): ValueError}),
         ]
 
-    gives, between the calls of ``begin`` and ``teardown``:
+    record, between the calls of ``begin`` and ``teardown``:
 
         ("a", "after_create_session", 0)          the global step
         ("b", "after_create_session", 0)
@@ -139,21 +137,21 @@ class RecordingHook(SessionRunHook):
         ("b", "before_run", False)
         ("b", "raises", "ValueError")
 
-    ``end`` is written down with the global step. Tensors and arrays are written down as numbers and lists; ``results``
-    holds them as they came, one entry for each ``after_run``.
+    The entry of ``end`` has the global step too. Entries have numbers and lists in place of tensors and arrays. The
+    original results are in ``results``, one item for each ``after_run``.
 
     Args:
-        fetches: what it asks for in every run; any fetch.
-        feed_dict: what it feeds to the step in every run.
-        stop_at: it asks to stop in the ``after_run`` of this run, the first one being 1.
-        raises: method -> exception, a type or an instance, raised at the first call of that method, or
-            ``(method, n)`` -> exception, raised at the n-th. ``after_run`` is counted with ``before_run``: 2 is the run
-            that was the hook's second. Each is raised once.
-        name: what its entries start with.
-        calls: the list to write to, to have the entries of several hooks in one; otherwise a new one.
+        fetches: the fetch to request in every run.
+        feed_dict: what to feed to the step in every run.
+        stop_at: request a stop in the ``after_run`` of this run; the first run is 1.
+        raises: the exceptions to raise, each once. A key is a method, for its first call, or ``(method, n)``, for its
+            n-th call; a value is an exception or its type. For ``after_run``, n counts the calls of ``before_run``: 2
+            is the second run of the hook.
+        name: the first item of each entry; by default there is none.
+        calls: the list to append the entries to, so that hooks can share one; by default a new list.
 
     Raises:
-        ValueError: an unknown method in ``raises``, or an ordinal below 1.
+        ValueError: ``raises`` has an unknown method, or ``n`` or ``stop_at`` is less than 1.
     """
 
     def __init__(
@@ -175,53 +173,52 @@ class RecordingHook(SessionRunHook):
         self._count: Counter[str] = Counter()
 
     def begin(self) -> None:
-        """Note it, and count runs from 1 again. What it was told to raise and did raise is not raised again."""
+        """Record the call and count runs from 1 again. An exception that was raised is not raised again."""
         self._count = Counter(begin=self._count["begin"])
-        self._note("begin")
+        self._called("begin")
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        """Note the global step."""
-        self._note("after_create_session", session.global_step)
+        """Record the call with the global step."""
+        self._called("after_create_session", session.global_step)
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Note whether a stop was asked for already; ask and feed."""
-        self._note("before_run", run_context.stop_requested)
+        """Record whether a stop has been requested in this run. Fetch and feed."""
+        self._called("before_run", run_context.stop_requested)
         if self._fetches is None and self._feed_dict is None:
             return None
         return SessionRunArgs(self._fetches, self._feed_dict)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        """Note the results and the global step; ask to stop if this is the run."""
+        """Record the results and the global step. Request a stop in the run ``stop_at``."""
         self.results.append(run_values.results)
         if self._count["before_run"] == self._stop_at:
             run_context.request_stop(f"run {self._stop_at}")
-        self._note("after_run", plain(run_values.results), run_context.session.global_step)
+        self._called("after_run", plain(run_values.results), run_context.session.global_step)
 
     def end(self, session: Session) -> None:
-        """Note the global step."""
-        self._note("end", session.global_step)
+        """Record the call with the global step."""
+        self._called("end", session.global_step)
 
     def teardown(self) -> None:
-        """Note it."""
-        self._note("teardown")
+        """Record the call."""
+        self._called("teardown")
 
-    def _note(self, method: str, *details: Any) -> None:
+    def _called(self, method: str, *details: Any) -> None:
         self._count[method] += 1
-        self._write(method, *details)
+        self._append(method, *details)
         ordinal = self._count["before_run" if method == "after_run" else method]
         error = self._faults.pop((method, ordinal), None)
         if error is not None:
-            self._write("raises", (error if isinstance(error, type) else type(error)).__name__)
+            self._append("raises", (error if isinstance(error, type) else type(error)).__name__)
             raise error
 
-    def _write(self, *entry: Any) -> None:
+    def _append(self, *entry: Any) -> None:
         self.calls.append(entry if self.name is None else (self.name, *entry))
 
     def __repr__(self) -> str:
-        told = {"feed_dict": self._feed_dict, "stop_at": self._stop_at, "raises": self._raises, "name": self.name}
-        arguments = [] if self._fetches is None else [repr(self._fetches)]
-        arguments += [f"{key}={value!r}" for key, value in told.items() if value is not None]
-        return f"RecordingHook({', '.join(arguments)})"
+        fetches = [] if self._fetches is None else [self._fetches]
+        options = {"feed_dict": self._feed_dict, "stop_at": self._stop_at, "raises": self._raises, "name": self.name}
+        return call_repr(self, *fetches, **options)
 
 
 def _fault(where: str | tuple[str, int], error: _Raisable) -> tuple[tuple[str, int], _Raisable]:
@@ -232,17 +229,18 @@ def _fault(where: str | tuple[str, int], error: _Raisable) -> tuple[tuple[str, i
 
 
 class RecordingWriter:
-    """A summary writer that keeps what it is given, in the order it came: give it to a hook as ``summary_writer``.
+    """A summary writer that keeps what it is given. Pass it to a hook as ``summary_writer``.
 
         writer = RecordingWriter()
         trace(StepCounterHook(2, summary_writer=writer), losses=[0.1] * 5)
         assert writer.scalars == {"global_step/sec": [(3, 1.0), (5, 1.0)]}
 
     Attributes:
-        records: ``(kind, tag, value, step)``, the kind being what follows ``add_``, and ``("session_log", status,
-            step)``, the status being ``"START"`` or ``"CHECKPOINT"``. Tensors and arrays are kept as numbers and lists.
-        flushed: how often it was flushed.
-        closed: how often it was closed.
+        records: one tuple for each call, in order. ``(kind, tag, value, step)`` for ``add_<kind>``, with numbers and
+            lists in place of tensors and arrays; ``("session_log", status, step)`` for session logs, with the status
+            ``"START"`` or ``"CHECKPOINT"``.
+        flushed: how many times it was flushed.
+        closed: how many times it was closed.
     """
 
     def __init__(self) -> None:
@@ -252,7 +250,7 @@ class RecordingWriter:
 
     @property
     def scalars(self) -> dict[str, list[tuple[int, Any]]]:
-        """The scalars by tag: the steps and the values in the order they came."""
+        """The scalars by tag, as lists of ``(step, value)`` in the order of the calls."""
         curves: dict[str, list[tuple[int, Any]]] = {}
         for kind, *record in self.records:
             if kind == "scalar":
@@ -261,39 +259,39 @@ class RecordingWriter:
         return curves
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Keep a number."""
-        self._keep("scalar", tag, value, step)
+        """Record a number."""
+        self._record("scalar", tag, value, step)
 
     def add_histogram(self, tag: str, value: Any, step: int) -> None:
-        """Keep the values of a histogram."""
-        self._keep("histogram", tag, value, step)
+        """Record the values of a histogram."""
+        self._record("histogram", tag, value, step)
 
     def add_image(self, tag: str, value: Any, step: int) -> None:
-        """Keep an image."""
-        self._keep("image", tag, value, step)
+        """Record an image."""
+        self._record("image", tag, value, step)
 
     def add_text(self, tag: str, value: Any, step: int) -> None:
-        """Keep a text."""
-        self._keep("text", tag, value, step)
+        """Record a text."""
+        self._record("text", tag, value, step)
 
     def add_figure(self, tag: str, value: Any, step: int) -> None:
-        """Keep a figure, the object itself."""
-        self._keep("figure", tag, value, step)
+        """Record a figure: the object itself."""
+        self._record("figure", tag, value, step)
 
     def add_session_log(self, session_log: Any, step: int) -> None:
-        """Keep what a ``SessionLog`` event says: that a session started, or that a checkpoint was written."""
+        """Record the status of a ``SessionLog`` event: a session started, or a checkpoint was written."""
         statuses = session_log.DESCRIPTOR.fields_by_name["status"].enum_type.values_by_number
         self.records.append(("session_log", statuses[session_log.status].name, step))
 
     def flush(self) -> None:
-        """Count it."""
+        """Count the call."""
         self.flushed += 1
 
     def close(self) -> None:
-        """Count it."""
+        """Count the call."""
         self.closed += 1
 
-    def _keep(self, kind: str, tag: str, value: Any, step: int) -> None:
+    def _record(self, kind: str, tag: str, value: Any, step: int) -> None:
         self.records.append((kind, tag, plain(value), step))
 
     def __repr__(self) -> str:
@@ -302,14 +300,14 @@ class RecordingWriter:
 
 @dataclass(frozen=True)
 class Trace:
-    """What :func:`trace` saw.
+    """What :func:`trace` observed.
 
     Args:
         steps: the global step after each run that returned.
-        lines: what was logged, as ``(level, text)``: ``("INFO", "loss = 0.1")``.
-        stop_reason: the loop's, who stopped it and why.
-        global_step: the loop's, at the end.
-        error: what came out of the loop, if it was one of those to ``catch``.
+        lines: the log lines, as ``(level, text)``: ``("INFO", "loss = 0.1")``.
+        stop_reason: the loop's ``stop_reason`` at the end.
+        global_step: the loop's global step at the end.
+        error: the exception that the loop raised, if it is one of those to ``catch``.
     """
 
     steps: list[int]
@@ -327,19 +325,19 @@ def trace(
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
     **loop_arguments: Any,
 ) -> Trace:
-    """Run a real MonitoredLoop with ``hooks`` around a step that returns ``losses``, until they end or a hook stops it.
+    """Run a MonitoredLoop with ``hooks``, one run for each of ``losses``, until they end or a hook stops the loop.
 
         assert trace(StopAtStepHook(last_step=3), losses=[0.1] * 9).steps == [1, 2, 3]
         assert trace(NanTensorHook("loss"), losses=[0.1, math.nan], catch=NanLossDuringTrainingError).steps == [1]
 
     Args:
         hooks: the hooks, in order.
-        losses: what the step returns, one each time it is called: a number as a float32 tensor, an exception (a type
-            or an instance) is raised, anything else as it is; a mapping, for instance, to have more outputs.
-        secs: how long a step takes, on a :class:`FakeClock`.
-        start_step: the global step from which it goes on.
-        catch: exceptions that end up in ``error`` of what is returned. All others come out, so that a test fails.
-        loop_arguments: for the loop: ``model``, ``optimizer``, ``step_unit``, ...
+        losses: what the step returns, one in each run. A number is returned as a float32 tensor. An exception or its
+            type is raised. Anything else, such as a mapping of several outputs, is returned as it is.
+        secs: how many seconds each step takes, on a :class:`FakeClock`.
+        start_step: the global step before the first run.
+        catch: exceptions to return in :attr:`Trace.error`. All others are raised.
+        loop_arguments: passed to the loop: ``model``, ``optimizer``, ``step_unit`` and so on.
     """
     pending = deque(losses)
     steps: list[int] = []
@@ -348,7 +346,8 @@ def trace(
         step, scaffold = _step(pending, clock, secs), _starting_at(start_step)
         try:
             with MonitoredLoop(step, hooks=hooks, scaffold=scaffold, **loop_arguments) as loop:
-                for _ in loop.until_stop(_while(pending), resume=False):
+                # No resume: the losses are those of this call, even if a checkpoint of another one is restored.
+                for _ in loop.until_stop(_while_any(pending), resume=False):
                     loop.run()
                     steps.append(loop.global_step)
         except catch as caught:
@@ -368,7 +367,7 @@ def _step(pending: deque[Any], clock: FakeClock, secs: float) -> Callable[[], An
     return step
 
 
-def _while(pending: deque[Any]) -> Iterator[int]:
+def _while_any(pending: deque[Any]) -> Iterator[int]:
     while pending:
         yield len(pending)
 
@@ -382,12 +381,12 @@ def _starting_at(step: int) -> Scaffold:
 
 @contextmanager
 def log_lines() -> Iterator[list[tuple[str, str]]]:
-    """A list that gets what is logged under ``"torchhooks"`` meanwhile, INFO and above, as ``(level, text)``."""
+    """Collect the log lines of ``"torchhooks"`` and its children, INFO and above, as ``(level, text)``."""
     lines: list[tuple[str, str]] = []
     handler = _LineHandler(lines)
     logger.addHandler(handler)
-    # The library's own handler, if an earlier loop put it there, goes now and not when the next loop is made: its going
-    # would set the level back.
+    # Remove the fallback handler that an earlier loop may have added. Otherwise the next loop would remove it, and with
+    # that reset the level that is set here.
     show_lines()
     level = logger.level
     logger.setLevel(logging.INFO)
@@ -408,5 +407,5 @@ class _LineHandler(logging.Handler):
 
 
 def plain(values: Any) -> Any:
-    """``values`` with numbers and lists in place of tensors and arrays, also in dicts, lists, tuples, dataclasses."""
+    """Return ``values``, of any structure, with numbers and lists in place of tensors and arrays."""
     return map_leaves(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, values)

@@ -1,7 +1,7 @@
-"""Is it time? Timers answer that and do nothing else.
+"""Timers that decide when a periodic hook runs.
 
-The rules are those of ``tf.train.SecondOrStepTimer``: a timer that never triggered triggers at once, no timer
-triggers twice for one step, and a period runs from the last trigger, not from multiples of the period.
+The rules are those of ``tf.train.SecondOrStepTimer``: a timer that has never triggered triggers at once, no timer
+triggers twice for one step, and a period starts at the last trigger, not at a multiple of the period.
 
     timer = SecondOrStepTimer(every_steps=10)
     if timer.should_trigger_for_step(step):
@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, Self
 
 
 class Due(NamedTuple):
-    """When a hook next wants to take part in a run: at the first of what is given; never again if nothing is.
+    """When a hook is next due: in the first run that meets one of the given conditions; never if none is given.
 
     Args:
-        step: in the run that is to bring the global step to this number, or past it.
-        moment: in the first run once ``time.monotonic()`` has reached this many seconds.
-        runs: in this many runs from now; 1 is the next one.
-        when: in the first run in which ``when(outputs)`` is true, ``outputs`` being what the step returned. It is
-            called behind every step that the hook has no part in so far, perhaps twice, so it should be quick and
-            change nothing. In a run in which a hook feeds something it is not asked, and taken as true.
+        step: the run is about to bring the global step to this number or past it.
+        moment: ``time.monotonic()`` has reached this many seconds.
+        runs: the run is this many runs from now; 1 is the next run.
+        when: ``when(outputs)`` is true, where ``outputs`` is what the step returned. It is called after every step for
+            which the hook is not due otherwise, possibly twice, so it should be fast and have no side effects. In a run
+            in which a hook feeds something it is not called, and counts as true.
     """
 
     step: int | None = None
@@ -34,30 +34,30 @@ class Due(NamedTuple):
 
 
 NOW = Due(step=-1)
-"""Due in the next run, whatever the step: what a timer that never triggered says."""
+"""Due in the next run, at any step: the answer of a timer that has never triggered."""
 
 NEVER = Due()
-"""Not due again."""
+"""Never due again."""
 
 
 class SecondOrStepTimer:
-    """Triggers at most once every ``every_secs`` seconds or every ``every_steps`` steps.
+    """A timer that triggers at most once every ``every_secs`` seconds, or every ``every_steps`` steps.
 
-    Unlike TensorFlow, the clock is ``time.monotonic()``: setting the wall clock moves no period.
+    Unlike TensorFlow, the clock is ``time.monotonic()``, so that setting the system time does not change a period.
 
     Args:
         every_secs: seconds from one trigger to the next, 0 or more.
         every_steps: steps from one trigger to the next, 1 or more.
 
     Raises:
-        ValueError: both or neither were given, or a period that cannot be.
+        ValueError: both or neither are given, or the period is invalid.
     """
 
     def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
         if (every_secs is None) == (every_steps is None):
             raise ValueError(
                 f"SecondOrStepTimer(every_secs={every_secs!r}, every_steps={every_steps!r}): "
-                f"give one of the two, {'not both' if every_secs is not None else 'none was given'}"
+                f"give exactly one of the two, {'not both' if every_secs is not None else 'none was given'}"
             )
         self._every_secs = None if every_secs is None else seconds(every_secs, "every_secs")
         self._every_steps = None if every_steps is None else count(every_steps, "every_steps")
@@ -65,7 +65,7 @@ class SecondOrStepTimer:
 
     @classmethod
     def named(cls, **periods: Any) -> Self:
-        """A timer of the one period that is not None, seconds if its name ends so; errors call it by that name."""
+        """Return a timer of the one period that is not ``None``: seconds if its name ends in ``secs``, else steps."""
         given = {name: period for name, period in periods.items() if period is not None}
         if len(given) != 1:
             shown = ", ".join(f"{name}={period!r}" for name, period in periods.items())
@@ -76,12 +76,12 @@ class SecondOrStepTimer:
         return cls(every_steps=count(period, name))
 
     def reset(self) -> None:
-        """Forget every trigger, so that the next step triggers."""
+        """Forget the last trigger, so that the next step triggers."""
         self._last_step: int | None = None
         self._last_time: float | None = None
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Whether a full period has passed since the last trigger; never twice for one ``step``."""
+        """Return whether a full period has passed since the last trigger; always false for the step of that trigger."""
         if self._last_step is None or self._last_time is None:
             return True
         if step == self._last_step:
@@ -92,10 +92,10 @@ class SecondOrStepTimer:
         return time.monotonic() >= self._last_time + self._every_secs
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Start a period at ``step`` and now.
+        """Start a new period at ``step`` and the current time.
 
         Returns:
-            The seconds and the steps since the last trigger, ``(None, None)`` at the first.
+            The seconds and the steps since the last trigger; ``(None, None)`` for the first.
         """
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
@@ -105,11 +105,11 @@ class SecondOrStepTimer:
         return now - last_time, step - last_step
 
     def last_triggered_step(self) -> int | None:
-        """The step of the last trigger, ``None`` if there was none."""
+        """Return the step of the last trigger, or ``None`` if there was none."""
         return self._last_step
 
     def next_due(self) -> Due:
-        """The step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
+        """Return the step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
         if self._last_step is None or self._last_time is None:
             return NOW
         if self._every_steps is not None:
@@ -124,24 +124,24 @@ class SecondOrStepTimer:
 
 
 class NeverTriggerTimer:
-    """A timer that never triggers: for a hook that has work only at the end."""
+    """A timer that never triggers, for a hook that only has work to do at the end."""
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Always false."""
+        """Return false."""
         return False
 
     def update_last_triggered_step(self, step: int) -> tuple[None, None]:
-        """Always ``(None, None)``: no period ever starts."""
+        """Return ``(None, None)``: no period ever starts."""
         return None, None
 
     def last_triggered_step(self) -> None:
-        """Always ``None``."""
+        """Return ``None``."""
 
     def next_due(self) -> Due:
-        """Never."""
+        """Return :data:`NEVER`."""
         return NEVER
 
     def __repr__(self) -> str:
@@ -149,7 +149,7 @@ class NeverTriggerTimer:
 
 
 def seconds(value: float, name: str) -> float:
-    """``value`` as a period in seconds, or a ValueError that says what a period is."""
+    """Return ``value`` as a period in seconds; raise ValueError if it is not one. Errors call it ``name``."""
     try:
         period = float(value)
     except (TypeError, ValueError):
@@ -160,7 +160,7 @@ def seconds(value: float, name: str) -> float:
 
 
 def count(value: int, name: str) -> int:
-    """``value`` as a number of steps or runs, or a ValueError that says what that is."""
+    """Return ``value`` as a number of steps or runs; raise ValueError if it is not one. Errors call it ``name``."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What submodules return, receive and get as gradients: watched in the runs that ask, and only in these."""
+"""Outputs, inputs and gradients of submodules, caught by module hooks that exist only in runs that fetch them."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from torchhooks.text import did_you_mean, shortened
 
 
 class ModuleWatch:
-    """Watches submodules from its creation to :meth:`close`, which leaves nothing behind on them.
+    """Catches the values of submodules from its creation to :meth:`close`, which removes all of its module hooks.
 
-    Where a module is called several times, the last call counts; for ``:grad``, the last one that a gradient reached.
-    Of a module that returns several tensors, ``:grad`` is the same structure with the gradient of each, ``None`` where
-    none came. Of one that receives several things, ``:input`` is a tuple of all of them, those given by keyword last.
+    If a module is called more than once, the value is that of the last call, or for ``:grad``, of the last call that a
+    gradient reached. If it returns several tensors, ``:grad`` has the same structure, with ``None`` where no gradient
+    arrived. If it receives several arguments, ``:input`` is a tuple of them, keyword arguments last.
 
-    A call made by compiled code is never seen, so that it cannot be seen in one run and missed in the next.
+    Calls from compiled code are ignored, because such code calls module hooks in some runs and not in others.
 
     Args:
-        model: what the names are relative to; ``":output"`` is its own.
-        names: what to watch, with who asked for it.
+        model: the names are relative to it; ``":output"`` is the output of the model itself.
+        names: the names to watch, each with the hook that asked for it.
 
     Raises:
-        FetchError: no such submodule, or one inside a compiled one, where no hook is ever called.
+        FetchError: a submodule does not exist, or is part of a compiled one, in which module hooks are not called.
     """
 
     def __init__(self, model: torch.nn.Module | None, names: Iterable[tuple[str, object]]) -> None:
         self.values: dict[str, Any] = {}
-        """What was seen, by name."""
-        self._asked: dict[str, object] = {}
+        """The values caught so far, by name."""
+        self._requesters: dict[str, object] = {}
         self._handles: list[Any] = []
         try:
-            for name, who in names:
-                if name not in self._asked:
-                    self._watch(_submodule(model, name, who), name)
-                    self._asked[name] = who
+            for name, requester in names:
+                if name not in self._requesters:
+                    self._watch(_submodule(model, name, requester), name)
+                    self._requesters[name] = requester
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Take every hook off again."""
+        """Remove every module hook."""
         while self._handles:
             self._handles.pop().remove()
 
     def check(self) -> None:
-        """Raise if something that was asked for was not seen.
+        """Check that every name has a value.
 
         Raises:
-            FetchError: the module was not called in this run, or no gradient reached it.
+            FetchError: a module was not called in this run, or no gradient reached its output.
         """
-        for name, who in self._asked.items():
+        for name, requester in self._requesters.items():
             if name not in self.values:
-                raise FetchError(f"{who} asked for {name!r}, but {_why_unseen(name)}")
+                raise FetchError(f"{requester} asked for {name!r}, but {_why_missing(name)}")
 
     def _watch(self, module: torch.nn.Module, name: str) -> None:
         kind = name.rpartition(":")[2]
-        if kind == "input":  # before the module has a chance to change it in place
+        if kind == "input":  # caught before the call, which may change it in place
             self._handles.append(module.register_forward_pre_hook(self._input_catcher(name), with_kwargs=True))
         else:
             catcher = self._output_catcher(name) if kind == "output" else self._grad_catcher(name)
@@ -85,7 +85,7 @@ class ModuleWatch:
 
     def _grad_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
         calls = itertools.count()
-        newest = -1
+        latest = -1
 
         def on_output(_module: Any, _args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
@@ -98,33 +98,33 @@ class ModuleWatch:
                     self._handles.append(leaf.register_hook(catch))
 
         def on_grad(number: int, output: Any, grads: dict[int, Any], key: int, grad: torch.Tensor) -> None:
-            nonlocal newest
+            nonlocal latest
             grads[key] = grad.detach().clone()
-            if number >= newest:  # backward() goes through the calls from the last to the first
-                newest = number
+            if number >= latest:  # backward() reaches the last call first, and its gradient is the one to keep
+                latest = number
                 self.values[name] = map_leaves(lambda leaf: grads.get(id(leaf)), output)
 
         return on_output
 
 
 NO_WATCH = ModuleWatch(None, ())
-"""Watches nothing."""
+"""A watch without names."""
 
 
-def _submodule(model: torch.nn.Module | None, name: str, who: object) -> torch.nn.Module:
+def _submodule(model: torch.nn.Module | None, name: str, requester: object) -> torch.nn.Module:
     if model is None:
-        raise FetchError(f"{who} asked for {name!r}, but there is no model: give MonitoredLoop(step, model)")
+        raise FetchError(f"{requester} asked for {name!r}, but there is no model: give MonitoredLoop(step, model)")
     module = model
     for part in filter(None, name.rpartition(":")[0].split(".")):
         if not _has_child(module, part) and _has_child(module, "module"):
-            module = module.module  # type: ignore[assignment]  # what DistributedDataParallel wraps
+            module = module.module  # type: ignore[assignment]  # DistributedDataParallel's wrapper
         if _is_compiled(module):
-            raise _inside_compiled(module, name, who)
+            raise _inside_compiled(module, name, requester)
         if not _has_child(module, part):
-            raise _no_submodule(model, name, who)
+            raise _no_submodule(model, name, requester)
         module = getattr(module, part)
     if _is_compiled(module) and not hasattr(module, "_orig_mod"):
-        raise _inside_compiled(module, name, who)
+        raise _inside_compiled(module, name, requester)
     return module
 
 
@@ -133,31 +133,31 @@ def _has_child(module: torch.nn.Module, part: str) -> bool:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    # torch.compile(module) wraps it, and calls what is on the wrapper; module.compile() compiles those calls too.
+    # torch.compile(module) returns a wrapper, whose own hooks are called. module.compile() compiles these calls too.
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _inside_compiled(module: torch.nn.Module, name: str, who: object) -> FetchError:
+def _inside_compiled(module: torch.nn.Module, name: str, requester: object) -> FetchError:
     kind = type(getattr(module, "_orig_mod", module)).__name__
     return FetchError(
-        f"{who} asked for {name!r}, but {kind} is compiled, and inside of compiled code no hook is called: return the "
+        f"{requester} asked for {name!r}, but {kind} is compiled, and compiled code calls no module hooks: return the "
         "value from the step, or do not compile this part"
     )
 
 
-def _no_submodule(model: torch.nn.Module, name: str, who: object) -> FetchError:
+def _no_submodule(model: torch.nn.Module, name: str, requester: object) -> FetchError:
     path = name.rpartition(":")[0]
     paths = [path.replace("_orig_mod.", "") for path, _ in model.named_modules() if path not in ("", "_orig_mod")]
     return FetchError(
-        f"{who} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} There is: "
-        f"{shortened(paths)}."
+        f"{requester} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} "
+        f"Available: {shortened(paths)}."
     )
 
 
-def _why_unseen(name: str) -> str:
+def _why_missing(name: str) -> str:
     path, _, kind = name.rpartition(":")
     module = path or "the model"
     why = f"{module} was not called in this run"
     if kind == "grad":
-        why = f"no gradient reached the output of {module} in this run: the step made no backward() through it"
-    return f"{why}. Calls in compiled code are not seen: if the step is compiled, return the value from it instead"
+        why = f"no gradient reached the output of {module} in this run: the step called no backward() through it"
+    return f"{why}. Calls from compiled code are not seen: if the step is compiled, return the value from it instead"
