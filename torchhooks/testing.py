@@ -175,15 +175,15 @@ class RecordingHook(SessionRunHook):
     def begin(self) -> None:
         """Record the call and count runs from 1 again. An exception that was raised is not raised again."""
         self._count = Counter(begin=self._count["begin"])
-        self._called("begin")
+        self._note("begin")
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         """Record the call with the global step."""
-        self._called("after_create_session", session.global_step)
+        self._note("after_create_session", session.global_step)
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Record whether a stop has been requested in this run. Fetch and feed."""
-        self._called("before_run", run_context.stop_requested)
+        self._note("before_run", run_context.stop_requested)
         if self._fetches is None and self._feed_dict is None:
             return None
         return SessionRunArgs(self._fetches, self._feed_dict)
@@ -193,17 +193,17 @@ class RecordingHook(SessionRunHook):
         self.results.append(run_values.results)
         if self._count["before_run"] == self._stop_at:
             run_context.request_stop(f"run {self._stop_at}")
-        self._called("after_run", plain(run_values.results), run_context.session.global_step)
+        self._note("after_run", plain(run_values.results), run_context.session.global_step)
 
     def end(self, session: Session) -> None:
         """Record the call with the global step."""
-        self._called("end", session.global_step)
+        self._note("end", session.global_step)
 
     def teardown(self) -> None:
         """Record the call."""
-        self._called("teardown")
+        self._note("teardown")
 
-    def _called(self, method: str, *details: Any) -> None:
+    def _note(self, method: str, *details: Any) -> None:
         self._count[method] += 1
         self._append(method, *details)
         ordinal = self._count["before_run" if method == "after_run" else method]
