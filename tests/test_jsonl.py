@@ -121,7 +121,7 @@ def test_a_tag_is_read_as_it_was_given(tag: str, path: Path) -> None:
     [
         ("w", torch.ones(3), 1, r"scalar 'w': got shape \(3,\), 3 elements"),
         ("w", "high", 1, "scalar 'w': got 'high'; a scalar is one real number"),
-        ("a\nb", 0.5, 1, "a tag is not blank and has no control characters"),
+        ("a\nb", 0.5, 1, "a tag must not be blank or have control characters"),
         ("step", 0.5, 1, "tag 'step': every line has a 'step' of its own; give the curve another name"),
         ("time", 0.5, 1, "tag 'time': every line has"),
         ("loss", 0.5, 1.5, "step=1.5: must be a whole number"),
