@@ -1,6 +1,6 @@
-"""A training that is killed for real beyond its checkpoint, and goes on in another process, has one curve.
+"""A training run that is killed after its checkpoint and resumed in another process has one curve.
 
-Run as a script, this file is the process that forks these trainings; they kill themselves with SIGKILL.
+Run as a script, this file is the process that forks the training runs, which kill themselves with SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from torchhooks import (
 )
 from torchhooks.testing import FakeClock, RecordingWriter
 
-SAVED, KILLED, STEPS = 8, 11, 20  # the checkpoint that is restored, the step that is not finished, the last one
+SAVED, KILLED, STEPS = 8, 11, 20  # the restored checkpoint, the unfinished step, the last step
 RATE = "global_step/sec"
 Curve = list[tuple[int, float]]
 
 ONE_LOSS = [(step, 1.0 if step <= SAVED else 2.0) for step in range(1, STEPS + 1)]
-"""Each step once: up to the checkpoint by the first process, beyond it by the second."""
+"""Each step once: those up to the checkpoint from the first process, later ones from the second."""
 ONE_RATE = [step for step in range(2, STEPS + 1) if step != SAVED + 1]
-"""Each step once; the first that a process makes starts its clock."""
+"""Each step once, except for the first step of each process, which starts its clock."""
 
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KilledBehind(CheckpointSaverListener):
-    """Kills the process as soon as a checkpoint is there."""
+class KillAfterSave(CheckpointSaverListener):
+    """Kills the process as soon as a checkpoint is written."""
 
     def after_save(self, session: Session, step: int) -> None:
         if step == SAVED:
@@ -61,7 +61,7 @@ class KilledBehind(CheckpointSaverListener):
 
 
 class Training:
-    """Steps whose loss is the number of the life they are made in."""
+    """A training run whose loss is 1 in the first process, and 2 in the second or after a recovery."""
 
     def __init__(self, folder: Path, life: int, end: Callable[[], object] = kill) -> None:
         self.folder, self.life, self.end = folder, life, end
@@ -76,7 +76,7 @@ class Training:
         return float(self.life)
 
     def accumulating_step(self) -> float:
-        """An optimizer step in every third run."""
+        """Make an optimizer step in every third run."""
         loss = self.step()
         self.runs += 1
         if self.runs % 3 == 0:
@@ -84,7 +84,7 @@ class Training:
         return loss
 
     def writing(self) -> dict[str, list[SessionRunHook]]:
-        """Hooks that write every step, to event files beside the checkpoints, and to lines of JSON."""
+        """Return hooks that write every step to event files, next to the checkpoints, and to lines of JSON."""
         lines = JsonLinesWriter(self.folder / "curves.jsonl")
         return {
             "summaries": [
@@ -126,9 +126,9 @@ def accumulating(training: Training) -> None:
     training.train([*hooks, saver(training)], training.accumulating_step, step_unit="optimizer_step")
 
 
-def killed_behind_the_checkpoint(training: Training) -> None:
+def killed_after_the_checkpoint(training: Training) -> None:
     hooks = [hook for part in training.writing().values() for hook in part]
-    training.train([*hooks, saver(training, [KilledBehind()] if training.life == 1 else [])])
+    training.train([*hooks, saver(training, [KillAfterSave()] if training.life == 1 else [])])
 
 
 def with_the_usual_hooks(training: Training) -> None:
@@ -152,7 +152,7 @@ CASES: dict[str, Callable[[Training], None]] = {
     **{name: lambda training, order=order: in_order(training, order) for name, order in ORDERS.items()},  # type: ignore[misc]
     "counting_alone": counting_alone,
     "accumulating": accumulating,
-    "killed_behind_the_checkpoint": killed_behind_the_checkpoint,
+    "killed_after_the_checkpoint": killed_after_the_checkpoint,
     "with_the_usual_hooks": with_the_usual_hooks,
 }
 
@@ -161,7 +161,7 @@ CASES: dict[str, Callable[[Training], None]] = {
 
 
 def live(case: str, folder: Path, life: int) -> str:
-    """Train in a process of its own, and tell how that ended."""
+    """Train in a process of its own, and return how it ended."""
     process = os.fork()
     if process == 0:
         try:
@@ -182,7 +182,7 @@ def live_twice(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a folder of each case, after both processes."""
+    """The folder that has a folder for each case, after both processes."""
     directory = tmp_path_factory.mktemp("lives")
     ran = subprocess.run(
         [sys.executable, __file__, str(directory)],
@@ -225,7 +225,7 @@ def steps(curve: Curve) -> list[int]:
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_curve_of_a_killed_training_has_each_step_once_in_any_order_of_hooks(
+def test_the_curve_of_a_killed_training_run_has_each_step_once_in_any_order_of_hooks(
     order: str, reader: str, trained: Path
 ) -> None:
     assert READERS[reader](trained / order, "loss") == ONE_LOSS
@@ -233,14 +233,12 @@ def test_the_curve_of_a_killed_training_has_each_step_once_in_any_order_of_hooks
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_the_curve_of_a_counter_that_is_alone_has_each_step_once(reader: str, trained: Path) -> None:
+def test_the_curve_of_a_counter_without_other_hooks_has_each_step_once(reader: str, trained: Path) -> None:
     assert steps(READERS[reader](trained / "counting_alone", RATE)) == ONE_RATE
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_first_run_that_makes_no_step_neither_doubles_nor_loses_the_one_that_was_restored(
-    reader: str, trained: Path
-) -> None:
+def test_a_first_run_that_makes_no_step_neither_repeats_nor_loses_the_restored_step(reader: str, trained: Path) -> None:
     (first, *losses), rates = (READERS[reader](trained / "accumulating", tag) for tag in ("loss", RATE))
     assert first[0] == 0  # the state before the first step
     assert losses == ONE_LOSS
@@ -248,24 +246,24 @@ def test_a_first_run_that_makes_no_step_neither_doubles_nor_loses_the_one_that_w
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_kill_right_behind_the_checkpoint_loses_no_step(reader: str, trained: Path) -> None:
-    assert READERS[reader](trained / "killed_behind_the_checkpoint", "loss") == ONE_LOSS
+def test_a_kill_right_after_a_checkpoint_loses_no_step(reader: str, trained: Path) -> None:
+    assert READERS[reader](trained / "killed_after_the_checkpoint", "loss") == ONE_LOSS
 
 
-def test_what_a_writer_has_in_a_queue_is_written_before_a_checkpoint_is(tmp_path: Path) -> None:
+def test_a_writer_is_flushed_before_a_checkpoint_is_saved(tmp_path: Path) -> None:
     class Queue(RecordingWriter):
         def flush(self) -> None:
             written.extend(step for step, _ in self.scalars.get("loss", []))
             self.records.clear()
 
-    class Looking(CheckpointSaverListener):
+    class Watching(CheckpointSaverListener):
         def before_save(self, session: Session, step: int) -> None:
             seen.append((step, written[-1:]))
 
     written: list[int] = []
     seen: list[tuple[int, list[int]]] = []
     training = Training(tmp_path, life=2)
-    training.train([SummarySaverHook(1, summary_writer=Queue(), summary_op="loss"), saver(training, [Looking()])])
+    training.train([SummarySaverHook(1, summary_writer=Queue(), summary_op="loss"), saver(training, [Watching()])])
     assert seen == [(0, []), *((step, [step]) for step in (4, 8, 12, 16, 20))]
 
 
@@ -278,11 +276,11 @@ def test_the_usual_hooks_write_one_curve(reader: str, trained: Path) -> None:
 
 
 def abort() -> None:
-    raise AbortedError("the machine is back")
+    raise AbortedError("the machine was restarted")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_after_a_recovery_the_lines_beyond_the_checkpoint_are_those_of_the_runs_made_again(
+def test_after_a_recovery_the_lines_after_the_checkpoint_are_those_of_the_repeated_runs(
     order: str, tmp_path: Path
 ) -> None:
     with FakeClock():
@@ -291,7 +289,7 @@ def test_after_a_recovery_the_lines_beyond_the_checkpoint_are_those_of_the_runs_
     assert steps(by_json(tmp_path, RATE)) == ONE_RATE
 
 
-def test_after_a_recovery_a_hook_whose_points_all_stay_keeps_its_period(tmp_path: Path) -> None:
+def test_after_a_recovery_a_hook_that_lost_no_points_keeps_its_period(tmp_path: Path) -> None:
     lines = JsonLinesWriter(tmp_path / "curves.jsonl")
     training = Training(tmp_path, 1, abort)
     training.train([SummarySaverHook(7, summary_writer=lines, summary_op={"loss": "loss"}), saver(training)])

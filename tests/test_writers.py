@@ -1,4 +1,4 @@
-"""Where a hook writes to: opened with the loop, flushed and closed with it."""
+"""The writer of a hook is opened with the loop, and flushed and closed with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchhooks import StepCounterHook, SummaryWriterCache
+from torchhooks import StepCounterHook, SummarySaverHook, SummaryWriterCache
 from torchhooks.testing import RecordingWriter, trace
 from torchhooks.writers import WriterTarget
 
@@ -24,11 +24,11 @@ def test_a_given_writer_is_the_writer_until_it_is_closed() -> None:
     assert target.writer is None
 
 
-def test_a_folder_has_the_writer_of_the_cache(tmp_path: Path) -> None:
+def test_the_writer_of_a_folder_comes_from_the_cache(tmp_path: Path) -> None:
     assert WriterTarget(tmp_path, None).open() is SummaryWriterCache.get(tmp_path)
 
 
-def test_two_that_write_to_one_folder_share_a_writer_and_a_file(tmp_path: Path) -> None:
+def test_two_targets_with_one_folder_share_a_writer_and_a_file(tmp_path: Path) -> None:
     one, other = WriterTarget(tmp_path, None), WriterTarget(str(tmp_path), None)
     assert one.open() is other.open()
     one.close()
@@ -36,13 +36,13 @@ def test_two_that_write_to_one_folder_share_a_writer_and_a_file(tmp_path: Path) 
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_nowhere_to_write_to_is_no_writer() -> None:
+def test_a_target_without_a_place_has_no_writer() -> None:
     target = WriterTarget(None, None)
     assert target.open() is None
     target.close()
 
 
-def test_a_session_that_goes_on_with_nowhere_to_write_to_needs_no_start() -> None:
+def test_a_restored_session_without_a_place_to_write_needs_no_start() -> None:
     assert trace(StepCounterHook(1), losses=[0.5] * 2, start_step=7).steps == [8, 9]
 
 
@@ -75,7 +75,7 @@ def test_close_closes_the_writer_of_a_folder(tmp_path: Path) -> None:
     assert writer.all_writers is None
 
 
-def test_a_folder_opened_again_has_a_new_writer(tmp_path: Path) -> None:
+def test_a_folder_that_is_opened_again_has_a_new_writer(tmp_path: Path) -> None:
     target = WriterTarget(tmp_path, None)
     writer = target.open()
     target.close()
@@ -94,7 +94,7 @@ def test_a_flush_that_fails_leaves_nothing_open() -> None:
     assert target.writer is None
 
 
-def test_another_that_starts_the_session_in_the_same_place_is_known_while_it_is_open() -> None:
+def test_a_target_knows_another_that_starts_the_session_while_that_is_open() -> None:
     writer = RecordingWriter()
     mine, other = WriterTarget(None, writer), WriterTarget(None, writer, starts_session=True)
     mine.open()
@@ -106,18 +106,33 @@ def test_another_that_starts_the_session_in_the_same_place_is_known_while_it_is_
     assert known == [False, True, False]
 
 
-def test_one_that_starts_the_session_is_not_another_to_itself() -> None:
+def test_a_target_that_starts_the_session_does_not_count_itself() -> None:
     target = WriterTarget(None, RecordingWriter(), starts_session=True)
     target.open()
     assert not target.session_started_by_another()
 
 
-def test_one_that_was_never_closed_is_forgotten_with_its_hook() -> None:
+def test_a_target_that_was_never_closed_is_forgotten_when_it_is_freed() -> None:
     writer = RecordingWriter()
     mine = WriterTarget(None, writer)
     mine.open()
     WriterTarget(None, writer, starts_session=True).open()
     assert not mine.session_started_by_another()
+
+
+@pytest.mark.parametrize(("begun_at", "step", "start"), [(0, 0, 0), (0, 1, 1), (0, 3, 1), (7, 7, 8), (7, 9, 8)])
+def test_a_start_has_the_first_step_that_the_session_makes(begun_at: int, step: int, start: int) -> None:
+    writer = RecordingWriter()
+    target = WriterTarget(None, writer, starts_session=True)
+    target.open()
+    target.start_session(begun_at, step)
+    assert writer.records == [("session_log", "START", start)]
+
+
+def test_the_starts_of_all_hooks_with_one_writer_come_before_the_first_point() -> None:
+    writer = RecordingWriter()
+    trace(*(SummarySaverHook(1, summary_writer=writer, summary_op={tag: "loss"}) for tag in "ab"), losses=[0.5])
+    assert [kind for kind, *_ in writer.records] == ["session_log", "session_log", "scalar", "scalar"]
 
 
 def test_refuses_two_places_and_shows_them() -> None:

@@ -1,4 +1,4 @@
-"""Which writer a hook writes to."""
+"""The writers that hooks write to, and the START of a session, which hooks with the same writer share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torchhooks.summary import SummaryWriterCache, add_session_log
 
 
 class WriterTarget:
-    """Where one hook writes: to the writer it was given, or to that of a folder, opened when the hook begins.
+    """The writer of one hook: the one that it was given, or the one of a folder.
+
+    Targets are at the same place if their writers have the same ``log_dir``, or are the same object.
 
     Args:
-        output_dir: the folder; its writer comes from the cache and is closed with the loop.
-        summary_writer: the writer; it is flushed with the loop and stays open.
-        starts_session: whether the hook writes the session's START there.
+        output_dir: the folder. Its writer comes from :class:`SummaryWriterCache` and is closed with the loop.
+        summary_writer: the writer. It is flushed with the loop and stays open.
+        starts_session: whether the hook writes the session's START.
 
     Raises:
-        ValueError: both were given.
+        ValueError: both ``output_dir`` and ``summary_writer`` were given.
     """
 
     _lock = threading.Lock()
@@ -30,28 +32,24 @@ class WriterTarget:
             raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
         self._output_dir = output_dir
         self._given = summary_writer
-        self._starts_session = starts_session
-        self._started = False
-        self._created = False
-        self._within = False
+        self._had_session = False
+        self.starts_session = starts_session
+        """Whether the hook writes the session's START."""
+        self.start_is_written = False
+        """Whether this START is written."""
         self.writer: Any = None
-        """The writer, from :meth:`open` to :meth:`close`; ``None`` if there is nowhere to write to."""
+        """The writer, from :meth:`open` to :meth:`close`; ``None`` if the hook has nowhere to write."""
 
     def open(self) -> Any:
-        """Get the writer, and return it."""
-        self.writer = self._given
-        self._started = False
-        self._created = False
-        if self._output_dir is not None:
-            self.writer = SummaryWriterCache.get(self._output_dir)
-        # All of a loop are opened before its session is created: one that has a session is of a loop around this one.
-        self._within = self._takes_back() and any(target._created for target in self._at_this_place())
+        """Open the writer, and return it. Called when the hook begins."""
+        self._had_session = self.start_is_written = False
+        self.writer = self._given if self._output_dir is None else SummaryWriterCache.get(self._output_dir)
         with self._lock:
             self._all_open.add(self)
         return self.writer
 
     def close(self) -> None:
-        """Flush the writer, and close it if it was opened here."""
+        """Flush the writer, and close it unless it was given."""
         writer, self.writer = self.writer, None
         with self._lock:
             self._all_open.discard(self)
@@ -61,74 +59,76 @@ class WriterTarget:
             writer.flush()
 
     def session_created(self, step: int, last_written: int | None) -> bool:
-        """Take note that there is a session; if it is one after a recovery, a writer that can takes points back.
-
-        Not in a loop within another one that writes to the same place: the other's points would go too.
+        """Record that the loop has a session. After a recovery, have a writer that can purge remove repeated points.
 
         Args:
-            step: what the session has reached.
-            last_written: the step of the hook's last point, if there is one.
+            step: the global step of the session.
+            last_written: the step of the hook's last point, or ``None`` if it has written none.
 
         Returns:
-            Whether that point was taken back, so that the hook has to write again from here on.
+            Whether that point was removed, so that the hook has to write again from ``step`` on.
         """
-        recovered, self._created = self._created, True
-        if not recovered or not self._takes_back() or self._within:
+        recovered, self._had_session = self._had_session, True
+        if not recovered or not self._can_purge():
             return False
         self.writer.purge_from(step + 1)
         return last_written is not None and last_written > step
 
     def start_session(self, begun_at: int, step: int) -> None:
-        """Write the session's START, in the first run, which brought it from ``begun_at`` to ``step``; but only once.
+        """Write the session's START once, in the first run, which took the session from ``begun_at`` to ``step``.
 
-        That of every hook which writes one to the same place goes with it: a START makes TensorBoard forget what it has
-        read of its step and beyond, so the second hook's must not come after the first one's summaries.
+        A START makes TensorBoard discard the points of its step and later ones that it has already read. So the first
+        hook at a place writes the START of every hook there: that of a later hook would void the first hook's point.
         """
-        if self._starts_session and not self._started:
-            for target in self._of_this_loop():
-                if target._starts_session and not target._started:
-                    target._started = True
-                    self.add_start(begun_at, step)
+        if self.starts_session and not self.start_is_written:
+            for target in self._all_at_this_place():
+                if target.starts_session and not target.start_is_written:
+                    target.start_is_written = True
+                    self._write_start(begun_at, step)
 
     def start_session_alone(self, begun_at: int, step: int) -> None:
-        """As :meth:`start_session`, where nobody else does: after a restore, and if the writer takes points back."""
-        if not self.session_started_by_another():
-            # Twice: TensorBoard's server takes the first START in a folder for the beginning, and forgets nothing.
-            for _ in range(2 if begun_at else 1 if self._takes_back() else 0):
-                self.add_start(begun_at, step)
+        """Write a START for a hook that has none of its own, in the first run, unless another hook at the place does.
 
-    def add_start(self, begun_at: int, step: int) -> None:
-        """Write one START, if there is a writer: at the first step that is made, however many the first run makes.
-
-        A writer that can takes points back instead; but not in a loop within another one that writes there.
+        A writer that can purge is told in any session. In event files, only one that continues from a later step than 0
+        has this START: TensorFlow does not write it.
         """
-        if self._takes_back():
-            if not self._within:
-                self.writer.purge_from(begun_at + 1 if begun_at else 0)
-        elif self.writer is not None:
-            add_session_log(self.writer, "START", begun_at + 1 if begun_at else min(step, 1))
+        if self.session_started_by_another():
+            return
+        if self._can_purge():
+            self._write_start(begun_at, step)
+        elif begun_at:
+            # TensorBoard's server takes the first START in a folder for the beginning, and discards nothing.
+            self._write_start(begun_at, step)
+            self._write_start(begun_at, step)
+
+    def session_started_by_another(self) -> bool:
+        """Return whether another hook writes the session's START at this place."""
+        return any(target.starts_session for target in self._all_at_this_place() if target is not self)
 
     @classmethod
     def flush_all(cls) -> None:
-        """Have every writer that is in use put what it has where it survives a kill, before a checkpoint is saved."""
+        """Flush every open writer.
+
+        Called before a checkpoint is saved: a run that is restored from it does not write the earlier points again.
+        """
         with cls._lock:
             targets = list(cls._all_open)
         for target in targets:
             if target.writer is not None:
                 target.writer.flush()
 
-    def session_started_by_another(self) -> bool:
-        """Whether another hook writes the session's START to the same place."""
-        return any(target._starts_session for target in self._of_this_loop() if target is not self)
+    def _write_start(self, begun_at: int, step: int) -> None:
+        # With the first step that the session makes. Unlike TensorFlow's, which has the step after the first run, it
+        # voids exactly the points that are written again, even if the first run makes no step or several.
+        if self._can_purge():
+            self.writer.purge_from(begun_at + 1 if begun_at else 0)
+        elif self.writer is not None:
+            add_session_log(self.writer, "START", begun_at + 1 if begun_at else min(step, 1))
 
-    def _takes_back(self) -> bool:
+    def _can_purge(self) -> bool:
         return callable(getattr(self.writer, "purge_from", None))
 
-    def _of_this_loop(self) -> list[WriterTarget]:
-        """Those at this place without the ones of a loop around this one, or within it."""
-        return [target for target in self._at_this_place() if target._within == self._within]
-
-    def _at_this_place(self) -> list[WriterTarget]:
+    def _all_at_this_place(self) -> list[WriterTarget]:
         with self._lock:
             targets = list(self._all_open)
         return [target for target in targets if _place(target.writer) == _place(self.writer)]
