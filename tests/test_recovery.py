@@ -369,13 +369,13 @@ def test_an_error_in_the_body_is_not_recovered_from(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [AbortedError, None, 3])
 def test_rejects_recoverable_errors_that_are_not_a_collection(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"recoverable_errors=.*: give a tuple of exception classes"):
+    with pytest.raises(TypeError, match=r"recoverable_errors=.*: give exception types, such as \(AbortedError,\)"):
         MonitoredLoop(lambda: None, recoverable_errors=given)
 
 
 @pytest.mark.parametrize("kind", [AbortedError(), int, "AbortedError"])
 def test_rejects_what_is_not_an_exception_class_by_name(kind: Any) -> None:
-    with pytest.raises(TypeError, match=r"recoverable_errors has .*: give exception classes, such as AbortedError"):
+    with pytest.raises(TypeError, match=r"recoverable_errors=\[.*\]: give exception types, such as \(AbortedError,\)"):
         MonitoredLoop(lambda: None, recoverable_errors=[kind])
 
 

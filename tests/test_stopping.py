@@ -105,7 +105,7 @@ def test_rejects_an_invalid_last_step(last_step: Any) -> None:
 
 
 def test_rejects_a_negative_last_step() -> None:
-    with pytest.raises(ValueError, match="last_step=-1: must be 0 or more"):
+    with pytest.raises(ValueError, match="last_step=-1: must be a whole number, 0 or more"):
         StopAtStepHook(last_step=-1)
 
 

@@ -348,7 +348,7 @@ def test_a_worker_ignores_the_states_of_hooks_that_only_the_chief_has(tmp_path: 
 
 def test_a_worker_ignores_no_other_state(tmp_path: Path) -> None:
     Saver().save(Session(state={"box": Remembering()}), tmp_path / "model.ckpt", 3)
-    with pytest.raises(CheckpointError, match="in the file only: 'box'"):
+    with pytest.raises(CheckpointError, match="only in the file: 'box'"):
         MonitoredTrainingLoop(
             lambda: 0.5, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering("box")], is_chief=False
         )
@@ -357,7 +357,7 @@ def test_a_worker_ignores_no_other_state(tmp_path: Path) -> None:
 def test_a_chief_ignores_no_state(tmp_path: Path) -> None:
     with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering()]) as loop:
         loop.run()
-    with pytest.raises(CheckpointError, match=r"in the file only: 'hooks\.remembering'"):
+    with pytest.raises(CheckpointError, match=r"only in the file: 'hooks\.remembering'"):
         MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import math
-import operator
 import os
 import threading
 from functools import partial
@@ -33,6 +32,7 @@ from torchhooks.checkpoint_files import (
     list_checkpoints,
     verify,
 )
+from torchhooks.checks import seconds, whole_number
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
@@ -40,7 +40,6 @@ from torchhooks.snapshot import Held, Snapshot, plain_tensor
 from torchhooks.state import SessionLike, collect, compare
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr
-from torchhooks.timer import seconds
 
 __all__ = ["Checkpoint", "Saver", "best_checkpoint", "latest_checkpoint", "list_checkpoints", "scored_checkpoints"]
 
@@ -105,7 +104,7 @@ class Saver:
             CheckpointError: it could not be written, or something in the state cannot be saved. The older checkpoints
                 are unchanged.
         """
-        prefix, step = _checked_path(path), _checked_step(global_step)
+        prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
         earlier = self._finish()
         try:
             snapshot = Snapshot(self._held) if self._async_save else None
@@ -278,9 +277,7 @@ def _score(path: str) -> float | None:
 
 
 def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> Retention:
-    number = _whole_number(0 if max_to_keep is None else max_to_keep)
-    if number is None:
-        raise ValueError(f"max_to_keep={max_to_keep!r}: must be a whole number, 1 or more; None or 0 keeps all")
+    whole_number(0 if max_to_keep is None else max_to_keep, "max_to_keep", 0)
     if every_n_hours is not None and not 0 < seconds(every_n_hours, "keep_checkpoint_every_n_hours") < math.inf:
         raise ValueError(f"keep_checkpoint_every_n_hours={every_n_hours!r}: must be more than 0; None is never")
     return Retention(max_to_keep, every_n_hours)
@@ -292,21 +289,6 @@ def _checked_path(path: _Path) -> str:
     if not name or name.startswith("."):
         raise ValueError(f"path={path!r}: must end in a name that does not begin with a dot, such as 'run/model.ckpt'")
     return prefix
-
-
-def _checked_step(global_step: int) -> int:
-    step = _whole_number(global_step)
-    if step is None:
-        raise ValueError(f"global_step={global_step!r}: must be a whole number, 0 or more")
-    return step
-
-
-def _whole_number(value: int) -> int | None:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        return None
-    return None if number < 0 or isinstance(value, bool) else number
 
 
 _WAYS_OUT = {

@@ -35,8 +35,8 @@ from time import monotonic as real_monotonic
 from types import TracebackType
 from typing import Any, Self
 
+from torchhooks.checks import exception_types, seconds
 from torchhooks.log import logger
-from torchhooks.timer import seconds
 
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
@@ -58,7 +58,8 @@ class Coordinator:
     """
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
-        self._clean_types = _exception_types(clean_stop_exception_types)
+        given, example = clean_stop_exception_types, "(StopIteration, queue.Empty)"
+        self._clean_types = None if given is None else exception_types(given, "clean_stop_exception_types", example)
         # Reentrant, because a signal handler may request a stop while its own thread is in one of these methods.
         self._lock = threading.RLock()
         self._stop_event = threading.Event()
@@ -330,17 +331,6 @@ def _as_exception(ex: object) -> BaseException | None:
             return error
     return ValueError(
         f"request_stop(ex={ex!r}): give an exception, or what sys.exc_info() returns while one is being handled"
-    )
-
-
-def _exception_types(given: Iterable[type[BaseException]] | None) -> tuple[type[BaseException], ...] | None:
-    if given is None:
-        return None
-    types = tuple(given) if isinstance(given, Iterable) else (None,)
-    if all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in types):
-        return types
-    raise TypeError(
-        f"Coordinator(clean_stop_exception_types={given!r}): give exception types, such as (StopIteration, queue.Empty)"
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
+
+from torchhooks.checks import whole_number
 
 NO_OUTPUTS: Any = type("NoOutputs", (), {"__repr__": lambda self: "NO_OUTPUTS"})()
 """The outputs before the first run, and from the start of a step until it returns."""
@@ -27,13 +28,7 @@ class Progress:
         Raises:
             ValueError: ``step`` is not a whole number, 0 or more.
         """
-        try:
-            number = operator.index(step)
-        except TypeError:
-            number = -1
-        if number < 0:
-            raise ValueError(f"global_step={step!r}: must be a whole number, 0 or more")
-        self.global_step = number
+        self.global_step = number = whole_number(step, "global_step", 0)
         if self.outputs is NO_OUTPUTS:
             self.begun_at = number
 

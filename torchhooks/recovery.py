@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+from torchhooks.checks import exception_types, whole_number
 from torchhooks.errors import AbortedError, add_note, brief
 from torchhooks.log import logger
 
@@ -55,8 +55,8 @@ class Recovery:
         max_recoveries: int = 10,
         window_secs: float = 3600.0,
     ) -> None:
-        self._errors = _exception_classes(errors)
-        self._max_recoveries = _number_of_recoveries(max_recoveries)
+        self._errors = exception_types(errors, "recoverable_errors", "(AbortedError,)")
+        self._max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
         self._window_secs = window_secs
         self._made: deque[float] = deque()
         self._in_a_row = 0
@@ -122,23 +122,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         yield link
         shows_context = link.__cause__ is None and not link.__suppress_context__
         link = link.__context__ if shows_context else link.__cause__
-
-
-def _exception_classes(given: object) -> tuple[type[BaseException], ...]:
-    if not isinstance(given, Iterable):
-        raise TypeError(f"recoverable_errors={given!r}: give a tuple of exception classes, such as (AbortedError,)")
-    kinds = tuple(given)
-    for kind in kinds:
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise TypeError(f"recoverable_errors has {kind!r}: give exception classes, such as AbortedError")
-    return kinds
-
-
-def _number_of_recoveries(given: int) -> int:
-    try:
-        number = operator.index(given)
-    except TypeError:
-        number = -1
-    if number < 0 or isinstance(given, bool):
-        raise ValueError(f"max_recoveries={given!r}: must be a whole number, 0 or more")
-    return number

@@ -47,6 +47,7 @@ from typing import Any
 
 import torch
 
+from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.devices import FakeDevice, Sync, sync_audit
 from torchhooks.fetch import map_leaves
@@ -55,7 +56,6 @@ from torchhooks.log import logger, show_lines
 from torchhooks.loop import MonitoredLoop
 from torchhooks.session import Scaffold, Session
 from torchhooks.text import call_repr
-from torchhooks.timer import count
 
 __all__ = [
     "FakeClock",
@@ -168,7 +168,7 @@ class RecordingHook(SessionRunHook):
         self.results: list[Any] = []
         self.name = name
         self._fetches, self._feed_dict, self._raises = fetches, feed_dict, raises
-        self._stop_at = None if stop_at is None else count(stop_at, "stop_at")
+        self._stop_at = None if stop_at is None else whole_number(stop_at, "stop_at", 1)
         self._faults = dict(_fault(where, error) for where, error in (raises or {}).items())
         self._count: Counter[str] = Counter()
 
@@ -225,7 +225,7 @@ def _fault(where: str | tuple[str, int], error: _Raisable) -> tuple[tuple[str, i
     method, ordinal = (where, 1) if isinstance(where, str) else where
     if method not in _METHODS:
         raise ValueError(f"RecordingHook(raises={{{where!r}: ...}}): a hook's methods are {', '.join(_METHODS)}")
-    return (method, count(ordinal, f"raises[{where!r}]")), error
+    return (method, whole_number(ordinal, f"raises[{where!r}]", 1)), error
 
 
 class RecordingWriter:

@@ -8,11 +8,11 @@ triggers twice for one step, and a period starts at the last trigger, not at a m
         elapsed_secs, elapsed_steps = timer.update_last_triggered_step(step)
 """
 
-import math
-import operator
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
+
+from torchhooks.checks import seconds, whole_number
 
 
 class Due(NamedTuple):
@@ -60,7 +60,7 @@ class SecondOrStepTimer:
                 f"give exactly one of the two, {'not both' if every_secs is not None else 'none was given'}"
             )
         self._every_secs = None if every_secs is None else seconds(every_secs, "every_secs")
-        self._every_steps = None if every_steps is None else count(every_steps, "every_steps")
+        self._every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", 1)
         self.reset()
 
     @classmethod
@@ -73,7 +73,7 @@ class SecondOrStepTimer:
         ((name, period),) = given.items()
         if name.endswith("secs"):
             return cls(every_secs=seconds(period, name))
-        return cls(every_steps=count(period, name))
+        return cls(every_steps=whole_number(period, name, 1))
 
     def reset(self) -> None:
         """Forget the last trigger, so that the next step triggers."""
@@ -146,25 +146,3 @@ class NeverTriggerTimer:
 
     def __repr__(self) -> str:
         return "NeverTriggerTimer()"
-
-
-def seconds(value: float, name: str) -> float:
-    """Return ``value`` as a period in seconds; raise ValueError if it is not one. Errors call it ``name``."""
-    try:
-        period = float(value)
-    except (TypeError, ValueError):
-        period = math.nan
-    if not period >= 0:
-        raise ValueError(f"{name}={value!r}: a period is a number of seconds, 0 or more")
-    return period
-
-
-def count(value: int, name: str) -> int:
-    """Return ``value`` as a number of steps or runs; raise ValueError if it is not one. Errors call it ``name``."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be a whole number, 1 or more")
-    return number

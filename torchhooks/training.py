@@ -27,6 +27,7 @@ import torch
 
 from torchhooks.arguments import check_hook_states, check_hooks
 from torchhooks.checkpoint import latest_checkpoint
+from torchhooks.checks import seconds
 from torchhooks.errors import CheckpointError, add_note
 from torchhooks.hook import SessionRunHook
 from torchhooks.hooks.counting import StepCounterHook
@@ -35,7 +36,7 @@ from torchhooks.log import logger, show_lines
 from torchhooks.loop import MonitoredLoop
 from torchhooks.session import Scaffold
 from torchhooks.stateful import Stateful, has_state
-from torchhooks.timer import SecondOrStepTimer, seconds
+from torchhooks.timer import SecondOrStepTimer
 
 R = TypeVar("R")
 

@@ -10,6 +10,7 @@ import weakref
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torchhooks.checkpoint import Saver, scored_checkpoints
+from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError
 from torchhooks.fetch import ComposedFetch, describe, watched_names
@@ -18,7 +19,7 @@ from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr
-from torchhooks.timer import Due, SecondOrStepTimer, count
+from torchhooks.timer import Due, SecondOrStepTimer
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
@@ -112,7 +113,7 @@ class BestCheckpointHook(SessionRunHook):
             "save_secs": save_secs,
             "save_steps": save_steps,
             "mode": mode,
-            "keep": count(keep, "keep"),
+            "keep": whole_number(keep, "keep", 1),
             "name": name,
             "async_save": async_save,
         }

@@ -5,13 +5,13 @@ from __future__ import annotations
 import cmath
 import functools
 import math
-import operator
 import threading
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves, named_outputs, watched_names
@@ -20,7 +20,7 @@ from torchhooks.log import logger
 from torchhooks.readback import copiers, is_remote, to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr
-from torchhooks.timer import NEVER, Due, count
+from torchhooks.timer import NEVER, Due
 
 _POLL_SECS = 0.1
 
@@ -46,9 +46,9 @@ class StopAtStepHook(SessionRunHook):
             both = "" if num_steps is None else ", not both"
             raise ValueError(f"{self!r}: give one of num_steps and last_step{both}")
         if num_steps is not None:
-            count(num_steps, "num_steps")
-        elif _whole_number(last_step, "last_step") < 0:
-            raise ValueError(f"last_step={last_step!r}: must be 0 or more")
+            whole_number(num_steps, "num_steps", 1)
+        else:
+            whole_number(last_step, "last_step", 0)
         self._last_step = last_step
 
     def begin(self) -> None:
@@ -105,7 +105,7 @@ class NanTensorHook(SessionRunHook):
         self._fail_on_nan_loss = fail_on_nan_loss
         self._also_inf = also_inf
         if max_lag_steps is not None and max_lag_steps != 0:
-            count(max_lag_steps, "max_lag_steps")
+            whole_number(max_lag_steps, "max_lag_steps", 1)
         self._max_lag_steps = max_lag_steps
         self._check = _NonFiniteCheck(loss_tensor, also_inf)
         self._request = SessionRunArgs(self._check)
@@ -264,7 +264,7 @@ class GlobalStepWaiterHook(SessionRunHook):
     """
 
     def __init__(self, wait_until_step: int) -> None:
-        self._wait_until_step = self._awaited_step = _whole_number(wait_until_step, "wait_until_step")
+        self._wait_until_step = self._awaited_step = whole_number(wait_until_step, "wait_until_step")
 
     def begin(self) -> None:
         self._awaited_step = self._wait_until_step
@@ -292,13 +292,3 @@ class GlobalStepWaiterHook(SessionRunHook):
 
     def __repr__(self) -> str:
         return call_repr(self, self._wait_until_step)
-
-
-def _whole_number(value: Any, name: str) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be a whole number")
-    return number
