@@ -144,17 +144,18 @@ def test_a_loop_that_failed_saves_nothing_at_its_end(tmp_path: Path) -> None:
     assert steps(tmp_path) == [0]
 
 
-def test_saves_at_its_place_in_the_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_an_item", [False, True])
+def test_saves_at_its_place_in_the_list_or_after_the_item(in_an_item: bool, tmp_path: Path) -> None:
     calls: Calls = []
     a, b = (RecordingHook(name=name, calls=calls) for name in "ab")
-    trace(a, CheckpointSaverHook(tmp_path, save_steps=1, listeners=[Listener(calls)]), b, losses=[0.1])
+    saver = CheckpointSaverHook(tmp_path, save_steps=1, listeners=[Listener(calls)])
+    with MonitoredLoop(lambda: 0.1, hooks=[a, saver, b]) as loop:
+        for _ in loop.until_stop([0]) if in_an_item else [0]:
+            loop.run()
     run = calls[calls.index(("b", "before_run", False)) + 1 :]
-    assert [call[:2] for call in run[:4]] == [
-        ("a", "after_run"),
-        ("l", "before_save"),
-        ("l", "after_save"),
-        ("b", "after_run"),
-    ]
+    after_runs, save = [("a", "after_run"), ("b", "after_run")], [("l", "before_save"), ("l", "after_save")]
+    expected = [*after_runs, *save] if in_an_item else [after_runs[0], *save, after_runs[1]]
+    assert [call[:2] for call in run[:4]] == expected
 
 
 def test_is_called_in_no_run_in_which_it_has_nothing_to_save(tmp_path: Path) -> None:

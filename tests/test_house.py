@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[set[str]] = [
     # values
     {"checks", "closing", "errors", "log", "randomness", "stateful", "text"},
-    {"progress", "timer"},
+    {"items", "progress", "timer"},
     # mechanisms
     {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "position", "preemption", "recovery"},
     {"ending", "readback", "step", "summary", "watch"},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torchhooks.ending import Ending
-from torchhooks.position import Position
+from torchhooks.items import Items
+from torchhooks.position import Place, Position
 from torchhooks.progress import DataWaits
 from torchhooks.schedule import Schedule
 
@@ -17,48 +19,135 @@ _DATA_ENDED: Any = object()
 
 
 class Data:
-    """The ``until_stop`` loops of one monitored loop, which ``should_stop()`` ends."""
+    """The ``until_stop`` loops of one monitored loop.
+
+    Args:
+        should_stop: handles news, and returns whether the loop stops.
+        recovered_from: recovers from an error, or ends the loop; returns which.
+    """
 
     def __init__(
-        self, schedule: Schedule, position: Position, waits: DataWaits, ending: Ending, should_stop: Callable[[], bool]
+        self,
+        schedule: Schedule,
+        position: Position,
+        waits: DataWaits,
+        items: Items,
+        ending: Ending,
+        should_stop: Callable[[], bool],
+        recovered_from: Callable[[BaseException], bool],
     ) -> None:
         self._schedule = schedule
         self._position = position
         self._waits = waits
+        self._items = items
         self._ending = ending
         self._should_stop = should_stop
+        self._recovered_from = recovered_from
+        self._stop_is_seen = False  # by the body of a loop, through should_stop()
+        self._stop_is_settled = False  # the calls for it were made, and the data go no further
 
     def until_stop(self, iterable: Iterable[T], resume: bool) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end."""
-        if self._should_stop():
-            return  # before iter(), which may draw random numbers
-        schedule, position, ending, waits = self._schedule, self._position, self._ending, self._waits
+        if self._should_stop():  # before iter(), which may draw random numbers
+            self._cut_short()
+            return
+        schedule, position, ending, waits, items = (
+            self._schedule,
+            self._position,
+            self._ending,
+            self._waits,
+            self._items,
+        )
         waits.depth = depth = waits.depth + 1
         place = position.begin(iterable, aside=ending.busy)
+        item: Any = None
         try:
             iterator: Iterator[Any] = position.iterator(place, iterable, resume, self._should_stop)
-            # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.
-            while not (ending.stopping or (schedule.news and self._should_stop())):
-                if depth in waits.secs:
-                    asked = time.monotonic()
-                    item = next(iterator, _DATA_ENDED)
-                    waits.secs[depth] += time.monotonic() - asked
-                else:
-                    item = next(iterator, _DATA_ENDED)
-                if item is _DATA_ENDED:
-                    place.ended = True
-                    if depth == 1:
-                        ending.data_ended()
+            while True:
+                again = (items.waiting or schedule.news or ending.stopping) and not self._settle(place)
+                if ending.stopping:
+                    place.through = True
                     return
-                if ending.reason is not None:
-                    ending.data_continues()
-                runs = schedule.runs
-                if runs - place.runs > 1:
-                    place.several = True
-                place.runs = runs
-                place.taken += 1
-                yield item
-            place.through = True
+                if not again:
+                    if depth in waits.secs:
+                        asked = time.monotonic()
+                        item = next(iterator, _DATA_ENDED)
+                        waits.secs[depth] += time.monotonic() - asked
+                    else:
+                        item = next(iterator, _DATA_ENDED)
+                    if item is _DATA_ENDED:
+                        place.ended = True
+                        if depth == 1:
+                            ending.data_ended()
+                        return
+                    place.take(schedule.runs)
+                    if ending.reason is not None:
+                        ending.data_continues()
+                # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.
+                items.open += place.counts
+                try:
+                    yield item
+                finally:
+                    items.open -= place.counts
+                place.finished = not self._stop_is_seen  # a body that was told to stop may have left the item early
         finally:
             waits.depth -= 1
-            position.leave(place, ending.stopping or ending.signal is not None)
+            self._leave(place)
+
+    def stop_is_seen(self) -> None:
+        """Note that the body of a loop was told to stop, and make the calls for a stop: the body may leave the loop."""
+        if self._items.open and not self._stop_is_settled and not self._stop_is_seen and self._is_healthy():
+            self._stop_is_seen = True
+            self._make(self._items.stop)
+
+    def _cut_short(self) -> None:
+        """Make the calls for a stop now: the body of an outer loop continues without the items of an inner one."""
+        self.stop_is_seen()
+        self._stop_is_settled = True
+
+    def make_waiting_calls(self) -> None:
+        """Make the calls that wait for the end of the item now, because the session is about to be replaced."""
+        if self._is_healthy():
+            self._make(self._items.finish)
+
+    def _settle(self, place: Place) -> bool:
+        """Make the calls that wait for the end of an item, and at a stop those for it.
+
+        Returns:
+            False if one of them failed and the loop recovered, so that the item has to be yielded again.
+        """
+        waiting: set[object] = set(self._items.waiting)
+        if place.counts and self._is_healthy() and waiting and not self._make(self._items.finish):
+            place.finished = False
+            return False
+        if self._should_stop() and place.counts and not self._stop_is_settled and self._is_healthy():
+            self._stop_is_settled = True
+            self._make(functools.partial(self._items.stop, waiting))
+        return True
+
+    def _make(self, calls: Callable[[], object]) -> bool:
+        """Make ``calls``, whose errors count as those of a run; return whether they succeeded."""
+        self._ending.busy = True  # none of them may start a run
+        try:
+            calls()
+        except BaseException as error:
+            if self._recovered_from(error):
+                return False
+            if type(error) is not StopIteration:  # which ends the loop cleanly
+                raise
+        finally:
+            self._ending.busy = False
+        return True
+
+    def _is_healthy(self) -> bool:
+        ending = self._ending
+        return ending.failure is None and not ending.closed and not ending.busy
+
+    def _leave(self, place: Place) -> None:
+        stopping = self._ending.stopping or self._ending.signal is not None
+        if stopping and self._stop_is_seen:
+            self._stop_is_settled = True  # the body left because of the stop
+        # A body that leaves for a reason of its own has ended this loop, even if a stop was requested in its last run.
+        self._position.leave(place, stopping and (place.through or self._stop_is_seen))
+        if self._items.waiting and not self._items.open:
+            self._schedule.wake()

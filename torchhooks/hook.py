@@ -62,6 +62,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torchhooks.coordinator import Coordinator
 from torchhooks.ending import Ending
+from torchhooks.items import Items
 from torchhooks.readback import Readback
 from torchhooks.session import Session
 from torchhooks.step import Step
@@ -122,9 +123,7 @@ class Caller(Protocol):
     """A hook's place in the loop, as far as a context needs to know it."""
 
     @property
-    def hook_name(self) -> str:
-        """The name of the hook's class."""
-        ...
+    def hook(self) -> object: ...
 
 
 class RunServices(NamedTuple):
@@ -134,6 +133,7 @@ class RunServices(NamedTuple):
     step: Step
     readback: Readback
     ending: Ending
+    items: Items
 
 
 class SessionRunContext:
@@ -178,7 +178,7 @@ class SessionRunContext:
     @property
     def why_stopped(self) -> str:
         """Which hook requested the stop, and why: ``"StopAtStepHook: step 1000"``."""
-        name = "request_stop" if self.stopped_by is None else self.stopped_by.hook_name
+        name = "request_stop" if self.stopped_by is None else type(self.stopped_by.hook).__name__
         return f"{name}: {self.stop_reason or f'step {self.session.global_step}'}"
 
     def request_stop(self, reason: str | None = None) -> None:
@@ -189,6 +189,21 @@ class SessionRunContext:
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
             self._services.ending.request(self)
+
+    def after_item(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when the body of the ``for`` loop is done with the current item of ``until_stop``.
+
+        That is when the next item is requested, when the data end, or when the loop closes. Outside of ``until_stop``,
+        the callback is called at once. A callback that the same hook requested earlier in this item is replaced. An
+        exception from ``callback`` counts as one of the run. If the loop recovers from it, the item is yielded again.
+        """
+        caller = self.caller
+
+        def call() -> None:
+            self.caller = caller
+            callback()
+
+        self._services.items.after_item(callback if caller is None else caller.hook, call)
 
     def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
         """Call ``callback(host_values)`` once ``values`` are on the host, without blocking the host or the device.

@@ -33,6 +33,7 @@ from torchhooks.data import Data
 from torchhooks.ending import Ending
 from torchhooks.errors import AbortedError, LifecycleError, add_note, brief
 from torchhooks.hook import SessionRunHook
+from torchhooks.items import Items
 from torchhooks.log import logger, show_lines
 from torchhooks.position import Position
 from torchhooks.preemption import SignalWatch
@@ -120,8 +121,9 @@ class MonitoredLoop(Generic[R]):
         self._ending = Ending(self._signals, schedule.wake)
         self._recovery = Recovery(recoverable_errors, max_recoveries)
         self._costs = HookCosts(schedule, self._readback) if hook_costs else None
+        self._items = Items()
         position, waits = Position(schedule, checked_state), DataWaits()
-        self._data = Data(schedule, position, waits, self._ending, self.should_stop)
+        self._data = Data(schedule, position, waits, self._items, self._ending, self._is_to_stop, self._recovered_from)
         self._sessions = Sessions(
             TrainingState(
                 model, optimizer, checked_state, check_hook_states(copied_hooks), self._hooks_elsewhere, folder
@@ -129,7 +131,9 @@ class MonitoredLoop(Generic[R]):
             Scaffold() if scaffold is None else scaffold,
             about_step,
             self._steps_per_run,
-            Mechanisms(schedule, self._readback, position, waits, self._ending, self._recovery, self._costs),
+            Mechanisms(
+                schedule, self._readback, position, waits, self._items, self._ending, self._recovery, self._costs
+            ),
             stop_grace_period_secs,
         )
         show_lines()
@@ -233,10 +237,10 @@ class MonitoredLoop(Generic[R]):
             Exception: a background thread reported one of ``recoverable_errors``, and the loop does not recover from
                 it.
         """
-        if not self._ending.stopping and self._schedule.news:
-            self._ending.notice()
-            self._recover_from_thread()
-        return self._ending.stopping
+        stopping = self._is_to_stop()
+        if stopping:
+            self._data.stop_is_seen()
+        return stopping
 
     def until_stop(self, iterable: Iterable[T], *, resume: bool = True) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end. Nests: epochs around batches.
@@ -326,6 +330,13 @@ class MonitoredLoop(Generic[R]):
 
     # -- between runs -------------------------------------------------------------------------------------------------
 
+    def _is_to_stop(self) -> bool:
+        """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
+        if not self._ending.stopping and self._schedule.news:
+            self._ending.notice()
+            self._recover_from_thread()
+        return self._ending.stopping
+
     def _end_run(self) -> None:
         """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""
         schedule, readback = self._schedule, self._readback
@@ -333,6 +344,8 @@ class MonitoredLoop(Generic[R]):
         if readback.waiting:
             schedule.wake()
             readback.end_run()
+        if self._items.waiting and not self._items.open:
+            self._items.finish()
         self._recovery.run_went_well()
         self._ending.notice()
         if self._sessions.coord.should_stop():
@@ -364,6 +377,7 @@ class MonitoredLoop(Generic[R]):
         except BaseException as error:
             if not self._recovery.covers(error):
                 return  # the thread's stop request ends the loop
+            self._data.make_waiting_calls()
             if not self._recovered_from(error):
                 self._sessions.coord.clear_stop()  # or joining the threads would raise it a second time
                 raise
@@ -437,6 +451,7 @@ class MonitoredLoop(Generic[R]):
         attempt, sessions, seats = Attempts(), self._sessions, self._schedule.all_seats
         attempt(self._readback.drain)
         if self._ending.failure is None and not attempt.errors:
+            attempt(self._items.finish)
             for seat in seats:
                 attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
                 attempt(sessions.call, seat, "end", seat.end, sessions.session)

@@ -65,8 +65,12 @@ class Place:
         """Whether some item had more than one run."""
         self.ended = False
         """Whether the data ended."""
+        self.counts = outer is not None
+        """Whether it is part of the position: not if it is inside a run, as in the evaluation of a hook."""
+        self.finished = False
+        """Whether the body of the user's loop is done with the current item."""
         self.through = False
-        """Whether the body of the user's loop was completed for the last item."""
+        """Whether ``until_stop`` ended because the loop stops, and not because the body left it."""
         self.done = False
         """Whether the last item does not have to be yielded again. Set by :meth:`leave`."""
         self.stage = Stage.OPEN
@@ -104,11 +108,20 @@ class Place:
         """Whether it was resumed from a checkpoint and has not taken an item since."""
         return self.taken == self.resumed and not self.ended
 
+    def take(self, runs: int) -> None:
+        """Record that an item is taken, after ``runs`` runs."""
+        self.several = self.several or runs - self.runs > 1
+        self.runs = runs
+        self.taken += 1
+        self.finished = False
+
     def is_done(self, runs: int) -> bool:
         """Return whether the current item is done after ``runs`` runs of the loop."""
+        if self.finished and self.stage is Stage.OPEN:
+            return True
         if self.stage is not Stage.OPEN or not self.taken:
             return self.done or not self.taken
-        return not self._inner_is(Stage.OPEN, Stage.STOPPED) and runs - self.runs == 1 and not self.several
+        return self.inner is None and runs - self.runs == 1 and not self.several
 
     def leave(self, runs: int, stopping: bool) -> None:
         """Record that no further item is taken."""
@@ -123,7 +136,7 @@ class Place:
         elif self.inner is not None:
             self.done = self.inner.stage is not Stage.STOPPED
         else:
-            self.done = made <= 1 and not self.several
+            self.done = self.finished or (made <= 1 and not self.several)
         self.stage = Stage.STOPPED if stopping else Stage.LEFT
 
     def note_last(self) -> None:

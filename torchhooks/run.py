@@ -48,7 +48,7 @@ class Lifecycle:
         self, services: RunServices, progress: Progress, schedule: Schedule, steps_per_run: int, costs: HookCosts | None
     ) -> None:
         self._services = services
-        self._session, self._step, _, self._ending = services
+        self._session, self._step, self._ending = services.session, services.step, services.ending
         self._function = services.step.function
         self._progress = progress
         self._schedule = schedule

@@ -69,16 +69,11 @@ class Seat:
         self.due_moment = math.inf if due.moment is None else due.moment
         self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
 
-    @property
-    def hook_name(self) -> str:
-        """The name of the hook's class."""
-        return type(self.hook).__name__
-
     def __str__(self) -> str:
         try:
             name = repr(self.hook)
         except Exception:  # a broken __repr__ must not hide the error that names the hook
-            name = f"a {self.hook_name}"
+            name = f"a {type(self.hook).__name__}"
         return f"{name} (hook {self.index})"
 
 

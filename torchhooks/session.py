@@ -13,6 +13,7 @@ from torchhooks.checkpoint import Saver
 from torchhooks.closing import Attempts
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.fetch import Evaluator, detached, map_leaves, watched_names
+from torchhooks.items import Items
 from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.progress import NO_OUTPUTS, DataWaits, Progress
@@ -39,6 +40,7 @@ class Session:
         position: how far the loop is in its data; ``None`` for a session without a loop.
         progress: the global step and the last outputs, which the loop updates.
         data_waits: how long the loop has waited for its data.
+        items: the calls to make between two items of ``until_stop``.
         inputs: the names of the step's parameters, which have values only during a run.
         drain: makes every pending ``when_ready`` call, and waits for the device.
         interrupted: whether a signal asked the loop to stop.
@@ -57,6 +59,7 @@ class Session:
         position: Position | None = None,
         progress: Progress | None = None,
         data_waits: DataWaits | None = None,
+        items: Items | None = None,
         inputs: Collection[str] = (),
         drain: Callable[[], object] = bool,
         interrupted: Callable[[], bool] = bool,
@@ -73,6 +76,7 @@ class Session:
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
         self._progress = Progress() if progress is None else progress
         self._data_waits = DataWaits() if data_waits is None else data_waits
+        self._items = Items() if items is None else items
         self._inputs = inputs
         self._drain = drain
         self._interrupted = interrupted
@@ -133,6 +137,14 @@ class Session:
         """
         self._drain()
         return next((reason for refusal in self._refusals if (reason := refusal()) is not None), None)
+
+    def at_stop(self, who: object, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when ``until_stop`` notices a stop, before code after the ``for`` loop runs.
+
+        A hook calls this in ``after_create_session``, and passes itself as ``who``, for notes on exceptions. If the
+        body of the loop calls ``should_stop()`` first, the callback is called there too.
+        """
+        self._items.at_stop(who, callback)
 
     def wait_for_savers(self) -> None:
         """Wait for pending checkpoint writes and raise any error they hit.

@@ -16,6 +16,7 @@ from torchhooks.costs import HookCosts
 from torchhooks.ending import Ending
 from torchhooks.errors import add_note
 from torchhooks.hook import RunServices
+from torchhooks.items import Items
 from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.progress import DataWaits, Progress
@@ -48,6 +49,7 @@ class Mechanisms(NamedTuple):
     readback: Readback
     position: Position
     data_waits: DataWaits
+    items: Items
     ending: Ending
     recovery: Recovery
     costs: HookCosts | None
@@ -78,8 +80,8 @@ class Sessions:
         self._scaffold = scaffold
         self._step = step
         self._steps_per_run = steps_per_run
-        self._schedule, self._readback, self._position, self._data_waits = mechanisms[:4]
-        self._ending, self._recovery, self._costs = mechanisms[4:]
+        self._schedule, self._readback, self._position, self._data_waits, self._items = mechanisms[:5]
+        self._ending, self._recovery, self._costs = mechanisms[5:]
         self._grace_secs = grace_secs
         self._renew()
 
@@ -161,12 +163,13 @@ class Sessions:
             position=self._position,
             progress=self.progress,
             data_waits=self._data_waits,
+            items=self._items,
             inputs=self._step.parameters,
             drain=self._readback.drain,
             interrupted=lambda: self._ending.signal is not None,
         )
         self.coord = Coordinator()
-        services = RunServices(self.session, self._step, self._readback, self._ending)
+        services = RunServices(self.session, self._step, self._readback, self._ending, self._items)
         self.lifecycle = Lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
 
     def _leave(self, error: BaseException) -> None:
@@ -176,6 +179,7 @@ class Sessions:
             BaseException: another error of a thread, which the loop does not recover from.
         """
         session, coord = self.session, self.coord
+        self._items.clear()
         self._renew()
         session.close()
         try:

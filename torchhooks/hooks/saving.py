@@ -204,6 +204,8 @@ class CheckpointSaverHook(SessionRunHook):
         given = self._given_saver if self._scaffold is None else self._scaffold.saver
         self._saver = session.saver if given is None else given
         session.savers.append(self._saver)
+        self._waits = False
+        session.at_stop(self, lambda: self._save_for_stop(session))
         self._save(session)
         self._timer.update_last_triggered_step(session.global_step)
 
@@ -211,8 +213,10 @@ class CheckpointSaverHook(SessionRunHook):
         session = run_context.session
         if self._timer.should_trigger_for_step(session.global_step):
             self._timer.update_last_triggered_step(session.global_step)
-            if self._save(session):
-                run_context.request_stop(f"a checkpoint listener asked to at step {session.global_step}")
+            if self._waits:  # for a whole period already: the item is a long one, so save in the middle of it too
+                self._save_due(run_context)
+            self._waits = True
+            run_context.after_item(lambda: self._save_due(run_context))
 
     def end(self, session: Session) -> None:
         step = session.global_step
@@ -228,6 +232,17 @@ class CheckpointSaverHook(SessionRunHook):
 
     def next_due(self) -> Due:
         return self._timer.next_due()
+
+    def _save_due(self, run_context: SessionRunContext) -> None:
+        session = run_context.session
+        self._waits = False
+        self._timer.update_last_triggered_step(session.global_step)
+        if self._save(session):
+            run_context.request_stop(f"a checkpoint listener asked to at step {session.global_step}")
+
+    def _save_for_stop(self, session: Session) -> None:
+        self._timer.update_last_triggered_step(session.global_step)
+        self._save(session)
 
     def _save(self, session: Session) -> bool:
         """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop."""

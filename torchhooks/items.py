@@ -1,0 +1,61 @@
+"""Calls that wait until the body of the ``for`` loop is done with the current item of ``until_stop``.
+
+TensorFlow's training state changes only inside ``session.run``. A PyTorch script changes it anywhere in the body: it
+steps a scheduler, evaluates, draws random numbers. So a checkpoint that comes due in an
+item is taken when the body is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from torchhooks.errors import add_note
+
+
+class Items:
+    """The calls to make between two items of the ``until_stop`` loops of one monitored loop."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        """How many ``until_stop`` loops have an item in hand."""
+        self.waiting: dict[object, Callable[[], object]] = {}
+        """The calls to make when the body is done with the current item, by who asked: a hook's last one counts."""
+        self._at_stop: dict[object, Callable[[], object]] = {}
+
+    def after_item(self, who: object, call: Callable[[], object]) -> None:
+        """Make ``call()`` once the body is done with the current item; now, if there is none."""
+        if self.open:
+            self.waiting[who] = call
+        else:
+            call()
+
+    def at_stop(self, who: object, call: Callable[[], object]) -> None:
+        """Make ``call()`` at the item in which a stop is noticed."""
+        self._at_stop[who] = call
+
+    def finish(self) -> set[object]:
+        """Make the waiting calls, and return whose they were."""
+        made = set(self.waiting)
+        while self.waiting:
+            who = next(iter(self.waiting))
+            _call(who, self.waiting.pop(who))
+        return made
+
+    def stop(self, made: Container[object] = ()) -> None:
+        """Make the calls for a stop, except of those in ``made``, who have just been called."""
+        for who, call in self._at_stop.items():
+            if who not in made:
+                _call(who, call)
+
+    def clear(self) -> None:
+        """Forget every call: their session is closed."""
+        self.waiting.clear()
+        self._at_stop.clear()
+
+
+def _call(who: object, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except BaseException as error:
+        add_note(error, f"torchhooks: in a call of {who} between two items")
+        raise
