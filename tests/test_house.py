@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[set[str]] = [
     # values
     {"checks", "closing", "errors", "log", "randomness", "stateful", "text"},
-    {"items", "progress", "timer"},
+    {"generators", "gradients", "items", "progress", "timer"},
     # mechanisms
     {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "position", "preemption", "recovery"},
     {"ending", "readback", "step", "summary", "watch"},
@@ -47,6 +47,8 @@ FLOORS: list[set[str]] = [
 
 # Private attributes that another class may touch, by module and expression, with the reason.
 PRIVATE_ACCESS = {
+    ("torchhooks.gradients", "grad._version"): "torch's own name for how often a tensor was changed in place",
+    ("torchhooks.loop", "sys._getframe"): "CPython's only way to the frame of the caller",
     ("torchhooks.devices", "sys._getframe"): "CPython's only way to a frame of the stack",
     ("torchhooks.summary", "writer._get_file_writer"): "torch's SummaryWriter has no public way to add an event",
 }

@@ -805,7 +805,7 @@ def test_a_loader_in_the_state_of_the_loop_is_not_saved_or_loaded_twice(tmp_path
     assert stream.loaded == 1
     saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
     assert saved["stream"] == {"next": 4, "odd": None}
-    assert saved["position"]["loaders"] == {"1.0": {"generators": []}}
+    assert saved["position"]["loaders"] == {"1.0": {"generators": {}}}
 
 
 def test_a_state_that_cannot_be_saved_is_refused_with_its_name(tmp_path: Path) -> None:

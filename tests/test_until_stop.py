@@ -1,16 +1,26 @@
 """until_stop: what it takes, when it ends, how it nests, and in which state it leaves the data and the loop."""
 
 import itertools
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from torchhooks import MonitoredLoop, StopAtStepHook
-from torchhooks.testing import RecordingHook
+from torchhooks import LifecycleError, MonitoredLoop, StopAtStepHook
+from torchhooks.readback import Elapsed
+from torchhooks.testing import FakeClock, RecordingHook
 
 
 def half() -> float:
     return 0.5
+
+
+def raising(error: Exception) -> Callable[[], float]:
+    def step() -> float:
+        raise error
+
+    return step
 
 
 def stopping_at(step: int) -> MonitoredLoop[float]:
@@ -78,10 +88,94 @@ def test_takes_nothing_once_the_loop_has_stopped() -> None:
     assert batches.taken == 0
 
 
-def test_takes_nothing_once_the_loop_is_closed() -> None:
+def test_refuses_data_once_the_loop_is_closed() -> None:
+    batches = Counted(9)
     loop = MonitoredLoop(half)
     loop.close()
-    assert list(loop.until_stop(itertools.count())) == []
+    with pytest.raises(LifecycleError, match=r"until_stop\(\) was called on a closed loop"):
+        next(loop.until_stop(batches))
+    assert batches.taken == 0
+
+
+def test_refuses_data_once_the_loop_has_failed_and_says_why() -> None:
+    first = ValueError("bad batch")
+    loop = MonitoredLoop(raising(first))
+    with pytest.raises(ValueError, match="bad batch"):
+        loop.run()
+    with pytest.raises(LifecycleError, match=r"until_stop\(\) was called after a run that failed") as caught:
+        next(loop.until_stop(range(3)))
+    assert caught.value.__cause__ is first
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 5, 9])
+def test_yields_at_most_as_many_items_as_the_limit(limit: int) -> None:
+    batches = Counted(5)
+    with MonitoredLoop(half) as loop:
+        assert len(list(loop.until_stop(batches, limit=limit))) == min(limit, 5)
+        assert loop.stop_reason == "data ended"
+    assert batches.taken <= limit
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, "3", True])
+def test_rejects_a_limit_that_is_not_a_number_of_items(limit: Any) -> None:
+    with MonitoredLoop(half) as loop, pytest.raises(ValueError, match=r"limit=.*: must be a whole number, 0 or more"):
+        loop.until_stop(range(3), limit=limit)
+
+
+def test_a_stop_requested_by_the_caller_between_runs_takes_effect_now() -> None:
+    made = []
+    with MonitoredLoop(half) as loop:
+        for item in loop.until_stop(range(5)):
+            loop.run()
+            made.append(item)
+            if item == 1:
+                loop.request_stop("seen enough")
+    assert (made, loop.stop_reason) == ([0, 1], "request_stop: seen enough")
+
+
+def test_a_stop_requested_by_the_step_takes_effect_after_its_run() -> None:
+    recorder = RecordingHook()
+
+    def step() -> float:
+        loop.request_stop()
+        return 0.5
+
+    with MonitoredLoop(step, hooks=[recorder]) as loop:
+        assert loop.run() == 0.5
+        assert loop.should_stop()
+    assert ("after_run", None, 1) in recorder.calls
+    assert loop.stop_reason == "request_stop"
+
+
+def test_a_stop_requested_by_a_thread_allows_one_more_run() -> None:
+    with MonitoredLoop(half) as loop:
+        thread = threading.Thread(target=loop.request_stop, args=("enough",))
+        thread.start()
+        thread.join()
+        assert loop.run() == 0.5
+        with pytest.raises(LifecycleError, match="enough"):
+            loop.run()
+
+
+def test_a_pause_of_the_loop_is_one_of_its_session() -> None:
+    pauses: list[Elapsed] = []
+    with FakeClock() as clock, MonitoredLoop(half) as loop:
+        loop.session.on_pause(pauses.append)
+        with loop.paused():
+            clock.advance(2.0)
+    assert [pause.host_secs for pause in pauses] == [2.0]
+
+
+def test_a_generator_that_a_variable_still_holds_was_left() -> None:
+    with MonitoredLoop(half) as loop:
+        for _ in loop.until_stop(range(3)):
+            held = loop.until_stop([7, 8, 9])  # the same place in the code in every epoch
+            for _ in held:
+                loop.run()
+                break
+        position = loop.session.position
+        assert position is not None
+        assert [place["number"] for place in (position.state_dict() or {})["path"]] == [0]
 
 
 def test_the_end_of_the_data_is_a_reason_but_not_a_stop() -> None:

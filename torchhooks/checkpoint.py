@@ -223,6 +223,8 @@ class Saver:
             # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
             if position is None or not position.iterates(part):
                 self._load(name, part, state, path)
+        if session.gradients is not None:
+            session.gradients.load_state_dict(saved.get("gradients"))
         session.global_step = saved["global_step"]
         set_random_states(saved["random"])
         if position is not None:

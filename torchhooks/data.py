@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 from torchhooks.ending import Ending
+from torchhooks.errors import LifecycleError, brief
 from torchhooks.items import Items
 from torchhooks.position import Place, Position
 from torchhooks.progress import DataWaits
@@ -46,8 +47,11 @@ class Data:
         self._stop_is_seen = False  # by the body of a loop, through should_stop()
         self._stop_is_settled = False  # the calls for it were made, and the data go no further
 
-    def until_stop(self, iterable: Iterable[T], resume: bool) -> Generator[T, None, None]:
+    def until_stop(
+        self, iterable: Iterable[T], resume: bool, limit: int | None, site: object
+    ) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end."""
+        self._check_not_ended()
         if self._should_stop():  # before iter(), which may draw random numbers
             self._cut_short()
             return
@@ -59,7 +63,7 @@ class Data:
             self._items,
         )
         waits.depth = depth = waits.depth + 1
-        place = position.begin(iterable, aside=ending.busy)
+        place = position.begin(iterable, ending.busy, site)
         item: Any = None
         try:
             iterator: Iterator[Any] = position.iterator(place, iterable, resume, self._should_stop)
@@ -69,7 +73,9 @@ class Data:
                     place.through = True
                     return
                 if not again:
-                    if depth in waits.secs:
+                    if limit is not None and place.taken >= limit:
+                        item = _DATA_ENDED
+                    elif depth in waits.secs:
                         asked = time.monotonic()
                         item = next(iterator, _DATA_ENDED)
                         waits.secs[depth] += time.monotonic() - asked
@@ -84,19 +90,25 @@ class Data:
                     if ending.reason is not None:
                         ending.data_continues()
                 # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.
-                items.open += place.counts
-                try:
-                    yield item
-                finally:
-                    items.open -= place.counts
+                yield item
                 place.finished = not self._stop_is_seen  # a body that was told to stop may have left the item early
         finally:
             waits.depth -= 1
             self._leave(place)
 
+    def _check_not_ended(self) -> None:
+        """Raise if the loop failed or is closed: iterating over nothing would hide it."""
+        if self._ending.failure is not None:
+            raise LifecycleError(
+                f"until_stop() was called after a run that failed with {brief(self._ending.failure)}: the loop has "
+                "ended, make a new one"
+            ) from self._ending.failure
+        if self._ending.closed:
+            raise LifecycleError("until_stop() was called on a closed loop: make a new one")
+
     def stop_is_seen(self) -> None:
         """Note that the body of a loop was told to stop, and make the calls for a stop: the body may leave the loop."""
-        if self._items.open and not self._stop_is_settled and not self._stop_is_seen and self._is_healthy():
+        if self._items.is_open() and not self._stop_is_settled and not self._stop_is_seen and self._is_healthy():
             self._stop_is_seen = True
             self._make(self._items.stop)
 
@@ -149,5 +161,5 @@ class Data:
             self._stop_is_settled = True  # the body left because of the stop
         # A body that leaves for a reason of its own has ended this loop, even if a stop was requested in its last run.
         self._position.leave(place, stopping and (place.through or self._stop_is_seen))
-        if self._items.waiting and not self._items.open:
+        if self._items.waiting and not self._items.is_open():
             self._schedule.wake()

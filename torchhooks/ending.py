@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torchhooks.errors import brief
@@ -19,6 +20,14 @@ class Run(Protocol):
     def why_stopped(self) -> str:
         """Which hook asked to stop, and why."""
         ...
+
+
+@dataclass
+class StopRequest:
+    """A stop that the caller requested during a run, and not a hook."""
+
+    why_stopped: str
+    void: bool = False
 
 
 class Ending:

@@ -15,16 +15,16 @@ from torchhooks.errors import add_note
 class Items:
     """The calls to make between two items of the ``until_stop`` loops of one monitored loop."""
 
-    def __init__(self) -> None:
-        self.open = 0
-        """How many ``until_stop`` loops have an item in hand."""
+    def __init__(self, is_open: Callable[[], bool] = bool) -> None:
+        self.is_open = is_open
+        """Returns whether an ``until_stop`` has an item in hand."""
         self.waiting: dict[object, Callable[[], object]] = {}
         """The calls to make when the body is done with the current item, by who asked: a hook's last one counts."""
         self._at_stop: dict[object, Callable[[], object]] = {}
 
     def after_item(self, who: object, call: Callable[[], object]) -> None:
         """Make ``call()`` once the body is done with the current item; now, if there is none."""
-        if self.open:
+        if self.is_open():
             self.waiting[who] = call
         else:
             call()

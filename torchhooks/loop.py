@@ -19,19 +19,24 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 
 from torchhooks.arguments import check_hook_states, check_hooks, check_model, check_optimizer, check_state
+from torchhooks.checks import whole_number
 from torchhooks.closing import Attempts
 from torchhooks.costs import HookCosts
 from torchhooks.data import Data
-from torchhooks.ending import Ending
+from torchhooks.ending import Ending, StopRequest
 from torchhooks.errors import AbortedError, LifecycleError, add_note, brief
+from torchhooks.gradients import Gradients
 from torchhooks.hook import SessionRunHook
 from torchhooks.items import Items
 from torchhooks.log import logger, show_lines
@@ -115,18 +120,28 @@ class MonitoredLoop(Generic[R]):
         self._step_counter: Any = None
         self._in_step_fn = False
         self._begun = 0
+        self._thread = threading.get_ident()
         self._schedule = schedule = Schedule(copied_hooks)
         self._readback = Readback(schedule.wake)
         self._signals = SignalWatch(signals, schedule.wake)
         self._ending = Ending(self._signals, schedule.wake)
         self._recovery = Recovery(recoverable_errors, max_recoveries)
         self._costs = HookCosts(schedule, self._readback) if hook_costs else None
-        self._items = Items()
         position, waits = Position(schedule, checked_state), DataWaits()
+        self._items = Items(lambda: position.is_open)
         self._data = Data(schedule, position, waits, self._items, self._ending, self._is_to_stop, self._recovered_from)
+        saves = folder is not None or any(getattr(hook, "saves_checkpoints", False) for hook in copied_hooks)
+        watched = saves and hasattr(optimizer, "register_step_post_hook")
+        self._gradients = Gradients(optimizer) if optimizer is not None and watched else None
         self._sessions = Sessions(
             TrainingState(
-                model, optimizer, checked_state, check_hook_states(copied_hooks), self._hooks_elsewhere, folder
+                model,
+                optimizer,
+                checked_state,
+                check_hook_states(copied_hooks),
+                self._hooks_elsewhere,
+                folder,
+                self._gradients,
             ),
             Scaffold() if scaffold is None else scaffold,
             about_step,
@@ -242,7 +257,9 @@ class MonitoredLoop(Generic[R]):
             self._data.stop_is_seen()
         return stopping
 
-    def until_stop(self, iterable: Iterable[T], *, resume: bool = True) -> Generator[T, None, None]:
+    def until_stop(
+        self, iterable: Iterable[T], *, resume: bool = True, limit: int | None = None
+    ) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end. Nests: epochs around batches.
 
         An item that was taken is never dropped. If a signal or a thread asks to stop while the loop waits for an item,
@@ -272,8 +289,32 @@ class MonitoredLoop(Generic[R]):
         Args:
             iterable: the items.
             resume: whether to continue from the position in the checkpoint. False takes ``iterable`` as it is.
+            limit: the greatest number of items to yield, including those of earlier processes. Counting items with
+                ``enumerate`` instead starts at 0 again after a resume.
+
+        Raises:
+            LifecycleError: the loop has failed or is closed.
+            ValueError: ``limit`` is not a whole number, 0 or more.
         """
-        return self._data.until_stop(iterable, resume)
+        if limit is not None:
+            whole_number(limit, "limit", 0)
+        frame = sys._getframe(1)
+        return self._data.until_stop(iterable, resume, limit, (frame, frame.f_lasti))
+
+    def request_stop(self, reason: str | None = None) -> None:
+        """Stop the loop after the run in progress, or now if there is none. Any thread may call this.
+
+        This cannot be undone. ``stop_reason`` is ``"request_stop: <reason>"``, or ``"request_stop"`` without one.
+        """
+        text = "request_stop" if reason is None else f"request_stop: {reason}"
+        if self._ending.busy:
+            self._ending.request(StopRequest(text))
+        else:
+            self._ending.stop(text, by_thread=threading.get_ident() != self._thread)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not count the time inside this ``with`` block as training time: an evaluation, for example. Nests."""
+        return self.session.paused()
 
     @property
     def session(self) -> Session:
@@ -344,7 +385,7 @@ class MonitoredLoop(Generic[R]):
         if readback.waiting:
             schedule.wake()
             readback.end_run()
-        if self._items.waiting and not self._items.open:
+        if self._items.waiting and not self._items.is_open():
             self._items.finish()
         self._recovery.run_went_well()
         self._ending.notice()
@@ -466,6 +507,8 @@ class MonitoredLoop(Generic[R]):
             attempt(sessions.call, seat, "teardown", seat.hook.teardown)
         if self._step_counter is not None:
             self._step_counter.remove()
+        if self._gradients is not None:
+            self._gradients.close()
         if self._ending.signal is not None:
             for error in attempt.errors:  # now, because delivering the signal may end the process
                 logger.error("while the loop was closed", exc_info=error)

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from torchhooks.generators import find_generators, generator_states, set_generator_state
 from torchhooks.log import logger
 from torchhooks.randomness import random_states, set_random_states
 from torchhooks.stateful import Stateful, has_state
@@ -49,7 +50,7 @@ _UNFINISHED = (Stage.OPEN, Stage.LEFT, Stage.STOPPED)
 class Place:
     """How far one ``until_stop`` is. The loop sets ``taken``, ``runs``, ``several``, ``ended`` and ``through``."""
 
-    def __init__(self, iterable: object, outer: Place | None, runs: int) -> None:
+    def __init__(self, iterable: object, outer: Place | None, runs: int, site: object = None) -> None:
         self.iterable = iterable
         """What is iterated, until its data ends; ``None`` for an iterator, which cannot be iterated again."""
         self.depth: int = 0 if outer is None else outer.depth + 1
@@ -78,14 +79,22 @@ class Place:
         """How many items were done when it was resumed from a checkpoint."""
         self.before: dict[str, Any] | None = None
         """The random states before the iteration began, if it may draw random numbers."""
+        self.item_random: dict[str, Any] | None = None
+        """The random states when the current item was yielded for the first time, if an inner loop may begin in it."""
         self.last: Any = None
         """The last value of a range."""
+        self.between: dict[str, Any] | None = None
+        """The random states when the place before it in the same outer item ended."""
+        self.ended_inside: dict[str, Any] | None = None
+        """The random states when the last inner place of the current item ended."""
+        self.site = site
+        self.outer = outer
         self._inner: Place | None = None
         self._begun = 0
 
     def add(self, inner: Place) -> None:
         """Record that ``inner`` begins in the current item."""
-        inner.number = self.begun
+        inner.number, inner.between = self.begun, self.ended_inside
         self._inner, self._begun = inner, inner.number + 1
 
     @property
@@ -110,6 +119,13 @@ class Place:
 
     def take(self, runs: int) -> None:
         """Record that an item is taken, after ``runs`` runs."""
+        # Before an inner loop begins, the body may draw its order. Drawn again after a resume, it has to be the same.
+        # Whether an inner loop will begin is not known; the first item shows it.
+        if self.counts and (self.taken == (self.resumed or 0) or self.inner is not None):
+            self.item_random = random_states()
+        else:
+            self.item_random = None
+        self.ended_inside = None
         self.several = self.several or runs - self.runs > 1
         self.runs = runs
         self.taken += 1
@@ -169,23 +185,39 @@ class Position:
         self._saved_loaders: dict[str, dict[str, Any]] = {}
 
         self._loaders: dict[str, Callable[[], Any]] = {}
-        self._restored_generators: list[torch.Generator] = []
+        self._restored_generators: list[Any] = []
         self._warned = False
 
     # -- for until_stop -----------------------------------------------------------------------------------------------
 
-    def begin(self, iterable: Iterable[Any], aside: bool) -> Place:
+    @property
+    def is_open(self) -> bool:
+        """Whether an ``until_stop`` has an item in hand."""
+        return bool(self._open)
+
+    def begin(self, iterable: Iterable[Any], aside: bool, site: object = None) -> Place:
         """Return a place for an ``until_stop`` that begins now.
 
-        It is inside of those that are open, or, with ``aside``, not part of the position.
+        It is inside of those that are open, or, with ``aside``, not part of the position. ``site`` is where it was
+        called: a frame, and a position in its code.
         """
         if aside:
             return Place(None, None, self._schedule.runs)
+        self._leave_held(site)
         outer = self._open[-1] if self._open else self._root
-        place = Place(None if _is_plain_iterator(iterable) else iterable, outer, self._schedule.runs)
+        place = Place(None if _is_plain_iterator(iterable) else iterable, outer, self._schedule.runs, site)
         outer.add(place)
         self._open.append(place)
         return place
+
+    def _leave_held(self, site: object) -> None:
+        """Leave the place that began at ``site`` too, and those inside of it.
+
+        A loop cannot begin inside of itself. So the body left it, and a variable still holds its generator.
+        """
+        held = [index for index, place in enumerate(self._open) if site is not None and place.site == site]
+        for place in reversed(self._open[held[0] :] if held else []):
+            self.leave(place, False)
 
     def iterator(
         self, place: Place, iterable: Iterable[Any], resume: bool, halted: Callable[[], bool]
@@ -206,11 +238,13 @@ class Position:
             self._restore_loader(iterable, loader)
             return _started(place, iterable)
         iterator: Iterator[Any] = iter(())  # places before the one that was open were finished
+        random = entry.get("between")  # for what the body draws between the place before that one and that one
         if entry["number"] == place.number:
             iterator = self._resumed(place, iterable, entry, loader, halted)
+            random, place.between = place.item_random, random
         # Iterating and skipping drew random numbers. From here on they continue as in the checkpoint.
         self._restore_loader(iterable, loader, again=True)
-        set_random_states(self._random)
+        set_random_states(random or self._random)
         return iterator
 
     def leave(self, place: Place, stopping: bool) -> None:
@@ -218,6 +252,9 @@ class Position:
         if place in self._open:
             self._open.remove(place)
             place.leave(self._schedule.runs, stopping)
+            place.site = None
+            if place.outer is not None and not stopping:
+                place.outer.ended_inside = random_states()
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
@@ -289,6 +326,8 @@ class Position:
             "ended": place.ended or (place.stage is Stage.LEFT and outer.stage is Stage.OPEN),
             "last": place.last,
             "before": place.before,
+            "item_random": place.item_random,
+            "between": place.between,
         }
 
     def _restored_in(self, outer: Place) -> dict[str, Any] | None:
@@ -302,14 +341,14 @@ class Position:
         """Keep a reference to ``iterable``, if it has something to save, under the last of its keys."""
         live = {other: loader for other, loader in self._loaders.items() if loader() is not None}
         self._loaders = {other: loader for other, loader in live.items() if loader() is not iterable}
-        if has_state(iterable) or _generators(iterable):
+        if has_state(iterable) or find_generators(iterable):
             try:
                 self._loaders[key] = weakref.ref(iterable)
             except TypeError:  # no weak references to classes with __slots__
                 self._loaders[key] = lambda: iterable
 
     def _loader_state(self, loader: Any, current: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"generators": [generator.get_state() for generator in _generators(loader)]}
+        state: dict[str, Any] = {"generators": generator_states(loader)}
         # The state of a DataLoader is a position within an epoch. Between epochs its generators are enough.
         if has_state(loader) and not self._is_in_state(loader) and (current or not isinstance(loader, DataLoader)):
             state["state"] = loader.state_dict()
@@ -319,9 +358,9 @@ class Position:
         """Load ``saved`` into ``loader``; generators that were restored already are restored only if ``again``."""
         if "state" in saved and has_state(loader):
             loader.load_state_dict(saved.pop("state"))
-        for generator, state in zip(_generators(loader), saved.get("generators", ()), strict=False):
+        for generator, state in _matched(loader, saved.get("generators", {})):
             if again or not any(generator is other for other in self._restored_generators):
-                generator.set_state(state)
+                set_generator_state(generator, state)
                 self._restored_generators.append(generator)
 
     def _is_in_state(self, loader: object) -> bool:
@@ -341,6 +380,8 @@ class Position:
         done: bool = entry["done"] or entry["ended"]
         place.taken = place.resumed = entry["taken"] if done else entry["taken"] - 1
         place.last, place.before = entry["last"], entry["before"]
+        if not done:  # the item is yielded again, so its body starts with the random states of the first time
+            place.item_random = entry.get("item_random")
         if entry["ended"] and not (place.depth == 1 and isinstance(iterable, _MAY_HAVE_GROWN)):
             if place.depth == 1:
                 logger.info("%s had already ended. %s", _name(iterable), _AGAIN)
@@ -368,8 +409,8 @@ class Position:
             if place.before["persistent"] and getattr(iterable, "_iterator", None) is None:
                 iter(iterable)  # creates the persistent workers, which draws a number and had been done before
             set_random_states(place.before["random"])  # so that the items come in the same order
-            for generator, state in zip(_generators(iterable), place.before["generators"], strict=False):
-                generator.set_state(state)
+            for generator, state in _matched(iterable, place.before["generators"]):
+                set_generator_state(generator, state)
         iterator = iter(iterable)
         skipped = 0
         while skipped < place.taken:
@@ -407,7 +448,7 @@ def _started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
     if not (resumes_itself or isinstance(iterable, _MAY_HAVE_GROWN) or _is_plain_iterator(iterable)):
         place.before = {
             "random": random_states(),
-            "generators": [generator.get_state() for generator in _generators(iterable)],
+            "generators": generator_states(iterable),
             "persistent": getattr(iterable, "persistent_workers", False) is True
             and getattr(iterable, "_iterator", None) is not None,
         }
@@ -420,12 +461,12 @@ def _rest_of_range(values: range, last: int, done: bool) -> range:
     return values[max(passed + (done or between != 0), 0) :]
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the distinct generators of a loader and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    holders = loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+def _matched(loader: object, states: Any) -> list[tuple[Any, Any]]:
+    """Return the generators of ``loader`` that are among the saved ``states``, with their state."""
+    found = find_generators(loader)
+    if isinstance(states, list):  # of an earlier version, which saved torch's only, by their order
+        return list(zip((each for each in found.values() if isinstance(each, torch.Generator)), states, strict=False))
+    return [(found[path], state) for path, state in states.items() if path in found]
 
 
 def _is_plain_iterator(iterable: object) -> bool:

@@ -17,7 +17,7 @@ def random_states() -> dict[str, Any]:
     """
     states = {
         "python": random.getstate(),
-        "numpy": _without_arrays(np.random.get_state(legacy=False)),
+        "numpy": without_arrays(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -35,7 +35,8 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def _without_arrays(state: Any) -> Any:
+def without_arrays(state: Any) -> Any:
+    """Return ``state`` with lists in place of NumPy arrays, which ``weights_only=True`` does not load."""
     if isinstance(state, dict):
-        return {key: _without_arrays(value) for key, value in state.items()}
+        return {key: without_arrays(value) for key, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray) else state

@@ -13,6 +13,7 @@ from torchhooks.checkpoint import Saver
 from torchhooks.closing import Attempts
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.fetch import Evaluator, detached, map_leaves, watched_names
+from torchhooks.gradients import Gradients
 from torchhooks.items import Items
 from torchhooks.log import logger
 from torchhooks.position import Position
@@ -38,6 +39,7 @@ class Session:
         hooks_elsewhere: names of hooks that only another process has. Their states in checkpoints are ignored.
         checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
         position: how far the loop is in its data; ``None`` for a session without a loop.
+        gradients: those that the optimizer has not used yet; ``None`` if nothing watches the optimizer.
         progress: the global step and the last outputs, which the loop updates.
         data_waits: how long the loop has waited for its data.
         items: the calls to make between two items of ``until_stop``.
@@ -57,6 +59,7 @@ class Session:
         hooks_elsewhere: Collection[str] = (),
         checkpoint_dir: str | None = None,
         position: Position | None = None,
+        gradients: Gradients | None = None,
         progress: Progress | None = None,
         data_waits: DataWaits | None = None,
         items: Items | None = None,
@@ -72,6 +75,7 @@ class Session:
         self.hooks_elsewhere = hooks_elsewhere
         self.checkpoint_dir = checkpoint_dir
         self.position = position
+        self.gradients = gradients
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
         self._progress = Progress() if progress is None else progress

@@ -15,6 +15,7 @@ from torchhooks.coordinator import Coordinator
 from torchhooks.costs import HookCosts
 from torchhooks.ending import Ending
 from torchhooks.errors import add_note
+from torchhooks.gradients import Gradients
 from torchhooks.hook import RunServices
 from torchhooks.items import Items
 from torchhooks.log import logger
@@ -40,6 +41,7 @@ class TrainingState(NamedTuple):
     hooks: Mapping[str, Stateful]
     hooks_elsewhere: Collection[str]
     checkpoint_dir: str | None
+    gradients: Gradients | None
 
 
 class Mechanisms(NamedTuple):
@@ -150,7 +152,7 @@ class Sessions:
         coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
 
     def _renew(self) -> None:
-        model, optimizer, state, hooks, hooks_elsewhere, checkpoint_dir = self._training
+        model, optimizer, state, hooks, hooks_elsewhere, checkpoint_dir, gradients = self._training
         self.progress = Progress()
         self.session = Session(
             model,
@@ -161,6 +163,7 @@ class Sessions:
             hooks_elsewhere=hooks_elsewhere,
             checkpoint_dir=checkpoint_dir,
             position=self._position,
+            gradients=gradients,
             progress=self.progress,
             data_waits=self._data_waits,
             items=self._items,

@@ -26,12 +26,13 @@ import numpy as np
 import torch
 
 from torchhooks.errors import CheckpointError, add_note
+from torchhooks.gradients import Gradients
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened
 
-_OWN = ("global_step", "position", "random", "score")
+_OWN = ("global_step", "gradients", "position", "random", "score")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
 
@@ -53,6 +54,8 @@ class SessionLike(Protocol):
     def hooks_elsewhere(self) -> Collection[str]: ...
     @property
     def position(self) -> Position | None: ...
+    @property
+    def gradients(self) -> Gradients | None: ...
 
 
 def parts_of(session: SessionLike) -> dict[str, Stateful]:
@@ -94,6 +97,9 @@ def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) 
             add_note(error, f"while saving {name!r}")
             raise
         state[name] = plain(own, (name,))
+    gradients = None if session.gradients is None else session.gradients.state_dict()
+    if gradients is not None:
+        state["gradients"] = plain(gradients, ("gradients",))
     position = None if session.position is None else session.position.state_dict()
     if position is not None:
         state["position"] = {**position, "loaders": plain(position["loaders"], ("position", "loaders"))}
