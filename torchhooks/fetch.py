@@ -172,13 +172,14 @@ def snapshot(value: Any) -> Any:
     kind = type(value)
     if kind is float or kind is int:
         return value
-    return map_leaves(_copy_leaf, value)
+    return map_leaves(copied, value)
 
 
-def _copy_leaf(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return as_snapshot(value.detach().clone())
-    return value.copy() if isinstance(value, np.ndarray) else value
+def copied(leaf: Any) -> Any:
+    """Return a copy of a tensor, detached, or of an array; anything else as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return as_snapshot(leaf.detach().clone())
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def as_snapshot(fresh: torch.Tensor) -> torch.Tensor:
