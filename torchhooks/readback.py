@@ -173,9 +173,9 @@ class Readback:
         place of :class:`Elapsed`. The values are those of the time of the request: later updates do not reach them. If
         nothing has to be copied from a device, the callback is called at once.
 
-        An error in the callback names ``made_by`` and the global ``step``, which requests that it makes inherit. It is
-        called at most ``max_lag_runs`` runs from now, if necessary by blocking for the device at the end of that run; 0
-        is the current run, and ``None`` sets no deadline.
+        The callback is called at most ``max_lag_runs`` runs from now, if necessary by blocking for the device at the
+        end of that run; 0 is the current run, and ``None`` sets no deadline. The note on an error in the callback names
+        ``made_by`` and the global ``step``. Requests that the callback makes inherit both.
         """
         if self._closed:
             raise LifecycleError(
@@ -229,7 +229,8 @@ class Readback:
         attempt = Attempts(Exception)
         while self._queued or self._in_flight or self._arrived:
             attempt(self._send)
-            attempt(self._receive_all)
+            while self._in_flight:
+                attempt(self._receive)
             attempt(self._deliver)
         self._routes = {}
         self.waiting = False
@@ -284,10 +285,6 @@ class Readback:
             for original, copy in zip(originals, transfer.tensors(), strict=True)
         }
         self._arrived.extend((request, copies) for request in batch.requests)
-
-    def _receive_all(self) -> None:
-        while self._in_flight:
-            self._receive()
 
     def _deliver(self) -> None:
         while self._arrived:

@@ -376,7 +376,7 @@ def _ops(summary_op: Any) -> Iterator[SummaryOp]:
 
 def _name_of(fetch: Any) -> str:
     if isinstance(fetch, str):
-        return fetch
+        return str(fetch)
     name = getattr(fetch, "__name__", None) if inspect.isroutine(fetch) else None
     if name is None or name == "<lambda>":
         got = "a lambda" if name else _described(fetch)

@@ -94,7 +94,7 @@ class WriterTarget:
 
     @classmethod
     def flush_all(cls) -> None:
-        """Flush every open writer, before a checkpoint: a run restored from it does not write earlier points again."""
+        """Flush every open writer. Before a checkpoint, because a restored run does not write earlier points again."""
         with cls._lock:
             targets = list(cls._all_open)
         for target in targets:
