@@ -198,10 +198,14 @@ class Saver:
 
     def _write(self, state: dict[str, Any], folder: str, name: str, step: int) -> None:
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        message = f"{os.path.join(folder, name)}-{step} was not written"
         try:
             writer.add(name, step, partial(_save, state), self._retention)
-        except (OSError, RuntimeError) as error:
-            raise _not_written(os.path.join(folder, f"{name}-{step}"), error) from error
+        except RuntimeError as error:
+            raise CheckpointError(f"{message}: {error}") from error
+        except OSError as error:
+            way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are unchanged.")
+            raise CheckpointError(f"{message}: {error.strerror or error}. {way_out}") from error
 
     def _finish(self) -> BaseException | None:
         if self._thread is not None:
@@ -309,18 +313,11 @@ _WAYS_OUT = {
 
 def _save(state: dict[str, Any], sink: Sink) -> None:
     sums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)  # the default, but damage could not be found without it
+    torch.serialization.set_crc32_options(True)  # the default, without which damage could not be found
     try:
         torch.save(state, cast(BinaryIO, sink))
     finally:
         torch.serialization.set_crc32_options(sums)
-
-
-def _not_written(path: str, error: OSError | RuntimeError) -> CheckpointError:
-    if not isinstance(error, OSError):
-        return CheckpointError(f"{path} was not written: {error}")
-    way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are unchanged.")
-    return CheckpointError(f"{path} was not written: {error.strerror or error}. {way_out}")
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -102,14 +102,10 @@ class Retention(NamedTuple):
     The newest ``max_to_keep`` stay, and so does every checkpoint that is kept for good: the first one, and each one
     that is written at least ``every_n_hours`` after the last one kept for good. The seal of a new checkpoint records
     that it is, so that a Saver with other settings keeps it too.
-
-    Args:
-        max_to_keep: how many, the newest included; ``None`` or 0 keeps all.
-        every_n_hours: the least time between two checkpoints kept for good, in hours; ``None`` keeps none for good.
     """
 
-    max_to_keep: int | None
-    every_n_hours: float | None
+    max_to_keep: int | None  # None or 0 keeps all
+    every_n_hours: float | None  # None keeps none for good
 
     def kept(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """Return the checkpoints that are kept for good, out of all of one name, oldest first."""
@@ -132,11 +128,9 @@ class Disk:
     """The calls of the operating system that a save makes. Tests replace it, to have a save fail at any of them."""
 
     def create(self, path: str) -> BinaryIO:
-        """Open a new file for writing."""
         return open(path, "x+b", buffering=_CHUNK)
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        """Append ``data``."""
         file.write(data)
 
     def sync(self, file: BinaryIO) -> None:
@@ -145,7 +139,6 @@ class Disk:
         os.fsync(file.fileno())
 
     def rename(self, path: str, new_path: str) -> None:
-        """Rename a file, replacing any file of the new name."""
         os.replace(path, new_path)
 
     def sync_folder(self, path: str) -> None:
@@ -159,7 +152,6 @@ class Disk:
             os.close(folder)
 
     def remove(self, path: str) -> None:
-        """Remove a file."""
         os.remove(path)
 
     def now(self) -> float:
@@ -181,7 +173,6 @@ class Sink:
         self._error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append ``data``."""
         if self._error is None:
             try:
                 self._disk.write(self.file, data)
@@ -204,12 +195,7 @@ _Seals = dict[str, tuple[tuple[int, ...], Checkpoint | None]]
 
 
 class Folder:
-    """A folder of checkpoints that this process writes to.
-
-    Args:
-        path: the folder; created when the first checkpoint is written.
-        disk: what to write through.
-    """
+    """A folder of checkpoints that this process writes to. It is created when the first one is written."""
 
     def __init__(self, path: str, disk: Disk) -> None:
         self._path = path
@@ -220,8 +206,7 @@ class Folder:
     def add(self, prefix: str, step: int, fill: Callable[[Sink], object], retention: Retention) -> None:
         """Write a checkpoint with what ``fill`` writes to the sink, then remove those that are no longer kept.
 
-        Raises:
-            OSError: it could not be written. The older ones are unchanged.
+        If it raises an OSError, the older ones are unchanged.
         """
         with _WRITING:
             if not self._used:  # a folder that vanished is not created again: its checkpoints are missing
@@ -276,7 +261,6 @@ def _lock(file: BinaryIO) -> None:
 
 def _seal(sink: Sink, new: Checkpoint) -> None:
     """Append the seal, and raise what went wrong when ``sink`` was written."""
-    sink.check()
     seal = {"name": new.name, "order": new.order, "step": new.step, "bytes": sink.size, "time": new.time}
     seal |= {"kept": True} if new.kept else {}
     sink.write(_SEAL + json.dumps(seal)[1:].encode() + b" ")
@@ -324,11 +308,7 @@ def _stamp(path: str) -> tuple[int, ...]:
 
 
 def read_seal(path: str) -> Checkpoint:
-    """Return what the checkpoint at ``path`` says about itself, without reading all of it.
-
-    Raises:
-        DamagedCheckpointError: it is missing, incomplete, or not a checkpoint.
-    """
+    """Return what the seal at the end of a file says; raise DamagedCheckpointError if there is no valid seal."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would block
             raise DamagedCheckpointError(f"{path} is not a regular file.")
@@ -357,11 +337,7 @@ def read_seal(path: str) -> Checkpoint:
 
 
 def verify(path: str) -> None:
-    """Read all of the checkpoint at ``path`` and compare its checksums.
-
-    Raises:
-        DamagedCheckpointError: it is not what was written.
-    """
+    """Read all of the checkpoint at ``path``; raise DamagedCheckpointError if its checksums do not match."""
     checkpoint = read_seal(path)
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:

@@ -11,10 +11,7 @@ _MAX_KEPT_BYTES = 1 << 26
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Stack small tensors of one dtype and shape, so that they share one copy.
-
-    Yields pairs: the indexes of some of ``tensors``, and the tensor to copy, in which these are stacked.
-    """
+    """Stack small tensors of one dtype and shape, so that they share one copy; yield each stack after its indexes."""
     groups: dict[Hashable, list[int]] = {}
     for index, tensor in enumerate(tensors):
         key = (tensor.dtype, tensor.shape) if tensor.numel() <= _SMALL_NUMEL else index
@@ -28,9 +25,9 @@ def pack(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], torch.Ten
 
 def unpack(packed: Iterable[tuple[list[int], torch.Tensor]]) -> list[torch.Tensor]:
     """Return the tensors that were given to :func:`pack`, in their original order."""
-    tensors = {
-        index: tensor for indexes, stack in packed for index, tensor in zip(indexes, stack.unbind(), strict=True)
-    }
+    tensors: dict[int, torch.Tensor] = {}
+    for indexes, stack in packed:
+        tensors |= zip(indexes, stack.unbind(), strict=True)
     return [tensors[index] for index in range(len(tensors))]
 
 
@@ -41,25 +38,20 @@ class CudaCopier:
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def stream(self, device: torch.device) -> Hashable:
-        """Return the current stream of ``device``."""
         return torch.cuda.current_stream(device)
 
     def start(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> _CudaTransfer:
-        """Queue copies of ``tensors`` on ``stream``."""
         with torch.cuda.stream(stream):
             return _CudaTransfer(tensors, self)
 
     def event(self, device: torch.device) -> _CudaEvent:
-        """Record an event on the current stream of ``device``."""
         with torch.cuda.device(device):
             return _CudaEvent()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return true: every CUDA tensor is on the device."""
         return True
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``tensor`` in ordinary memory. Blocks."""
         return tensor.to("cpu")  # waits for the device
 
     def take(self, nbytes: int) -> torch.Tensor:

@@ -34,13 +34,8 @@ _file_numbers = itertools.count()
 class EventFile:
     """One event file, with the methods of tensorboard's ``EventFileWriter``. They may be called from any thread.
 
-    Args:
-        folder: the folder of the file; it is created if it does not exist. The file name is unique.
-        suffix: the end of the file name.
-
-    Raises:
-        OSError: from any method, if the operating system reports an error. An error of a queued event is raised by a
-            later call, at the latest by :meth:`close`.
+    Its name is unique in ``folder`` and ends in ``suffix``. Any method may raise an OSError: that of a queued event is
+    raised by a later call, at the latest by :meth:`close`.
     """
 
     def __init__(self, folder: str, suffix: str = "") -> None:
@@ -52,7 +47,6 @@ class EventFile:
         self.reopen()
 
     def get_logdir(self) -> str:
-        """Return the folder."""
         return self._folder
 
     def reopen(self) -> None:
@@ -106,10 +100,8 @@ class _CompleteWrites:
         self._file = file
 
     def write(self, data: bytes) -> None:
-        written = self._file.write(data)
-        while written < len(data):
-            data = data[written:]
-            written = self._file.write(data)
+        while data:
+            data = data[self._file.write(data) :]
 
 
 class _DirectFileWriter(FileWriter):

@@ -110,8 +110,6 @@ def is_fixed(tree: Any) -> bool:
 def _mapper_for(kind: type) -> _Mapper | None:
     if issubclass(kind, ComposedFetch) or callable(getattr(kind, "compute", None)):
         return None
-    if kind is dict or kind is OrderedDict:
-        return _map_dict
     if issubclass(kind, list):
         return _map_list
     if issubclass(kind, tuple):
@@ -136,12 +134,9 @@ def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
     return getattr(tree, "_make", type(tree))(items)
 
 
-def _map_dict(function: Callable[[Any], Any], tree: Any) -> Any:
-    return type(tree)([(key, map_leaves(function, item)) for key, item in tree.items()])
-
-
 def _map_mapping(function: Callable[[Any], Any], tree: Any) -> Any:
-    return {key: map_leaves(function, item) for key, item in tree.items()}
+    mapped = {key: map_leaves(function, item) for key, item in tree.items()}
+    return OrderedDict(mapped) if type(tree) is OrderedDict else mapped
 
 
 def _map_dataclass(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -177,13 +172,14 @@ def snapshot(value: Any) -> Any:
     kind = type(value)
     if kind is float or kind is int:
         return value
-    return map_leaves(_copy_leaf, value)
+    return map_leaves(copied, value)
 
 
-def _copy_leaf(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return as_snapshot(value.detach().clone())
-    return value.copy() if isinstance(value, np.ndarray) else value
+def copied(leaf: Any) -> Any:
+    """Return a copy of a tensor, detached, or of an array; anything else as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return as_snapshot(leaf.detach().clone())
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def as_snapshot(fresh: torch.Tensor) -> torch.Tensor:
@@ -229,8 +225,8 @@ def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
     return optimizer is not None and all("lr" in group for group in optimizer.param_groups)
 
 
-def learning_rate(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the learning rate of ``optimizer``: one value if its groups agree, else a list with one for each group."""
+def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
+    """Return one value if the groups of ``optimizer`` agree, else a list with one for each group."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return rates[0] if all(_same_rate(rate, rates[0]) for rate in rates[1:]) else rates
 
@@ -273,10 +269,10 @@ _parameters: weakref.WeakKeyDictionary[Any, dict[bool, tuple[inspect.Parameter, 
 
 def _closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     """Return the parameters of ``closure`` that are names. Cached by function, because ``inspect`` is slow."""
-    bound = isinstance(closure, types.MethodType)
     function = closure.__func__ if isinstance(closure, types.MethodType) else closure
     if not isinstance(function, types.FunctionType):
         return _read_parameters(closure)
+    bound = function is not closure
     known = _parameters.setdefault(function, {})
     if bound not in known:
         known[bound] = _read_parameters(closure)
@@ -290,8 +286,7 @@ def _read_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ..
     except (TypeError, ValueError):  # a builtin without a signature is called without arguments
         return ()
     given = closure.keywords if isinstance(closure, functools.partial) else ()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return tuple(p for p in parameters if p.kind not in variable and p.name not in given)
+    return tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in given)
 
 
 def describe(fetch: Any) -> str:
@@ -306,22 +301,12 @@ def describe(fetch: Any) -> str:
 
 
 class Evaluator:
-    """Evaluates the fetches of one run, each distinct one once.
-
-    Args:
-        session: what closures get as ``session``, with the model, the optimizer and the global step.
-        outputs: what the step returned.
-        feeds: what hooks feed, by name.
-        inputs: returns the arguments of the step by parameter name. Called only when a fetch needs them.
-        watched: what submodules did in this run, by name (``"fc1:output"``), already copied.
-
-    Attributes:
-        ran: whether a run has produced outputs.
-        gone: the names that exist only during a run: the parameters of the step.
-    """
+    """Evaluates the fetches of one run, each distinct one once."""
 
     ran = True
+    """Whether a run has produced outputs."""
     gone: Collection[str] = ()
+    """The names that exist only during a run: the parameters of the step."""
     _requester: object = ""
 
     def __init__(
@@ -335,17 +320,13 @@ class Evaluator:
         self.session = session
         self.outputs = outputs
         self.feeds = feeds
-        self.watched = watched
-        self._inputs = inputs
+        self.watched = watched  # "fc1:output" and its like, already copied
+        self._inputs = inputs  # called only when a fetch needs the arguments of the step
         self._values: dict[Any, Any] = {}  # by name, by closure, and by id for other objects
         self._outputs = {"loss": outputs} if type(outputs) is torch.Tensor else named_outputs(outputs)
 
     def evaluate(self, fetch: Any, requester: object) -> Any:
-        """Return the value of ``fetch``, in its structure. Errors name the ``requester``, with its ``str()``.
-
-        Raises:
-            FetchError: a name does not exist, or something is not a fetch.
-        """
+        """Return the value of ``fetch``, in its structure. A FetchError names the ``requester``."""
         self._requester = requester
         if type(fetch) is str:
             return self._named(fetch)
@@ -402,7 +383,7 @@ class Evaluator:
         kwargs: dict[str, Any] = {}
         for parameter in _closure_parameters(closure):
             value = self._argument(closure, parameter)
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            if parameter.kind is parameter.KEYWORD_ONLY:
                 kwargs[parameter.name] = value
             else:
                 args.append(value)
@@ -441,9 +422,8 @@ class Evaluator:
     def _note(self, error: BaseException, fetch: Any) -> None:
         with contextlib.suppress(Exception):  # a fetch that cannot be printed must not replace the error
             names = shortened([*self._all_names(), "model", "optimizer", "session", "outputs"])
-            add_note(
-                error, f"torchhooks: in {describe(fetch)}, which {self._requester} asked for; available names: {names}"
-            )
+            where = f"in {describe(fetch)}, which {self._requester} asked for"
+            add_note(error, f"torchhooks: {where}; available names: {names}")
 
     def _unknown(self, name: str, message: str) -> FetchError:
         if name in self.gone:
@@ -463,15 +443,14 @@ class Evaluator:
         if name == "global_step":
             return self.session.global_step
         if name == "lr" and _has_rate(self.session.optimizer):
-            return learning_rate(self.session.optimizer)
+            return _learning_rate(self.session.optimizer)
         value = _model_value(self.session.model, name)
         return self._inputs().get(name, _MISSING) if value is _MISSING else value
 
     def _all_names(self) -> list[str]:
-        """Return every name that exists."""
         names = [*self.feeds, *map(str, self._outputs), "global_step"]
         names += ["lr"] if _has_rate(self.session.optimizer) else []
-        names += [*self.watched]
+        names += self.watched
         if self.session.model is not None:
             tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
             names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # the wrapper of torch.compile

@@ -3,7 +3,7 @@
     with JsonLinesWriter("run/curves.jsonl") as writer:
         hooks = [SummarySaverHook(10, summary_writer=writer, summary_op=ops), StepCounterHook(summary_writer=writer)]
 
-The points that a hook writes for one step are one line:
+The points that a hook writes for one step are one line, with the time in seconds since 1970:
 
     {"step": 10, "time": 1763712000.5, "loss": 0.25, "lr": 0.001}
     {"step": 11, "time": 1763712000.6, "global_step/sec": 52.1}
@@ -25,6 +25,7 @@ import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from torchhooks import summary
@@ -33,37 +34,36 @@ from torchhooks.log import logger
 
 _LINE_START = b'{"step": '
 _disk = Disk()
+_private = partial(os.open, mode=0o600)  # no other user can open a new file before it has the mode of the old one
 
 
 class JsonLinesWriter:
     """A ``summary_writer`` that appends scalars to a file, as one JSON object per line.
 
-    A line is in the file when the call returns, so a process that is killed loses none. It holds ``"step"``, ``"time"``
-    in seconds since 1970, and the value of each tag. JSON has no NaN or infinity, so these are written as the strings
-    ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` and pandas read.
+    A line is in the file when the call returns, so a process that is killed loses none. JSON has no NaN or infinity:
+    these are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` and pandas read.
 
-    **One curve.** The lines of steps that a training run repeats are removed from the file: after a restore of step
-    100, every line whose step is 101 or more. *A training run that begins at step 0 removes every line that has a
-    step*, just as TensorBoard then discards everything, and a warning is logged. Lines without a step stay. The first
-    hook of this library that writes to the file removes them, in its first run, so a hook of your own that also writes
-    in its first run must come later in the list. After a recovery within the process, the lines are removed
-    immediately. SummarySaverHook and StepCounterHook then write the repeated steps again, unlike with event files.
+    The lines of steps that a training run repeats are removed: after a restore of step 100, every line whose step is
+    101 or more. *A training run that begins at step 0 removes every line that has a step*, with a warning, just as
+    TensorBoard then discards everything. Lines without a step stay. The first hook of this library that writes to the
+    file removes them, in its first run, so a hook of your own that also writes in that run must come later in the
+    list. After a recovery within the process, they are removed immediately, and SummarySaverHook and StepCounterHook
+    write the repeated steps again, unlike with event files.
 
     Give each loop a file of its own, even one that runs within a step of another loop: their steps are not told apart.
     Several writers of one process can have the same path. Only one process at a time may write to a file, which is not
     checked; with several ranks, write on one of them.
 
     Args:
-        path: the file. It is opened immediately, and created with its folder if it does not exist. An incomplete last
-            line, which a killed process left, is removed.
+        path: the file. It is created with its folder if it does not exist. An incomplete last line, which a killed
+            process left, is removed.
 
     Raises:
         ValueError: the file has a line that is not a JSON object. The file is not changed.
         OSError: from any method, if the operating system reports an error. A line that does not fit is not written.
     """
 
-    takes_walltime = True
-    """Tells hooks that a point can be given with its wall time, in seconds since 1970."""
+    takes_walltime = True  # so hooks pass the wall time of each point
 
     _lock = threading.Lock()  # of all writers: a purge by one must not miss a line that another appends
     _open_files: ClassVar[weakref.WeakSet[io.FileIO]] = weakref.WeakSet()
@@ -86,7 +86,7 @@ class JsonLinesWriter:
             tag: the name of the curve, other than ``"step"`` and ``"time"``.
             value: a real number, or a tensor or array with exactly one element; a tensor on a device is waited for.
             step: the global step.
-            walltime: the time of the point, in seconds since 1970; by default, now.
+            walltime: in seconds since 1970; by default, now.
 
         Raises:
             TypeError: ``value`` is not a number, or ``step`` is not a whole number.
@@ -104,10 +104,7 @@ class JsonLinesWriter:
         self._append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def purge_from(self, step: int) -> None:
-        """Remove the lines of ``step`` and later, because the training run is about to repeat these steps.
-
-        The hooks of this library call it. The other lines are written to a new file, which atomically replaces the old
-        one. If there is nothing to remove, the file is not touched.
+        """Remove the lines of ``step`` and later, atomically. Hooks call it before these steps are repeated.
 
         Raises:
             ValueError: another program added a line that is not a JSON object. The file is not changed.
@@ -187,8 +184,8 @@ class JsonLinesWriter:
     def _copy_below(self, step: int) -> int:
         """Write the lines to keep to a new file, and return how many are left out."""
         removed = 0
-        self._remove_copy()
-        with open(self.log_dir, "rb") as old, open(self._copy_path, "xb", opener=_open_exclusively) as copy:
+        self._remove_copy()  # mode "x" then fails if there is one again: it never writes to the target of a link
+        with open(self.log_dir, "rb") as old, open(self._copy_path, "xb", opener=_private) as copy:
             if hasattr(os, "fchmod"):  # not on Windows before Python 3.13
                 os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(old.fileno()).st_mode))
             # Not truncated at the first line to remove: lines of several hooks interleave, so one to keep may follow.
@@ -223,11 +220,6 @@ class JsonLinesWriter:
                 "this line, or choose another path. The file was not changed."
             ) from None
         return step if isinstance(step, (int, float)) and not isinstance(step, bool) else -math.inf
-
-
-def _open_exclusively(path: str, flags: int) -> int:
-    # Mode "x" adds O_EXCL. With it the file is always a new one, never the target of a link with this name.
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
 
 
 def _is_torn(line: bytes) -> bool:

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from torchhooks.closing import Attempts
 from torchhooks.cuda import CudaCopier
 from torchhooks.errors import LifecycleError, add_note
-from torchhooks.fetch import ComposedFetch, as_snapshot, is_snapshot, map_leaves
+from torchhooks.fetch import ComposedFetch, copied, is_snapshot, map_leaves
 
 BATCH_RUNS = 16
 """How many runs at most share a batch. With more, copies cost hardly less and log lines appear later."""
@@ -97,27 +98,18 @@ class Moment:
 class Elapsed:
     """The time between two moments: a value that ``when_ready`` turns into seconds, of device time if possible."""
 
-    __slots__ = ("_end", "_start")
+    __slots__ = ("_begun", "event", "host_secs")
 
     def __init__(self, start: Moment, end: Moment) -> None:
-        self._start = start
-        self._end = end
-
-    @property
-    def event(self) -> DeviceEvent | None:
-        """The event that the device has to reach before the time is known; ``None`` if the time is known already."""
-        return None if self._start.event is None else self._end.event
-
-    @property
-    def host_secs(self) -> float:
+        self.host_secs = end.secs - start.secs
         """The seconds on the host's clock."""
-        return self._end.secs - self._start.secs
+        self.event = None if start.event is None else end.event
+        """The event that the device has to reach before the time is known; ``None`` if the time is known already."""
+        self._begun = start.event
 
     def secs(self) -> float:
         """Return the seconds. The device must have reached :attr:`event`."""
-        if self._start.event is None or self._end.event is None:
-            return self.host_secs
-        return self._end.event.secs_since(self._start.event)
+        return self.host_secs if self.event is None else self.event.secs_since(self._begun)
 
 
 _Routes = dict[torch.device, tuple[Copier, Hashable]]
@@ -151,15 +143,10 @@ class _Batch(NamedTuple):
 
 
 class Readback:
-    """Copies values to the host and passes them to callbacks, in the order of the requests.
-
-    Args:
-        wake: called when a callback has to wait for its values, to have :meth:`end_run` called. The default does
-            nothing.
-    """
+    """Copies values to the host and passes them to callbacks, in the order of the requests."""
 
     def __init__(self, wake: Callable[[], object] = bool) -> None:
-        self._wake = wake
+        self._wake = wake  # called when a callback has to wait for its values, to have end_run() called
         self.waiting = False
         """Whether any callback is waiting for its values."""
         self._runs = 0
@@ -186,16 +173,9 @@ class Readback:
         place of :class:`Elapsed`. The values are those of the time of the request: later updates do not reach them. If
         nothing has to be copied from a device, the callback is called at once.
 
-        Args:
-            values: any structure of tensors, arrays, :class:`Elapsed` and other objects.
-            callback: called with the values on the host. Requests that it makes inherit ``made_by`` and ``step``.
-            made_by: named in the note on an error that ``callback`` raises.
-            step: the global step, named there too.
-            max_lag_runs: call ``callback`` at most this many runs from now, at the end of a run, and block for the
-                device if necessary; 0 is the current run. ``None`` sets no deadline.
-
-        Raises:
-            LifecycleError: the loop is closed.
+        The callback is called at most ``max_lag_runs`` runs from now, if necessary by blocking for the device at the
+        end of that run; 0 is the current run, and ``None`` sets no deadline. The note on an error in the callback names
+        ``made_by`` and the global ``step``. Requests that the callback makes inherit both.
         """
         if self._closed:
             raise LifecycleError(
@@ -245,24 +225,16 @@ class Readback:
         self.waiting = bool(self._queued or self._in_flight)
 
     def drain(self) -> None:
-        """Wait for all values and call every callback that is waiting for them.
-
-        Raises:
-            Exception: what a callback raised, after all callbacks were called; several errors as an ExceptionGroup.
-        """
-        errors: list[Exception] = []
+        """Wait for all values, call every callback that is waiting for them, and then raise the errors of callbacks."""
+        attempt = Attempts(Exception)
         while self._queued or self._in_flight or self._arrived:
-            for part in (self._send, self._receive_all, self._deliver):
-                try:
-                    part()
-                except Exception as error:
-                    errors.append(error)
+            attempt(self._send)
+            while self._in_flight:
+                attempt(self._receive)
+            attempt(self._deliver)
         self._routes = {}
         self.waiting = False
-        if len(errors) == 1:
-            raise errors[0]
-        if errors:
-            raise ExceptionGroup("several errors in when_ready callbacks", errors)
+        attempt.raise_errors("several errors in when_ready callbacks")
 
     def close(self) -> None:
         """Drain, and refuse further requests."""
@@ -272,24 +244,19 @@ class Readback:
             self._closed = True
 
     def _routes_of(self, tensors: Iterable[torch.Tensor]) -> _Routes:
-        """Return the copier and the stream for each device of ``tensors``.
-
-        The stream is looked up in the run that computes the values, because the batch may be sent in a later run, which
-        may use another stream.
-        """
-        routes = self._routes
+        """Return the copier and the stream for each device of ``tensors``."""
+        # Looked up in the run that computes the values: the batch may be sent in a later one, with another stream.
         for tensor in tensors:
             device = tensor.device
-            if device not in routes:
+            if device not in self._routes:
                 copier = copiers[device.type]
-                routes[device] = copier, copier.stream(device)
-        return routes
+                self._routes[device] = copier, copier.stream(device)
+        return self._routes
 
     def _is_overdue(self) -> bool:
         return any(self._runs >= batch.deadline for batch in self._in_flight)
 
-    # Each of the following methods removes items from its queue before it handles them, so that an error costs only the
-    # item that raised it.
+    # Each of these removes items from its queue before it handles them, so an error costs only the item that raised it.
 
     def _send(self) -> None:
         queued, self._queued = self._queued, []
@@ -318,10 +285,6 @@ class Readback:
             for original, copy in zip(originals, transfer.tensors(), strict=True)
         }
         self._arrived.extend((request, copies) for request in batch.requests)
-
-    def _receive_all(self) -> None:
-        while self._in_flight:
-            self._receive()
 
     def _deliver(self) -> None:
         while self._arrived:
@@ -421,6 +384,4 @@ def _can_copy_async(tensor: torch.Tensor) -> bool:
 
 def _snapshot(leaf: Any) -> Any:
     """Return ``leaf``, or a copy of it if the step, a hook or the caller may update it in place."""
-    if isinstance(leaf, torch.Tensor) and not is_snapshot(leaf):
-        return as_snapshot(leaf.detach().clone())
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    return leaf if isinstance(leaf, torch.Tensor) and is_snapshot(leaf) else copied(leaf)

@@ -15,14 +15,11 @@ _PIECE = 1 << 22  # bytes
 
 
 class Snapshot:
-    """Copies tensors to the CPU, with their values at the time of the call. Tensors that share memory still share it.
-
-    Args:
-        held: what :meth:`end` of the previous snapshot returned. Its memory is reused in the order of the state,
-            because the system takes longer to provide memory than to copy into it.
-    """
+    """Copies tensors to the CPU, with their values at the time of the call. Copies share memory as the originals do."""
 
     def __init__(self, held: Held) -> None:
+        # What end() of the previous snapshot returned. Reused in the order of the state, because the system takes
+        # longer to provide memory than to copy into it.
         self._held = held
         # The originals are kept too: once a temporary one is freed, another one could get its address.
         self._copies: dict[tuple[torch.device, int, int], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -59,7 +56,7 @@ class Snapshot:
     def _copy_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         place, like, kind = len(self._copies), (storage.device, storage.nbytes()), storage.device.type
         if [kept for kept, _ in self._held[place : place + 1]] != [like]:
-            self._held[place : place + 1] = []  # freed before the new memory is allocated
+            del self._held[place : place + 1]  # freed before the new memory is allocated
             memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=kind == "cuda")
             self._held.insert(place, (like, memory.untyped_storage()))
         copy = self._held[place][1]
@@ -82,11 +79,9 @@ def _bytes(storage: torch.UntypedStorage) -> np.ndarray:
 
 
 def _copy(pieces: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Copy the second array of each pair to the first, in as many threads as torch uses for one operator.
-
-    Each thread takes the next piece when it has finished one. In torch's own copy every thread waits for all others at
-    every tensor. That takes several times as long when another process, such as a data loader, uses one of the cores.
-    """
+    """Copy the second array of each pair to the first, in as many threads as torch uses for one operator."""
+    # In torch's own copy every thread waits for all others at every tensor. That takes several times as long when
+    # another process, such as a data loader, uses one of the cores. Here each thread takes the next piece at once.
     left = iter(pieces)
 
     def work() -> None:

@@ -18,7 +18,7 @@ torch's dtypes, devices, layouts and sizes, in dicts, lists, tuples and sets. Nu
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import NoneType
 from typing import Any, Protocol
 
@@ -59,11 +59,7 @@ class SessionLike(Protocol):
 
 
 def parts_of(session: SessionLike) -> dict[str, Stateful]:
-    """Return the objects whose state is saved, by their names in the file.
-
-    Raises:
-        CheckpointError: a name is reserved, or an object has no state.
-    """
+    """Return the objects whose state is saved, by name. A reserved name, or an object without state, is an error."""
     parts: dict[str, Any] = {}
     if session.model is not None:
         parts["model"] = session.model
@@ -85,8 +81,7 @@ def parts_of(session: SessionLike) -> dict[str, Stateful]:
 def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return the contents of a checkpoint, each tensor passed through ``copy``.
 
-    Raises:
-        CheckpointError: something could not be loaded again; the message lists all of it.
+    If something could not be loaded again, raise a CheckpointError that lists all of it.
     """
     plain = _PlainCopy(copy)
     state: dict[str, Any] = {}
@@ -112,17 +107,9 @@ def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def compare(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, tuple[Stateful, Any]], list[str]]:
-    """Compare the contents of a checkpoint with what ``session`` has.
-
-    Returns:
-        By name, each object and the state to load into it; and a description of everything that does not match.
-    """
+    """Return, by name, each object of ``session`` and the state to load into it; and a list of what does not match."""
     parts = parts_of(session)
-    known = {*parts, *_OWN, *(f"{_HOOKS}{name}" for name in session.hooks_elsewhere)}
-    misfits = [
-        *_listing("missing in the file", (name for name in parts if name not in saved)),
-        *_listing("only in the file", (name for name in saved if name not in known)),
-    ]
+    misfits = _compare_names(parts, saved, {*_OWN, *(f"{_HOOKS}{name}" for name in session.hooks_elsewhere)})
     pairs: dict[str, tuple[Stateful, Any]] = {}
     for name, part in parts.items():
         if name not in saved:
@@ -213,14 +200,10 @@ def _compare_module(module: torch.nn.Module, state: dict[str, Any]) -> list[str]
     if any(getattr(part, "_load_state_dict_pre_hooks", None) for part in module.modules()):
         return []  # the module rewrites the state before it is loaded, so only torch can tell
     own = module.state_dict()
-    reshaped = {key: (_shape(state[key]), _shape(own[key])) for key in own if key in state}
-    reshaped = {key: shapes for key, shapes in reshaped.items() if shapes[0] != shapes[1]}
-    misfits = [
-        *_listing("missing in the file", (key for key in own if key not in state)),
-        *_listing("only in the file", (key for key in state if key not in own)),
-    ]
+    misfits = _compare_names(own, state)
+    reshaped = [key for key in own if key in state and _shape(own[key]) != _shape(state[key])]
     if reshaped:
-        shown = [f"{key!r} {ours} instead of {theirs}" for key, (theirs, ours) in reshaped.items()]
+        shown = [f"{key!r} {_shape(own[key])} instead of {_shape(state[key])}" for key in reshaped]
         misfits.append(f"of another shape than in the file: {shortened(shown)}")
     for key in reshaped:
         del state[key]
@@ -237,6 +220,8 @@ def _compare_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
     return None if saved == own else f"has groups of {own} parameters, those in the file have {saved}"
 
 
-def _listing(what: str, names: Iterable[str]) -> list[str]:
-    listed = [repr(name) for name in names]
-    return [f"{what}: {shortened(listed)}"] if listed else []
+def _compare_names(own: Collection[str], saved: Collection[str], ignored: Collection[str] = ()) -> list[str]:
+    missing = [repr(name) for name in own if name not in saved]
+    surplus = [repr(name) for name in saved if name not in own and name not in ignored]
+    listed = {"missing in the file": missing, "only in the file": surplus}
+    return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]

@@ -56,11 +56,9 @@ class SummaryWriter(Protocol):
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object:
         """Write one point of the curve ``tag``."""
-        ...
 
     def flush(self) -> object:
         """Make everything written so far survive a crash of the process."""
-        ...
 
 
 class SummaryWriterCache:
@@ -120,7 +118,6 @@ class SummaryOp(ComposedFetch):
 
     @property
     def fetch(self) -> Any:
-        """The fetch to evaluate."""
         return self._fetch
 
     def compose(self, value: Any) -> Summary:
@@ -334,7 +331,7 @@ def _summaries(composed: Any) -> list[Summary]:
 
 
 def check_writer(writer: Any, ops: Iterable[SummaryOp] = ()) -> None:
-    """Raise a TypeError if ``writer`` cannot write all of ``ops``. Called before the first run."""
+    """Raise a TypeError if ``writer`` cannot write all of ``ops``."""
     for name in ("add_scalar", "flush"):
         _method_of(writer, name, "every hook that writes")
     for op in ops:
@@ -378,7 +375,9 @@ def _ops(summary_op: Any) -> Iterator[SummaryOp]:
 
 
 def _name_of(fetch: Any) -> str:
-    name = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", None) if inspect.isroutine(fetch) else None
+    if isinstance(fetch, str):
+        return str(fetch)
+    name = getattr(fetch, "__name__", None) if inspect.isroutine(fetch) else None
     if name is None or name == "<lambda>":
         got = "a lambda" if name else _described(fetch)
         raise TypeError(f"summary_op: {got} has no name to use as a tag; give {{tag: fetch}} or histogram(tag, fetch)")
@@ -429,13 +428,11 @@ def _method_of(writer: Any, name: str, wanted_by: object) -> Callable[..., Any]:
 
 
 def _takes_walltime(writer: Any, method: str) -> bool:
-    """Return whether ``method`` takes a wall time: it is torch's own, or the class of ``writer`` says so.
-
-    A subclass of torch's writer may override the method with one that takes fewer arguments.
-    """
+    """Return whether ``method`` takes a wall time: it is torch's own, or the class of ``writer`` says so."""
     if getattr(type(writer), "takes_walltime", False):
         return True
-    # Not imported here: if the module is not loaded, the writer cannot be torch's.
+    # Not imported here: if the module is not loaded, the writer cannot be torch's. A subclass of torch's writer may
+    # override the method with one that takes fewer arguments.
     torchs = getattr(sys.modules.get("torch.utils.tensorboard.writer"), "SummaryWriter", None)
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
 

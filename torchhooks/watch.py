@@ -22,16 +22,10 @@ class ModuleWatch:
     arrived. If it receives several arguments, ``:input`` is a tuple of them, keyword arguments last.
 
     Calls from compiled code are ignored, because such code calls module hooks in some runs and not in others.
-
-    Args:
-        model: the names are relative to it; ``":output"`` is the output of the model itself.
-        names: the names to watch, each with the hook that asked for it.
-
-    Raises:
-        FetchError: a submodule does not exist, or is part of a compiled one, in which module hooks are not called.
     """
 
     def __init__(self, model: torch.nn.Module | None, names: Iterable[tuple[str, object]]) -> None:
+        """Watch ``names`` in ``model``, each given with the hook that asked for it, or raise a FetchError."""
         self.values: dict[str, Any] = {}
         """The values caught so far, by name."""
         self._requesters: dict[str, object] = {}
@@ -46,42 +40,31 @@ class ModuleWatch:
             raise
 
     def close(self) -> None:
-        """Remove every module hook."""
         while self._handles:
             self._handles.pop().remove()
 
     def check(self) -> None:
-        """Check that every name has a value.
-
-        Raises:
-            FetchError: a module was not called in this run, or no gradient reached its output.
-        """
+        """Raise a FetchError if a module was not called in this run, or no gradient reached its output."""
         for name, requester in self._requesters.items():
             if name not in self.values:
                 raise FetchError(f"{requester} asked for {name!r}, but {_why_missing(name)}")
 
     def _watch(self, module: torch.nn.Module, name: str) -> None:
-        kind = name.rpartition(":")[2]
-        if kind == "input":  # caught before the call, which may change it in place
-            self._handles.append(module.register_forward_pre_hook(self._input_catcher(name), with_kwargs=True))
-        else:
-            catcher = self._output_catcher(name) if kind == "output" else self._grad_catcher(name)
-            self._handles.append(module.register_forward_hook(catcher))
-
-    def _input_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
+        # Functions, not methods: if the step copies the model, deepcopy() copies the object of a method along with it.
         def on_input(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             received = (*args, *kwargs.values())
             if not torch.compiler.is_compiling():
                 self.values[name] = snapshot(received[0] if len(received) == 1 else received)
 
-        return on_input
-
-    def _output_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
         def on_output(_module: Any, _args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling():
                 self.values[name] = snapshot(output)
 
-        return on_output
+        if name.endswith(":input"):  # caught before the call, which may change it in place
+            handle = module.register_forward_pre_hook(on_input, with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(on_output if name.endswith(":output") else self._grad_catcher(name))
+        self._handles.append(handle)
 
     def _grad_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
         calls = itertools.count()
@@ -114,14 +97,19 @@ NO_WATCH = ModuleWatch(None, ())
 def _submodule(model: torch.nn.Module | None, name: str, requester: object) -> torch.nn.Module:
     if model is None:
         raise FetchError(f"{requester} asked for {name!r}, but there is no model: give MonitoredLoop(step, model)")
-    module = model
-    for part in filter(None, name.rpartition(":")[0].split(".")):
+    module, path = model, name.rpartition(":")[0]
+    for part in filter(None, path.split(".")):
         if not _has_child(module, part) and _has_child(module, "module"):
             module = module.module  # type: ignore[assignment]  # DistributedDataParallel's wrapper
         if _is_compiled(module):
             raise _inside_compiled(module, name, requester)
         if not _has_child(module, part):
-            raise _no_submodule(model, name, requester)
+            paths = [known.replace("_orig_mod.", "") for known, _ in model.named_modules()]
+            paths = [known for known in paths if known not in ("", "_orig_mod")]
+            raise FetchError(
+                f"{requester} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} "
+                f"Available: {shortened(paths)}."
+            )
         module = getattr(module, part)
     if _is_compiled(module) and not hasattr(module, "_orig_mod"):
         raise _inside_compiled(module, name, requester)
@@ -142,15 +130,6 @@ def _inside_compiled(module: torch.nn.Module, name: str, requester: object) -> F
     return FetchError(
         f"{requester} asked for {name!r}, but {kind} is compiled, and compiled code calls no module hooks: return the "
         "value from the step, or do not compile this part"
-    )
-
-
-def _no_submodule(model: torch.nn.Module, name: str, requester: object) -> FetchError:
-    path = name.rpartition(":")[0]
-    paths = [path.replace("_orig_mod.", "") for path, _ in model.named_modules() if path not in ("", "_orig_mod")]
-    return FetchError(
-        f"{requester} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} "
-        f"Available: {shortened(paths)}."
     )
 
 

@@ -11,17 +11,9 @@ from torchhooks.summary import SummaryWriterCache, add_session_log
 
 
 class WriterTarget:
-    """The writer of one hook: the one that it was given, or the one of a folder.
+    """The writer of one hook: the ``summary_writer`` that it was given, or the one that is cached for ``output_dir``.
 
     Targets are at the same place if their writers have the same ``log_dir``, or are the same object.
-
-    Args:
-        output_dir: the folder. Its writer comes from :class:`SummaryWriterCache` and is closed with the loop.
-        summary_writer: the writer. It is flushed with the loop and stays open.
-        starts_session: whether the hook writes the session's START.
-
-    Raises:
-        ValueError: both ``output_dir`` and ``summary_writer`` were given.
     """
 
     _lock = threading.Lock()
@@ -36,12 +28,11 @@ class WriterTarget:
         self.starts_session = starts_session
         """Whether the hook writes the session's START."""
         self.start_is_written = False
-        """Whether this START is written."""
         self.writer: Any = None
         """The writer, from :meth:`open` to :meth:`close`; ``None`` if the hook has nowhere to write."""
 
     def open(self) -> Any:
-        """Open the writer, and return it. Called when the hook begins."""
+        """Open the writer, and return it."""
         self._had_session = self.start_is_written = False
         self.writer = self._given if self._output_dir is None else SummaryWriterCache.get(self._output_dir)
         with self._lock:
@@ -49,7 +40,7 @@ class WriterTarget:
         return self.writer
 
     def close(self) -> None:
-        """Flush the writer, and close it unless it was given."""
+        """Flush the writer, and close it unless it was given to the hook."""
         writer, self.writer = self.writer, None
         with self._lock:
             self._all_open.discard(self)
@@ -59,14 +50,10 @@ class WriterTarget:
             writer.flush()
 
     def session_created(self, step: int, last_written: int | None) -> bool:
-        """Record that the loop has a session. After a recovery, have a writer that can purge remove repeated points.
+        """Record that the loop has a session, at ``step``. After a recovery, have the writer purge repeated points.
 
-        Args:
-            step: the global step of the session.
-            last_written: the step of the hook's last point, or ``None`` if it has written none.
-
-        Returns:
-            Whether that point was removed, so that the hook has to write again from ``step`` on.
+        Returns whether the point of ``last_written``, the last step that the hook wrote, was removed, so that the hook
+        has to write again from ``step`` on.
         """
         recovered, self._had_session = self._had_session, True
         if not recovered or not self._can_purge():
@@ -107,10 +94,7 @@ class WriterTarget:
 
     @classmethod
     def flush_all(cls) -> None:
-        """Flush every open writer.
-
-        Called before a checkpoint is saved: a run that is restored from it does not write the earlier points again.
-        """
+        """Flush every open writer. Before a checkpoint, because a restored run does not write earlier points again."""
         with cls._lock:
             targets = list(cls._all_open)
         for target in targets:
