@@ -65,7 +65,6 @@ class SummarySaverHook(SessionRunHook):
         self._timer = SecondOrStepTimer.named(save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._scaffold = scaffold
-        self._summary_op = summary_op
         self._ops = summary.summary_ops(summary_op) if scaffold is None else ()
 
     def begin(self) -> None:
