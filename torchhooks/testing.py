@@ -186,16 +186,14 @@ class RecordingHook(SessionRunHook):
         self._note("teardown")
 
     def _note(self, method: str, *details: Any) -> None:
+        name = () if self.name is None else (self.name,)
+        self.calls.append((*name, method, *details))
         self._count[method] += 1
-        self._append(method, *details)
         ordinal = self._count["before_run" if method == "after_run" else method]
         error = self._faults.pop((method, ordinal), None)
         if error is not None:
-            self._append("raises", (error if isinstance(error, type) else type(error)).__name__)
+            self.calls.append((*name, "raises", (error if isinstance(error, type) else type(error)).__name__))
             raise error
-
-    def _append(self, *entry: Any) -> None:
-        self.calls.append(entry if self.name is None else (self.name, *entry))
 
     def __repr__(self) -> str:
         fetches = [] if self._fetches is None else [self._fetches]
@@ -227,8 +225,7 @@ class RecordingWriter:
 
     def __init__(self) -> None:
         self.records: list[tuple[Any, ...]] = []
-        self.flushed = 0
-        self.closed = 0
+        self.flushed = self.closed = 0
 
     @property
     def scalars(self) -> dict[str, list[tuple[int, Any]]]:
@@ -316,10 +313,20 @@ def trace(
     pending = deque(losses)
     steps: list[int] = []
     loop, error = None, None
+
+    def step() -> Any:
+        clock.advance(secs)
+        loss = pending.popleft()
+        if isinstance(loss, BaseException) or (isinstance(loss, type) and issubclass(loss, BaseException)):
+            raise loss
+        return torch.tensor(float(loss)) if isinstance(loss, int | float) else loss
+
+    def init_fn(scaffold: Scaffold, session: Session) -> None:
+        session.global_step = start_step
+
     with FakeClock() as clock, log_lines() as lines:
-        step, scaffold = _step(pending, clock, secs), _starting_at(start_step)
         try:
-            with MonitoredLoop(step, hooks=hooks, scaffold=scaffold, **loop_arguments) as loop:
+            with MonitoredLoop(step, hooks=hooks, scaffold=Scaffold(init_fn), **loop_arguments) as loop:
                 # No resume: the losses are those of this call, even if a checkpoint of another one is restored.
                 for _ in loop.until_stop(_while_any(pending), resume=False):
                     loop.run()
@@ -330,27 +337,9 @@ def trace(
     return Trace(steps, lines, reason, last, error)
 
 
-def _step(pending: deque[Any], clock: FakeClock, secs: float) -> Callable[[], Any]:
-    def step() -> Any:
-        clock.advance(secs)
-        loss = pending.popleft()
-        if isinstance(loss, BaseException) or (isinstance(loss, type) and issubclass(loss, BaseException)):
-            raise loss
-        return torch.tensor(float(loss)) if isinstance(loss, int | float) else loss
-
-    return step
-
-
 def _while_any(pending: deque[Any]) -> Iterator[int]:
     while pending:
         yield len(pending)
-
-
-def _starting_at(step: int) -> Scaffold:
-    def init_fn(scaffold: Scaffold, session: Session) -> None:
-        session.global_step = step
-
-    return Scaffold(init_fn=init_fn)
 
 
 @contextmanager
