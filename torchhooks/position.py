@@ -8,7 +8,7 @@ Each ``until_stop`` has a :class:`Place`. The open ones, outermost first, are th
 * ``"loaders"``: by depth and number, the state of a loader: those of its generators, and its ``state_dict()``.
 
 An item is done if exactly one run was made in it. With several runs in an item it is not known how many are left, so
-the item counts as not done and is yielded again: to see a batch twice does less harm than to miss half an epoch. An
+the item counts as not done and is yielded again: seeing a batch twice does less harm than missing half an epoch. An
 item in which another ``until_stop`` is open is not done either.
 """
 
@@ -34,8 +34,7 @@ _Saved = dict[str, Any]  # a part of a checkpoint
 class RunCounter(Protocol):
     """What a :class:`Position` needs of the loop's schedule."""
 
-    @property
-    def runs(self) -> int: ...
+    runs: int
 
 
 class Stage(Enum):
@@ -139,10 +138,7 @@ class Position:
     # -- for until_stop -----------------------------------------------------------------------------------------------
 
     def begin(self, iterable: Iterable[Any], aside: bool) -> Place:
-        """Return a place for an ``until_stop`` that begins now.
-
-        It is inside of those that are open, or, with ``aside``, not part of the position.
-        """
+        """Return a new place: inside of those that are open or, with ``aside``, not part of the position."""
         if aside:
             return Place(None, None, self._schedule.runs)
         outer = self._open[-1] if self._open else self._root

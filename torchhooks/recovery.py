@@ -64,23 +64,19 @@ class Recovery:
         """Return whether to recover from ``error``; if it is covered but not allowed, a note on it says why."""
         if not self.covers(error):
             return False
+        now, made = time.monotonic(), self._made
+        while made and made[0] <= now - self._window_secs:
+            made.popleft()
         if is_poisoned(error):
-            add_note(
-                error, "torchhooks: not recovered from, because this process has lost its CUDA context: restart it"
-            )
-            return False
-        now = time.monotonic()
-        while self._made and self._made[0] <= now - self._window_secs:
-            self._made.popleft()
-        if len(self._made) >= self._max_recoveries:
-            add_note(
-                error,
-                f"torchhooks: not recovered from, because of max_recoveries={self._max_recoveries}: {len(self._made)} "
-                f"were made within the last {self._window_secs:g} s",
-            )
-            return False
-        self._made.append(now)
-        return True
+            why = "this process has lost its CUDA context: restart it"
+        elif len(made) >= self._max_recoveries:
+            limit = f"max_recoveries={self._max_recoveries}"
+            why = f"of {limit}: {len(made)} were made within the last {self._window_secs:g} s"
+        else:
+            made.append(now)
+            return True
+        add_note(error, f"torchhooks: not recovered from, because {why}")
+        return False
 
     def pause(self, error: BaseException, wait: Callable[[float], object]) -> None:
         """Log the recovery from ``error``, then call ``wait(secs)`` unless it is the first in a row."""

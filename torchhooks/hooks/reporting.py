@@ -129,22 +129,18 @@ class FinalOpsHook(SessionRunHook):
     def __init__(self, final_ops: Any, final_ops_feed_dict: Mapping[str, Any] | None = None) -> None:
         self._final_ops = final_ops
         self._feed_dict = final_ops_feed_dict
-        self._values: Any = None
+        self.final_ops_values: Any = None
+        """The values, in the structure of ``final_ops``; ``None`` before the end."""
         if final_ops_feed_dict is not None and not isinstance(final_ops_feed_dict, Mapping):
             raise TypeError(f"final_ops_feed_dict={final_ops_feed_dict!r}: give a mapping from parameter name to value")
         _check_available_at_end(self, final_ops)
 
-    @property
-    def final_ops_values(self) -> Any:
-        """The values, in the structure of ``final_ops``; ``None`` before the end."""
-        return self._values
-
     def begin(self) -> None:
-        self._values = None
+        self.final_ops_values = None
 
     def end(self, session: Session) -> None:
         if self._final_ops is not None:
-            self._values = session.run_available(self._final_ops, self._feed_dict, who=self)
+            self.final_ops_values = session.run_available(self._final_ops, self._feed_dict, who=self)
 
     def __repr__(self) -> str:
         return call_repr(self, self._final_ops, final_ops_feed_dict=self._feed_dict)
