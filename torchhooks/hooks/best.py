@@ -62,8 +62,8 @@ class BestCheckpointHook(SessionRunHook):
     in the folder counts and stays, and a state among the best ``keep`` of it replaces the worst. The checkpoints are
     ordinary ones, so a training run can be resumed from them too. But a loop restores from ``checkpoint_dir`` itself,
     whose own checkpoints are neither removed nor counted. Place this hook after a CheckpointSaverHook, so that the
-    last save does not wait for the metric. As with that hook, nothing is saved from the run on in which a
-    NanTensorHook sees NaN.
+    last save does not wait for the metric. As with that hook, nothing is saved from a run in which a
+    NanTensorHook sees NaN, or from a later one.
 
     A StepCounterHook does not count the time that saving takes. It does count the time of the metric, unless that is
     spent inside of ``with session.paused():``.

@@ -28,7 +28,7 @@ _POLL_SECS = 0.1
 class StopAtStepHook(SessionRunHook):
     """Stops the loop at a global step (``tf.train.StopAtStepHook``): the run that reaches it is the last one.
 
-    Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, also
+    Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, even
     if a run counts no step or several. A loop that starts at or after its last step makes one run, as in TensorFlow.
 
     Args:
@@ -76,7 +76,7 @@ class NanTensorHook(SessionRunHook):
     Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. The host never waits
     for it, so the loop ends a few runs after the NaN. The message still names the step at which the value was NaN.
 
-    Unlike TensorFlow, no checkpoint is saved from the run with the NaN on, wherever the saver is in the list of hooks.
+    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed.
 
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
