@@ -15,6 +15,7 @@ from torchhooks import (
     MonitoredLoop,
     NanLossDuringTrainingError,
     NanTensorHook,
+    SessionRunArgs,
     SessionRunHook,
     StepCounterHook,
     StopAtStepHook,
@@ -263,12 +264,14 @@ def test_plain_values_keep_their_structure() -> None:
 def test_the_example_in_the_docstring_runs() -> None:
     import textwrap
 
-    from torchhooks import testing
+    from torchhooks import hook, testing
 
+    assert hook.__doc__ is not None
     assert testing.__doc__ is not None
-    example = testing.__doc__.split("\n\n    ", 1)[1].split("\n\nThese are")[0]
-    names: dict[str, Any] = {}
-    exec(textwrap.dedent("    " + example), names)
+    names: dict[str, Any] = {"SessionRunArgs": SessionRunArgs, "SessionRunHook": SessionRunHook}
+    for document, end in (hook.__doc__, "\n\nOrder of calls"), (testing.__doc__, "\n\nThese are"):
+        example = document.split("\n\n    ", 1)[1].split(end)[0]
+        exec(textwrap.dedent("    " + example), names)
     tests = [value for name, value in names.items() if name.startswith("test_")]
     assert [test() for test in tests] == [None, None, None]
     assert issubclass(names["StopWhenGood"], SessionRunHook)

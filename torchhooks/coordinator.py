@@ -66,7 +66,8 @@ class Coordinator:
         self._error: BaseException | None = None
         # As it was when the error was reported: each raise adds frames, which must not accumulate.
         self._traceback: TracebackType | None = None
-        self._joined = False
+        self.joined = False
+        """Whether :meth:`join` has waited for the threads."""
         self._threads: list[threading.Thread] = []
         self._callbacks: list[Callable[[], object]] = []
         self.later_errors: list[BaseException] = []
@@ -100,7 +101,7 @@ class Coordinator:
             error = None
         with self._lock:
             if error is not None:
-                if self._joined:
+                if self.joined:
                     return error
                 is_first = self._error is None
                 if is_first:
@@ -137,7 +138,7 @@ class Coordinator:
     def clear_stop(self) -> None:
         """Undo the stop: forget the request, its errors and :attr:`joined`, and keep the callbacks."""
         with self._lock:
-            self._joined = False
+            self.joined = False
             self._error = self._traceback = None
             self.later_errors.clear()
             self._stop_event.clear()
@@ -198,7 +199,7 @@ class Coordinator:
                 thread.join(_STOP_POLL_SECS)
         alive = _alive_after(all_threads, grace_secs)
         with self._lock:
-            self._joined = True
+            self.joined = True
             self._threads.clear()
             failed = self._error is not None
         if alive:
@@ -211,11 +212,6 @@ class Coordinator:
                 raise RuntimeError(f"{message}, or pass ignore_live_threads=True")
             logger.warning("%s", message)
         self.raise_requested_exception()
-
-    @property
-    def joined(self) -> bool:
-        """Whether :meth:`join` has waited for the threads."""
-        return self._joined
 
     def raise_requested_exception(self) -> None:
         """Raise the first reported error, if there is one; :meth:`clear_stop` forgets it."""

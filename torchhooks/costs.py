@@ -52,14 +52,9 @@ class HookCosts:
 
     def _timed_method(self, seat: Seat, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``method`` with its calls and its time counted for the hook in ``seat``."""
+        return self._timed(method, lambda *args: seat, calls=1)
 
-        def count_call(*args: Any) -> Seat:
-            self._calls[seat] += 1
-            return seat
-
-        return self._timed(method, count_call)
-
-    def _timed(self, function: Callable[..., Any], seat_of: Callable[..., object]) -> Callable[..., Any]:
+    def _timed(self, function: Callable[..., Any], seat_of: Callable[..., Any], calls: int = 0) -> Callable[..., Any]:
         """Return ``function`` with its time counted for the hook in ``seat_of(*args)``, if that is a seat."""
 
         def timed(*args: Any) -> Any:
@@ -71,6 +66,7 @@ class HookCosts:
                 seat = seat_of(*args)
                 if isinstance(seat, Seat):
                     self._secs[seat] += secs
+                    self._calls[seat] += calls
 
         return timed
 

@@ -47,32 +47,26 @@ class FakeDevice:
     def __init__(self, lag: int = 1, speed: float = 1.0) -> None:
         self.lag = lag
         self.speed = speed
-        self.copies = 0
-        self.batches = 0
-        self.waits = 0
-        self.progress = 0
+        self.copies = self.batches = self.waits = self.progress = 0
         self._replaced: list[Copier | None] = []
 
+    # The methods of a Copier:
+
     def stream(self, device: torch.device) -> Hashable:
-        """Return the only stream."""
-        return device
+        return device  # the only stream
 
     def start(self, tensors: Sequence[torch.Tensor], stream: Hashable) -> _FakeTransfer:
-        """Start to copy ``tensors``."""
         self.batches += 1
         self.copies += len(tensors)
         return _FakeTransfer(self, tensors)
 
     def event(self, device: torch.device) -> _FakeEvent:
-        """Record an event at this point of the device's time."""
         return _FakeEvent(self)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` has not been copied to the host."""
         return not hasattr(tensor, "is_on_fake_host")
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the host, which counts as a wait."""
         self.waits += 1
         return _on_host(tensor.detach().clone())
 
@@ -82,10 +76,8 @@ class FakeDevice:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        replaced = self._replaced.pop()
-        if replaced is None:
-            del copiers["cpu"]
-        else:
+        del copiers["cpu"]
+        if (replaced := self._replaced.pop()) is not None:
             copiers["cpu"] = replaced
 
     def __repr__(self) -> str:
@@ -173,8 +165,7 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
     syncs: list[Sync] = []
 
     def note(operation: str) -> None:
-        sync = _attributed(operation)
-        if sync is not None:
+        if (sync := _attributed(operation)) is not None:
             syncs.append(sync)
 
     if device == "cuda" or (device is None and torch.cuda.is_available()):

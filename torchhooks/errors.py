@@ -52,10 +52,7 @@ class LifecycleError(TorchHooksError, RuntimeError):
 
 
 class NanLossDuringTrainingError(TorchHooksError, RuntimeError):
-    """A value that a NanTensorHook watches is NaN or, if it looks for these, infinite.
-
-    Named after ``tf.train.NanLossDuringTrainingError``.
-    """
+    """A value that a NanTensorHook watches is NaN or, if it looks for these, infinite. The name is TensorFlow's."""
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -8,8 +8,7 @@ logger = logging.getLogger("torchhooks")
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    logger_level = logging.NOTSET
-    """The level of the logger before this handler was added."""
+    logger_level = logging.NOTSET  # that of the logger before this handler was added
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr  # looked up for each line, because a notebook or a test may replace it

@@ -8,7 +8,7 @@ Each ``until_stop`` has a :class:`Place`. The open ones, outermost first, are th
 * ``"loaders"``: by depth and number, the state of a loader: those of its generators, and its ``state_dict()``.
 
 An item is done if exactly one run was made in it. With several runs in an item it is not known how many are left, so
-the item counts as not done and is yielded again: to see a batch twice does less harm than to miss half an epoch. An
+the item counts as not done and is yielded again: seeing a batch twice does less harm than missing half an epoch. An
 item in which another ``until_stop`` is open is not done either.
 """
 
@@ -29,12 +29,13 @@ from torchhooks.log import logger
 from torchhooks.randomness import random_states, set_random_states
 from torchhooks.stateful import Stateful, has_state
 
+_Saved = dict[str, Any]  # a part of a checkpoint
+
 
 class RunCounter(Protocol):
     """What a :class:`Position` needs of the loop's schedule."""
 
-    @property
-    def runs(self) -> int: ...
+    runs: int
 
 
 class Stage(Enum):
@@ -44,68 +45,42 @@ class Stage(Enum):
     STOPPED = auto()  # left because the loop stopped
 
 
-_UNFINISHED = (Stage.OPEN, Stage.LEFT, Stage.STOPPED)
-
-
 class Place:
     """How far one ``until_stop`` is. The loop sets ``taken``, ``runs``, ``several``, ``ended`` and ``through``."""
 
     def __init__(self, iterable: object, outer: Place | None, runs: int, site: object = None) -> None:
-        self.iterable = iterable
-        """What is iterated, until its data ends; ``None`` for an iterator, which cannot be iterated again."""
+        self.iterable = iterable  # None once the data ended, and for an iterator, which cannot be iterated again
         self.depth: int = 0 if outer is None else outer.depth + 1
-        self.number = 0
-        """How many others began before it in the same item of the outer one."""
-        self.item = 0 if outer is None else outer.taken
-        """The item of the outer one in which it began."""
-        self.taken: int = 0
-        """How many items were taken, including those of earlier processes."""
-        self.runs = runs
-        """How many runs had been made when the last item was taken."""
-        self.several = False
-        """Whether some item had more than one run."""
-        self.ended = False
-        """Whether the data ended."""
-        self.counts = outer is not None
-        """Whether it is part of the position: not if it is inside a run, as in the evaluation of a hook."""
-        self.finished = False
-        """Whether the body of the user's loop is done with the current item."""
-        self.through = False
-        """Whether ``until_stop`` ended because the loop stops, and not because the body left it."""
-        self.done = False
-        """Whether the last item does not have to be yielded again. Set by :meth:`leave`."""
+        self.number = 0  # how many others began before it in the same item of the outer one
+        self.item = 0 if outer is None else outer.taken  # the item of the outer one in which it began
+        self.taken: int = 0  # how many items were taken, including those of earlier processes
+        self.runs = runs  # how many runs had been made when the last item was taken
+        self.several = False  # whether some item had more than one run
+        self.ended = False  # whether the data ended
+        self.counts = outer is not None  # not inside a run, as in the evaluation of a hook
+        self.finished = False  # whether the body of the user's loop is done with the current item
+        self.through = False  # whether until_stop ended because the loop stops, and not because the body left it
+        self.done = False  # whether the last item does not have to be yielded again; set by leave()
         self.stage = Stage.OPEN
-        self.resumed: int | None = None
-        """How many items were done when it was resumed from a checkpoint."""
-        self.before: dict[str, Any] | None = None
-        """The random states before the iteration began, if it may draw random numbers."""
-        self.item_random: dict[str, Any] | None = None
-        """The random states when the current item was yielded for the first time, if an inner loop may begin in it."""
-        self.last: Any = None
-        """The last value of a range."""
-        self.between: dict[str, Any] | None = None
-        """The random states when the place before it in the same outer item ended."""
-        self.ended_inside: dict[str, Any] | None = None
-        """The random states when the last inner place of the current item ended."""
-        self.site = site
-        self.outer = outer
+        self.resumed: int | None = None  # how many items were done when it was resumed from a checkpoint
+        self.before: _Saved | None = None  # the random states before the iteration, if it may draw random numbers
+        self.last: Any = None  # the last value of a range
+        self.item_random: _Saved | None = None  # when the current item was yielded, if an inner loop may begin in it
+        self.between: _Saved | None = None  # the random states when the place before it in the same item ended
+        self.ended_inside: _Saved | None = None  # the random states when the last inner place of the item ended
+        self.site, self.outer = site, outer
         self._inner: Place | None = None
-        self._begun = 0
 
     def add(self, inner: Place) -> None:
         """Record that ``inner`` begins in the current item."""
-        inner.number, inner.between = self.begun, self.ended_inside
-        self._inner, self._begun = inner, inner.number + 1
+        inner.number = 0 if self.inner is None else self.inner.number + 1
+        inner.between = self.ended_inside
+        self._inner = inner
 
     @property
     def inner(self) -> Place | None:
         """The inner place that began last in the current item."""
         return self._inner if self._inner is not None and self._inner.item == self.taken else None
-
-    @property
-    def begun(self) -> int:
-        """How many inner places have begun in the current item."""
-        return self._begun if self.inner is not None else 0
 
     @property
     def key(self) -> str:
@@ -148,9 +123,9 @@ class Place:
             return
         made = runs - self.runs
         if not self.through:
-            self.done = not self._inner_is(*_UNFINISHED) and made == 1 and not self.several
-        elif self.inner is not None:
-            self.done = self.inner.stage is not Stage.STOPPED
+            self.done = self._inner_stage in (None, Stage.ENDED) and made == 1 and not self.several
+        elif self._inner_stage is not None:
+            self.done = self._inner_stage is not Stage.STOPPED
         else:
             self.done = self.finished or (made <= 1 and not self.several)
         self.stage = Stage.STOPPED if stopping else Stage.LEFT
@@ -161,28 +136,24 @@ class Place:
         if isinstance(self.iterable, range) and fresh:
             self.last = self.iterable[fresh - 1]
 
-    def _inner_is(self, *stages: Stage) -> bool:
-        return self.inner is not None and self.inner.stage in stages
+    @property
+    def _inner_stage(self) -> Stage | None:
+        return None if self.inner is None else self.inner.stage
 
 
 class Position:
-    """The places of one loop, and the restored position that its next ``until_stop`` resumes.
-
-    Args:
-        schedule: counts the runs.
-        state: the other objects in the loop's checkpoints; a loader among them is not saved or loaded twice.
-    """
+    """The places of one loop, and the restored position that its next ``until_stop`` resumes."""
 
     def __init__(self, schedule: RunCounter, state: Mapping[str, Stateful]) -> None:
         self._schedule = schedule
-        self._state = state
+        self._state = state  # also in the loop's checkpoints, so a loader in it is not saved or loaded twice
         self._root = Place(None, None, 0)
         self._root.stage = Stage.LEFT  # there is no outer loop that would continue after the outermost until_stop
         self._open: list[Place] = []
         # From the restored checkpoint:
-        self._path: list[dict[str, Any]] = []
-        self._random: dict[str, Any] = {}
-        self._saved_loaders: dict[str, dict[str, Any]] = {}
+        self._path: list[_Saved] = []
+        self._random: _Saved = {}
+        self._saved_loaders: dict[str, _Saved] = {}
 
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
@@ -196,10 +167,9 @@ class Position:
         return bool(self._open)
 
     def begin(self, iterable: Iterable[Any], aside: bool, site: object = None) -> Place:
-        """Return a place for an ``until_stop`` that begins now.
+        """Return a new place: inside of those that are open or, with ``aside``, not part of the position.
 
-        It is inside of those that are open, or, with ``aside``, not part of the position. ``site`` is where it was
-        called: a frame, and a position in its code.
+        ``site`` is where ``until_stop`` was called: a frame, and a position in its code.
         """
         if aside:
             return Place(None, None, self._schedule.runs)
@@ -264,7 +234,7 @@ class Position:
 
     # -- for checkpoints ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> _Saved | None:
         """Return the position as it is now; ``None`` if there was no ``until_stop``."""
         path, current = self._current_path()
         if not path:
@@ -276,13 +246,13 @@ class Position:
         loaders = {key: self._loader_state(loader, key in current) for key, loader in live}
         return {"path": path, "loaders": {**self._saved_loaders, **loaders}}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, random: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None, random: _Saved) -> None:
         """Resume ``state`` with the next ``until_stop``; ``random`` are the random states of the checkpoint.
 
         Does nothing if there was an ``until_stop`` already, as in a recovery: the data continues where it is, because
         the items that were yielded cannot be taken back.
         """
-        if self._root.begun:
+        if self._root.inner is not None:
             return
         self._path = [] if state is None else state["path"]
         self._saved_loaders = {} if state is None else dict(state["loaders"])
@@ -294,9 +264,9 @@ class Position:
 
     # -- the current position -----------------------------------------------------------------------------------------
 
-    def _current_path(self) -> tuple[list[dict[str, Any]], set[str]]:
+    def _current_path(self) -> tuple[list[_Saved], set[str]]:
         """Return the path, and the keys of the places whose loaders are to be resumed by their own state."""
-        path: list[dict[str, Any]] = []
+        path: list[_Saved] = []
         current: set[str] = set()
         outer = self._root
         while True:
@@ -316,7 +286,7 @@ class Position:
                 return path, {*current, place.key}
             outer = place
 
-    def _entry(self, place: Place, outer: Place) -> dict[str, Any]:
+    def _entry(self, place: Place, outer: Place) -> _Saved:
         place.note_last()
         return {
             "number": place.number,
@@ -330,7 +300,7 @@ class Position:
             "between": place.between,
         }
 
-    def _restored_in(self, outer: Place) -> dict[str, Any] | None:
+    def _restored_in(self, outer: Place) -> _Saved | None:
         """Return the restored entry of a place inside ``outer``, if its current item is the one that had it."""
         same_item = outer is self._root or (outer.resumed is not None and outer.taken == outer.resumed + 1)
         return self._path[outer.depth] if same_item and outer.depth < len(self._path) else None
@@ -347,14 +317,14 @@ class Position:
             except TypeError:  # no weak references to classes with __slots__
                 self._loaders[key] = lambda: iterable
 
-    def _loader_state(self, loader: Any, current: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"generators": generator_states(loader)}
+    def _loader_state(self, loader: Any, current: bool) -> _Saved:
+        state: _Saved = {"generators": generator_states(loader)}
         # The state of a DataLoader is a position within an epoch. Between epochs its generators are enough.
         if has_state(loader) and not self._is_in_state(loader) and (current or not isinstance(loader, DataLoader)):
             state["state"] = loader.state_dict()
         return state
 
-    def _restore_loader(self, loader: Any, saved: dict[str, Any], again: bool = False) -> None:
+    def _restore_loader(self, loader: Any, saved: _Saved, again: bool = False) -> None:
         """Load ``saved`` into ``loader``; generators that were restored already are restored only if ``again``."""
         if "state" in saved and has_state(loader):
             loader.load_state_dict(saved.pop("state"))
@@ -369,12 +339,7 @@ class Position:
     # -- resuming -----------------------------------------------------------------------------------------------------
 
     def _resumed(
-        self,
-        place: Place,
-        iterable: Iterable[Any],
-        entry: Mapping[str, Any],
-        loader: dict[str, Any],
-        halted: Callable[[], bool],
+        self, place: Place, iterable: Iterable[Any], entry: _Saved, loader: _Saved, halted: Callable[[], bool]
     ) -> Iterator[Any]:
         """Return what is left of ``iterable`` according to the restored ``entry``."""
         done: bool = entry["done"] or entry["ended"]

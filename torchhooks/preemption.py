@@ -22,14 +22,6 @@ class SignalWatch:
     KeyboardInterrupt (130 if it is not caught). A second SIGINT before that raises KeyboardInterrupt at once.
 
     Processes that are forked in between, such as the workers of a DataLoader, use the old handlers.
-
-    Args:
-        signals: names of signals, or members of :class:`signal.Signals`.
-        wake: called in the handler after :attr:`received` is set.
-
-    Raises:
-        TypeError: ``signals`` is a single name.
-        ValueError: this system has no such signal, or the signal cannot be handled.
     """
 
     def __init__(self, signals: Iterable[str | signal.Signals], wake: Callable[[], object] = bool) -> None:
@@ -49,13 +41,14 @@ class SignalWatch:
             logger.warning("not in the main thread, so %s will not stop this loop: create it in the main thread", names)
             return
         for number in self._signals:
-            self._old[number] = signal.signal(number, self._handle)
+            old = signal.signal(number, self._handle)
+            self._old[number] = signal.SIG_DFL if old is None else old  # None: not installed from Python
 
     def restore(self) -> None:
         """Reinstate the old handlers and deliver the received signal to them. A second call is a no-op."""
         old, self._old = self._old, {}
         for number, handler in old.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not installed from Python
+            signal.signal(number, handler)
         if old and self.received is not None:
             name, self.received = self.received, None
             for stream in (sys.stdout, sys.stderr):  # a process that a signal ends does not flush its buffers
@@ -65,8 +58,7 @@ class SignalWatch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # in a forked child
-            old = self._old.get(number, signal.SIG_DFL)
-            signal.signal(number, signal.SIG_DFL if old is None else old)
+            signal.signal(number, self._old.get(number, signal.SIG_DFL))
             signal.raise_signal(number)
         elif self.received is None:
             self.received = signal.Signals(number).name

@@ -12,7 +12,6 @@ from torchhooks.log import logger
 
 _FIRST_PAUSE_SECS = 1.0
 _LONGEST_PAUSE_SECS = 60.0
-_MAX_DOUBLINGS = 64  # far beyond the longest pause, and small enough for a float
 
 # Parts of the messages of CUDA errors after which no code in this process can use the device again: those for which
 # CUDA's documentation says that the process must be terminated, uncorrectable errors, and how cuBLAS reports them.
@@ -35,18 +34,9 @@ _POISONED = (
 class Recovery:
     """Decides whether to recover from an error, and after what pause.
 
-    Unlike TensorFlow, which retries forever and without a pause, recoveries are limited. The first one after a
-    successful run is made at once, the second after one second, and each further one after twice the previous pause,
-    up to one minute.
-
-    Args:
-        errors: the exceptions to recover from, including their subclasses.
-        max_recoveries: the highest number of recoveries within ``window_secs``.
-        window_secs: the period in seconds for which ``max_recoveries`` holds.
-
-    Raises:
-        TypeError: ``errors`` is not a collection of exception classes.
-        ValueError: ``max_recoveries`` is not a whole number, 0 or more.
+    Unlike TensorFlow, which retries forever and without a pause, at most ``max_recoveries`` are made within
+    ``window_secs``. The first one after a successful run is made at once, the second after one second, and each further
+    one after twice the previous pause, up to one minute.
     """
 
     def __init__(
@@ -60,6 +50,7 @@ class Recovery:
         self._window_secs = window_secs
         self._made: deque[float] = deque()
         self._in_a_row = 0
+        self._last_pause = 0.0
 
     def run_went_well(self) -> None:
         """Reset the pause, so that the next recovery is made at once."""
@@ -73,31 +64,25 @@ class Recovery:
         """Return whether to recover from ``error``; if it is covered but not allowed, a note on it says why."""
         if not self.covers(error):
             return False
+        now, made = time.monotonic(), self._made
+        while made and made[0] <= now - self._window_secs:
+            made.popleft()
         if is_poisoned(error):
-            add_note(
-                error, "torchhooks: not recovered from, because this process has lost its CUDA context: restart it"
-            )
-            return False
-        now = time.monotonic()
-        while self._made and self._made[0] <= now - self._window_secs:
-            self._made.popleft()
-        if len(self._made) >= self._max_recoveries:
-            add_note(
-                error,
-                f"torchhooks: not recovered from, because of max_recoveries={self._max_recoveries}: {len(self._made)} "
-                f"were made within the last {self._window_secs:g} s",
-            )
-            return False
-        self._made.append(now)
-        return True
+            why = "this process has lost its CUDA context: restart it"
+        elif len(made) >= self._max_recoveries:
+            limit = f"max_recoveries={self._max_recoveries}"
+            why = f"of {limit}: {len(made)} were made within the last {self._window_secs:g} s"
+        else:
+            made.append(now)
+            return True
+        add_note(error, f"torchhooks: not recovered from, because {why}")
+        return False
 
     def pause(self, error: BaseException, wait: Callable[[float], object]) -> None:
         """Log the recovery from ``error``, then call ``wait(secs)`` unless it is the first in a row."""
         self._in_a_row += 1
-        pause = 0.0
-        if self._in_a_row > 1:
-            doublings = min(self._in_a_row - 2, _MAX_DOUBLINGS)
-            pause = min(_FIRST_PAUSE_SECS * 2**doublings, _LONGEST_PAUSE_SECS)
+        pause = 0.0 if self._in_a_row == 1 else min(max(_FIRST_PAUSE_SECS, 2 * self._last_pause), _LONGEST_PAUSE_SECS)
+        self._last_pause = pause
         when = f"in {pause:g} s" if pause else "now"
         # With the traceback, because after a successful recovery the error is reported nowhere else.
         logger.warning(

@@ -1,20 +1,8 @@
 """Tools for testing hooks: a fake clock, a hook and a writer that record their calls, a small training loop.
 
-A hook, and three tests of it that do not sleep and write no files:
+Three tests of ``StopWhenGood``, the example in :mod:`torchhooks.hook`, that do not sleep and write no files:
 
-    from torchhooks import SessionRunArgs, SessionRunHook
     from torchhooks.testing import RecordingHook, trace
-
-    class StopWhenGood(SessionRunHook):
-        def __init__(self, target):
-            self.target = target
-
-        def before_run(self, run_context):
-            return SessionRunArgs("loss")
-
-        def after_run(self, run_context, run_values):
-            if run_values.results < self.target:
-                run_context.request_stop(f"loss {run_values.results:.3f}")
 
     def test_stops_in_the_run_that_got_below_the_target():
         assert trace(StopWhenGood(0.2), losses=[0.5, 0.3, 0.1, 0.05]).steps == [1, 2, 3]
@@ -146,7 +134,7 @@ class RecordingHook(SessionRunHook):
         stop_at: request a stop in the ``after_run`` of this run; the first run is 1.
         raises: the exceptions to raise, each once. A key is a method, for its first call, or ``(method, n)``, for its
             n-th call; a value is an exception or its type. For ``after_run``, n counts the calls of ``before_run``: 2
-            is the second run of the hook.
+            is the second run of the hook. Each loop counts from 1 again, except for ``begin``.
         name: the first item of each entry; by default there is none.
         calls: the list to append the entries to, so that hooks can share one; by default a new list.
 
@@ -173,47 +161,39 @@ class RecordingHook(SessionRunHook):
         self._count: Counter[str] = Counter()
 
     def begin(self) -> None:
-        """Record the call and count runs from 1 again. An exception that was raised is not raised again."""
-        self._count = Counter(begin=self._count["begin"])
+        self._count = Counter(begin=self._count["begin"])  # a new loop, whose first run is 1
         self._note("begin")
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        """Record the call with the global step."""
         self._note("after_create_session", session.global_step)
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Record whether a stop has been requested in this run. Fetch and feed."""
         self._note("before_run", run_context.stop_requested)
         if self._fetches is None and self._feed_dict is None:
             return None
         return SessionRunArgs(self._fetches, self._feed_dict)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        """Record the results and the global step. Request a stop in the run ``stop_at``."""
         self.results.append(run_values.results)
         if self._count["before_run"] == self._stop_at:
             run_context.request_stop(f"run {self._stop_at}")
         self._note("after_run", plain(run_values.results), run_context.session.global_step)
 
     def end(self, session: Session) -> None:
-        """Record the call with the global step."""
         self._note("end", session.global_step)
 
     def teardown(self) -> None:
-        """Record the call."""
         self._note("teardown")
 
     def _note(self, method: str, *details: Any) -> None:
+        name = () if self.name is None else (self.name,)
+        self.calls.append((*name, method, *details))
         self._count[method] += 1
-        self._append(method, *details)
         ordinal = self._count["before_run" if method == "after_run" else method]
         error = self._faults.pop((method, ordinal), None)
         if error is not None:
-            self._append("raises", (error if isinstance(error, type) else type(error)).__name__)
+            self.calls.append((*name, "raises", (error if isinstance(error, type) else type(error)).__name__))
             raise error
-
-    def _append(self, *entry: Any) -> None:
-        self.calls.append(entry if self.name is None else (self.name, *entry))
 
     def __repr__(self) -> str:
         fetches = [] if self._fetches is None else [self._fetches]
@@ -245,8 +225,7 @@ class RecordingWriter:
 
     def __init__(self) -> None:
         self.records: list[tuple[Any, ...]] = []
-        self.flushed = 0
-        self.closed = 0
+        self.flushed = self.closed = 0
 
     @property
     def scalars(self) -> dict[str, list[tuple[int, Any]]]:
@@ -259,36 +238,28 @@ class RecordingWriter:
         return curves
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Record a number."""
         self._record("scalar", tag, value, step)
 
     def add_histogram(self, tag: str, value: Any, step: int) -> None:
-        """Record the values of a histogram."""
         self._record("histogram", tag, value, step)
 
     def add_image(self, tag: str, value: Any, step: int) -> None:
-        """Record an image."""
         self._record("image", tag, value, step)
 
     def add_text(self, tag: str, value: Any, step: int) -> None:
-        """Record a text."""
         self._record("text", tag, value, step)
 
     def add_figure(self, tag: str, value: Any, step: int) -> None:
-        """Record a figure: the object itself."""
         self._record("figure", tag, value, step)
 
     def add_session_log(self, session_log: Any, step: int) -> None:
-        """Record the status of a ``SessionLog`` event: a session started, or a checkpoint was written."""
         statuses = session_log.DESCRIPTOR.fields_by_name["status"].enum_type.values_by_number
         self.records.append(("session_log", statuses[session_log.status].name, step))
 
     def flush(self) -> None:
-        """Count the call."""
         self.flushed += 1
 
     def close(self) -> None:
-        """Count the call."""
         self.closed += 1
 
     def _record(self, kind: str, tag: str, value: Any, step: int) -> None:
@@ -342,10 +313,20 @@ def trace(
     pending = deque(losses)
     steps: list[int] = []
     loop, error = None, None
+
+    def step() -> Any:
+        clock.advance(secs)
+        loss = pending.popleft()
+        if isinstance(loss, BaseException) or (isinstance(loss, type) and issubclass(loss, BaseException)):
+            raise loss
+        return torch.tensor(float(loss)) if isinstance(loss, int | float) else loss
+
+    def init_fn(scaffold: Scaffold, session: Session) -> None:
+        session.global_step = start_step
+
     with FakeClock() as clock, log_lines() as lines:
-        step, scaffold = _step(pending, clock, secs), _starting_at(start_step)
         try:
-            with MonitoredLoop(step, hooks=hooks, scaffold=scaffold, **loop_arguments) as loop:
+            with MonitoredLoop(step, hooks=hooks, scaffold=Scaffold(init_fn), **loop_arguments) as loop:
                 # No resume: the losses are those of this call, even if a checkpoint of another one is restored.
                 for _ in loop.until_stop(_while_any(pending), resume=False):
                     loop.run()
@@ -356,27 +337,9 @@ def trace(
     return Trace(steps, lines, reason, last, error)
 
 
-def _step(pending: deque[Any], clock: FakeClock, secs: float) -> Callable[[], Any]:
-    def step() -> Any:
-        clock.advance(secs)
-        loss = pending.popleft()
-        if isinstance(loss, BaseException) or (isinstance(loss, type) and issubclass(loss, BaseException)):
-            raise loss
-        return torch.tensor(float(loss)) if isinstance(loss, int | float) else loss
-
-    return step
-
-
 def _while_any(pending: deque[Any]) -> Iterator[int]:
     while pending:
         yield len(pending)
-
-
-def _starting_at(step: int) -> Scaffold:
-    def init_fn(scaffold: Scaffold, session: Session) -> None:
-        session.global_step = step
-
-    return Scaffold(init_fn=init_fn)
 
 
 @contextmanager

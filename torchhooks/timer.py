@@ -92,10 +92,9 @@ class SecondOrStepTimer:
         return time.monotonic() >= self._last_time + self._every_secs
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Start a new period at ``step`` and the current time.
+        """Start a new period now, at ``step``.
 
-        Returns:
-            The seconds and the steps since the last trigger; ``(None, None)`` for the first.
+        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
         """
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
@@ -130,18 +129,15 @@ class NeverTriggerTimer:
         """Do nothing."""
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Return false."""
         return False
 
     def update_last_triggered_step(self, step: int) -> tuple[None, None]:
-        """Return ``(None, None)``: no period ever starts."""
         return None, None
 
     def last_triggered_step(self) -> None:
         """Return ``None``."""
 
     def next_due(self) -> Due:
-        """Return :data:`NEVER`."""
         return NEVER
 
     def __repr__(self) -> str:

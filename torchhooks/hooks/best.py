@@ -25,8 +25,6 @@ _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
 
 class _Kept(NamedTuple):
-    """The checkpoint in one of the places."""
-
     score: float
     step: int
 
@@ -64,8 +62,8 @@ class BestCheckpointHook(SessionRunHook):
     in the folder counts and stays, and a state among the best ``keep`` of it replaces the worst. The checkpoints are
     ordinary ones, so a training run can be resumed from them too. But a loop restores from ``checkpoint_dir`` itself,
     whose own checkpoints are neither removed nor counted. Place this hook after a CheckpointSaverHook, so that the
-    last save does not wait for the metric. As with that hook, nothing is saved from the run on in which a
-    NanTensorHook sees NaN.
+    last save does not wait for the metric. As with that hook, nothing is saved from a run in which a
+    NanTensorHook sees NaN, or from a later one.
 
     A StepCounterHook does not count the time that saving takes. It does count the time of the metric, unless that is
     spent inside of ``with session.paused():``.
@@ -159,8 +157,14 @@ class BestCheckpointHook(SessionRunHook):
             self._keep_if_best(run_values.results, run_context.session)
 
     def end(self, session: Session) -> None:
-        if session.global_step != self._timer.last_triggered_step():
-            self._evaluate_at_end(session)
+        step = session.global_step
+        if step != self._timer.last_triggered_step():
+            try:
+                value = session.run(self._metric)
+            except FetchError as error:
+                logger.warning("the last state, of step %d, is not compared with the best: %s", step, error)
+            else:
+                self._keep_if_best(value, session)
         self._saver.wait()
 
     def teardown(self) -> None:
@@ -174,19 +178,12 @@ class BestCheckpointHook(SessionRunHook):
     def next_due(self) -> Due:
         return self._timer.next_due()
 
-    def _evaluate_at_end(self, session: Session) -> None:
-        try:
-            value = session.run(self._metric)
-        except FetchError as error:
-            logger.warning("the last state, of step %d, is not compared with the best: %s", session.global_step, error)
-        else:
-            self._keep_if_best(value, session)
-
     def _keep_if_best(self, value: Any, session: Session) -> None:
         """Save the state of ``session``, whose metric is ``value``, if it is among the best."""
         step = session.global_step
         metric = self._number(value)
-        place = self._place(self._sign * metric, step)
+        score = self._sign * metric
+        place = self._place(score, step)
         if place is None:
             return
         reason = session.why_no_checkpoint()
@@ -197,8 +194,8 @@ class BestCheckpointHook(SessionRunHook):
             "%s = %g: saving a checkpoint of step %d into %s", describe(self._metric), metric, step, self._folder
         )
         with session.paused():
-            self._saver.save(session, os.path.join(self._folder, place), step, score=self._sign * metric)
-        self._put(place, _Kept(self._sign * metric, step))
+            self._saver.save(session, os.path.join(self._folder, place), step, score=score)
+        self._put(place, _Kept(score, step))
 
     def _number(self, value: Any) -> float:
         try:
@@ -213,11 +210,10 @@ class BestCheckpointHook(SessionRunHook):
         # After a recovery steps are made again, and a state that is not better than before is kept already.
         if math.isnan(score) or any(step == kept.step and score <= kept.score for kept in self._kept.values()):
             return None
-        keep = len(self._places)
-        if len(self._kept) < keep:
+        if len(self._kept) < len(self._places):
             return next(place for place in self._places if place not in self._kept)
-        best = sorted((kept.score for kept in self._kept.values()), reverse=True)[:keep]
-        if score <= best[-1]:
+        best = sorted((kept.score for kept in self._kept.values()), reverse=True)
+        if score <= best[len(self._places) - 1]:
             return None
         return min(reversed(self._kept), key=lambda place: self._kept[place].score)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,17 +53,13 @@ class LoggingTensorHook(SessionRunHook):
             "formatter": formatter,
         }
         self._given = tensors
-        if every_n_iter is not None and every_n_secs is not None:
-            raise ValueError(f"every_n_iter={every_n_iter!r}, every_n_secs={every_n_secs!r}: give one, not both")
-        if every_n_iter is None and every_n_secs is None and not at_end:
-            raise ValueError("LoggingTensorHook never logs: give every_n_iter, every_n_secs or at_end=True")
-        if formatter is not None and not callable(formatter):
-            raise TypeError(
-                f"formatter={formatter!r}: must be a function that turns a dict of values by tag into a line"
-            )
         self._timer: SecondOrStepTimer | NeverTriggerTimer = NeverTriggerTimer()
         if every_n_iter is not None or every_n_secs is not None:
-            self._timer = SecondOrStepTimer.named(every_n_secs=every_n_secs, every_n_iter=every_n_iter)
+            self._timer = SecondOrStepTimer.named(every_n_iter=every_n_iter, every_n_secs=every_n_secs)
+        elif not at_end:
+            raise ValueError("LoggingTensorHook never logs: give every_n_iter, every_n_secs or at_end=True")
+        if formatter is not None and not callable(formatter):
+            raise TypeError(f"formatter={formatter!r}: must be a function that turns a dict of values by tag into text")
         self._tensors = _by_tag(tensors)
         if at_end:
             _check_available_at_end(self, self._tensors)
@@ -83,7 +79,10 @@ class LoggingTensorHook(SessionRunHook):
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         if self._due:
             elapsed_secs, _ = self._timer.update_last_triggered_step(self._iterations)
-            run_context.when_ready(run_values.results, lambda values: self._log(self._tagged(values), elapsed_secs))
+            run_context.when_ready(
+                run_values.results,
+                lambda values: self._log(dict(zip(self._tensors, values, strict=True)), elapsed_secs),
+            )
         self._iterations += 1
 
     def end(self, session: Session) -> None:
@@ -95,15 +94,11 @@ class LoggingTensorHook(SessionRunHook):
 
     def next_due(self) -> Due:
         due = self._timer.next_due()
-        if due.step is None:
-            return due
-        return Due(runs=max(due.step - self._iterations, 0) + 1)  # the steps of this timer are runs
+        # The steps of this timer are runs.
+        return due if due.step is None else Due(runs=max(due.step - self._iterations, 0) + 1)
 
     def sat_out(self, runs: int) -> None:
         self._iterations += runs
-
-    def _tagged(self, values: Iterable[Any]) -> dict[str, Any]:
-        return dict(zip(self._tensors, values, strict=True))
 
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
         printable = {tag: map_leaves(_printable, value) for tag, value in values.items()}
@@ -134,22 +129,18 @@ class FinalOpsHook(SessionRunHook):
     def __init__(self, final_ops: Any, final_ops_feed_dict: Mapping[str, Any] | None = None) -> None:
         self._final_ops = final_ops
         self._feed_dict = final_ops_feed_dict
-        self._values: Any = None
+        self.final_ops_values: Any = None
+        """The values, in the structure of ``final_ops``; ``None`` before the end."""
         if final_ops_feed_dict is not None and not isinstance(final_ops_feed_dict, Mapping):
             raise TypeError(f"final_ops_feed_dict={final_ops_feed_dict!r}: give a mapping from parameter name to value")
         _check_available_at_end(self, final_ops)
 
-    @property
-    def final_ops_values(self) -> Any:
-        """The values, in the structure of ``final_ops``; ``None`` before the end."""
-        return self._values
-
     def begin(self) -> None:
-        self._values = None
+        self.final_ops_values = None
 
     def end(self, session: Session) -> None:
         if self._final_ops is not None:
-            self._values = session.run_available(self._final_ops, self._feed_dict, who=self)
+            self.final_ops_values = session.run_available(self._final_ops, self._feed_dict, who=self)
 
     def __repr__(self) -> str:
         return call_repr(self, self._final_ops, final_ops_feed_dict=self._feed_dict)

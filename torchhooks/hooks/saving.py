@@ -65,7 +65,6 @@ class SummarySaverHook(SessionRunHook):
         self._timer = SecondOrStepTimer.named(save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._scaffold = scaffold
-        self._summary_op = summary_op
         self._ops = summary.summary_ops(summary_op) if scaffold is None else ()
 
     def begin(self) -> None:
@@ -141,8 +140,8 @@ class CheckpointSaverHook(SessionRunHook):
     The hook saves at its place in the list of hooks, after flushing the writers of curves. Place it after the hooks
     that use them: a point of the same step that is written after the save is lost if the process is then killed.
 
-    Unlike TensorFlow, nothing is saved from the run on in which a NanTensorHook sees NaN, wherever the two are in the
-    list, and listeners are not called then.
+    Unlike TensorFlow, nothing is saved from a run in which a NanTensorHook sees NaN, or from a later one, wherever the
+    two are in the list. Listeners are not called then.
 
     Args:
         checkpoint_dir: the folder. Give the same one to the loop, which restores from it.

@@ -28,7 +28,7 @@ _POLL_SECS = 0.1
 class StopAtStepHook(SessionRunHook):
     """Stops the loop at a global step (``tf.train.StopAtStepHook``): the run that reaches it is the last one.
 
-    Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, also
+    Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, even
     if a run counts no step or several. A loop that starts at or after its last step makes one run, as in TensorFlow.
 
     Args:
@@ -49,14 +49,12 @@ class StopAtStepHook(SessionRunHook):
             whole_number(num_steps, "num_steps", 1)
         else:
             whole_number(last_step, "last_step", 0)
-        self._last_step = last_step
 
     def begin(self) -> None:
         self._last_step = self._given_last_step
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if self._last_step is None:  # it is set already after a recovery, which must not move it
-            assert self._num_steps is not None
+        if self._num_steps is not None and self._last_step is None:  # a recovery must not move it
             self._last_step = session.global_step + self._num_steps
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
@@ -78,7 +76,7 @@ class NanTensorHook(SessionRunHook):
     Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. The host never waits
     for it, so the loop ends a few runs after the NaN. The message still names the step at which the value was NaN.
 
-    Unlike TensorFlow, no checkpoint is saved from the run with the NaN on, wherever the saver is in the list of hooks.
+    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed.
 
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
@@ -104,16 +102,16 @@ class NanTensorHook(SessionRunHook):
         self._loss_tensor = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss
         self._also_inf = also_inf
-        if max_lag_steps is not None and max_lag_steps != 0:
-            whole_number(max_lag_steps, "max_lag_steps", 1)
+        if max_lag_steps is not None:
+            whole_number(max_lag_steps, "max_lag_steps", 0)
         self._max_lag_steps = max_lag_steps
         self._check = _NonFiniteCheck(loss_tensor, also_inf)
         self._request = SessionRunArgs(self._check)
-        self._message: str | None = None
-        self._joins_every_run = False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._message = self._check.found = None  # a recovery restores a state from before the NaN
+        # A recovery restores a state from before the NaN.
+        self._message: str | None = None
+        self._check.found = None
         # A subclass that overrides a run method expects it to be called in every run.
         cls = type(self)
         overrides = (cls.before_run, cls.after_run) != (NanTensorHook.before_run, NanTensorHook.after_run)
@@ -195,15 +193,12 @@ class _NonFiniteCheck(ComposedFetch):
     """
 
     copies = False  # the check only reads the value, and keeps nothing of it
+    fetch: Any = None
 
     def __init__(self, fetch: Any, also_inf: bool) -> None:
+        self.fetch = fetch
         self.found: dict[str, Any] | None = None
-        self._fetch = fetch
         self._tests = {"NaN": "isnan", "infinite": "isinf"} if also_inf else {"NaN": "isnan"}
-
-    @property
-    def fetch(self) -> Any:
-        return self._fetch
 
     def compose(self, value: Any) -> dict[str, Any] | None:
         self.found = None
@@ -251,9 +246,9 @@ def _passes(value: Any, test: str) -> bool:
 class GlobalStepWaiterHook(SessionRunHook):
     """Delays the first run until the loop has reached a global step (``tf.train.GlobalStepWaiterHook``).
 
-    TensorFlow uses it to start workers one after the other. Here the step is ``session.global_step``, which during the
-    wait only another thread of this process can advance: one that is registered with the coordinator, such as a
-    :class:`torchhooks.LooperThread`. A stop request or a signal ends the wait.
+    TensorFlow uses it to start workers one after the other. Here, only a thread that is registered with the
+    coordinator, such as a :class:`torchhooks.LooperThread`, can advance the step during the wait. A stop request or a
+    signal ends the wait.
 
     Args:
         wait_until_step: the step to wait for; 0 or less disables the wait.
@@ -264,7 +259,7 @@ class GlobalStepWaiterHook(SessionRunHook):
     """
 
     def __init__(self, wait_until_step: int) -> None:
-        self._wait_until_step = self._awaited_step = whole_number(wait_until_step, "wait_until_step")
+        self._wait_until_step = whole_number(wait_until_step, "wait_until_step")
 
     def begin(self) -> None:
         self._awaited_step = self._wait_until_step
@@ -273,12 +268,12 @@ class GlobalStepWaiterHook(SessionRunHook):
         self._coord = coord
 
     def before_run(self, run_context: SessionRunContext) -> None:
-        session = run_context.session
-        if session.global_step < self._awaited_step:
-            logger.info("waiting for global step %d", self._awaited_step)
-        while session.global_step < self._awaited_step:
+        session, step = run_context.session, self._awaited_step
+        if session.global_step < step:
+            logger.info("waiting for global step %d", step)
+        while session.global_step < step:
             alone = set(self._coord.live_threads()) <= {threading.current_thread()}
-            if alone and session.global_step < self._awaited_step:  # a thread may have reached it just before it ended
+            if alone and session.global_step < step:  # compared again: a thread may have reached it before it ended
                 raise LifecycleError(
                     f"{self!r}: the global step is {session.global_step}, and no thread that is registered with the "
                     "coordinator can advance it: register the thread that does, or remove the hook"
