@@ -277,14 +277,15 @@ class MonitoredLoop(Generic[R]):
           dropped and how long that took.
         * An iterator, such as ``enumerate(loader)`` or a generator, continues from wherever it is. A log line says so.
 
-        An item is done once one run was made in it. If there were several runs in one item, the loop cannot know how
-        many are left, and yields the item again. It also yields the item of an outer ``until_stop`` again, and the
-        inner one continues in it. Consecutive loops are told apart by their number; those that had ended yield nothing.
-        A recovery within the process does not move the position. An ``until_stop`` inside a run, such as an evaluation
-        in a hook, is not part of the position.
+        A checkpoint that comes due in an item is taken when the body of the ``for`` is done with it, and a stop takes
+        one at the item where it is noticed. Code after an inner ``until_stop`` still runs when the loop stops, but it
+        is not in the checkpoint, so the resumed process runs it once.
 
-        When the loop stops, code after an inner ``until_stop`` still runs, and it runs again in the resumed process. To
-        skip it, write ``if loop.should_stop(): break`` in front of it.
+        A checkpoint that is taken in the middle of an item, because the item took longer than a whole period, has that
+        item yielded again, unless exactly one run was made in it. The item of an outer ``until_stop`` is always yielded
+        again: its body starts with the random states of the first time, and the inner one continues in it. Consecutive
+        loops are told apart by their number; those that had ended yield nothing. A recovery within the process does not
+        move the position. An ``until_stop`` inside a run, such as an evaluation in a hook, is not part of the position.
 
         Args:
             iterable: the items.
