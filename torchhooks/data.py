@@ -86,12 +86,17 @@ class Data:
                         if depth == 1:
                             ending.data_ended()
                         return
-                    place.take(schedule.runs)
+                    runs = schedule.runs
+                    if runs - place.runs > 1:
+                        place.several = True
+                    place.runs = runs
+                    place.taken += 1
+                    if place.nests:
+                        place.begin_item()
                     if ending.reason is not None:
                         ending.data_continues()
                 # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.
                 yield item
-                place.finished = not self._stop_is_seen  # a body that was told to stop may have left the item early
         finally:
             waits.depth -= 1
             self._leave(place)
@@ -128,6 +133,8 @@ class Data:
         Returns:
             False if one of them failed and the loop recovered, so that the item has to be yielded again.
         """
+        # A body that was told to stop may have left the item early.
+        place.finished = place.taken > (place.resumed or 0) and not self._stop_is_seen
         waiting: set[object] = set(self._items.waiting)
         if place.counts and self._is_healthy() and waiting and not self._make(self._items.finish):
             place.finished = False
@@ -135,6 +142,7 @@ class Data:
         if self._should_stop() and place.counts and not self._stop_is_settled and self._is_healthy():
             self._stop_is_settled = True
             self._make(functools.partial(self._items.stop, waiting))
+        place.finished = place.finished and self._ending.stopping
         return True
 
     def _make(self, calls: Callable[[], object]) -> bool:

@@ -58,6 +58,7 @@ class Place:
         self.several = False  # whether some item had more than one run
         self.ended = False  # whether the data ended
         self.counts = outer is not None  # not inside a run, as in the evaluation of a hook
+        self.nests = self.counts  # whether an inner loop may begin in the next item, as one did in the last
         self.finished = False  # whether the body of the user's loop is done with the current item
         self.through = False  # whether until_stop ended because the loop stops, and not because the body left it
         self.done = False  # whether the last item does not have to be yielded again; set by leave()
@@ -75,6 +76,7 @@ class Place:
         """Record that ``inner`` begins in the current item."""
         inner.number = 0 if self.inner is None else self.inner.number + 1
         inner.between = self.ended_inside
+        self.nests = True
         self._inner = inner
 
     @property
@@ -92,19 +94,14 @@ class Place:
         """Whether it was resumed from a checkpoint and has not taken an item since."""
         return self.taken == self.resumed and not self.ended
 
-    def take(self, runs: int) -> None:
-        """Record that an item is taken, after ``runs`` runs."""
-        # Before an inner loop begins, the body may draw its order. Drawn again after a resume, it has to be the same.
-        # Whether an inner loop will begin is not known; the first item shows it.
-        if self.counts and (self.taken == (self.resumed or 0) or self.inner is not None):
-            self.item_random = random_states()
-        else:
-            self.item_random = None
+    def begin_item(self) -> None:
+        """Record the random states with which the body begins the item that was taken last.
+
+        Before an inner loop begins, the body may draw its order. Drawn again after a resume, it has to be the same.
+        """
+        self.nests = self._inner is not None and self._inner.item == self.taken - 1
+        self.item_random = random_states() if self.nests or self.taken == (self.resumed or 0) + 1 else None
         self.ended_inside = None
-        self.several = self.several or runs - self.runs > 1
-        self.runs = runs
-        self.taken += 1
-        self.finished = False
 
     def is_done(self, runs: int) -> bool:
         """Return whether the current item is done after ``runs`` runs of the loop."""
