@@ -113,6 +113,7 @@ class MonitoredLoop(Generic[R]):
         self._steps_per_run = 1 if step_unit == "run" else 0
         self._step_counter: Any = None
         self._in_step_fn = False
+        self._thread_failed = False  # the loop recovered from a thread's error, and has made no run since
         self._begun = 0
         self._schedule = schedule = Schedule(copied_hooks)
         self._readback = Readback(schedule.wake)
@@ -333,7 +334,9 @@ class MonitoredLoop(Generic[R]):
         if readback.waiting:
             schedule.wake()
             readback.end_run()
-        self._recovery.run_went_well()
+        if self._thread_failed:
+            self._thread_failed = False
+            self._recovery.run_went_well()
         self._ending.notice()
         if self._sessions.coord.should_stop():
             schedule.wake()
@@ -367,7 +370,8 @@ class MonitoredLoop(Generic[R]):
             if not self._recovered_from(error):
                 self._sessions.coord.clear_stop()  # or joining the threads would raise it a second time
                 raise
-            self._schedule.wake()  # once a run went well, the next recovery is again the first in a row
+            self._thread_failed = True
+            self._schedule.wake()  # the end of the next run counts as a success
 
     def _went_well(self) -> None:
         """Note that a run, or a step function, succeeded after it may have been tried again."""
