@@ -702,6 +702,44 @@ def test_a_cycle_of_causes_is_examined_once() -> None:
     assert not is_poisoned(one)
 
 
+def test_a_step_function_that_fails_after_a_good_run_is_retried_in_the_same_row(tmp_path: Path, lines: Lines) -> None:
+    class Asking(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            run_context.when_ready(torch.ones(1), lambda value: None, max_lag_runs=0)  # something to do after the run
+
+    tries: list[int] = []
+
+    def step_fn(context: StepContext[torch.Tensor]) -> None:
+        context.run_with_hooks()
+        tries.append(len(tries))
+        if len(tries) < 4:
+            raise AbortedError
+
+    with FakeDevice(), Training().loop(tmp_path, Asking(), saving(tmp_path, every=1)) as loop:
+        loop.run_step_fn(step_fn)
+    assert in_a_row(lines) == [1, 2, 3]
+
+
+def test_an_error_of_a_thread_during_a_repeated_run_is_a_recovery_in_the_same_row(tmp_path: Path, lines: Lines) -> None:
+    coords: list[Coordinator] = []
+
+    class Grabbing(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            coords.append(coord)
+
+    training = Training({2: AbortedError})
+    step = training.step
+
+    def step_and_fail() -> torch.Tensor:
+        if training.calls == 2:
+            coords[-1].request_stop(AbortedError("of a thread"))
+        return step()
+
+    hooks = [Grabbing(), saving(tmp_path, every=1)]
+    steps_of(MonitoredLoop(step_and_fail, training.model, hooks=hooks, checkpoint_dir=tmp_path), 4)
+    assert in_a_row(lines) == [1, 2]
+
+
 # -- what a failed run undoes, and what stays -------------------------------------------------------------------------
 
 

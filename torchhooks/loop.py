@@ -119,6 +119,7 @@ class MonitoredLoop(Generic[R]):
         self._steps_per_run = 1 if step_unit == "run" else 0
         self._step_counter: Any = None
         self._in_step_fn = False
+        self._thread_failed = False  # the loop recovered from a thread's error, and has made no run since
         self._begun = 0
         self._thread = threading.get_ident()
         self._schedule = schedule = Schedule(copied_hooks)
@@ -388,7 +389,9 @@ class MonitoredLoop(Generic[R]):
             readback.end_run()
         if self._items.waiting and not self._items.is_open():
             self._items.finish()
-        self._recovery.run_went_well()
+        if self._thread_failed:
+            self._thread_failed = False
+            self._recovery.run_went_well()
         self._ending.notice()
         if self._sessions.coord.should_stop():
             schedule.wake()
@@ -423,7 +426,8 @@ class MonitoredLoop(Generic[R]):
             if not self._recovered_from(error):
                 self._sessions.coord.clear_stop()  # or joining the threads would raise it a second time
                 raise
-            self._schedule.wake()  # once a run went well, the next recovery is again the first in a row
+            self._thread_failed = True
+            self._schedule.wake()  # the end of the next run counts as a success
 
     def _went_well(self) -> None:
         """Note that a run, or a step function, succeeded after it may have been tried again."""

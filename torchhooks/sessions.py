@@ -98,8 +98,8 @@ class Sessions:
     def create(self) -> None:
         """Restore or initialise the current session, and call every hook's ``after_create_session``."""
         session, restored = self.session, None
-        if session.checkpoint_dir is not None:
-            restored = session.saver.restore_latest(session, session.checkpoint_dir)
+        if self._training.checkpoint_dir is not None:
+            restored = session.saver.restore_latest(session, self._training.checkpoint_dir)
         if restored is not None:
             logger.info("restored step %d from %s", session.global_step, restored)
         self._scaffold.prepare(session, restored is not None)
@@ -119,7 +119,7 @@ class Sessions:
             add_note(error, f"torchhooks: not recovered from, because signal {self._ending.signal} arrived")
             return False
         self.session.wait_for_savers()  # the newest checkpoint may still be being written
-        folder = self.session.checkpoint_dir
+        folder = self._training.checkpoint_dir
         if folder is None or latest_checkpoint(folder) is None:
             add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
             return False
@@ -209,7 +209,7 @@ class Sessions:
         try:
             coord.raise_requested_exception()
         except BaseException as error:
-            if self._recovery.covers(error) and self.session.checkpoint_dir is not None:
+            if self._recovery.covers(error) and self._training.checkpoint_dir is not None:
                 self._schedule.wake()  # the end of the run, or should_stop(), recovers
                 return
         self._ending.stop(f"thread {threading.current_thread().name}", by_thread=True)
