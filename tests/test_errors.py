@@ -40,7 +40,7 @@ def half() -> float:
 
 NAMES = ("a", "b", "c")
 RUN = ("before_run", "step", "after_run")
-#: Everybody's calls of a loop that makes two runs; an exception is raised in the second one.
+#: The calls of each hook in a loop that makes two runs; an exception is raised in the second one.
 PHASES = ("begin", "after_create_session", *RUN, *RUN, "end", "teardown")
 KINDS = (StopIteration, Exhausted, ValueError, KeyboardInterrupt, SystemExit, AbortedError)
 

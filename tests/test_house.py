@@ -234,7 +234,7 @@ def handlers():
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     return sum(len(getattr(logger, "handlers", ())) for logger in loggers)
 
-sys.dont_write_bytecode = False  # compiled once and kept, as where nobody forbids it
+sys.dont_write_bytecode = False  # compiled once and kept, as it is by default
 modules, handlers_before, environment = set(sys.modules), handlers(), dict(os.environ)
 start = time.perf_counter()
 import torchhooks

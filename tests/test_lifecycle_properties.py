@@ -217,7 +217,7 @@ def failed(diary: Diary) -> bool:
 
 
 def heard_of(error: BaseException, where: str, diary: Diary) -> bool:
-    """Whether somebody gets to know of ``error``, or it asked for a clean end and so is done with."""
+    """Return whether ``error`` was raised or logged, or requested a clean end."""
     out = diary.out.exceptions if isinstance(diary.out, BaseExceptionGroup) else [diary.out]
     told = any(error is other for other in (*out, *diary.logged, *diary.swallowed))
     return told or (type(error) is StopIteration and where not in ("end", "teardown"))

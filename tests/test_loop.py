@@ -650,7 +650,7 @@ def test_hooks_that_sit_out_keep_their_place_in_the_order() -> None:
 
 
 class Jumping(SessionRunHook):
-    """Sets the global step from 2 to 10, behind the step of the second run."""
+    """Sets the global step from 2 to 10, after the step of the second run."""
 
     def before_run(self, run_context: SessionRunContext) -> None:
         pass
@@ -774,7 +774,7 @@ def test_who_is_asked_behind_the_step_can_have_no_part_in_it(request_: SessionRu
     assert any("in before_run of" in note and "at global step 2" in note for note in raised.value.__notes__)
 
 
-@pytest.mark.parametrize("also", [[], [RecordingHook()]], ids=["alone", "beside another"])
+@pytest.mark.parametrize("also", [[], [RecordingHook()]], ids=["alone", "with another"])
 def test_an_error_in_when_names_the_hook(also: list[SessionRunHook]) -> None:
     hook = Sitting(lambda step: Due(when=lambda outputs: 1 / 0))
     with pytest.raises(ZeroDivisionError) as raised:
@@ -1141,7 +1141,7 @@ def test_a_step_that_is_set_counts_on_from_there() -> None:
 
 
 class Background(SessionRunHook):
-    """Runs ``work`` in a thread beside the loop, once ``go`` is set; ``wait`` lets it go and waits for its end."""
+    """Runs ``work`` in a background thread once ``go`` is set; ``wait`` sets it and waits for the thread to end."""
 
     def __init__(self, work: Callable[[Coordinator], object]) -> None:
         self.work = work

@@ -1,4 +1,4 @@
-"""A loop costs nothing on the steps on which nobody has work, and keeps nothing of those that are over."""
+"""A loop costs nothing on steps on which no hook has work, and keeps nothing of finished steps."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def half() -> float:
 
 @contextmanager
 def lines_to_nowhere() -> Iterator[None]:
-    """Every line is made, and nobody keeps it: not pytest either, which takes hold of the logger before a test runs."""
+    """Format every line and keep none of them: pytest, too, takes hold of the logger before a test runs."""
     logger = logging.getLogger("torchhooks")
     before = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [logging.NullHandler()], False

@@ -289,7 +289,7 @@ turns = st.builds(
     go_to=st.sampled_from([None] * 15 + [0, 3, 17]),
     go_to_inside=st.sampled_from([None] * 15 + [0, 3, 17]),
 )
-# Whoever sets the step in after_run stands last: those after it are looked at with the step as it was before.
+# The hook that sets the step in after_run is the last: hooks after it would be chosen by the step before that.
 jumper = recipes(worker, workers, distances, doing(st.builds(partial, st.just(go_to), st.integers(0, 20))))
 hook_lists = st.builds(
     operator.add,
