@@ -29,7 +29,14 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 
-from torchhooks.arguments import check_hook_states, check_hooks, check_model, check_optimizer, check_state
+from torchhooks.arguments import (
+    check_hook_states,
+    check_hooks,
+    check_methods,
+    check_model,
+    check_optimizer,
+    check_state,
+)
 from torchhooks.checks import whole_number
 from torchhooks.closing import Attempts
 from torchhooks.costs import HookCosts
@@ -50,6 +57,7 @@ from torchhooks.session import Scaffold, Session
 from torchhooks.sessions import Mechanisms, Sessions, TrainingState
 from torchhooks.stateful import Stateful
 from torchhooks.step import Step, takes_one_argument
+from torchhooks.text import shown
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -111,8 +119,9 @@ class MonitoredLoop(Generic[R]):
         check_model(model)
         check_optimizer(optimizer, step_unit)
         if scaffold is not None and not isinstance(scaffold, Scaffold):
-            raise TypeError(f"scaffold={scaffold!r}: must be a Scaffold")
+            raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold")
         about_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
+        check_methods(copied_hooks)
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         self._step = step
         self._optimizer = optimizer
@@ -221,7 +230,7 @@ class MonitoredLoop(Generic[R]):
             LifecycleError: as :meth:`run`.
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
-            raise ValueError(f"step_fn={step_fn!r}: must be a function of exactly one argument, the step context")
+            raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
         ending = self._ending
         inside, allowed = self._in_step_fn, ending.last_run_allowed
         while True:
@@ -493,6 +502,7 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.drain)
         if self._ending.failure is None and not attempt.errors:
             attempt(self._items.finish)
+            self._data.check_runs()
             for seat in seats:
                 attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
                 attempt(sessions.call, seat, "end", seat.end, sessions.session)

@@ -20,6 +20,7 @@ from torchhooks.position import Position
 from torchhooks.progress import NO_OUTPUTS, DataWaits, Progress
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.stateful import Stateful
+from torchhooks.text import shown
 
 _LEFT_OUT: Any = type("LeftOut", (), {})()
 _CPU = torch.device("cpu")
@@ -216,8 +217,8 @@ class Session:
     def _evaluator(self, fetches: Any, feed_dict: Mapping[str, Any] | None) -> Evaluator:
         if self._closed:
             raise LifecycleError(
-                f"Session.run({fetches!r}): this session is closed, because its loop was closed or recovered: after a "
-                "recovery, use loop.session"
+                f"Session.run({shown(fetches)}): this session is closed, because its loop was closed or recovered: "
+                "after a recovery, use loop.session"
             )
         for name in watched_names(fetches):
             raise FetchError(
@@ -260,7 +261,7 @@ class Scaffold:
         copy_from_scaffold: Scaffold | None = None,
     ) -> None:
         if copy_from_scaffold is not None and not isinstance(copy_from_scaffold, Scaffold):
-            raise TypeError(f"copy_from_scaffold={copy_from_scaffold!r}: must be a Scaffold")
+            raise TypeError(f"copy_from_scaffold={shown(copy_from_scaffold)}: must be a Scaffold")
         self.init_fn = init_fn
         self.summary_op = summary_op
         self.saver = saver
@@ -279,5 +280,5 @@ class Scaffold:
             self.init_fn(self, session)
         ready = True if self.ready_fn is None else self.ready_fn(session)
         if ready is not True:
-            missing = ready if isinstance(ready, str) and ready else f"ready_fn returned {ready!r}"
+            missing = ready if isinstance(ready, str) and ready else f"ready_fn returned {shown(ready)}"
             raise LifecycleError(f"the session is not ready: {missing}")
