@@ -55,6 +55,7 @@ from torchhooks.recovery import Recovery
 from torchhooks.schedule import Schedule
 from torchhooks.session import Scaffold, Session
 from torchhooks.sessions import Mechanisms, Sessions, TrainingState
+from torchhooks.state import plain_metadata
 from torchhooks.stateful import Stateful
 from torchhooks.step import Step, takes_one_argument
 from torchhooks.text import shown
@@ -91,6 +92,8 @@ class MonitoredLoop(Generic[R]):
             previous handlers; see :mod:`torchhooks.preemption`.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
+        metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
+            copied. :func:`torchhooks.read_metadata` reads it. A restored loop logs which values differ.
 
     Raises:
         TypeError: an item of ``hooks`` is not a hook, or another argument has the wrong type.
@@ -115,12 +118,14 @@ class MonitoredLoop(Generic[R]):
         signals: Iterable[str | signal.Signals] = (),
         stop_grace_period_secs: float = 120,
         hook_costs: bool = False,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, step_unit)
         if scaffold is not None and not isinstance(scaffold, Scaffold):
             raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold")
         about_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
+        checked_metadata = plain_metadata(metadata)
         check_methods(copied_hooks)
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         self._step = step
@@ -151,6 +156,8 @@ class MonitoredLoop(Generic[R]):
                 self._hooks_elsewhere,
                 folder,
                 self._gradients,
+                checked_metadata,
+                set(),
             ),
             Scaffold() if scaffold is None else scaffold,
             about_step,

@@ -39,6 +39,8 @@ class Session:
         hooks: the hooks that have a state, by the name under which a checkpoint keeps it.
         hooks_elsewhere: names of hooks that only another process has. Their states in checkpoints are ignored.
         checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
+        metadata: plain data for every checkpoint.
+        warned: what a warning was logged about that is logged once per loop.
         position: how far the loop is in its data; ``None`` for a session without a loop.
         gradients: those that the optimizer has not used yet; ``None`` if nothing watches the optimizer.
         progress: the global step and the last outputs, which the loop updates.
@@ -59,6 +61,8 @@ class Session:
         hooks: Mapping[str, Stateful] | None = None,
         hooks_elsewhere: Collection[str] = (),
         checkpoint_dir: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        warned: set[str] | None = None,
         position: Position | None = None,
         gradients: Gradients | None = None,
         progress: Progress | None = None,
@@ -75,6 +79,8 @@ class Session:
         self.hooks = {} if hooks is None else hooks
         self.hooks_elsewhere = hooks_elsewhere
         self.checkpoint_dir = checkpoint_dir
+        self.metadata = {} if metadata is None else metadata
+        self.warned = set() if warned is None else warned
         self.position = position
         self.gradients = gradients
         self.savers: list[Any] = [self.saver]
