@@ -99,6 +99,7 @@ class Listening(CheckpointSaverListener):
 def newest(folder: Path) -> str | None:
     try:
         assert_type([checkpoint.step for checkpoint in list_checkpoints(folder)], list[int])
+        assert_type(read_metadata(folder / "model.ckpt-3"), dict[str, Any])
         return best_checkpoint(folder / "best") or latest_checkpoint(folder)
     except (DamagedCheckpointError, CheckpointError):
         return None
@@ -166,7 +167,7 @@ def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, 
     with MonitoredLoop(
         step, model, optimizer, hooks=hooks(folder), scaffold=scaffold, state={"scheduler": scheduler},
         step_unit="optimizer_step", stop_grace_period_secs=1.5, checkpoint_dir=folder,
-        recoverable_errors=[AbortedError],
+        recoverable_errors=[AbortedError], metadata={"lr": 0.1, "layers": [3, 4]},
     ) as loop:
         assert_type(loop, MonitoredLoop[Outputs])
         for epoch in loop.until_stop(range(3), resume=False):
@@ -242,6 +243,7 @@ MonitoredLoop(step, hooks=[StopAtStepHook])  # E: list-item
 MonitoredLoop(step, hooks=[IsNoHook()])  # E: list-item
 MonitoredLoop(step, hooks=StopAtStepHook(3))  # E: arg-type
 MonitoredLoop(step, state={"best": 3})  # E: dict-item
+MonitoredLoop(step, metadata=[3])  # E: arg-type
 text: str = loop.run(1.0)  # E: assignment
 loop.until_stop(3)  # E: arg-type
 for item in loop.until_stop([1, 2]):

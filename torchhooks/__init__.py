@@ -20,7 +20,7 @@ is, without what happens on errors:
 """
 
 from torchhooks import summary
-from torchhooks.checkpoint import Saver, best_checkpoint, latest_checkpoint, list_checkpoints
+from torchhooks.checkpoint import Saver, best_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
 from torchhooks.coordinator import Coordinator, LooperThread
 from torchhooks.errors import (
     AbortedError,
@@ -100,5 +100,6 @@ __all__ = [
     "best_checkpoint",
     "latest_checkpoint",
     "list_checkpoints",
+    "read_metadata",
     "summary",
 ]

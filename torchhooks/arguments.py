@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from torchhooks.hook import SessionRunHook
+from torchhooks.hook import SessionRunHook, overrides
 from torchhooks.log import logger
 from torchhooks.stateful import Stateful, has_state
+from torchhooks.text import shortened, shown
 
 
 def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
     """Copy ``hooks``, or raise a TypeError that names the item that is not a hook."""
     if not isinstance(hooks, Iterable):
         example = f"[{hooks!r}]" if isinstance(hooks, SessionRunHook) else "[StopAtStepHook(last_step=1000)]"
-        raise TypeError(f"hooks={hooks!r}: pass a list of hooks, {example}")
+        raise TypeError(f"hooks={shown(hooks)}: pass a list of hooks, {example}")
     copied = tuple(hooks)
     for index, hook in enumerate(copied):
         if isinstance(hook, type) and issubclass(hook, SessionRunHook):
             raise TypeError(f"hooks[{index}] is the class {hook.__name__}: pass an instance, {hook.__name__}(...)")
         if not isinstance(hook, SessionRunHook):
-            raise TypeError(f"hooks[{index}]={hook!r} is not a hook: a hook is an instance of SessionRunHook")
+            raise TypeError(f"hooks[{index}]={shown(hook)} is not a hook: a hook is an instance of SessionRunHook")
     return copied
+
+
+def check_methods(hooks: Iterable[SessionRunHook]) -> None:
+    """Log a warning for each hook that overrides no method of SessionRunHook, but has others, which nothing calls."""
+    methods = [name for name in vars(SessionRunHook) if not name.startswith("_")]
+    for index, hook in enumerate(hooks):
+        others = [name for name, value in inspect.getmembers_static(type(hook), callable) if not name.startswith("_")]
+        unused = [name for name in others if name not in (*methods, "state_dict", "load_state_dict")]
+        if unused and not any(overrides(hook, method) for method in methods):
+            logger.warning(
+                "hooks[%d] is a %s, which has %s, but overrides no method of SessionRunHook, so the loop calls none of "
+                "its methods. Those that it would call are %s",
+                index,
+                type(hook).__name__,
+                shortened([f"{name}()" for name in unused], 4),
+                shortened([f"{name}()" for name in methods]),
+            )
 
 
 def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
@@ -59,7 +78,7 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
 def check_model(model: Any) -> None:
     """Raise a TypeError unless ``model`` is a module or None."""
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model={model!r}: must be a torch.nn.Module; put several into one torch.nn.ModuleDict")
+        raise TypeError(f"model={shown(model)}: must be a torch.nn.Module; put several into one torch.nn.ModuleDict")
 
 
 def check_optimizer(optimizer: Any, step_unit: str) -> None:
@@ -68,12 +87,12 @@ def check_optimizer(optimizer: Any, step_unit: str) -> None:
         raise ValueError(f'step_unit={step_unit!r}: must be "run" or "optimizer_step"')
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise TypeError(
-            f"optimizer={optimizer!r}: must be a torch.optim.Optimizer. Of several, pass the one whose steps count, "
-            'and the others in state={"name": optimizer}'
+            f"optimizer={shown(optimizer)}: must be a torch.optim.Optimizer. Of several, pass the one whose steps "
+            'count, and the others in state={"name": optimizer}'
         )
     if step_unit == "optimizer_step" and not hasattr(optimizer, "register_step_post_hook"):
         raise ValueError(
-            f'step_unit="optimizer_step" counts the steps of an optimizer, and optimizer={optimizer!r}: pass the '
+            f'step_unit="optimizer_step" counts the steps of an optimizer, and optimizer={shown(optimizer)}: pass the '
             'torch.optim.Optimizer that the step uses, or step_unit="run"'
         )
 
@@ -83,5 +102,5 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     copied = dict(state or {})
     for name, part in copied.items():
         if not has_state(part):
-            raise TypeError(f"state[{name!r}]={part!r}: must have state_dict() and load_state_dict()")
+            raise TypeError(f"state[{name!r}]={shown(part)}: must have state_dict() and load_state_dict()")
     return copied

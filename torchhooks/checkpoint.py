@@ -16,6 +16,7 @@ import errno
 import math
 import os
 import threading
+import zipfile
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -37,11 +38,19 @@ from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note,
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
-from torchhooks.state import SessionLike, collect, compare
+from torchhooks.state import SessionLike, changed_metadata, collect, compare
 from torchhooks.stateful import Stateful
-from torchhooks.text import call_repr
+from torchhooks.text import call_repr, shortened
 
-__all__ = ["Checkpoint", "Saver", "best_checkpoint", "latest_checkpoint", "list_checkpoints", "scored_checkpoints"]
+__all__ = [
+    "Checkpoint",
+    "Saver",
+    "best_checkpoint",
+    "latest_checkpoint",
+    "list_checkpoints",
+    "read_metadata",
+    "scored_checkpoints",
+]
 
 _Path = str | os.PathLike[str]
 
@@ -229,6 +238,9 @@ class Saver:
                 self._load(name, part, state, path)
         if session.gradients is not None:
             session.gradients.load_state_dict(saved.get("gradients"))
+        changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
+        if changes and "metadata" in saved:
+            logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
         session.global_step = saved["global_step"]
         set_random_states(saved["random"])
         if position is not None:
@@ -273,13 +285,40 @@ def scored_checkpoints(directory: _Path) -> list[tuple[float, Checkpoint]]:
     return [(score, checkpoint) for score, checkpoint in scored if score is not None]
 
 
+def read_metadata(path: _Path) -> dict[str, Any]:
+    """Return the ``metadata`` of the loop that wrote the checkpoint at ``path``; ``{}`` if it had none.
+
+    Needs no model, and reads no tensors of the checkpoint: the metadata can say which model to build for them.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a checkpoint.
+    """
+    try:
+        saved = _read_without_tensors(os.fspath(path))
+        if "global_step" not in saved:
+            raise ValueError("it has no global_step")
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint, or cannot be read: {brief(error).splitlines()[0]}"
+        ) from error
+    return cast("dict[str, Any]", saved.get("metadata", {}))
+
+
+def _read_without_tensors(path: str) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith("/data.pkl"):
+                archive.read(name)  # raises if its checksum does not match, which torch does not compare with mmap
+    return cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+
+
 def _score(path: str) -> float | None:
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # mmap: no tensor is read
+        saved = _read_without_tensors(path)
     except Exception as error:
         logger.warning("%s is damaged, or cannot be read: %s. It is skipped.", path, brief(error).splitlines()[0])
         return None
-    return cast("float | None", saved.get("score"))
+    return saved.get("score")
 
 
 def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> Retention:

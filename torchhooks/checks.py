@@ -7,6 +7,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from torchhooks.text import shown
+
 
 def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
     """Return ``value`` as an int; raise ValueError if it is not a whole number, or less than ``at_least``."""
@@ -16,7 +18,7 @@ def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
         number = None
     if number is None or (at_least is not None and number < at_least):
         limit = "" if at_least is None else f", {at_least} or more"
-        raise ValueError(f"{name}={value!r}: must be a whole number{limit}")
+        raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}")
     return number
 
 
@@ -27,7 +29,7 @@ def seconds(value: float, name: str) -> float:
     except (TypeError, ValueError):
         period = math.nan
     if not period >= 0:
-        raise ValueError(f"{name}={value!r}: a period is a number of seconds, 0 or more")
+        raise ValueError(f"{name}={shown(value)}: a period is a number of seconds, 0 or more")
     return period
 
 
@@ -36,4 +38,4 @@ def exception_types(value: Any, name: str, example: str) -> tuple[type[BaseExcep
     types = tuple(value) if isinstance(value, Iterable) else (None,)
     if all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in types):
         return types
-    raise TypeError(f"{name}={value!r}: give exception types, such as {example}")
+    raise TypeError(f"{name}={shown(value)}: give exception types, such as {example}")

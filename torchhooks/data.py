@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torchhooks.ending import Ending
 from torchhooks.errors import LifecycleError, brief
 from torchhooks.items import Items
+from torchhooks.log import logger
 from torchhooks.position import Place, Position
 from torchhooks.progress import DataWaits
 from torchhooks.schedule import Schedule
@@ -45,6 +46,7 @@ class Data:
         self._should_stop = should_stop
         self._recovered_from = recovered_from
         self._stop_is_seen = False  # by the body of a loop, through should_stop()
+        self._items_without_run = 0
         self._stop_is_settled = False  # the calls for it were made, and the data go no further
 
     def until_stop(
@@ -83,6 +85,8 @@ class Data:
                         item = next(iterator, _DATA_ENDED)
                     if item is _DATA_ENDED:
                         place.ended = True
+                        if not schedule.runs:
+                            self._note_items(place)
                         if depth == 1:
                             ending.data_ended()
                         return
@@ -100,6 +104,20 @@ class Data:
         finally:
             waits.depth -= 1
             self._leave(place)
+
+    def _note_items(self, place: Place) -> None:
+        """Note that ``place`` yielded items until its data ended, and that none of them was run."""
+        if place.counts and place.inner is None and place.taken > (place.resumed or 0):
+            self._items_without_run = place.taken
+
+    def check_runs(self) -> None:
+        """Log a warning if the data ended, and the loop is closed without a run."""
+        if self._items_without_run and not self._schedule.runs:
+            logger.warning(
+                "until_stop yielded %d items until the data ended, but there was no run, so no hook was called and no "
+                "step was counted: call loop.run(...) instead of the step",
+                self._items_without_run,
+            )
 
     def _check_not_ended(self) -> None:
         """Raise if the loop failed or is closed: iterating over nothing would hide it."""

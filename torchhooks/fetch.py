@@ -48,7 +48,7 @@ import numpy as np
 import torch
 
 from torchhooks.errors import FetchError, NoRunYetError, add_note
-from torchhooks.text import did_you_mean, shortened
+from torchhooks.text import did_you_mean, shortened, shown
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
@@ -344,8 +344,8 @@ class Evaluator:
         if callable(fetch):
             return self._closure(fetch)
         raise FetchError(
-            f"{self._requester} asked for {fetch!r}, which is not a fetch: a fetch is a name, a closure, an object "
-            "with compute(), a tensor, or these in lists, tuples, dicts and dataclasses"
+            f"{self._requester} asked for {shown(fetch)}, which is not a fetch: a fetch is a name, a closure, an "
+            "object with compute(), a tensor, or these in lists, tuples, dicts and dataclasses"
         )
 
     def _leaf_uncopied(self, fetch: Any) -> Any:
@@ -431,8 +431,20 @@ class Evaluator:
         names = self._all_names()
         message += f".{did_you_mean(name, names)} Available: {shortened(names)}."
         if self.ran:
-            return FetchError(message)
+            return FetchError(message + self._unnamed_outputs())
         return NoRunYetError(f"{message} The outputs of the step exist only after a run in which it returned.")
+
+    def _unnamed_outputs(self) -> str:
+        """Return what to know of the outputs if they have no names of the user's choice, after a space."""
+        outputs = self.outputs
+        if outputs is None:
+            return " The step returned None: return what hooks ask for, such as the loss."
+        kind = type(outputs).__name__
+        if not self._outputs and not isinstance(outputs, Mapping):
+            return f" The step returned {shown(outputs)}, of type {kind}, which has no names: return a dict instead."
+        if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "_fields"):
+            return f" The step returned a {kind}, whose items are named {shortened([*map(repr, self._outputs)])}."
+        return ""
 
     def _look_up(self, name: str) -> Any:
         """Return the value of ``name``, not copied, or ``_MISSING``."""

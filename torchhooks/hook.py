@@ -284,3 +284,8 @@ class SessionRunHook:
 
         For hooks that count their runs.
         """
+
+
+def overrides(hook: SessionRunHook, method: str) -> bool:
+    """Return whether ``hook`` has its own ``method`` instead of the one of SessionRunHook, which does nothing."""
+    return getattr(getattr(hook, method), "__func__", None) is not getattr(SessionRunHook, method)

@@ -29,7 +29,14 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 
-from torchhooks.arguments import check_hook_states, check_hooks, check_model, check_optimizer, check_state
+from torchhooks.arguments import (
+    check_hook_states,
+    check_hooks,
+    check_methods,
+    check_model,
+    check_optimizer,
+    check_state,
+)
 from torchhooks.checks import whole_number
 from torchhooks.closing import Attempts
 from torchhooks.costs import HookCosts
@@ -48,8 +55,10 @@ from torchhooks.recovery import Recovery
 from torchhooks.schedule import Schedule
 from torchhooks.session import Scaffold, Session
 from torchhooks.sessions import Mechanisms, Sessions, TrainingState
+from torchhooks.state import plain_metadata
 from torchhooks.stateful import Stateful
 from torchhooks.step import Step, takes_one_argument
+from torchhooks.text import shown
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -83,6 +92,8 @@ class MonitoredLoop(Generic[R]):
             previous handlers; see :mod:`torchhooks.preemption`.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
+        metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
+            copied. :func:`torchhooks.read_metadata` reads it. A restored loop logs which values differ.
 
     Raises:
         TypeError: an item of ``hooks`` is not a hook, or another argument has the wrong type.
@@ -107,12 +118,15 @@ class MonitoredLoop(Generic[R]):
         signals: Iterable[str | signal.Signals] = (),
         stop_grace_period_secs: float = 120,
         hook_costs: bool = False,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, step_unit)
         if scaffold is not None and not isinstance(scaffold, Scaffold):
-            raise TypeError(f"scaffold={scaffold!r}: must be a Scaffold")
+            raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold")
         about_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
+        checked_metadata = plain_metadata(metadata)
+        check_methods(copied_hooks)
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         self._step = step
         self._optimizer = optimizer
@@ -143,6 +157,8 @@ class MonitoredLoop(Generic[R]):
                 self._hooks_elsewhere,
                 folder,
                 self._gradients,
+                checked_metadata,
+                set(),
             ),
             Scaffold() if scaffold is None else scaffold,
             about_step,
@@ -222,7 +238,7 @@ class MonitoredLoop(Generic[R]):
             LifecycleError: as :meth:`run`.
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
-            raise ValueError(f"step_fn={step_fn!r}: must be a function of exactly one argument, the step context")
+            raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
         ending = self._ending
         inside, allowed = self._in_step_fn, ending.last_run_allowed
         while True:
@@ -498,6 +514,7 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.drain)
         if self._ending.failure is None and not attempt.errors:
             attempt(self._items.finish)
+            self._data.check_runs()
             for seat in seats:
                 attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
                 attempt(sessions.call, seat, "end", seat.end, sessions.session)

@@ -15,6 +15,7 @@ from torchhooks.fetch import Evaluator, is_fixed, watched_names
 from torchhooks.hook import RunMetadata, RunOptions, RunServices, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.schedule import Schedule, Seat, in_order
+from torchhooks.text import shown
 from torchhooks.watch import NO_WATCH, ModuleWatch
 
 NOT_MADE: Any = object()
@@ -233,11 +234,11 @@ def _traced(function: Callable[..., Any], args: Any, kwargs: Any, trace: bool) -
 def _check_request(requests: list[Request], seat: Seat, request: Any) -> None:
     """Raise if what ``seat`` returned is not a request, or feeds what an earlier hook feeds."""
     if not isinstance(request, SessionRunArgs):
-        raise TypeError(f"before_run of {seat} returned {request!r}: return SessionRunArgs(fetches) or None")
+        raise TypeError(f"before_run of {seat} returned {shown(request)}: return SessionRunArgs(fetches) or None")
     fetches, feed_dict, options = request
     if feed_dict:
         if not isinstance(feed_dict, Mapping):
-            raise TypeError(f"before_run of {seat} feeds {feed_dict!r}: return a mapping, parameter name to value")
+            raise TypeError(f"before_run of {seat} feeds {shown(feed_dict)}: return a mapping, parameter name to value")
         for other, (_, fed, _) in requests:
             for name in feed_dict.keys() & (fed or {}):
                 raise FeedError(

@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Any
 
 from torchhooks.errors import add_note
-from torchhooks.hook import SessionRunHook
+from torchhooks.hook import SessionRunHook, overrides
+from torchhooks.text import shown
 from torchhooks.timer import Due
 
 NEVER_STEP = sys.maxsize
@@ -31,7 +32,7 @@ class Seat:
         self.before_run = hook.before_run
         self.after_run = hook.after_run
         self.end = hook.end
-        self.schedules = _overrides(hook, "next_due")
+        self.schedules = overrides(hook, "next_due")
         """Whether the hook says when it is due."""
         self.plain_request: object = None
         """The last request that was found to fetch values and nothing else: no feed, trace or watched submodule."""
@@ -64,6 +65,8 @@ class Seat:
             raise
         if due is None:
             due = Due(step=-1)
+        elif not isinstance(due, Due):
+            raise TypeError(f"next_due of {self} returned {shown(due)}: return a Due, such as Due(step=100), or None")
         self.due_step = NEVER_STEP if due.step is None else due.step
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
         self.due_moment = math.inf if due.moment is None else due.moment
@@ -75,10 +78,6 @@ class Seat:
         except Exception:  # a broken __repr__ must not hide the error that names the hook
             name = f"a {type(self.hook).__name__}"
         return f"{name} (hook {self.index})"
-
-
-def _overrides(hook: SessionRunHook, method: str) -> bool:
-    return getattr(getattr(hook, method), "__func__", None) is not getattr(SessionRunHook, method)
 
 
 class Look:
@@ -135,8 +134,8 @@ class Schedule:
 
     def __init__(self, hooks: Iterable[SessionRunHook]) -> None:
         self.all_seats = [Seat(index, hook) for index, hook in enumerate(hooks)]
-        before = [seat for seat in self.all_seats if _overrides(seat.hook, "before_run")]
-        after = [seat for seat in self.all_seats if seat not in before and _overrides(seat.hook, "after_run")]
+        before = [seat for seat in self.all_seats if overrides(seat.hook, "before_run")]
+        after = [seat for seat in self.all_seats if seat not in before and overrides(seat.hook, "after_run")]
         self.before = Look(before)
         self.after = Look(after)
         self.seats = in_order([*before, *after])

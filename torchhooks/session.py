@@ -20,6 +20,7 @@ from torchhooks.position import Position
 from torchhooks.progress import NO_OUTPUTS, DataWaits, Progress
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.stateful import Stateful
+from torchhooks.text import shown
 
 _LEFT_OUT: Any = type("LeftOut", (), {})()
 _CPU = torch.device("cpu")
@@ -38,6 +39,8 @@ class Session:
         hooks: the hooks that have a state, by the name under which a checkpoint keeps it.
         hooks_elsewhere: names of hooks that only another process has. Their states in checkpoints are ignored.
         checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
+        metadata: plain data for every checkpoint.
+        warned: what a warning was logged about that is logged once per loop.
         position: how far the loop is in its data; ``None`` for a session without a loop.
         gradients: those that the optimizer has not used yet; ``None`` if nothing watches the optimizer.
         progress: the global step and the last outputs, which the loop updates.
@@ -58,6 +61,8 @@ class Session:
         hooks: Mapping[str, Stateful] | None = None,
         hooks_elsewhere: Collection[str] = (),
         checkpoint_dir: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        warned: set[str] | None = None,
         position: Position | None = None,
         gradients: Gradients | None = None,
         progress: Progress | None = None,
@@ -74,6 +79,8 @@ class Session:
         self.hooks = {} if hooks is None else hooks
         self.hooks_elsewhere = hooks_elsewhere
         self.checkpoint_dir = checkpoint_dir
+        self.metadata = {} if metadata is None else metadata
+        self.warned = set() if warned is None else warned
         self.position = position
         self.gradients = gradients
         self.savers: list[Any] = [self.saver]
@@ -216,8 +223,8 @@ class Session:
     def _evaluator(self, fetches: Any, feed_dict: Mapping[str, Any] | None) -> Evaluator:
         if self._closed:
             raise LifecycleError(
-                f"Session.run({fetches!r}): this session is closed, because its loop was closed or recovered: after a "
-                "recovery, use loop.session"
+                f"Session.run({shown(fetches)}): this session is closed, because its loop was closed or recovered: "
+                "after a recovery, use loop.session"
             )
         for name in watched_names(fetches):
             raise FetchError(
@@ -260,7 +267,7 @@ class Scaffold:
         copy_from_scaffold: Scaffold | None = None,
     ) -> None:
         if copy_from_scaffold is not None and not isinstance(copy_from_scaffold, Scaffold):
-            raise TypeError(f"copy_from_scaffold={copy_from_scaffold!r}: must be a Scaffold")
+            raise TypeError(f"copy_from_scaffold={shown(copy_from_scaffold)}: must be a Scaffold")
         self.init_fn = init_fn
         self.summary_op = summary_op
         self.saver = saver
@@ -279,5 +286,5 @@ class Scaffold:
             self.init_fn(self, session)
         ready = True if self.ready_fn is None else self.ready_fn(session)
         if ready is not True:
-            missing = ready if isinstance(ready, str) and ready else f"ready_fn returned {ready!r}"
+            missing = ready if isinstance(ready, str) and ready else f"ready_fn returned {shown(ready)}"
             raise LifecycleError(f"the session is not ready: {missing}")

@@ -42,6 +42,8 @@ class TrainingState(NamedTuple):
     hooks_elsewhere: Collection[str]
     checkpoint_dir: str | None
     gradients: Gradients | None
+    metadata: Mapping[str, Any]
+    warned: set[str]
 
 
 class Mechanisms(NamedTuple):
@@ -152,7 +154,7 @@ class Sessions:
         coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
 
     def _renew(self) -> None:
-        model, optimizer, state, hooks, hooks_elsewhere, checkpoint_dir, gradients = self._training
+        model, optimizer, state, hooks, hooks_elsewhere, checkpoint_dir, gradients, metadata, warned = self._training
         self.progress = Progress()
         self.session = Session(
             model,
@@ -162,6 +164,8 @@ class Sessions:
             hooks=hooks,
             hooks_elsewhere=hooks_elsewhere,
             checkpoint_dir=checkpoint_dir,
+            metadata=metadata,
+            warned=warned,
             position=self._position,
             gradients=gradients,
             progress=self.progress,

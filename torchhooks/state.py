@@ -6,6 +6,7 @@ A checkpoint is a dict with these entries:
 * each entry of ``session.state`` under its own name;
 * each entry of ``session.hooks`` as ``"hooks.<name>"``;
 * ``"global_step"``;
+* ``"metadata"``: the loop's ``metadata``, if there is any;
 * ``"random"``: the random states of Python, NumPy and torch;
 * ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.position`);
 * ``"score"``, if one was passed to ``Saver.save``.
@@ -18,7 +19,7 @@ torch's dtypes, devices, layouts and sizes, in dicts, lists, tuples and sets. Nu
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import NoneType
 from typing import Any, Protocol
 
@@ -27,14 +28,16 @@ import torch
 
 from torchhooks.errors import CheckpointError, add_note
 from torchhooks.gradients import Gradients
+from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
 from torchhooks.stateful import Stateful, has_state
-from torchhooks.text import shortened
+from torchhooks.text import shortened, shown
 
-_OWN = ("global_step", "gradients", "position", "random", "score")
+_OWN = ("global_step", "gradients", "metadata", "position", "random", "score")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
+_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 
 
 class SessionLike(Protocol):
@@ -52,6 +55,10 @@ class SessionLike(Protocol):
     def hooks(self) -> Mapping[str, Stateful]: ...
     @property
     def hooks_elsewhere(self) -> Collection[str]: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def warned(self) -> set[str]: ...
     @property
     def position(self) -> Position | None: ...
     @property
@@ -85,13 +92,17 @@ def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) 
     """
     plain = _PlainCopy(copy)
     state: dict[str, Any] = {}
-    for name, part in parts_of(session).items():
+    parts = parts_of(session)
+    for name, part in parts.items():
         try:
             own = part.state_dict()
         except BaseException as error:
             add_note(error, f"while saving {name!r}")
             raise
         state[name] = plain(own, (name,))
+    _check_schedulers(session, parts, state)
+    if session.metadata:
+        state["metadata"] = plain(session.metadata, ("metadata",))
     gradients = None if session.gradients is None else session.gradients.state_dict()
     if gradients is not None:
         state["gradients"] = plain(gradients, ("gradients",))
@@ -110,6 +121,10 @@ def compare(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, t
     """Return, by name, each object of ``session`` and the state to load into it; and a list of what does not match."""
     parts = parts_of(session)
     misfits = _compare_names(parts, saved, {*_OWN, *(f"{_HOOKS}{name}" for name in session.hooks_elsewhere)})
+    unnamed = [name for name in saved if name not in (*parts, *_RESERVED) and not name.startswith(_HOOKS)]
+    if unnamed:
+        entries = [f'"{name}": {name if name.isidentifier() else "..."}' for name in unnamed]
+        misfits[-1] += f". Give the loop state={{{shortened(entries)}}}"
     pairs: dict[str, tuple[Stateful, Any]] = {}
     for name, part in parts.items():
         if name not in saved:
@@ -121,6 +136,57 @@ def compare(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, t
             continue
         pairs[name] = part, saved[name]
     return pairs, misfits
+
+
+def plain_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Copy ``metadata``, or raise a TypeError that lists what in it could not be loaded again."""
+    if not isinstance(metadata, Mapping | None):
+        raise TypeError(f"metadata={shown(metadata)}: must be a dict of plain data, such as vars(args)")
+    plain = _PlainCopy(lambda tensor: tensor.detach().to("cpu", copy=True))
+    copied: dict[str, Any] = plain(dict(metadata or {}), ("metadata",))
+    if plain.problems:
+        raise TypeError(
+            f"{shortened(plain.problems, 8)}: metadata may contain numbers, strings, tensors and None, in dicts, "
+            "lists, tuples and sets, such as dataclasses.asdict(config)"
+        )
+    return copied
+
+
+def changed_metadata(old: Any, new: Any, path: str = "metadata") -> Iterator[str]:
+    """Yield a description of each value that differs between ``old``, the metadata of a checkpoint, and ``new``."""
+    old, new = _as_dict(old), _as_dict(new)
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from changed_metadata(old.get(key, _ABSENT), new.get(key, _ABSENT), f"{path}[{key!r}]")
+    elif old != new and repr(old) != repr(new):  # NaN differs from itself
+        yield f"{path} was {shown(old)} and is {shown(new)}"
+
+
+def _as_dict(value: Any) -> Any:
+    value = value.to_dense().tolist() if isinstance(value, torch.Tensor) else value
+    return dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+
+
+def _check_schedulers(session: SessionLike, parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Log a warning, once, if an optimizer has a scheduler, and nothing in ``state`` is the state of one."""
+    groups = [group for part in parts.values() for group in getattr(part, "param_groups", ())]
+    if "scheduler" in session.warned or not any("initial_lr" in group for group in groups):
+        return
+    others = {name: part for name, part in parts.items() if name != "model" and not hasattr(part, "param_groups")}
+    # A scheduler of another library, such as timm's, may have no last_epoch, but it has its optimizer.
+    if any(hasattr(part, "optimizer") or _has_key(state[name], "last_epoch") for name, part in others.items()):
+        return
+    session.warned.add("scheduler")
+    logger.warning(
+        "the optimizer has a learning-rate scheduler, whose state is not in the checkpoints: a resumed training run "
+        'would start the schedule over. Give the loop state={"scheduler": scheduler}'
+    )
+
+
+def _has_key(value: Any, key: str) -> bool:
+    if isinstance(value, dict):
+        return key in value or any(_has_key(item, key) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_has_key(item, key) for item in value)
 
 
 # Exactly these types, which torch's weights_only unpickler accepts in every version since 2.6. It refuses subclasses.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchhooks.errors import FeedError
-from torchhooks.text import shortened
+from torchhooks.text import shortened, shown
 
 
 class Step:
@@ -24,7 +24,7 @@ class Step:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
-            raise TypeError(f"step={function!r}: must be a function, called as step(*args, **kwargs)")
+            raise TypeError(f"step={shown(function)}: must be a function, called as step(*args, **kwargs)")
         self.function = function
         self._signature = _signature(function)
         parameters = {} if self._signature is None else self._signature.parameters

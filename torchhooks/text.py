@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import reprlib
 from typing import Any
+
+_OTHER_NAMES = {"learning_rate": "lr"}
 
 
 def call_repr(instance: object, *args: Any, **kwargs: Any) -> str:
     """Return the call that creates ``instance`` again, without keyword arguments that have their default value."""
     parameters = inspect.signature(type(instance)).parameters
-    shown = [repr(value) for value in args]
-    shown += [
-        f"{name}={value!r}"
+    arguments = [shown(value) for value in args]
+    arguments += [
+        f"{name}={shown(value)}"
         for name, value in kwargs.items()
         if name not in parameters or value is not parameters[name].default
     ]
-    return f"{type(instance).__name__}({', '.join(shown)})"
+    return f"{type(instance).__name__}({', '.join(arguments)})"
 
 
 def did_you_mean(name: str, names: list[str]) -> str:
     """Return a question that suggests the ``names`` most like ``name``, after a space; ``""`` if none is like it."""
-    near = difflib.get_close_matches(name, names, n=3)
+    known = {_OTHER_NAMES.get(name), name.partition(".")[2]}  # "model.0.weight" for "0.weight"
+    near = [other for other in names if other in known] or difflib.get_close_matches(name, names, n=3)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+class _Shown(reprlib.Repr):
+    """The repr of plain data. A module or an optimizer would fill the screen, and a tensor may be on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 12
+        self.maxstring = self.maxlong = self.maxother = 200
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        bulky = hasattr(x, "state_dict") or hasattr(x, "shape")
+        return f"{type(x).__name__}(...)" if bulky and not isinstance(x, type) else super().repr_instance(x, level)
+
+
+shown = _Shown().repr
+"""Return the repr of a value for a message, not too long: only the type of a module, an optimizer or a tensor."""
 
 
 def shortened(names: list[str], limit: int = 24) -> str:

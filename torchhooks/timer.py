@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from torchhooks.checks import seconds, whole_number
+from torchhooks.text import shown
 
 
 class Due(NamedTuple):
@@ -68,8 +69,8 @@ class SecondOrStepTimer:
         """Return a timer of the one period that is not ``None``: seconds if its name ends in ``secs``, else steps."""
         given = {name: period for name, period in periods.items() if period is not None}
         if len(given) != 1:
-            shown = ", ".join(f"{name}={period!r}" for name, period in periods.items())
-            raise ValueError(f"{shown}: give exactly one of them{', and None for the other' if given else ''}")
+            listed = ", ".join(f"{name}={shown(period)}" for name, period in periods.items())
+            raise ValueError(f"{listed}: give exactly one of them{', and None for the other' if given else ''}")
         ((name, period),) = given.items()
         if name.endswith("secs"):
             return cls(every_secs=seconds(period, name))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook
-from torchhooks.text import call_repr
+from torchhooks.text import call_repr, shown
 
 
 class FeedFnHook(SessionRunHook):
@@ -22,7 +22,9 @@ class FeedFnHook(SessionRunHook):
 
     def __init__(self, feed_fn: Callable[[], Mapping[str, Any]]) -> None:
         if not callable(feed_fn):
-            raise TypeError(f"feed_fn={feed_fn!r}: must be a function that returns a mapping, from parameter to value")
+            raise TypeError(
+                f"feed_fn={shown(feed_fn)}: must be a function that returns a mapping, from parameter to value"
+            )
         self._feed_fn = feed_fn
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:

@@ -13,7 +13,7 @@ from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, S
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
-from torchhooks.text import call_repr
+from torchhooks.text import call_repr, shown
 from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
 
 
@@ -59,7 +59,9 @@ class LoggingTensorHook(SessionRunHook):
         elif not at_end:
             raise ValueError("LoggingTensorHook never logs: give every_n_iter, every_n_secs or at_end=True")
         if formatter is not None and not callable(formatter):
-            raise TypeError(f"formatter={formatter!r}: must be a function that turns a dict of values by tag into text")
+            raise TypeError(
+                f"formatter={shown(formatter)}: must be a function that turns a dict of values by tag into text"
+            )
         self._tensors = _by_tag(tensors)
         if at_end:
             _check_available_at_end(self, self._tensors)
@@ -132,7 +134,9 @@ class FinalOpsHook(SessionRunHook):
         self.final_ops_values: Any = None
         """The values, in the structure of ``final_ops``; ``None`` before the end."""
         if final_ops_feed_dict is not None and not isinstance(final_ops_feed_dict, Mapping):
-            raise TypeError(f"final_ops_feed_dict={final_ops_feed_dict!r}: give a mapping from parameter name to value")
+            raise TypeError(
+                f"final_ops_feed_dict={shown(final_ops_feed_dict)}: give a mapping from parameter name to value"
+            )
         _check_available_at_end(self, final_ops)
 
     def begin(self) -> None:
@@ -157,16 +161,20 @@ def _check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
 def _by_tag(tensors: Any) -> dict[str, Any]:
     """Return the fetches by the tags under which they are logged, in the order of the line."""
     if not isinstance(tensors, (Mapping, list, tuple)):
-        raise TypeError(f"tensors={tensors!r}: give a dict from tag to fetch, or a list of fetches, such as ['loss']")
+        raise TypeError(
+            f"tensors={shown(tensors)}: give a dict from tag to fetch, or a list of fetches, such as ['loss']"
+        )
     if not tensors:
-        raise ValueError(f"tensors={tensors!r}: there is nothing to log; give at least one fetch, such as ['loss']")
+        raise ValueError(
+            f"tensors={shown(tensors)}: there is nothing to log; give at least one fetch, such as ['loss']"
+        )
     if isinstance(tensors, Mapping):
         return {tag: tensors[tag] for tag in sorted(tensors)}
     tagged: dict[str, Any] = {}
     for fetch in tensors:
         tag = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
         if tag in tagged:
-            raise ValueError(f"tensors={tensors!r}: two would be logged as {tag!r}; give a dict from tag to fetch")
+            raise ValueError(f"tensors={shown(tensors)}: two would be logged as {tag!r}; give a dict from tag to fetch")
         tagged[tag] = fetch
     return tagged
 

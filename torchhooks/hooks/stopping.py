@@ -19,7 +19,7 @@ from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, S
 from torchhooks.log import logger
 from torchhooks.readback import copiers, is_remote, to_host
 from torchhooks.session import Session
-from torchhooks.text import call_repr
+from torchhooks.text import call_repr, shown
 from torchhooks.timer import NEVER, Due
 
 _POLL_SECS = 0.1
@@ -56,6 +56,8 @@ class StopAtStepHook(SessionRunHook):
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         if self._num_steps is not None and self._last_step is None:  # a recovery must not move it
             self._last_step = session.global_step + self._num_steps
+        if self._last_step is not None and session.global_step >= self._last_step:
+            logger.info("%r: the global step is %d already, so the loop makes one run", self, session.global_step)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         step = run_context.session.global_step
@@ -240,7 +242,7 @@ def _passes(value: Any, test: str) -> bool:
         return False
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         return bool(getattr(np, test)(value).any())
-    raise TypeError(f"NanTensorHook got {value!r}: watch numbers, tensors or arrays, or these in lists and dicts")
+    raise TypeError(f"NanTensorHook got {shown(value)}: watch numbers, tensors or arrays, or these in lists and dicts")
 
 
 class GlobalStepWaiterHook(SessionRunHook):
