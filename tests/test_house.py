@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[set[str]] = [
     # values
     {"checks", "closing", "errors", "log", "randomness", "stateful", "text"},
-    {"generators", "gradients", "items", "progress", "timer"},
+    {"digest", "generators", "gradients", "items", "progress", "timer"},
     # mechanisms
     {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "position", "preemption", "recovery"},
     {"ending", "readback", "step", "summary", "watch"},
@@ -47,6 +47,7 @@ FLOORS: list[set[str]] = [
 
 # Private attributes that another class may touch, by module and expression, with the reason.
 PRIVATE_ACCESS = {
+    ("torchhooks.digest", "value._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.gradients", "grad._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.loop", "sys._getframe"): "CPython's only way to the frame of the caller",
     ("torchhooks.devices", "sys._getframe"): "CPython's only way to a frame of the stack",

@@ -86,7 +86,7 @@ class Data:
                         if depth == 1:
                             ending.data_ended()
                         return
-                    place.take(schedule.runs)
+                    place.take(item, schedule.runs)
                     if ending.reason is not None:
                         ending.data_continues()
                 # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.

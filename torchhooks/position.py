@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from torchhooks.digest import Digest, differ, digest
 from torchhooks.generators import find_generators, generator_states, set_generator_state
 from torchhooks.log import logger
 from torchhooks.randomness import random_states, set_random_states
@@ -87,6 +88,10 @@ class Place:
         """The random states when the place before it in the same outer item ended."""
         self.ended_inside: dict[str, Any] | None = None
         """The random states when the last inner place of the current item ended."""
+        self.held: Any = None
+        """The current item, no longer than ``until_stop`` has it in hand."""
+        self.left_at: Digest | None = None
+        """The digest of the item at which the loop was left."""
         self.site = site
         self.outer = outer
         self._inner: Place | None = None
@@ -117,8 +122,9 @@ class Place:
         """Whether it was resumed from a checkpoint and has not taken an item since."""
         return self.taken == self.resumed and not self.ended
 
-    def take(self, runs: int) -> None:
-        """Record that an item is taken, after ``runs`` runs."""
+    def take(self, item: object, runs: int) -> None:
+        """Record that ``item`` is taken, after ``runs`` runs."""
+        self.held = item
         # Before an inner loop begins, the body may draw its order. Drawn again after a resume, it has to be the same.
         # Whether an inner loop will begin is not known; the first item shows it.
         if self.counts and (self.taken == (self.resumed or 0) or self.inner is not None):
@@ -141,6 +147,7 @@ class Place:
 
     def leave(self, runs: int, stopping: bool) -> None:
         """Record that no further item is taken."""
+        self.left_at, self.held = None if self.ended else digest(self.held), None
         if self.ended:
             self.stage = Stage.ENDED
             self.note_last()
@@ -325,6 +332,7 @@ class Position:
             # If it was left while the outer loop continued, it is not resumed.
             "ended": place.ended or (place.stage is Stage.LEFT and outer.stage is Stage.OPEN),
             "last": place.last,
+            "digest": digest(place.held) if place.stage is Stage.OPEN else place.left_at,
             "before": place.before,
             "item_random": place.item_random,
             "between": place.between,
@@ -400,10 +408,15 @@ class Position:
                 self._path = self._path[: place.depth]
                 logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
             return iter(iterable)
-        return self._skipped(place, iterable, done, halted)
+        return self._skipped(place, iterable, done, entry.get("digest"), halted)
 
-    def _skipped(self, place: Place, iterable: Iterable[Any], done: bool, halted: Callable[[], bool]) -> Iterator[Any]:
-        """Return what is left of ``iterable`` after skipping the items that are done."""
+    def _skipped(
+        self, place: Place, iterable: Iterable[Any], done: bool, last: Digest | None, halted: Callable[[], bool]
+    ) -> Iterator[Any]:
+        """Return what is left of ``iterable`` after skipping the items that are done.
+
+        ``last`` is the digest of the last item that was taken before: the last one to skip, or the one in progress.
+        """
         start = time.monotonic()
         if place.before is not None:
             if place.before["persistent"] and getattr(iterable, "_iterator", None) is None:
@@ -412,15 +425,21 @@ class Position:
             for generator, state in _matched(iterable, place.before["generators"]):
                 set_generator_state(generator, state)
         iterator = iter(iterable)
-        skipped = 0
+        skipped, item = 0, _NOTHING
         while skipped < place.taken:
             if halted():
                 return iterator
-            if next(iterator, _NOTHING) is _NOTHING:
+            item = next(iterator, _NOTHING)
+            if item is _NOTHING:
                 break
             skipped += 1
         # The item in progress is taken now, before the caller sets the random states of the checkpoint.
         in_progress = [] if done else list(itertools.islice(iterator, 1))
+        if not done:
+            item = in_progress[0] if in_progress else _NOTHING
+        if item is not _NOTHING and differ(last, digest(item)):
+            number = skipped + (not done)
+            logger.warning("item %d of %s is not the one it was before. %s", number, _name(iterable), _ANOTHER_ORDER)
         if skipped < place.taken:
             expected = f"the checkpoint was saved after {place.taken} items of {_name(iterable)}"
             logger.warning("%s, which now has only %d: it is treated as ended", expected, skipped)
@@ -438,6 +457,11 @@ _NOT_AN_ITERATOR = (
     "until_stop(range(...)) around it."
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
+_ANOTHER_ORDER = (
+    "The data come in another order now, so some items will be missed and others repeated. The usual causes are a list "
+    "that is shuffled in place (shuffle a copy), and an iterable that counts its epochs (set its epoch in the body of "
+    "the outer loop). A body that changes its items in place looks the same."
+)
 _USE_ONE = "Checkpoints contain the position of the first one only: pass one until_stop an iterable of both."
 _NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
 
