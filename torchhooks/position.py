@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchhooks.digest import Digest, differ, digest
+from torchhooks.errors import brief
 from torchhooks.generators import find_generators, generator_states, set_generator_state
 from torchhooks.log import logger
 from torchhooks.randomness import random_states, set_random_states
@@ -194,6 +195,7 @@ class Position:
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
         self._warned = False
+        self._stateless: set[str] = set()
 
     # -- for until_stop -----------------------------------------------------------------------------------------------
 
@@ -359,17 +361,40 @@ class Position:
         state: dict[str, Any] = {"generators": generator_states(loader)}
         # The state of a DataLoader is a position within an epoch. Between epochs its generators are enough.
         if has_state(loader) and not self._is_in_state(loader) and (current or not isinstance(loader, DataLoader)):
-            state["state"] = loader.state_dict()
+            state |= self._own_state(loader)
         return state
 
-    def _restore_loader(self, loader: Any, saved: dict[str, Any], again: bool = False) -> None:
-        """Load ``saved`` into ``loader``; generators that were restored already are restored only if ``again``."""
+    def _own_state(self, loader: Any) -> dict[str, Any]:
+        """Return the ``state_dict()`` of ``loader``; nothing, with one warning for each kind of loader, if it raises.
+
+        A loader that Accelerate has prepared has the method, but no state.
+        """
+        try:
+            return {"state": loader.state_dict()}
+        except Exception as error:
+            if (name := _name(loader)) not in self._stateless:
+                self._stateless.add(name)
+                logger.warning("the state_dict() of %s raised %s. %s", name, brief(error), _AS_PLAIN)
+            return {}
+
+    def _restore_loader(self, loader: Any, saved: dict[str, Any], again: bool = False) -> bool:
+        """Load ``saved`` into ``loader``, and return whether it accepted its own state, if there is one.
+
+        Generators that were restored already are restored only if ``again``.
+        """
+        accepted = True
         if "state" in saved and has_state(loader):
-            loader.load_state_dict(saved.pop("state"))
+            try:
+                loader.load_state_dict(saved.pop("state"))
+            except Exception:
+                if self._own_state(loader):
+                    raise
+                accepted = False
         for generator, state in _matched(loader, saved.get("generators", {})):
             if again or not any(generator is other for other in self._restored_generators):
                 set_generator_state(generator, state)
                 self._restored_generators.append(generator)
+        return accepted
 
     def _is_in_state(self, loader: object) -> bool:
         return any(loader is part for part in self._state.values())
@@ -401,8 +426,8 @@ class Position:
             place.taken = place.resumed = 0
             logger.info("%s is an iterator, so it continues where it is. %s", _name(iterable), _NOT_AN_ITERATOR)
             return iter(iterable)
-        if has_state(iterable) and ("state" in loader or self._is_in_state(iterable)):
-            self._restore_loader(iterable, loader)
+        own = has_state(iterable) and ("state" in loader or self._is_in_state(iterable))
+        if own and self._restore_loader(iterable, loader):
             if not done:
                 place.taken = place.resumed = entry["taken"]
                 self._path = self._path[: place.depth]
@@ -462,14 +487,15 @@ _ANOTHER_ORDER = (
     "that is shuffled in place (shuffle a copy), and an iterable that counts its epochs (set its epoch in the body of "
     "the outer loop). A body that changes its items in place looks the same."
 )
+_AS_PLAIN = "So it is treated as a loader without a state, and is resumed by skipping the items that are done."
 _USE_ONE = "Checkpoints contain the position of the first one only: pass one until_stop an iterable of both."
 _NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
 
 
 def _started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
     """Return ``iter(iterable)``, after recording the random states if the iteration may draw random numbers."""
-    resumes_itself = has_state(iterable) and not isinstance(iterable, DataLoader)
-    if not (resumes_itself or isinstance(iterable, _MAY_HAVE_GROWN) or _is_plain_iterator(iterable)):
+    # Also if it has a state, because asking for that may fail later.
+    if not (isinstance(iterable, _MAY_HAVE_GROWN) or _is_plain_iterator(iterable)):
         place.before = {
             "random": random_states(),
             "generators": generator_states(iterable),
