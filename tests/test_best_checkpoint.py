@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,7 +31,7 @@ from torchhooks import (
 )
 from torchhooks.checkpoint import scored_checkpoints
 from torchhooks.checkpoint_files import Disk
-from torchhooks.testing import FakeDevice, RecordingHook, log_lines, trace
+from torchhooks.testing import FakeDevice, RecordingHook, log_lines, plain, trace
 
 
 class Box:
@@ -176,8 +177,32 @@ def test_the_end_evaluates_nothing_twice(tmp_path: Path) -> None:
     assert evaluations(8, tmp_path, save_steps=4) == [4, 8]
 
 
-def test_a_period_begins_at_the_step_that_was_restored(tmp_path: Path) -> None:
-    assert evaluations(5, tmp_path, save_steps=4, start_step=101) == [105, 106]
+@pytest.mark.parametrize(("start_step", "steps"), [(101, [104, 106]), (100, [104, 105]), (103, [104, 108])])
+def test_after_a_resume_the_metric_is_due_at_multiples_of_the_period(
+    start_step: int, steps: list[int], tmp_path: Path
+) -> None:
+    assert evaluations(5, tmp_path, save_steps=4, start_step=start_step) == steps
+
+
+def test_a_run_that_steps_over_a_multiple_does_not_move_the_next_one(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def metric(global_step: int) -> float:
+        seen.append(global_step)
+        return 0.5
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.step()
+
+    hook = BestCheckpointHook(tmp_path, metric, save_steps=3, mode="max")
+    with MonitoredLoop(step, model, optimizer, hooks=[hook], step_unit="optimizer_step") as loop:
+        for _ in range(7):
+            loop.run()
+    assert seen == [4, 8, 10, 14]
 
 
 def test_a_period_of_seconds_goes_by_the_clock(tmp_path: Path) -> None:
@@ -185,8 +210,9 @@ def test_a_period_of_seconds_goes_by_the_clock(tmp_path: Path) -> None:
     assert evaluations(7, tmp_path, save_secs=2.0) == [3, 6, 7]
 
 
-def test_a_loop_without_a_run_evaluates_nothing(tmp_path: Path) -> None:
-    assert evaluations(0, tmp_path, save_steps=1) == []
+@pytest.mark.parametrize("save_steps", [1, 4])
+def test_a_loop_without_a_run_evaluates_nothing(save_steps: int, tmp_path: Path) -> None:
+    assert evaluations(0, tmp_path, save_steps=save_steps, start_step=6) == []
 
 
 def test_a_loop_that_failed_does_not_evaluate_at_its_end(tmp_path: Path) -> None:
@@ -273,6 +299,170 @@ def test_what_only_a_run_knows_is_left_out_at_the_end_with_a_warning(tmp_path: P
 def test_an_unknown_metric_is_an_error_of_the_first_evaluation(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="'los'"):
         trace(BestCheckpointHook(tmp_path, "los", save_steps=1, mode="min"))
+
+
+# -- when the state is saved ------------------------------------------------------------------------------------------
+
+
+def scores_and_values(folder: Path) -> list[tuple[float, Any]]:
+    """Return the score and the state of each checkpoint that is kept."""
+    return [
+        (
+            score,
+            torch.load(folder / "best" / f"{checkpoint.prefix}-{checkpoint.step}", weights_only=True)["box"]["value"],
+        )
+        for score, checkpoint in scored_checkpoints(folder / "best")
+    ]
+
+
+def boxed(folder: Path, box: Box, **arguments: Any) -> MonitoredLoop[Any]:
+    """Return a loop whose step puts its argument into ``box``, whose value is the metric."""
+    hook = BestCheckpointHook(folder, lambda: box.value, mode="max", **{"save_steps": 1, **arguments})
+    return MonitoredLoop(lambda value: vars(box).update(value=value), state={"box": box}, hooks=[hook])
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_state_is_saved_once_the_body_is_done_with_the_item(async_save: bool, tmp_path: Path) -> None:
+    box = Box()
+    with boxed(tmp_path, box, keep=9, async_save=async_save) as loop:
+        for item in loop.until_stop([1, 2, 3]):
+            loop.run(item)
+            assert len(kept(tmp_path)) < item
+            box.value = 10 * item
+    assert scores_and_values(tmp_path) == [(1, 10), (2, 20), (3, 30)]
+
+
+def test_with_several_runs_in_an_item_each_state_is_saved_with_its_own_score(tmp_path: Path) -> None:
+    with boxed(tmp_path, Box(), keep=9, save_steps=2) as loop:
+        for epoch in loop.until_stop(range(2)):
+            for batch in range(5):
+                loop.run(10 * epoch + batch)
+    assert scores_and_values(tmp_path) == [(1, 1), (3, 3), (10, 10), (12, 12), (14, 14)]
+
+
+def test_a_state_that_waits_is_forgotten_in_a_recovery(tmp_path: Path) -> None:
+    box = Box(0)
+
+    def step(value: int) -> None:
+        box.value = value
+
+    class FailingOnce(SessionRunHook):
+        done = False
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            if box.value == 9 and not self.done:
+                self.done = True
+                raise AbortedError
+
+    saver = CheckpointSaverHook(tmp_path, save_steps=1)
+    best = BestCheckpointHook(tmp_path, lambda: box.value, save_steps=1, mode="max")
+    with MonitoredLoop(step, state={"box": box}, hooks=[saver, best, FailingOnce()], checkpoint_dir=tmp_path) as loop:
+        for item in loop.until_stop([1, 9, 3]):
+            loop.run(item)
+            if loop.global_step == 2:
+                box.value = 5
+    assert scores_and_values(tmp_path) == [(9, 5)]
+
+
+# -- what the metric may do -------------------------------------------------------------------------------------------
+
+
+class Disturbing:
+    """A metric that changes all that an evaluation can change, and may raise."""
+
+    def __init__(self, raises: BaseException | None = None) -> None:
+        self.raises = raises
+        self.calls = 0
+
+    def __call__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        self.calls += 1
+        model.eval()
+        optimizer.zero_grad()
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+        raises, self.raises = self.raises, None
+        if raises is not None:
+            raise raises
+        return 0.5
+
+
+class Merging(torch.nn.Linear):
+    """A module that merges its weights for evaluation, as adapters do, and has to be told when that is over."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Any:
+        self.merged = not mode
+        return super().train(mode)
+
+
+class Disturbed:
+    """A loop with a Disturbing metric at step 2 of 3."""
+
+    def __init__(self, folder: Path, metric: Disturbing, *hooks: SessionRunHook, **arguments: Any) -> None:
+        dropout = torch.nn.Dropout()
+        frozen = torch.nn.Sequential(dropout).eval()  # but not the module in it, which is in the model twice
+        dropout.train()
+        self.metric = metric
+        self.model = torch.nn.Sequential(Merging(2, 1), dropout, frozen)
+        unknown = torch.nn.Parameter(torch.ones(1))  # to the model
+        self.parameters = [*self.model.parameters(), unknown]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        best = BestCheckpointHook(folder, metric, save_steps=2, mode="max")
+        self.loop = MonitoredLoop(self.step, self.model, self.optimizer, hooks=[*hooks, best], **arguments)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        (self.model(torch.ones(3, 2)).sum() * self.parameters[-1]).backward()
+        self.optimizer.step()
+        self.gradients = [parameter.grad for parameter in self.parameters]
+        self.drawn = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+
+    def check_undisturbed(self) -> None:
+        assert self.metric.calls
+        assert [module.training for module in self.model.modules()] == [True, True, True, False]
+        assert not self.model[0].merged
+        assert all(p.grad is gradient for p, gradient in zip(self.parameters, self.gradients, strict=True))
+        drawn = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+        assert repr(plain(drawn)) == repr(plain(self.drawn))
+
+
+def test_an_evaluation_does_not_disturb_training(tmp_path: Path) -> None:
+    training = Disturbed(tmp_path, Disturbing())
+    with training.loop as loop:
+        for calls in (0, 1, 1):
+            loop.run()
+            assert training.metric.calls == calls
+            if calls:
+                training.check_undisturbed()
+    assert training.metric.calls == 2  # at the end
+    training.check_undisturbed()
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_an_evaluation_that_raises_does_not_disturb_training(runs: int, tmp_path: Path) -> None:
+    training = Disturbed(tmp_path, Disturbing(KeyError("no data")))
+    for _ in range(runs - 1):
+        training.loop.run()
+    with pytest.raises(KeyError), training.loop as loop:  # in the run, or at the end
+        loop.run()
+    training.check_undisturbed()
+
+
+def test_after_a_recovery_from_its_error_the_run_begins_as_before(tmp_path: Path) -> None:
+    saver, seen = CheckpointSaverHook(tmp_path, save_steps=1), []
+
+    class Looking(SessionRunHook):
+        def before_run(self, run_context: Any) -> None:
+            seen.append((torch.rand(1).item(), [module.training for module in training.model.modules()]))
+
+    training = Disturbed(tmp_path, Disturbing(AbortedError()), saver, Looking(), checkpoint_dir=tmp_path)
+    with training.loop as loop:
+        loop.run()
+        loop.run()
+    assert len(seen) == 3
+    assert seen[0] != seen[1] == seen[2]
 
 
 # -- what is left alone -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ FLOORS: list[set[str]] = [
     # values
     {"closing", "errors", "log", "randomness", "stateful", "text"},
     {"checks"},
-    {"generators", "gradients", "items", "progress", "timer"},
+    {"digest", "generators", "gradients", "items", "progress", "timer"},
     # mechanisms
     {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "position", "preemption", "recovery"},
     {"ending", "readback", "step", "summary", "watch"},
@@ -48,6 +48,7 @@ FLOORS: list[set[str]] = [
 
 # Private attributes that another class may touch, by module and expression, with the reason.
 PRIVATE_ACCESS = {
+    ("torchhooks.digest", "value._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.gradients", "grad._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.loop", "sys._getframe"): "CPython's only way to the frame of the caller",
     ("torchhooks.devices", "sys._getframe"): "CPython's only way to a frame of the stack",

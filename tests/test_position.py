@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,104 @@ def test_a_stop_ends_the_skipping_and_keeps_the_position(tmp_path: Path) -> None
     assert over(looped(tmp_path), Interrupted(False)) == [5, 6, 7, 8, 9]
 
 
+# -- data in another order --------------------------------------------------------------------------------------------
+
+ANOTHER_ORDER = (
+    "is not the one it was before. The data come in another order now, so some items will be missed and others "
+    "repeated. The usual causes are a list that is shuffled in place (shuffle a copy), and an iterable that counts its "
+    "epochs (set its epoch in the body of the outer loop). A body that changes its items in place looks the same."
+)
+
+
+class Epochs:
+    """Four tensors, in an order that depends on how often it was iterated."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.epoch += 1
+        yield from torch.arange(4).roll(self.epoch)
+
+
+@pytest.mark.parametrize("save_steps", [1, 99])
+@pytest.mark.parametrize("make", [list, lambda values: torch.tensor(values).split(1), Epochs])
+def test_data_that_come_in_another_order_are_warned_of_once(
+    make: Any, save_steps: int, tmp_path: Path, lines: Lines
+) -> None:
+    def train(loop: MonitoredLoop[None]) -> None:
+        data, shuffled = (make() if make is Epochs else None), random.Random(1)
+        values = list(range(100))
+        with loop:
+            for _ in loop.until_stop(range(3)):
+                shuffled.shuffle(values)  # in place: what comes out depends on how often this was done
+                for _ in loop.until_stop(make(values) if data is None else data):
+                    loop.run()
+
+    train(looped(tmp_path, 103 if make is not Epochs else 6, save_steps=save_steps))
+    train(looped(tmp_path, 105 if make is not Epochs else 7))
+    kind = {list: "list", Epochs: "Epochs"}.get(make, "tuple")
+    number = 2 if make is Epochs else 3
+    assert [line for line in logged(lines) if line[0] == "WARNING"] == [
+        ("WARNING", f"item {number} of until_stop's {kind} {ANOTHER_ORDER}")
+    ]
+
+
+def test_the_item_in_progress_is_compared_too(tmp_path: Path, lines: Lines) -> None:
+    for name in ("ab", "cb"):
+        with looped(tmp_path, 3 if name == "ab" else None) as loop:
+            for _ in loop.until_stop(list(name)):
+                for _ in loop.until_stop([0, 1, 2, 3, 4]):
+                    loop.run()
+    assert logged(lines) == [("WARNING", f"item 1 of until_stop's list {ANOTHER_ORDER}")]
+
+
+def test_the_item_at_which_a_loop_was_left_is_compared(tmp_path: Path, lines: Lines) -> None:
+    for values in ([1, 2, 3], [1, 4, 3]):
+        with looped(tmp_path) as loop:
+            for value in loop.until_stop(values):
+                loop.run()
+                if value == 2:
+                    break
+    assert logged(lines) == [("WARNING", f"item 2 of until_stop's list {ANOTHER_ORDER}")]
+
+
+def test_a_body_that_takes_its_item_apart_causes_no_warning(tmp_path: Path, lines: Lines) -> None:
+    for stop in (2, None):
+        with looped(tmp_path, stop) as loop:
+            for inputs, labels in loop.until_stop([(torch.zeros(3), {"y": number}) for number in range(4)]):
+                labels.pop("y")
+                inputs.add_(1)
+                loop.run()
+    assert logged(lines) == []
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_digest_and_is_not_compared(tmp_path: Path, lines: Lines) -> None:
+    over(looped(tmp_path, 2), [1, 2, 3])
+    saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
+    assert saved["position"]["path"][0].pop("digest") is not None
+    with MonitoredLoop(lambda: None) as loop:
+        loop.session.position.load_state_dict(saved["position"], saved["random"])  # type: ignore[union-attr]
+        assert over(loop, [4, 5, 6]) == [6]
+    assert logged(lines) == []
+
+
+def test_an_item_is_not_kept_longer_than_the_loop_has_it() -> None:
+    alive = []
+    with MonitoredLoop(lambda: None) as loop:
+        for _ in loop.until_stop(range(1)):
+            items: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+            for item in loop.until_stop(torch.zeros(1) for _ in range(5)):
+                items.add(item)
+                alive.append(len(items))
+                loop.run()
+                if len(alive) == 4:
+                    break
+            del item
+            alive.append(len(items))
+    assert alive == [1, 1, 1, 1, 0]
+
+
 # -- iterators --------------------------------------------------------------------------------------------------------
 
 
@@ -872,7 +971,10 @@ def test_more_epochs_of_a_stateful_loader_are_those_that_would_have_come(tmp_pat
 def test_a_loader_that_has_no_state_any_more_skips(tmp_path: Path, lines: Lines) -> None:
     over(looped(tmp_path, 2), stateful(0, noisy=False))
     assert len(over(looped(tmp_path), DataLoader(Points(False), BATCH))) == BATCHES - 2
-    assert logged(lines) == [("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}")]
+    assert logged(lines) == [
+        ("WARNING", f"item 2 of until_stop's DataLoader {ANOTHER_ORDER}"),  # which is not shuffled
+        ("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}"),
+    ]
 
 
 @ignore_set_vital

@@ -90,6 +90,7 @@ class Data:
                         if depth == 1:
                             ending.data_ended()
                         return
+                    place.held = item
                     runs = schedule.runs
                     if runs - place.runs > 1:
                         place.several = True

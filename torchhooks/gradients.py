@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 _SAMPLED = 2  # parameters at each end: to look at all of them after every step would cost as much as a small step
+
+
+def register_step_post_hook(optimizer: Any, hook: Callable[..., None]) -> Any:
+    """Have ``hook`` called after each completed step of ``optimizer``, or of the one that it wraps."""
+    try:
+        return optimizer.register_step_post_hook(hook)
+    except (
+        AttributeError
+    ):  # Accelerate's wrapper inherits the method, but has no hooks: it never calls torch's __init__
+        if not hasattr(optimizer, "optimizer"):
+            raise
+        return register_step_post_hook(optimizer.optimizer, hook)
 
 
 class Gradients:
@@ -24,7 +36,7 @@ class Gradients:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._used: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        self._handle: Any = optimizer.register_step_post_hook(self._note_step)
+        self._handle: Any = register_step_post_hook(optimizer, self._note_step)
 
     def close(self) -> None:
         """Stop watching the optimizer."""

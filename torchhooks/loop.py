@@ -43,7 +43,7 @@ from torchhooks.costs import HookCosts
 from torchhooks.data import Data
 from torchhooks.ending import Ending, StopRequest
 from torchhooks.errors import AbortedError, LifecycleError, add_note, brief
-from torchhooks.gradients import Gradients
+from torchhooks.gradients import Gradients, register_step_post_hook
 from torchhooks.hook import SessionRunHook
 from torchhooks.items import Items
 from torchhooks.log import logger, show_lines
@@ -375,7 +375,7 @@ class MonitoredLoop(Generic[R]):
             self._sessions.call(seat, "begin", seat.hook.begin)
         if not self._steps_per_run:
             assert self._optimizer is not None
-            self._step_counter = self._optimizer.register_step_post_hook(self._count_optimizer_step)
+            self._step_counter = register_step_post_hook(self._optimizer, self._count_optimizer_step)
         try:
             self._sessions.create()
         except BaseException as error:

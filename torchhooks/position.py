@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from torchhooks.digest import Digest, differ, digest
+from torchhooks.errors import brief
 from torchhooks.generators import find_generators, generator_states, set_generator_state
 from torchhooks.log import logger
 from torchhooks.randomness import random_states, set_random_states
@@ -69,6 +71,8 @@ class Place:
         self.item_random: _Saved | None = None  # when the current item was yielded, if an inner loop may begin in it
         self.between: _Saved | None = None  # the random states when the place before it in the same item ended
         self.ended_inside: _Saved | None = None  # the random states when the last inner place of the item ended
+        self.held: Any = None  # the current item, no longer than until_stop has it in hand
+        self.left_at: Digest | None = None  # the digest of the item at which the loop was left
         self.site, self.outer = site, outer
         self._inner: Place | None = None
 
@@ -113,6 +117,7 @@ class Place:
 
     def leave(self, runs: int, stopping: bool) -> None:
         """Record that no further item is taken."""
+        self.left_at, self.held = None if self.ended else digest(self.held), None
         if self.ended:
             self.stage = Stage.ENDED
             self.note_last()
@@ -155,6 +160,7 @@ class Position:
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
         self._warned = False
+        self._stateless: set[str] = set()
 
     # -- for until_stop -----------------------------------------------------------------------------------------------
 
@@ -292,6 +298,7 @@ class Position:
             # If it was left while the outer loop continued, it is not resumed.
             "ended": place.ended or (place.stage is Stage.LEFT and outer.stage is Stage.OPEN),
             "last": place.last,
+            "digest": digest(place.held) if place.stage is Stage.OPEN else place.left_at,
             "before": place.before,
             "item_random": place.item_random,
             "between": place.between,
@@ -318,17 +325,40 @@ class Position:
         state: _Saved = {"generators": generator_states(loader)}
         # The state of a DataLoader is a position within an epoch. Between epochs its generators are enough.
         if has_state(loader) and not self._is_in_state(loader) and (current or not isinstance(loader, DataLoader)):
-            state["state"] = loader.state_dict()
+            state |= self._own_state(loader)
         return state
 
-    def _restore_loader(self, loader: Any, saved: _Saved, again: bool = False) -> None:
-        """Load ``saved`` into ``loader``; generators that were restored already are restored only if ``again``."""
+    def _own_state(self, loader: Any) -> dict[str, Any]:
+        """Return the ``state_dict()`` of ``loader``; nothing, with one warning for each kind of loader, if it raises.
+
+        A loader that Accelerate has prepared has the method, but no state.
+        """
+        try:
+            return {"state": loader.state_dict()}
+        except Exception as error:
+            if (name := _name(loader)) not in self._stateless:
+                self._stateless.add(name)
+                logger.warning("the state_dict() of %s raised %s. %s", name, brief(error), _AS_PLAIN)
+            return {}
+
+    def _restore_loader(self, loader: Any, saved: dict[str, Any], again: bool = False) -> bool:
+        """Load ``saved`` into ``loader``, and return whether it accepted its own state, if there is one.
+
+        Generators that were restored already are restored only if ``again``.
+        """
+        accepted = True
         if "state" in saved and has_state(loader):
-            loader.load_state_dict(saved.pop("state"))
+            try:
+                loader.load_state_dict(saved.pop("state"))
+            except Exception:
+                if self._own_state(loader):
+                    raise
+                accepted = False
         for generator, state in _matched(loader, saved.get("generators", {})):
             if again or not any(generator is other for other in self._restored_generators):
                 set_generator_state(generator, state)
                 self._restored_generators.append(generator)
+        return accepted
 
     def _is_in_state(self, loader: object) -> bool:
         return any(loader is part for part in self._state.values())
@@ -355,17 +385,22 @@ class Position:
             place.taken = place.resumed = 0
             logger.info("%s is an iterator, so it continues where it is. %s", _name(iterable), _NOT_AN_ITERATOR)
             return iter(iterable)
-        if has_state(iterable) and ("state" in loader or self._is_in_state(iterable)):
-            self._restore_loader(iterable, loader)
+        own = has_state(iterable) and ("state" in loader or self._is_in_state(iterable))
+        if own and self._restore_loader(iterable, loader):
             if not done:
                 place.taken = place.resumed = entry["taken"]
                 self._path = self._path[: place.depth]
                 logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
             return iter(iterable)
-        return self._skipped(place, iterable, done, halted)
+        return self._skipped(place, iterable, done, entry.get("digest"), halted)
 
-    def _skipped(self, place: Place, iterable: Iterable[Any], done: bool, halted: Callable[[], bool]) -> Iterator[Any]:
-        """Return what is left of ``iterable`` after skipping the items that are done."""
+    def _skipped(
+        self, place: Place, iterable: Iterable[Any], done: bool, last: Digest | None, halted: Callable[[], bool]
+    ) -> Iterator[Any]:
+        """Return what is left of ``iterable`` after skipping the items that are done.
+
+        ``last`` is the digest of the last item that was taken before: the last one to skip, or the one in progress.
+        """
         start = time.monotonic()
         if place.before is not None:
             if place.before["persistent"] and getattr(iterable, "_iterator", None) is None:
@@ -374,15 +409,21 @@ class Position:
             for generator, state in _matched(iterable, place.before["generators"]):
                 set_generator_state(generator, state)
         iterator = iter(iterable)
-        skipped = 0
+        skipped, item = 0, _NOTHING
         while skipped < place.taken:
             if halted():
                 return iterator
-            if next(iterator, _NOTHING) is _NOTHING:
+            item = next(iterator, _NOTHING)
+            if item is _NOTHING:
                 break
             skipped += 1
         # The item in progress is taken now, before the caller sets the random states of the checkpoint.
         in_progress = [] if done else list(itertools.islice(iterator, 1))
+        if not done:
+            item = in_progress[0] if in_progress else _NOTHING
+        if item is not _NOTHING and differ(last, digest(item)):
+            number = skipped + (not done)
+            logger.warning("item %d of %s is not the one it was before. %s", number, _name(iterable), _ANOTHER_ORDER)
         if skipped < place.taken:
             expected = f"the checkpoint was saved after {place.taken} items of {_name(iterable)}"
             logger.warning("%s, which now has only %d: it is treated as ended", expected, skipped)
@@ -400,14 +441,20 @@ _NOT_AN_ITERATOR = (
     "until_stop(range(...)) around it."
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
+_ANOTHER_ORDER = (
+    "The data come in another order now, so some items will be missed and others repeated. The usual causes are a list "
+    "that is shuffled in place (shuffle a copy), and an iterable that counts its epochs (set its epoch in the body of "
+    "the outer loop). A body that changes its items in place looks the same."
+)
+_AS_PLAIN = "So it is treated as a loader without a state, and is resumed by skipping the items that are done."
 _USE_ONE = "Checkpoints contain the position of the first one only: pass one until_stop an iterable of both."
 _NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
 
 
 def _started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
     """Return ``iter(iterable)``, after recording the random states if the iteration may draw random numbers."""
-    resumes_itself = has_state(iterable) and not isinstance(iterable, DataLoader)
-    if not (resumes_itself or isinstance(iterable, _MAY_HAVE_GROWN) or _is_plain_iterator(iterable)):
+    # Also if it has a state, because asking for that may fail later.
+    if not (isinstance(iterable, _MAY_HAVE_GROWN) or _is_plain_iterator(iterable)):
         place.before = {
             "random": random_states(),
             "generators": generator_states(iterable),

@@ -16,10 +16,11 @@ from torchhooks.errors import FetchError
 from torchhooks.fetch import ComposedFetch, describe, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
+from torchhooks.randomness import random_states, set_random_states
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr
-from torchhooks.timer import Due, SecondOrStepTimer
+from torchhooks.timer import NOW, Due, SecondOrStepTimer
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
@@ -29,10 +30,40 @@ class _Kept(NamedTuple):
     step: int
 
 
+class _Undisturbed:
+    """What an evaluation may disturb in ``session``, to be put back: random states, training mode and gradients."""
+
+    def __init__(self, session: Session) -> None:
+        model, optimizer = session.model, session.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        own = [] if model is None else [*model.parameters()]
+        self._random = random_states()
+        self._modes = [] if model is None else [(module, module.training) for module in model.modules()]
+        self._gradients = [(p, p.grad) for p in [*own, *(p for group in groups for p in group["params"])]]
+
+    def restore(self) -> None:
+        self.restore_modes()
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        set_random_states(self._random)
+
+    def restore_modes(self) -> None:
+        for module, training in self._modes:
+            if module.training is not training:
+                module.train(training)  # not only the attribute: some modules merge or freeze weights in train()
+        for module, training in self._modes:
+            module.training = training  # train() of a module changes those inside of it
+
+
 class _IfDue(ComposedFetch):
-    """The metric, evaluated only if it is due after the step was counted, because a run may count no step."""
+    """The metric, evaluated only if it is due after the step was counted, because a run may count no step.
+
+    Between :attr:`fetch` and :meth:`compose` it is evaluated, unless that raises.
+    """
 
     session: Session
+    before: _Undisturbed | None = None
 
     def __init__(self, metric: Any, timer: SecondOrStepTimer) -> None:
         self.watched_names = watched_names(metric)
@@ -43,10 +74,19 @@ class _IfDue(ComposedFetch):
     @property
     def fetch(self) -> Any:
         self.evaluated = self._timer.should_trigger_for_step(self.session.global_step)
+        if self.evaluated and not isinstance(self._metric, str):  # looking up a name disturbs nothing
+            self.before = _Undisturbed(self.session)
         return self._metric if self.evaluated else ()
 
     def compose(self, value: Any) -> Any:
+        self.restore()
         return value
+
+    def restore(self) -> None:
+        """Undo what the evaluation disturbed, if that has not been done."""
+        before, self.before = self.before, None
+        if before is not None:
+            before.restore()
 
 
 class BestCheckpointHook(SessionRunHook):
@@ -54,9 +94,15 @@ class BestCheckpointHook(SessionRunHook):
 
         BestCheckpointHook("run", lambda: evaluate(model, validation), save_steps=1000, mode="max", keep=3)
 
-    ``save_steps=1000`` evaluates the metric at steps 1000, 2000 and 3000, and at a clean end. A state that is better
-    than one of those kept replaces it, once it is on disk. The first ``keep`` states are kept in any case. NaN is never
-    kept, and of equal values the earlier ones are. ``best_checkpoint("run/best")`` returns the path of the best.
+    ``save_steps=1000`` evaluates the metric at steps 1000, 2000 and 3000, whatever step was restored, and at a clean
+    end. A state that is better than one of those kept replaces it, once it is on disk. The first ``keep`` states are
+    kept in any case. NaN is never kept, and of equal values the earlier ones are. ``best_checkpoint("run/best")``
+    returns the path of the best.
+
+    The metric is free to call ``model.eval()``, to draw random numbers and to call ``zero_grad()``. Afterwards the
+    random states, the training mode of each module and the gradients are what they were. Only a gradient that is
+    changed in place stays changed. The state is saved once the body of the ``for`` loop is done with the item, as a
+    CheckpointSaverHook does, or before the item's next run.
 
     A training run that is resumed continues with what is in the folder. If ``keep`` is smaller than before, everything
     in the folder counts and stays, and a state among the best ``keep`` of it replaces the worst. The checkpoints are
@@ -124,6 +170,7 @@ class BestCheckpointHook(SessionRunHook):
         # the name of the worst, which the Saver then removes: there is never one too few.
         self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
+        self._period = save_steps or 1
         self._fetch = _IfDue(metric, self._timer)
         self._request = SessionRunArgs(self._fetch)
 
@@ -139,35 +186,37 @@ class BestCheckpointHook(SessionRunHook):
             )
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        if self._fetch.before is not None:  # the metric raised, and a checkpoint was restored: it has all but the modes
+            self._fetch.before.restore_modes()
+            self._fetch.before = None
         self._fetch.session = session
+        self._to_save: float | None = None
         self._saver.wait()
         self._kept: dict[str, _Kept] = {}
         for score, checkpoint in scored_checkpoints(self._folder):
             if _PLACE.fullmatch(checkpoint.prefix):
                 self._put(checkpoint.prefix, _Kept(score, checkpoint.step))
-        self._timer.update_last_triggered_step(session.global_step)
+        self._note_evaluation(session.global_step)
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        self._save(run_context.session)  # the item has another run, whose step changes the state with this metric
         self._fetch.evaluated = False
         return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         if self._fetch.evaluated:
-            self._timer.update_last_triggered_step(run_context.session.global_step)
-            self._keep_if_best(run_values.results, run_context.session)
+            session = run_context.session
+            self._note_evaluation(session.global_step)
+            self._to_save = self._number(run_values.results)
+            run_context.after_item(lambda: self._save(session))
 
     def end(self, session: Session) -> None:
-        step = session.global_step
-        if step != self._timer.last_triggered_step():
-            try:
-                value = session.run(self._metric)
-            except FetchError as error:
-                logger.warning("the last state, of step %d, is not compared with the best: %s", step, error)
-            else:
-                self._keep_if_best(value, session)
+        if session.global_step != self._evaluated_at:
+            self._evaluate_at_end(session)
         self._saver.wait()
 
     def teardown(self) -> None:
+        self._fetch.restore()
         try:
             self._saver.close()
         finally:
@@ -176,12 +225,31 @@ class BestCheckpointHook(SessionRunHook):
                     del self._in_use[folder]
 
     def next_due(self) -> Due:
-        return self._timer.next_due()
+        return self._timer.next_due() if self._to_save is None else NOW
 
-    def _keep_if_best(self, value: Any, session: Session) -> None:
-        """Save the state of ``session``, whose metric is ``value``, if it is among the best."""
+    def _note_evaluation(self, step: int) -> None:
+        """Let the next period begin at the multiple of it that ``step`` has reached."""
+        self._evaluated_at = step
+        self._timer.update_last_triggered_step(step - step % self._period)
+
+    def _evaluate_at_end(self, session: Session) -> None:
+        before = _Undisturbed(session)
+        try:
+            value = session.run(self._metric)
+        except FetchError as error:
+            logger.warning("the last state, of step %d, is not compared with the best: %s", session.global_step, error)
+        else:
+            self._to_save = self._number(value)
+        finally:
+            before.restore()
+        self._save(session)
+
+    def _save(self, session: Session) -> None:
+        """Save the state of ``session`` if its metric waits for that, and is among the best."""
+        metric, self._to_save = self._to_save, None
+        if metric is None:
+            return
         step = session.global_step
-        metric = self._number(value)
         score = self._sign * metric
         place = self._place(score, step)
         if place is None:
