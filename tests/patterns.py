@@ -6,18 +6,16 @@ computes nothing itself, and forks a process for every attempt.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import gc
 import hashlib
-import itertools
 import json
-import logging
 import os
 import random
 import shutil
 import signal
 import sys
-import time
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch._dynamo
+import torch.utils.serialization.config
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import (
@@ -39,6 +39,7 @@ from torch.utils.data import (
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+import torchhooks.events
 from torchhooks import (
     CheckpointSaverHook,
     MonitoredLoop,
@@ -48,10 +49,14 @@ from torchhooks import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
+    StepContext,
     StopAtStepHook,
 )
 from torchhooks.checkpoint_files import Disk
 from torchhooks.testing import plain
+
+# Imported by the first optimizer, save and event file: here once, and not in every process.
+IMPORTED = torch._dynamo, torch.utils.serialization.config, torchhooks.events
 
 EPOCHS, BATCHES, BATCH = 2, 4, 2
 STEPS = EPOCHS * BATCHES
@@ -101,10 +106,7 @@ class QuickDisk(Disk):
 
 
 class Interruption(NamedTuple):
-    """How an attempt ends: ``"stop"``, ``"signal"`` or ``"kill"`` in the run that makes ``step``, or ``"end"``.
-
-    An attempt that is killed saves in every step, the others only when they stop.
-    """
+    """How an attempt ends: ``"stop"``, ``"signal"`` or ``"kill"`` in the run that makes ``step``, or ``"end"``."""
 
     way: str
     step: int = 0
@@ -114,23 +116,33 @@ class Interruption(NamedTuple):
         return {"kill": -signal.SIGKILL, "signal": -signal.SIGTERM}.get(self.way, 0)
 
 
-class Interrupting(SessionRunHook):
-    """Sends ``number`` to this process after the run that makes step ``at``."""
+class AfterRun(SessionRunHook):
+    """Calls ``action`` with the step after each run, as the last hook."""
 
-    def __init__(self, at: int, number: signal.Signals) -> None:
-        self.at = at
-        self.number = number
+    def __init__(self, action: Callable[[int], object]) -> None:
+        self.action = action
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if run_context.session.global_step == self.at:
-            os.kill(os.getpid(), self.number)
+        self.action(run_context.session.global_step)
+
+
+SIGNALS = {"kill": signal.SIGKILL, "signal": signal.SIGTERM}
+END = Interruption("end")
 
 
 class Job:
     """One attempt to train. A resumed attempt has other seeds, so that only the checkpoint can make it end the same."""
 
-    def __init__(self, folder: Path | None, seed: int, interruption: Interruption, save_steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        seed: int = 1,
+        interruption: Interruption = END,
+        save_steps: int = NEVER,
+        after_run: Callable[[int], object] | None = None,
+    ) -> None:
         self.folder, self.seed, self.interruption, self.save_steps = folder, seed, interruption, save_steps
+        self.after_run = after_run
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -213,9 +225,12 @@ class Job:
         return [StopAtStepHook(last_step=step)] if way == "stop" else []
 
     def interrupting(self) -> list[SessionRunHook]:
-        way, step = self.interruption
-        numbers = {"kill": signal.SIGKILL, "signal": signal.SIGTERM}
-        return [Interrupting(step, numbers[way])] if way in numbers else []
+        hooks = [] if self.after_run is None else [AfterRun(self.after_run)]
+        return [*hooks, AfterRun(self.send)] if self.interruption.way in SIGNALS else list(hooks)
+
+    def send(self, step: int) -> None:
+        if step == self.interruption.step:
+            os.kill(os.getpid(), SIGNALS[self.interruption.way])
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
@@ -261,26 +276,28 @@ class Pattern:
     last: int | None
 
     @property
-    def scenarios(self) -> dict[str, list[Interruption]]:
-        """The attempts of each scenario, by its name."""
-        steps = self.steps
-        found = {"saving": [Interruption("save")]}
-        for way in ("stop", "kill"):
-            found |= {f"{way} {step}": [Interruption(way, step)] for step in steps}
-        if self.last is not None:
-            found[f"stop {self.last}"] = [Interruption("stop", self.last)]
-        found[f"signal {steps[-1]}"] = [Interruption("signal", steps[-1])]
-        found["often"] = [Interruption(way, step) for way, step in zip(("stop", "kill", "stop"), steps, strict=False)]
-        return {"whole": [Interruption("end")], **{name: [*ways, Interruption("end")] for name, ways in found.items()}}
+    def stops(self) -> tuple[int, ...]:
+        return self.steps if self.last is None else (*self.steps, self.last)
+
+    @property
+    def kills(self) -> tuple[int, ...]:
+        """The steps after whose runs it is killed. The newest checkpoint is that of the step before."""
+        return self.steps if self.steps != STEPS_OF_MOST else (2, BATCHES + 1)
+
+    @property
+    def often(self) -> tuple[int, ...]:
+        """The steps at which one training run is stopped, killed, and stopped by a signal, one after the other."""
+        return self.steps if len(self.steps) < 4 else (self.steps[0], self.steps[len(self.steps) // 2], self.steps[-1])
 
 
+STEPS_OF_MOST = 2, BATCHES, BATCHES + 1
 PATTERNS: dict[str, Pattern] = {}
 
 Train = Callable[[Job], None]
 
 
 def pattern(
-    warning: str | None = None, steps: tuple[int, ...] = (2, BATCHES, BATCHES + 1), last: int | None = STEPS
+    warning: str | None = None, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | None = STEPS
 ) -> Callable[[Train], Train]:
     def register(train: Train) -> Train:
         PATTERNS[train.__name__] = Pattern(train, warning, steps, last)
@@ -302,7 +319,7 @@ def nested(job: Job, data: Iterable[Any], **arguments: Any) -> None:
                 loop.run(batch)
 
 
-@pattern(steps=(1, 2, 3, 4, 5, 6, 7))
+@pattern(steps=(1, 3, 4, 5, 7))
 def nested_shuffled_loader(job: Job) -> None:
     nested(job, job.loader(shuffle=True))
 
@@ -339,12 +356,12 @@ def single_range(job: Job) -> None:
             loop.run(torch.randn(2, 1))
 
 
-@pattern(steps=(2, 4, 5))
+@pattern()
 def workers(job: Job) -> None:
     nested(job, job.loader(shuffle=True, num_workers=2))
 
 
-@pattern(steps=(2, 4, 5))
+@pattern()
 def persistent_workers(job: Job) -> None:
     nested(job, job.loader(noisy=False, shuffle=True, num_workers=2, persistent_workers=True))
 
@@ -394,7 +411,7 @@ def stateful_loader(job: Job) -> None:
     nested(job, StatefulDataLoader(Points(), BATCH, shuffle=True))
 
 
-@pattern(steps=(2, 4, 5))
+@pattern()
 def stateful_loader_workers(job: Job) -> None:
     nested(job, StatefulDataLoader(Points(noisy=False), BATCH, shuffle=True, num_workers=2))
 
@@ -608,8 +625,7 @@ def list_of_loaders(job: Job) -> None:
 def three_levels(job: Job) -> None:
     with job.loop() as loop:
         for _ in loop.until_stop(range(EPOCHS)):
-            for shard in loop.until_stop(["a", "b"]):
-                job.saw(shard) if loop.global_step < 0 else None
+            for _ in loop.until_stop(["a", "b"]):
                 for batch in loop.until_stop(job.loader(shuffle=True)):
                     loop.run(batch)
                 job.validate()
@@ -727,7 +743,7 @@ def set_epoch(job: Job) -> None:
 # -- schedulers -------------------------------------------------------------------------------------------------------
 
 
-@pattern(steps=(1, 2, 3, 4, 5, 6, 7))
+@pattern(steps=(1, 3, 4, 5, 7))
 def scheduler_per_batch(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -737,7 +753,7 @@ def scheduler_per_batch(job: Job) -> None:
                 job.scheduler.step()
 
 
-@pattern(steps=(1, 2, 3, 4, 5, 6, 7))
+@pattern(steps=(1, 3, 4, 5, 7))
 def scheduler_per_epoch(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -782,7 +798,7 @@ def scheduler_on_plateau(job: Job) -> None:
 # -- what else the body does ------------------------------------------------------------------------------------------
 
 
-@pattern(steps=(1, 2, 3, 4, 5, 6, 7))
+@pattern(steps=(1, 3, 4, 5, 7))
 def validation_per_epoch(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -811,7 +827,7 @@ def validation_until_stop(job: Job) -> None:
             for batch in loop.until_stop(loader):
                 loop.run(batch)
             for batch in loop.until_stop(validation):
-                job.saw(batch, float(job.loss(batch)))
+                job.saw(batch, job.loss(batch).item())
 
 
 @pattern()
@@ -834,7 +850,7 @@ def evaluation_until_stop_in_body(job: Job) -> None:
                 loop.run(batch)
                 if loop.global_step % 2 == 0:
                     for other in loop.until_stop(validation):
-                        job.saw(other, float(job.loss(other)))
+                        job.saw(other, job.loss(other).item())
 
 
 @pattern()
@@ -896,7 +912,7 @@ def helper_function(job: Job) -> None:
     loader = job.loader(shuffle=True)
 
     def train_epoch(loop: Loop) -> float:
-        losses = [float(loop.run(batch)) for batch in loop.until_stop(loader)]
+        losses = [loop.run(batch).item() for batch in loop.until_stop(loader)]
         return sum(losses)
 
     with job.loop() as loop:
@@ -938,18 +954,18 @@ def guarded(job: Job, inner: bool, outer: bool, before: bool = False) -> None:
             job.validate()
 
 
-@pattern(steps=(1, 2, 3, 4, 5, 6, 7))
+@pattern(steps=(1, 3, 4, 5, 7))
 def guard_in_inner_body(job: Job) -> None:
     """The guard comes last in the body."""
     guarded(job, inner=True, outer=False, before=True)
 
 
-@pattern(steps=(1, 2, 3, 4, 5, 6, 7))
+@pattern(steps=(1, 3, 4, 5, 7))
 def guard_after_inner_loop(job: Job) -> None:
     guarded(job, inner=False, outer=True)
 
 
-@pattern(steps=(1, 2, 3, 4, 5, 6, 7))
+@pattern(steps=(1, 3, 4, 5, 7))
 def guard_in_both(job: Job) -> None:
     guarded(job, inner=True, outer=True, before=True)
 
@@ -972,17 +988,15 @@ def own_break(job: Job) -> None:
             job.validate()
 
 
-@pattern(steps=(1, 2, 3, 4), last=5)
+@pattern(steps=(2, 3, 4), last=6)
 def own_break_before_the_run(job: Job) -> None:
+    """The last item of each epoch is taken, and then left without a run."""
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
+        for epoch in loop.until_stop(range(EPOCHS)):
             for batch in loop.until_stop(loader):
-                if loop.global_step in (2, 5):
-                    job.saw(batch)
-                    job.history.events.append("left")
-                    if job.history.events.count("left") < 3:
-                        break
+                if loop.global_step == 3 * (epoch + 1):
+                    break
                 loop.run(batch)
             job.validate()
 
@@ -1017,7 +1031,7 @@ def own_break_out_of_both(job: Job) -> None:
 
 @pattern()
 def own_continue(job: Job) -> None:
-    loader = job.loader(shuffle=True, batch_size=1) if False else DataLoader(Points(), 1, shuffle=True)
+    loader = DataLoader(Points(), 1, shuffle=True)
     with job.loop() as loop:
         for _ in loop.until_stop(range(EPOCHS)):
             for number in loop.until_stop(loader):
@@ -1130,7 +1144,7 @@ def two_runs_per_item(job: Job) -> None:
                 loop.run(-batch)
 
 
-@pattern(steps=(1, 2, 3, 8, 9, 10), last=16)
+@pattern(steps=(2, 4, 8, 10), last=16)
 def two_steps_in_one_run(job: Job) -> None:
     def step(batch: Tensor) -> Tensor:
         job.step(batch)
@@ -1234,8 +1248,13 @@ def step_function_context(job: Job) -> None:
     with job.loop() as loop:
         for _ in loop.until_stop(range(EPOCHS)):
             for batch in loop.until_stop(loader):
-                loop.run_step_fn(lambda context, batch=batch: context.run_with_hooks(batch))
-                job.validate()
+                inputs = batch
+
+                def step_fn(context: StepContext[Tensor]) -> None:
+                    context.run_with_hooks(inputs)
+                    job.validate()
+
+                loop.run_step_fn(step_fn)
 
 
 # -- gradient accumulation --------------------------------------------------------------------------------------------
@@ -1362,75 +1381,113 @@ def stopped_by_a_hook_in_an_epoch(job: Job) -> None:
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
-def attempt(folder: Path, number: int, name: str, interruption: Interruption, first: Interruption) -> None:
-    """Train in this process. Write the log and the outcome into ``folder``."""
-    torch.set_num_threads(1)
-    logger = logging.getLogger("torchhooks")
-    logger.propagate = False
-    logger.addHandler(logging.FileHandler(folder / f"log-{number}"))
-    whole = first.way == "end"
-    every = 1 if first.way in ("kill", "save") or interruption.way == "kill" else NEVER
-    job = Job(None if whole else folder / "checkpoints", 1 if number == 0 else 100 + number, interruption, every)
+def trained(name: str, job: Job) -> dict[str, Any]:
     PATTERNS[name].train(job)
-    (folder / f"outcome-{number}").write_text(json.dumps(job.outcome()))
+    return job.outcome()
 
 
-def forked(function: Callable[[], None], errors: Path) -> int:
-    """Call ``function`` in a new process, and return its exit code; negative if it died of a signal."""
-    process = os.fork()
-    if not process:
-        code = 1
-        try:
-            os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT, 0o600), 2)
-            function()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+def make_originals(folder: Path, name: str) -> None:
+    """Train without interruption, with a checkpoint in every step, and up to each stop.
+
+    While it saves in every step, copy what is in the folder after the runs in which it is to be killed.
+    """
+    steps, saving = PATTERNS[name].kills, folder / "saving"
+
+    def copy(step: int) -> None:
+        if step in steps and not (folder / f"kill {step}").exists():
+            shutil.copytree(saving, folder / f"kill {step}", copy_function=os.link)
+
+    outcomes = {
+        "whole": trained(name, Job()),
+        "saving": trained(name, Job(saving, save_steps=1, after_run=copy)),
+    }
+    for step in PATTERNS[name].stops:
+        trained(name, Job(folder / f"stop {step}", interruption=Interruption("stop", step)))
+    (folder / "originals").write_text(json.dumps(outcomes))
 
 
-def attempts(folder: Path, name: str, interruptions: list[Interruption]) -> dict[str, Any]:
-    """Make the attempts of a scenario, each in a new process, and return the result."""
-    lines = []
-    for number, interruption in enumerate(interruptions):
-        # A signal asks the first attempt to save once in the end; it ends like an attempt that was not interrupted.
-        errors, first = folder / f"errors-{number}", interruptions[0]
-        code = forked(lambda n=number, i=interruption, f=first: attempt(folder, n, name, i, f), errors)  # type: ignore[misc]
+def in_a_process(function: Callable[..., None], *arguments: Any) -> tuple[int, str]:
+    """Call the function in a new process. Return its exit code, negative if it died of a signal, and its stderr."""
+    with tempfile.TemporaryFile() as errors:
+        process = os.fork()
+        if not process:
+            code = 1
+            try:
+                os.dup2(errors.fileno(), 2)
+                torch.set_num_threads(1)
+                function(*arguments)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        errors.seek(0)
+        return code, errors.read().decode()
+
+
+def attempt(folder: Path, name: str, seed: int, interruption: Interruption, save_steps: int) -> None:
+    """Train in this process. Write the outcome into ``folder``."""
+    outcome = trained(name, Job(folder, seed, interruption, save_steps))
+    (folder / "outcome").write_text(json.dumps(outcome))
+
+
+def scenario(folder: Path, name: str, interruptions: Sequence[Interruption], resumed: bool) -> dict[str, Any]:
+    """Train, interrupted like this, each attempt in a new process and the first one ``resumed``, and then to the end.
+
+    Returns:
+        the outcome, and what was logged; or an error.
+    """
+    logged = ""
+    for number, interruption in enumerate([*interruptions, END], start=int(resumed)):
+        save_steps = NEVER if interruption.way in ("stop", "signal") else 1
+        code, errors = in_a_process(attempt, folder, name, 1 + 100 * number, interruption, save_steps)
         if code != interruption.exit_code:
-            return {"error": f"attempt {number}, {interruption}: exit code {code}\n{errors.read_text()}"}
-        log = folder / f"log-{number}"
-        lines.append(log.read_text().splitlines() if log.exists() else [])
-    return {"outcome": json.loads((folder / f"outcome-{number}").read_text()), "lines": lines}
+            return {"error": f"attempt {number}, {interruption}: exit code {code}\n{errors}"}
+        logged += errors
+    return {"outcome": json.loads((folder / "outcome").read_text()), "logged": logged}
+
+
+def try_pattern(directory: Path, name: str) -> None:
+    """Train in all the ways, and write the results into a file."""
+    pattern, folder = PATTERNS[name], directory / name
+    folder.mkdir()
+    code, errors = in_a_process(make_originals, folder, name)
+    if code:
+        results: dict[str, Any] = {"error": errors}
+    else:
+        originals = json.loads((folder / "originals").read_text())
+        results = {"whole": originals["whole"], "saving": {"outcome": originals["saving"], "logged": ""}}
+        for way, steps in (("stop", pattern.stops), ("kill", pattern.kills)):
+            for step in steps:
+                results[f"{way} {step}"] = scenario(folder / f"{way} {step}", name, (), resumed=True)
+        ways = ("stop", "kill", "signal")
+        often = [Interruption(way, step) for way, step in zip(ways, pattern.often, strict=False)]
+        results["often"] = scenario(folder / "often", name, often, resumed=False)
+    shutil.rmtree(folder)
+    (directory / f"{name}.json").write_text(json.dumps(results))
 
 
 def serve(directory: Path, most: int) -> None:
-    """Make the scenarios that stdin names, ``most`` at a time. Print each that is done; its result is in a file."""
+    """Try the patterns that stdin names, ``most`` at a time. Print the name of each that is done."""
+    gc.freeze()  # so that a collection in a process does not copy the memory that it shares with this one
     running: dict[int, str] = {}
-
-    def wait() -> None:
-        process, status = os.wait()
-        print(json.dumps([running.pop(process), status]), flush=True)
-
-    for line in sys.stdin.readlines():
-        name, scenario = json.loads(line)
-        if len(running) == most:
-            wait()
-        process = os.fork()
-        if not process:
-            folder = directory / name / scenario.replace(" ", "-")
-            folder.mkdir(parents=True)
-            started = time.monotonic()
-            result = attempts(folder, name, PATTERNS[name].scenarios[scenario])
-            result["secs"] = time.monotonic() - started
-            (directory / name / f"{scenario}.json").write_text(json.dumps(result))
-            shutil.rmtree(folder)
-            os._exit(0)
-        running[process] = f"{name}/{scenario}"
-    while running:
-        wait()
+    names = sys.stdin.read().split()
+    while names or running:
+        if names and len(running) < most:
+            name = names.pop(0)
+            process = os.fork()
+            if not process:
+                code = 1
+                try:
+                    try_pattern(directory, name)
+                    code = 0
+                finally:
+                    os._exit(code)
+            running[process] = name
+        else:
+            print(running.pop(os.wait()[0]), flush=True)
 
 
 if __name__ == "__main__":

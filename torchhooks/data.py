@@ -116,13 +116,13 @@ class Data:
         Returns:
             False if one of them failed and the loop recovered, so that the item has to be yielded again.
         """
-        waiting: set[object] = set(self._items.waiting)
-        if place.counts and self._is_healthy() and waiting and not self._make(self._items.finish):
+        due = self._items.due()
+        if place.counts and self._is_healthy() and due and not self._make(self._items.make_due):
             place.finished = False
             return False
         if self._should_stop() and place.counts and not self._stop_is_settled and self._is_healthy():
             self._stop_is_settled = True
-            self._make(functools.partial(self._items.stop, waiting))
+            self._make(functools.partial(self._items.stop, due))
         return True
 
     def _make(self, calls: Callable[[], object]) -> bool:
