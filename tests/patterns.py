@@ -18,14 +18,15 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch._dynamo
-import torch.utils.serialization.config
 import torch.nn.functional as F
+import torch.utils.serialization.config
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -143,6 +144,8 @@ class Job:
     ) -> None:
         self.folder, self.seed, self.interruption, self.save_steps = folder, seed, interruption, save_steps
         self.after_run = after_run
+        self.signal_comes_late = False
+        """Whether a signal comes in :meth:`validate`, and not in a run."""
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -177,6 +180,8 @@ class Job:
         with torch.no_grad():
             value = float(self.loss(torch.rand(2, 1)))
         self.saw("validated", value)
+        if self.signal_comes_late and self.interruption.way == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
         return value
 
     def loader(self, noisy: bool = True, **arguments: Any) -> DataLoader[Tensor]:
@@ -226,7 +231,8 @@ class Job:
 
     def interrupting(self) -> list[SessionRunHook]:
         hooks = [] if self.after_run is None else [AfterRun(self.after_run)]
-        return [*hooks, AfterRun(self.send)] if self.interruption.way in SIGNALS else list(hooks)
+        late = self.signal_comes_late and self.interruption.way == "signal"
+        return [*hooks, AfterRun(self.send)] if self.interruption.way in SIGNALS and not late else list(hooks)
 
     def send(self, step: int) -> None:
         if step == self.interruption.step:
@@ -264,14 +270,14 @@ class Pattern:
 
     Args:
         train: trains with a :class:`Job`.
-        warning: what the log says when the resumed training run is not exact; ``None`` if it always is.
+        warnings: what the log says, one of them, when the resumed training run is not exact; none if it always is.
         steps: the steps at which it is interrupted.
         last: whether it is stopped in its last step too. Not if it ends with a StopAtStepHook, because a loop that
             starts at its last step makes one run.
     """
 
     train: Callable[[Job], None]
-    warning: str | None
+    warnings: tuple[str, ...]
     steps: tuple[int, ...]
     last: int | None
 
@@ -297,15 +303,17 @@ Train = Callable[[Job], None]
 
 
 def pattern(
-    warning: str | None = None, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | None = STEPS
+    *warnings: str, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | None = STEPS
 ) -> Callable[[Train], Train]:
     def register(train: Train) -> Train:
-        PATTERNS[train.__name__] = Pattern(train, warning, steps, last)
+        PATTERNS[train.__name__] = Pattern(train, warnings, steps, last)
         return train
 
     return register
 
 
+REPEATED = "runs when the checkpoint was saved. It is yielded again"
+MADE_TWICE = "runs were made before until_stop's DataLoader continued"
 ITERATOR = "is an iterator, so it continues where it is"
 
 # -- what is iterated -------------------------------------------------------------------------------------------------
@@ -809,6 +817,30 @@ def validation_per_epoch(job: Job) -> None:
 
 
 @pattern()
+def signal_in_validation(job: Job) -> None:
+    late_signal(job, guard=False)
+
+
+@pattern()
+def signal_in_validation_before_a_guard(job: Job) -> None:
+    late_signal(job, guard=True)
+
+
+def late_signal(job: Job, guard: bool) -> None:
+    """Validate after each inner loop. The signal of the scenario comes then."""
+    job.signal_comes_late = True
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS + 1)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.validate()
+            if guard and loop.should_stop():
+                break
+            job.scheduler.step()
+
+
+@pattern()
 def validation_loader(job: Job) -> None:
     loader, validation = job.loader(shuffle=True), job.loader(shuffle=True)
     with job.loop() as loop:
@@ -841,7 +873,7 @@ def evaluation_in_body(job: Job) -> None:
                     job.validate()
 
 
-@pattern()
+@pattern(REPEATED)
 def evaluation_until_stop_in_body(job: Job) -> None:
     loader, validation = job.loader(shuffle=True), job.loader()
     with job.loop() as loop:
@@ -1132,8 +1164,18 @@ def two_phases_in_an_epoch(job: Job) -> None:
             job.scheduler.step()
 
 
-@pattern(steps=(1, 2, 3, 8, 9, 10), last=16)
+@pattern(REPEATED, steps=(2, 3, 8, 9, 10), last=16)
 def two_runs_per_item(job: Job) -> None:
+    """A generator and a discriminator, for example."""
+    two_runs(job)
+
+
+@pattern(steps=(1,), last=None)
+def two_runs_per_item_stopped_in_the_first(job: Job) -> None:
+    two_runs(job)
+
+
+def two_runs(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
         for _ in loop.until_stop(range(EPOCHS)):
@@ -1164,7 +1206,7 @@ def run_after_the_inner_loop(job: Job) -> None:
                 loop.run(torch.randn(2, 1))
 
 
-@pattern(steps=(1, 2, 3, 5, 6, 7), last=10)
+@pattern(REPEATED, MADE_TWICE, steps=(1, 2, 3, 5, 6, 7), last=10)
 def run_before_the_inner_loop(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -1174,7 +1216,7 @@ def run_before_the_inner_loop(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern()
+@pattern(REPEATED)
 def epochs_only(job: Job) -> None:
     """Only the epochs go through until_stop, the batches do not."""
     loader = job.loader(shuffle=True)
@@ -1186,7 +1228,7 @@ def epochs_only(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(steps=(BATCHES,))
+@pattern(REPEATED, steps=(BATCHES,))
 def epochs_only_interrupted_at_an_end(job: Job) -> None:
     """Only the epochs go through until_stop, and the loop is only interrupted at their ends."""
     loader = job.loader(shuffle=True)
@@ -1245,16 +1287,15 @@ def while_not_should_stop_with_scheduler(job: Job) -> None:
 @pattern()
 def step_function_context(job: Job) -> None:
     loader = job.loader(shuffle=True)
+
+    def step_fn(batch: Tensor, context: StepContext[Tensor]) -> None:
+        context.run_with_hooks(batch)
+        job.validate()
+
     with job.loop() as loop:
         for _ in loop.until_stop(range(EPOCHS)):
             for batch in loop.until_stop(loader):
-                inputs = batch
-
-                def step_fn(context: StepContext[Tensor]) -> None:
-                    context.run_with_hooks(inputs)
-                    job.validate()
-
-                loop.run_step_fn(step_fn)
+                loop.run_step_fn(partial(step_fn, batch))
 
 
 # -- gradient accumulation --------------------------------------------------------------------------------------------
@@ -1471,6 +1512,8 @@ def try_pattern(directory: Path, name: str) -> None:
 
 def serve(directory: Path, most: int) -> None:
     """Try the patterns that stdin names, ``most`` at a time. Print the name of each that is done."""
+    tasks = Path("/proc/self/task")
+    assert not tasks.exists() or len(list(tasks.iterdir())) == 1  # a fork copies only the thread that makes it
     gc.freeze()  # so that a collection in a process does not copy the memory that it shares with this one
     running: dict[int, str] = {}
     names = sys.stdin.read().split()

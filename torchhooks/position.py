@@ -62,7 +62,9 @@ class Place:
         self.runs = runs
         """How many runs had been made when the last item was taken."""
         self.several = False
-        """Whether some item had more than one run."""
+        """Whether some item had more than one run, here or in the same place of an earlier item of the outer one."""
+        self.cut = False
+        """Whether another ``until_stop`` began in the current item, and yielded nothing because the loop stops."""
         self.ended = False
         """Whether the data ended."""
         self.counts = outer is not None
@@ -113,7 +115,7 @@ class Place:
         self.several = self.several or runs - self.runs > 1
         self.runs = runs
         self.taken += 1
-        self.finished = False
+        self.finished = self.cut = False
 
     def is_done(self, runs: int) -> bool:
         """Return whether the current item is done after ``runs`` runs of the loop."""
@@ -121,7 +123,7 @@ class Place:
             return True
         if self.stage is not Stage.OPEN or not self.taken:
             return self.done or not self.taken
-        return self.inner is None and runs - self.runs == 1 and not self.several
+        return self.inner is None and self._is_single(runs - self.runs)
 
     def leave(self, runs: int, stopping: bool) -> None:
         """Record that no further item is taken."""
@@ -132,11 +134,11 @@ class Place:
             return
         made = runs - self.runs
         if not self.through:
-            self.done = not self._inner_is(*_UNFINISHED) and made == 1 and not self.several
+            self.done = not self._inner_is(*_UNFINISHED) and self._is_single(made)
         elif self.inner is not None:
             self.done = self.inner.stage is not Stage.STOPPED
         else:
-            self.done = self.finished or (made <= 1 and not self.several)
+            self.done = self.finished or (made == 0 and not self.several and not self.cut) or self._is_single(made)
         self.stage = Stage.STOPPED if stopping else Stage.LEFT
 
     def note_last(self) -> None:
@@ -144,6 +146,10 @@ class Place:
         fresh = self.taken - (self.resumed or 0)
         if isinstance(self.iterable, range) and fresh:
             self.last = self.iterable[fresh - 1]
+
+    def _is_single(self, made: int) -> bool:
+        """Return whether ``made`` runs are all that belong to the current item, as far as one can tell."""
+        return made == 1 and not self.several and not self.cut
 
     def _inner_is(self, *stages: Stage) -> bool:
         return self.inner is not None and self.inner.stage in stages
@@ -163,6 +169,8 @@ class Position:
         self._root = Place(None, None, 0)
         self._root.stage = Stage.LEFT  # there is no outer loop that would continue after the outermost until_stop
         self._open: list[Place] = []
+        self._several: set[str] = set()
+        """The keys of the places in which some item had more than one run."""
         # From the restored checkpoint:
         self._path: list[dict[str, Any]] = []
         self._random: dict[str, Any] = {}
@@ -184,6 +192,7 @@ class Position:
         outer = self._open[-1] if self._open else self._root
         place = Place(None if _is_plain_iterator(iterable) else iterable, outer, self._schedule.runs)
         outer.add(place)
+        place.several = place.key in self._several
         self._open.append(place)
         return place
 
@@ -207,6 +216,7 @@ class Position:
             return _started(place, iterable)
         iterator: Iterator[Any] = iter(())  # places before the one that was open were finished
         if entry["number"] == place.number:
+            self._warn_of_runs_before(place)
             iterator = self._resumed(place, iterable, entry, loader, halted)
         # Iterating and skipping drew random numbers. From here on they continue as in the checkpoint.
         self._restore_loader(iterable, loader, again=True)
@@ -218,6 +228,13 @@ class Position:
         if place in self._open:
             self._open.remove(place)
             place.leave(self._schedule.runs, stopping)
+            if place.several or self._schedule.runs - place.runs > 1:
+                self._several.add(place.key)
+
+    def cut_short(self) -> None:
+        """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""
+        if self._open:
+            self._open[-1].cut = True
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
@@ -281,10 +298,14 @@ class Position:
 
     def _entry(self, place: Place, outer: Place) -> dict[str, Any]:
         place.note_last()
+        done = place.is_done(self._schedule.runs)
         return {
             "number": place.number,
             "taken": place.taken,
-            "done": place.is_done(self._schedule.runs),
+            "done": done,
+            # For the process that resumes, to know what it repeats, and that one run is not the whole item.
+            "runs": 0 if done or place.ended else self._schedule.runs - place.runs,
+            "several": place.several,
             # If it was left while the outer loop continued, it is not resumed.
             "ended": place.ended or (place.stage is Stage.LEFT and outer.stage is Stage.OPEN),
             "last": place.last,
@@ -341,6 +362,12 @@ class Position:
         done: bool = entry["done"] or entry["ended"]
         place.taken = place.resumed = entry["taken"] if done else entry["taken"] - 1
         place.last, place.before = entry["last"], entry["before"]
+        place.several = entry.get("several", False)
+        if not done and entry.get("runs", 0) and len(self._path) == place.depth and not _is_plain_iterator(iterable):
+            runs = entry["runs"]
+            logger.warning(
+                "the last item of %s had %d runs when the checkpoint was saved. %s", _name(iterable), runs, _REPEATED
+            )
         if entry["ended"] and not (place.depth == 1 and isinstance(iterable, _MAY_HAVE_GROWN)):
             if place.depth == 1:
                 logger.info("%s had already ended. %s", _name(iterable), _AGAIN)
@@ -360,6 +387,12 @@ class Position:
                 logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
             return iter(iterable)
         return self._skipped(place, iterable, done, halted)
+
+    def _warn_of_runs_before(self, place: Place) -> None:
+        """Log a warning if runs were made before ``place`` in this item of the outer one: the checkpoint has them."""
+        outer = self._open[-2] if len(self._open) > 1 else self._root
+        if runs := self._schedule.runs - outer.runs:
+            logger.warning("%d runs were made before %s continued. %s", runs, _name(place.iterable), _MADE_TWICE)
 
     def _skipped(self, place: Place, iterable: Iterable[Any], done: bool, halted: Callable[[], bool]) -> Iterator[Any]:
         """Return what is left of ``iterable`` after skipping the items that are done."""
@@ -397,6 +430,11 @@ _NOT_AN_ITERATOR = (
     "until_stop(range(...)) around it."
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
+_REPEATED = (
+    "It is yielded again, so these runs are made twice. To continue within an item, iterate over its parts with "
+    "another until_stop, and make one run for each."
+)
+_MADE_TWICE = "The checkpoint contains them already: make them in an until_stop of their own."
 _USE_ONE = "Checkpoints contain the position of the first one only: pass one until_stop an iterable of both."
 _NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
 
