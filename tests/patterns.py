@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import io
 import json
+import logging
 import os
 import random
 import shutil
@@ -291,6 +293,10 @@ class Pattern:
         return self.steps if self.steps != STEPS_OF_MOST else (2, BATCHES + 1)
 
     @property
+    def scenarios(self) -> list[str]:
+        return [f"stop {step}" for step in self.stops] + [f"kill {step}" for step in self.kills]
+
+    @property
     def often(self) -> tuple[int, ...]:
         """The steps at which one training run is stopped, killed, and stopped by a signal, one after the other."""
         return self.steps if len(self.steps) < 4 else (self.steps[0], self.steps[len(self.steps) // 2], self.steps[-1])
@@ -364,12 +370,12 @@ def single_range(job: Job) -> None:
             loop.run(torch.randn(2, 1))
 
 
-@pattern()
+@pattern(steps=(3, 5), last=None)
 def workers(job: Job) -> None:
     nested(job, job.loader(shuffle=True, num_workers=2))
 
 
-@pattern()
+@pattern(steps=(3, 5), last=None)
 def persistent_workers(job: Job) -> None:
     nested(job, job.loader(noisy=False, shuffle=True, num_workers=2, persistent_workers=True))
 
@@ -419,7 +425,7 @@ def stateful_loader(job: Job) -> None:
     nested(job, StatefulDataLoader(Points(), BATCH, shuffle=True))
 
 
-@pattern()
+@pattern(steps=(3, 5), last=None)
 def stateful_loader_workers(job: Job) -> None:
     nested(job, StatefulDataLoader(Points(noisy=False), BATCH, shuffle=True, num_workers=2))
 
@@ -1447,6 +1453,23 @@ def make_originals(folder: Path, name: str) -> None:
     (folder / "originals").write_text(json.dumps(outcomes))
 
 
+def resume_all(folder: Path, name: str) -> None:
+    """Resume each training run that was stopped or killed. None of them was made in this process."""
+    pattern, results = PATTERNS[name], {}
+    logging.getLogger("torchhooks").setLevel(logging.INFO)
+    for number, scenario in enumerate(pattern.scenarios, start=1):
+        logged = io.StringIO()
+        handler = logging.StreamHandler(logged)
+        logging.getLogger("torchhooks").addHandler(handler)
+        try:
+            outcome = trained(name, Job(folder / scenario, 100 + number))
+            results[scenario] = {"outcome": outcome, "logged": logged.getvalue()}
+        except Exception:
+            results[scenario] = {"error": traceback.format_exc()}
+        logging.getLogger("torchhooks").removeHandler(handler)
+    (folder / "resumed").write_text(json.dumps(results))
+
+
 def in_a_process(function: Callable[..., None], *arguments: Any) -> tuple[int, str]:
     """Call the function in a new process. Return its exit code, negative if it died of a signal, and its stderr."""
     with tempfile.TemporaryFile() as errors:
@@ -1474,14 +1497,11 @@ def attempt(folder: Path, name: str, seed: int, interruption: Interruption, save
     (folder / "outcome").write_text(json.dumps(outcome))
 
 
-def scenario(folder: Path, name: str, interruptions: Sequence[Interruption], resumed: bool) -> dict[str, Any]:
-    """Train, interrupted like this, each attempt in a new process and the first one ``resumed``, and then to the end.
-
-    Returns:
-        the outcome, and what was logged; or an error.
-    """
+def often(folder: Path, name: str) -> dict[str, Any]:
+    """Train, interrupted several times, each attempt in a process of its own. Return the outcome, or an error."""
     logged = ""
-    for number, interruption in enumerate([*interruptions, END], start=int(resumed)):
+    ways = zip(("stop", "kill", "signal"), PATTERNS[name].often, strict=False)
+    for number, interruption in enumerate([*(Interruption(way, step) for way, step in ways), END]):
         save_steps = NEVER if interruption.way in ("stop", "signal") else 1
         code, errors = in_a_process(attempt, folder, name, 1 + 100 * number, interruption, save_steps)
         if code != interruption.exit_code:
@@ -1492,20 +1512,17 @@ def scenario(folder: Path, name: str, interruptions: Sequence[Interruption], res
 
 def try_pattern(directory: Path, name: str) -> None:
     """Train in all the ways, and write the results into a file."""
-    pattern, folder = PATTERNS[name], directory / name
+    folder = directory / name
     folder.mkdir()
-    code, errors = in_a_process(make_originals, folder, name)
-    if code:
-        results: dict[str, Any] = {"error": errors}
+    for part in (make_originals, resume_all):
+        code, errors = in_a_process(part, folder, name)
+        if code:
+            results: dict[str, Any] = {"error": errors}
+            break
     else:
-        originals = json.loads((folder / "originals").read_text())
-        results = {"whole": originals["whole"], "saving": {"outcome": originals["saving"], "logged": ""}}
-        for way, steps in (("stop", pattern.stops), ("kill", pattern.kills)):
-            for step in steps:
-                results[f"{way} {step}"] = scenario(folder / f"{way} {step}", name, (), resumed=True)
-        ways = ("stop", "kill", "signal")
-        often = [Interruption(way, step) for way, step in zip(ways, pattern.often, strict=False)]
-        results["often"] = scenario(folder / "often", name, often, resumed=False)
+        originals, resumed = (json.loads((folder / part).read_text()) for part in ("originals", "resumed"))
+        saving = {"outcome": originals["saving"], "logged": ""}
+        results = {"whole": originals["whole"], "saving": saving, **resumed, "often": often(folder / "often", name)}
     shutil.rmtree(folder)
     (directory / f"{name}.json").write_text(json.dumps(results))
 
