@@ -187,7 +187,9 @@ class Job:
         return value
 
     def loader(self, noisy: bool = True, **arguments: Any) -> DataLoader[Tensor]:
-        return DataLoader(Points(noisy), **({} if "batch_sampler" in arguments else {"batch_size": BATCH}), **arguments)
+        if "batch_sampler" not in arguments:
+            arguments["batch_size"] = BATCH
+        return DataLoader(Points(noisy), **arguments)
 
     def batches(self) -> list[Tensor]:
         return list(self.loader(noisy=False))
