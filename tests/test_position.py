@@ -670,6 +670,79 @@ def test_an_item_of_several_runs_is_yielded_again_after_a_kill(kill: int, epoch:
     assert plain_batches(looped(killed_at(tmp_path, kill)))[0] == (epoch, 0)
 
 
+def test_a_save_waits_while_another_until_stop_runs_in_the_same_item(tmp_path: Path) -> None:
+    saved = []
+    with looped(tmp_path, save_steps=1) as loop:
+        for _ in loop.until_stop("ab"):
+            saved.append((tmp_path / f"model.ckpt-{loop.global_step}").exists())
+            loop.run()
+            for _ in loop.until_stop([1, 2]):
+                saved.append((tmp_path / f"model.ckpt-{loop.global_step}").exists())
+    assert saved == [True, False, False] * 2
+
+
+def test_an_item_whose_inner_loop_a_stop_cut_short_is_yielded_again(tmp_path: Path, lines: Lines) -> None:
+    def train(loop: MonitoredLoop[None]) -> list[Any]:
+        made: list[Any] = []
+        with loop:
+            for epoch in loop.until_stop("ab"):
+                loop.run()
+                made.append(epoch)
+                for batch in loop.until_stop([1, 2]):
+                    loop.run()
+                    made.append(batch)
+        return made
+
+    assert train(looped(tmp_path, 1)) == ["a"]
+    assert train(looped(tmp_path)) == ["a", 1, 2, "b", 1, 2]
+    assert logged(lines) == [
+        (
+            "WARNING",
+            "the last item of until_stop's str had 1 runs when the checkpoint was saved. It is yielded again, so these "
+            "runs are made twice. To continue within an item, iterate over its parts with another until_stop, and make "
+            "one run for each.",
+        ),
+    ]
+
+
+def test_runs_before_an_inner_loop_that_continues_are_warned_of(tmp_path: Path, lines: Lines) -> None:
+    def train(loop: MonitoredLoop[None]) -> int:
+        with loop:
+            for _ in loop.until_stop("a"):
+                loop.run()
+                for _ in loop.until_stop([1, 2]):
+                    loop.run()
+        return loop.global_step
+
+    assert train(looped(tmp_path, 2)) == 2
+    assert train(looped(tmp_path)) == 4  # the first run is made again
+    assert logged(lines) == [
+        (
+            "WARNING",
+            "1 runs were made before until_stop's list continued. The checkpoint contains them already: make them in "
+            "an until_stop of their own.",
+        ),
+    ]
+
+
+def test_that_items_have_several_runs_is_known_in_the_next_epoch_and_process(tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None]) -> list[Any]:
+        made: list[Any] = []
+        with loop:
+            for epoch in loop.until_stop(range(3)):
+                for batch in loop.until_stop("ab"):
+                    for _ in range(2):
+                        loop.run()
+                        made.append((epoch, batch))
+                        if loop.should_stop():
+                            break
+        return made
+
+    assert train(looped(tmp_path, 5))[-1] == (1, "a")
+    assert train(looped(tmp_path, 6)) == [(1, "a")]
+    assert train(looped(tmp_path))[0] == (1, "a")
+
+
 def test_an_item_that_was_passed_over_is_done(tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None]) -> list[int]:
         made = []

@@ -132,12 +132,14 @@ class Data:
 
     def stop_is_seen(self) -> None:
         """Note that the body of a loop was told to stop, and make the calls for a stop: the body may leave the loop."""
-        if self._items.is_open() and not self._stop_is_settled and not self._stop_is_seen and self._is_healthy():
+        if self._items.depth() and not self._stop_is_settled and not self._stop_is_seen and self._is_healthy():
             self._stop_is_seen = True
             self._make(self._items.stop)
 
     def _cut_short(self) -> None:
         """Make the calls for a stop now: the body of an outer loop continues without the items of an inner one."""
+        if not self._ending.busy:
+            self._position.cut_short()
         self.stop_is_seen()
         self._stop_is_settled = True
 
@@ -154,13 +156,13 @@ class Data:
         """
         # A body that was told to stop may have left the item early.
         place.finished = place.taken > (place.resumed or 0) and not self._stop_is_seen
-        waiting: set[object] = set(self._items.waiting)
-        if place.counts and self._is_healthy() and waiting and not self._make(self._items.finish):
+        due = self._items.due()
+        if place.counts and self._is_healthy() and due and not self._make(self._items.make_due):
             place.finished = False
             return False
         if self._should_stop() and place.counts and not self._stop_is_settled and self._is_healthy():
             self._stop_is_settled = True
-            self._make(functools.partial(self._items.stop, waiting))
+            self._make(functools.partial(self._items.stop, due))
         place.finished = place.finished and self._ending.stopping
         return True
 
@@ -188,5 +190,5 @@ class Data:
             self._stop_is_settled = True  # the body left because of the stop
         # A body that leaves for a reason of its own has ended this loop, even if a stop was requested in its last run.
         self._position.leave(place, stopping and (place.through or self._stop_is_seen))
-        if self._items.waiting and not self._items.is_open():
+        if self._items.waiting and not self._items.depth():
             self._schedule.wake()

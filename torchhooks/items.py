@@ -15,17 +15,17 @@ from torchhooks.errors import add_note
 class Items:
     """The calls to make between two items of the ``until_stop`` loops of one monitored loop."""
 
-    def __init__(self, is_open: Callable[[], bool] = bool) -> None:
-        self.is_open = is_open
-        """Returns whether an ``until_stop`` has an item in hand."""
-        self.waiting: dict[object, Callable[[], object]] = {}
-        """The calls to make when the body is done with the current item, by who asked: a hook's last one counts."""
+    def __init__(self, depth: Callable[[], int] = int) -> None:
+        self.depth = depth
+        """Returns how many ``until_stop`` loops are open."""
+        self.waiting: dict[object, tuple[int, Callable[[], object]]] = {}
+        """By who asked, the depth of the item that the call waits for, and the call. A hook's last one counts."""
         self._at_stop: dict[object, Callable[[], object]] = {}
 
     def after_item(self, who: object, call: Callable[[], object]) -> None:
         """Make ``call()`` once the body is done with the current item; now, if there is none."""
-        if self.is_open():
-            self.waiting[who] = call
+        if depth := self.depth():
+            self.waiting[who] = depth, call
         else:
             call()
 
@@ -33,19 +33,27 @@ class Items:
         """Make ``call()`` at the item in which a stop is noticed."""
         self._at_stop[who] = call
 
-    def finish(self) -> set[object]:
-        """Make the waiting calls, and return whose they were."""
-        made = set(self.waiting)
-        while self.waiting:
-            who = next(iter(self.waiting))
-            _call(who, self.waiting.pop(who))
-        return made
+    def due(self) -> list[object]:
+        """Return whose waiting calls are due: not those that wait for an item in which another loop now begins."""
+        return [who for who, (depth, _) in self.waiting.items() if depth >= self.depth()]
+
+    def make_due(self) -> None:
+        """Make the waiting calls that are due."""
+        self._make(self.due)
+
+    def finish(self) -> None:
+        """Make all waiting calls."""
+        self._make(lambda: list(self.waiting))
 
     def stop(self, made: Container[object] = ()) -> None:
         """Make the calls for a stop, except of those in ``made``, who have just been called."""
         for who, call in self._at_stop.items():
             if who not in made:
                 _call(who, call)
+
+    def _make(self, which: Callable[[], list[object]]) -> None:
+        while found := which():
+            _call(found[0], self.waiting.pop(found[0])[1])
 
     def clear(self) -> None:
         """Forget every call: their session is closed."""

@@ -143,7 +143,7 @@ class MonitoredLoop(Generic[R]):
         self._recovery = Recovery(recoverable_errors, max_recoveries)
         self._costs = HookCosts(schedule, self._readback) if hook_costs else None
         position, waits = Position(schedule, checked_state), DataWaits()
-        self._items = Items(lambda: position.is_open)
+        self._items = Items(lambda: position.depth)
         self._data = Data(schedule, position, waits, self._items, self._ending, self._is_to_stop, self._recovered_from)
         saves = folder is not None or any(getattr(hook, "saves_checkpoints", False) for hook in copied_hooks)
         watched = saves and hasattr(optimizer, "register_step_post_hook")
@@ -403,7 +403,7 @@ class MonitoredLoop(Generic[R]):
         if readback.waiting:
             schedule.wake()
             readback.end_run()
-        if self._items.waiting and not self._items.is_open():
+        if self._items.waiting and not self._items.depth():
             self._items.finish()
         if self._thread_failed:
             self._thread_failed = False

@@ -57,7 +57,8 @@ class Place:
         self.item = 0 if outer is None else outer.taken  # the item of the outer one in which it began
         self.taken: int = 0  # how many items were taken, including those of earlier processes
         self.runs = runs  # how many runs had been made when the last item was taken
-        self.several = False  # whether some item had more than one run
+        self.several = False  # whether some item had several runs, here or in the same place of an earlier outer item
+        self.cut = False  # whether another until_stop began in the current item, and yielded nothing because of a stop
         self.ended = False  # whether the data ended
         self.counts = outer is not None  # not inside a run, as in the evaluation of a hook
         self.nests = self.counts  # whether an inner loop may begin in the next item, as one did in the last
@@ -113,7 +114,7 @@ class Place:
             return True
         if self.stage is not Stage.OPEN or not self.taken:
             return self.done or not self.taken
-        return self.inner is None and runs - self.runs == 1 and not self.several
+        return self.inner is None and self._is_single(runs - self.runs)
 
     def leave(self, runs: int, stopping: bool) -> None:
         """Record that no further item is taken."""
@@ -125,11 +126,11 @@ class Place:
             return
         made = runs - self.runs
         if not self.through:
-            self.done = self._inner_stage in (None, Stage.ENDED) and made == 1 and not self.several
+            self.done = self._inner_stage in (None, Stage.ENDED) and self._is_single(made)
         elif self._inner_stage is not None:
             self.done = self._inner_stage is not Stage.STOPPED
         else:
-            self.done = self.finished or (made <= 1 and not self.several)
+            self.done = self.finished or (made == 0 and not self.several and not self.cut) or self._is_single(made)
         self.stage = Stage.STOPPED if stopping else Stage.LEFT
 
     def note_last(self) -> None:
@@ -137,6 +138,10 @@ class Place:
         fresh = self.taken - (self.resumed or 0)
         if isinstance(self.iterable, range) and fresh:
             self.last = self.iterable[fresh - 1]
+
+    def _is_single(self, made: int) -> bool:
+        """Return whether ``made`` runs are all that belong to the current item, as far as one can tell."""
+        return made == 1 and not self.several and not self.cut
 
     @property
     def _inner_stage(self) -> Stage | None:
@@ -152,6 +157,8 @@ class Position:
         self._root = Place(None, None, 0)
         self._root.stage = Stage.LEFT  # there is no outer loop that would continue after the outermost until_stop
         self._open: list[Place] = []
+        self._several: set[str] = set()
+        """The keys of the places in which some item had more than one run."""
         # From the restored checkpoint:
         self._path: list[_Saved] = []
         self._random: _Saved = {}
@@ -165,9 +172,9 @@ class Position:
     # -- for until_stop -----------------------------------------------------------------------------------------------
 
     @property
-    def is_open(self) -> bool:
-        """Whether an ``until_stop`` has an item in hand."""
-        return bool(self._open)
+    def depth(self) -> int:
+        """How many ``until_stop`` loops are open."""
+        return len(self._open)
 
     def begin(self, iterable: Iterable[Any], aside: bool, site: object = None) -> Place:
         """Return a new place: inside of those that are open or, with ``aside``, not part of the position.
@@ -180,6 +187,7 @@ class Position:
         outer = self._open[-1] if self._open else self._root
         place = Place(None if _is_plain_iterator(iterable) else iterable, outer, self._schedule.runs, site)
         outer.add(place)
+        place.several = place.key in self._several
         self._open.append(place)
         return place
 
@@ -213,6 +221,7 @@ class Position:
         iterator: Iterator[Any] = iter(())  # places before the one that was open were finished
         random = entry.get("between")  # for what the body draws between the place before that one and that one
         if entry["number"] == place.number:
+            self._warn_of_runs_before(iterable)
             iterator = self._resumed(place, iterable, entry, loader, halted)
             random, place.between = place.item_random, random
         # Iterating and skipping drew random numbers. From here on they continue as in the checkpoint.
@@ -228,6 +237,13 @@ class Position:
             place.site = None
             if place.outer is not None and not stopping:
                 place.outer.ended_inside = random_states()
+            if place.several or self._schedule.runs - place.runs > 1:
+                self._several.add(place.key)
+
+    def cut_short(self) -> None:
+        """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""
+        if self._open:
+            self._open[-1].cut = True
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
@@ -291,10 +307,14 @@ class Position:
 
     def _entry(self, place: Place, outer: Place) -> _Saved:
         place.note_last()
+        done = place.is_done(self._schedule.runs)
         return {
             "number": place.number,
             "taken": place.taken,
-            "done": place.is_done(self._schedule.runs),
+            "done": done,
+            # For the process that resumes, to know what it repeats, and that one run is not the whole item.
+            "runs": 0 if done or place.ended else self._schedule.runs - place.runs,
+            "several": place.several,
             # If it was left while the outer loop continued, it is not resumed.
             "ended": place.ended or (place.stage is Stage.LEFT and outer.stage is Stage.OPEN),
             "last": place.last,
@@ -374,6 +394,12 @@ class Position:
         place.last, place.before = entry["last"], entry["before"]
         if not done:  # the item is yielded again, so its body starts with the random states of the first time
             place.item_random = entry.get("item_random")
+        place.several = entry.get("several", False)
+        if not done and entry.get("runs", 0) and len(self._path) == place.depth and not _is_plain_iterator(iterable):
+            runs = entry["runs"]
+            logger.warning(
+                "the last item of %s had %d runs when the checkpoint was saved. %s", _name(iterable), runs, _REPEATED
+            )
         if entry["ended"] and not (place.depth == 1 and isinstance(iterable, _MAY_HAVE_GROWN)):
             if place.depth == 1:
                 logger.info("%s had already ended. %s", _name(iterable), _AGAIN)
@@ -393,6 +419,12 @@ class Position:
                 logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
             return iter(iterable)
         return self._skipped(place, iterable, done, entry.get("digest"), halted)
+
+    def _warn_of_runs_before(self, iterable: object) -> None:
+        """Log a warning if runs were made in this item of the outer loop already: the checkpoint has them."""
+        outer = self._open[-2] if len(self._open) > 1 else self._root
+        if runs := self._schedule.runs - outer.runs:
+            logger.warning("%d runs were made before %s continued. %s", runs, _name(iterable), _MADE_TWICE)
 
     def _skipped(
         self, place: Place, iterable: Iterable[Any], done: bool, last: Digest | None, halted: Callable[[], bool]
@@ -447,6 +479,11 @@ _ANOTHER_ORDER = (
     "the outer loop). A body that changes its items in place looks the same."
 )
 _AS_PLAIN = "So it is treated as a loader without a state, and is resumed by skipping the items that are done."
+_REPEATED = (
+    "It is yielded again, so these runs are made twice. To continue within an item, iterate over its parts with "
+    "another until_stop, and make one run for each."
+)
+_MADE_TWICE = "The checkpoint contains them already: make them in an until_stop of their own."
 _USE_ONE = "Checkpoints contain the position of the first one only: pass one until_stop an iterable of both."
 _NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
 

@@ -1,0 +1,160 @@
+"""Each way of writing a training loop ends the same if it is interrupted and resumed, or a warning says why not.
+
+:mod:`patterns` has the ways. docs/loops.md has a table of them, which must agree with what is tested here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patterns import PATTERNS, Job
+
+ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs" / "loops.md"
+
+EXPECTED_LATER = {
+    # Point 3: what an epoch draws itself.
+    "order_randperm": "the interrupted epoch is drawn again, from the random states of the checkpoint",
+    "order_shuffled_new_list": "the interrupted epoch is drawn again, from the random states of the checkpoint",
+    "order_numpy": "the interrupted epoch is drawn again, from the random states of the checkpoint",
+    "order_subset": "the interrupted epoch is drawn again, from the random states of the checkpoint",
+    # Point 4: generators anywhere.
+    "bar_inside_generator": "a generator within a wrapper is not saved",
+    "dataset_numpy_generator": "a generator of a dataset is not saved",
+    "dataset_python_generator": "a generator of a dataset is not saved",
+    "own_sampler_generator": "a generator under another name than generator is not saved",
+    # Point 5: what cannot be restored is noticed.
+    "order_shuffled_in_place": "other batches, and no warning",
+    "counts_its_epochs": "other batches, and no warning",
+    # Point 6: gradient accumulation.
+    "accumulation_by_run": "accumulated gradients are lost",
+    # Point 14.
+    "limit": "until_stop has no argument limit yet",
+    "enumerate_outside_counter": "the counter starts again at 0, and no warning: for the documentation",
+    "enumerate_outside_limit": "the counter starts again at 0, and no warning: for the documentation",
+    "held_generator": "the inner loop that was left continues in the resumed process",
+    "own_break_out_of_both": "the resumed process continues after a break out of the outermost loop",
+    # In no point.
+    "scheduler_at_epoch_start": "what is done before the inner loop is done again in the resumed process",
+    "event_at_epoch_start": "what is done before the inner loop is done again in the resumed process",
+    "two_phases_in_an_epoch": "what is done before the second inner loop is done again in the resumed process",
+    "two_phases_change_between": "what is done between the phases is done again in the resumed process",
+    "epochs_by_a_plain_for_with_scheduler": "what is done after an inner loop that had ended is done again",
+    "guard_before_the_end_of_the_body": "what comes after the guard is lost, and no warning",
+    "signal_in_validation_before_a_guard": "the epoch's validation is made twice, and no warning",
+    "two_runs_per_item_stopped_in_the_first": "the second run of the very first item is lost, and no warning",
+    "while_not_should_stop_with_scheduler": "without until_stop, a checkpoint is saved before the body is done",
+}
+
+
+class Server:
+    """Tries patterns in new processes, and tells when one is done."""
+
+    def __init__(self, directory: Path, names: list[str]) -> None:
+        self.directory = directory
+        self.done: set[str] = set()
+        # torchdata calls a function that torch deprecates. A schedule that was loaded may step before the optimizer.
+        ignored = [f"-Wignore:{text}:UserWarning" for text in ("'set_vital' is deprecated", "Detected call of")]
+        most = str(os.cpu_count() or 1)
+        # One thread, because a fork copies only the thread that makes it.
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-Werror", *ignored, "tests/patterns.py", str(directory), most],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **threads, "PYTHONPATH": str(ROOT)},
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n".join(names))
+        self._process.stdin.close()
+
+    def results(self, name: str) -> dict[str, Any]:
+        """Return the results of a pattern, by scenario, once it is done."""
+        assert self._process.stdout is not None
+        while name not in self.done:
+            line = self._process.stdout.readline()
+            assert line, "the server ended"
+            self.done.add(line.rstrip("\n"))
+        results: dict[str, Any] = json.loads((self.directory / f"{name}.json").read_text())
+        return results
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server, which tries every pattern whose test was selected."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
+    names = [call.params["name"] for call in calls if call is not None and "name" in call.params]
+    server = Server(tmp_path_factory.mktemp("patterns"), list(dict.fromkeys(names)))
+    yield server
+    server.close()
+
+
+def marked(name: str) -> Any:
+    later = [pytest.mark.xfail(reason=EXPECTED_LATER[name], raises=AssertionError)] if name in EXPECTED_LATER else []
+    return pytest.param(name, marks=later)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in PATTERNS])
+def test_a_resumed_training_run_ends_as_an_uninterrupted_one_or_a_warning_says_why_not(
+    name: str, server: Server
+) -> None:
+    warnings, results = PATTERNS[name].warnings, server.results(name)
+    assert "error" not in results, results["error"]
+    whole = results.pop("whole")
+    assert {scenario: result["error"] for scenario, result in results.items() if "error" in result} == {}
+    differ = {
+        scenario: [part for part, digest in result["outcome"].items() if digest != whole[part]]
+        for scenario, result in results.items()
+        if result["outcome"] != whole
+    }
+    silent = {
+        scenario: parts
+        for scenario, parts in differ.items()
+        if not any(warning in results[scenario]["logged"] for warning in warnings)
+    }
+    assert silent == {}
+    assert bool(differ) == bool(warnings), "a pattern that is exact needs no warning"
+
+
+def test_another_seed_ends_elsewhere_in_everything_but_the_schedule() -> None:
+    outcomes = []
+    for seed in (1, 2):
+        job = Job(seed=seed)
+        job.generator()
+        PATTERNS["scheduler_per_batch"].train(job)
+        outcomes.append(job.outcome())
+    one, other = outcomes
+    assert {part for part in one if one[part] == other[part]} == {"scheduler"}
+
+
+def rows() -> dict[str, str]:
+    """Return what the table in the documentation says of each pattern."""
+    found: dict[str, str] = {}
+    for line in TABLE.read_text(encoding="utf-8").splitlines():
+        if names := re.search(r"<!-- (.*?) -->", line):
+            outcome = line.split(" | ")[1].strip()
+            for name in names[1].split():
+                assert name not in found, f"{name} is in two rows"
+                found[name] = outcome
+    return found
+
+
+def test_the_table_in_the_documentation_has_every_pattern_and_its_outcome() -> None:
+    expected = {name: "warned" if pattern.warnings else "exact" for name, pattern in PATTERNS.items()}
+    assert rows() == {**expected, **dict.fromkeys(EXPECTED_LATER, "not exact")}
