@@ -216,7 +216,7 @@ class Position:
             return _started(place, iterable)
         iterator: Iterator[Any] = iter(())  # places before the one that was open were finished
         if entry["number"] == place.number:
-            self._warn_of_runs_before(place)
+            self._warn_of_runs_before(iterable)
             iterator = self._resumed(place, iterable, entry, loader, halted)
         # Iterating and skipping drew random numbers. From here on they continue as in the checkpoint.
         self._restore_loader(iterable, loader, again=True)
@@ -388,11 +388,11 @@ class Position:
             return iter(iterable)
         return self._skipped(place, iterable, done, halted)
 
-    def _warn_of_runs_before(self, place: Place) -> None:
-        """Log a warning if runs were made before ``place`` in this item of the outer one: the checkpoint has them."""
+    def _warn_of_runs_before(self, iterable: object) -> None:
+        """Log a warning if runs were made in this item of the outer loop already: the checkpoint has them."""
         outer = self._open[-2] if len(self._open) > 1 else self._root
         if runs := self._schedule.runs - outer.runs:
-            logger.warning("%d runs were made before %s continued. %s", runs, _name(place.iterable), _MADE_TWICE)
+            logger.warning("%d runs were made before %s continued. %s", runs, _name(iterable), _MADE_TWICE)
 
     def _skipped(self, place: Place, iterable: Iterable[Any], done: bool, halted: Callable[[], bool]) -> Iterator[Any]:
         """Return what is left of ``iterable`` after skipping the items that are done."""
