@@ -35,6 +35,11 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
+def same_random_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether no random number was drawn on the CPU between two calls of :func:`random_states`."""
+    return torch.equal(one["torch"], other["torch"]) and all(one[name] == other[name] for name in ("python", "numpy"))
+
+
 def without_arrays(state: Any) -> Any:
     """Return ``state`` with lists in place of NumPy arrays, which ``weights_only=True`` does not load."""
     if isinstance(state, dict):
