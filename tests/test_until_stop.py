@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from torchhooks import LifecycleError, MonitoredLoop, StopAtStepHook
+from torchhooks import (
+    LifecycleError,
+    MonitoredLoop,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StopAtStepHook,
+)
 from torchhooks.readback import Elapsed
 from torchhooks.testing import FakeClock, RecordingHook
 
@@ -164,6 +171,25 @@ def test_a_pause_of_the_loop_is_one_of_its_session() -> None:
         with loop.paused():
             clock.advance(2.0)
     assert [pause.host_secs for pause in pauses] == [2.0]
+
+
+def test_a_call_after_an_item_may_ask_for_one_after_the_next() -> None:
+    steps: list[int] = []
+
+    class Asking(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            def call() -> None:
+                steps.append(run_context.session.global_step)
+                if len(steps) == 1:
+                    run_context.after_item(call)
+
+            if run_context.session.global_step == 1:
+                run_context.after_item(call)
+
+    with MonitoredLoop(half, hooks=[Asking()]) as loop:
+        for _ in loop.until_stop(range(3)):
+            loop.run()
+    assert steps == [1, 2]
 
 
 def test_a_generator_that_a_variable_still_holds_was_left() -> None:

@@ -39,11 +39,11 @@ class Items:
 
     def make_due(self) -> None:
         """Make the waiting calls that are due."""
-        self._make(self.due)
+        self._make(self.due())
 
     def finish(self) -> None:
         """Make all waiting calls."""
-        self._make(lambda: list(self.waiting))
+        self._make(list(self.waiting))
 
     def stop(self, made: Container[object] = ()) -> None:
         """Make the calls for a stop, except of those in ``made``, who have just been called."""
@@ -51,9 +51,10 @@ class Items:
             if who not in made:
                 _call(who, call)
 
-    def _make(self, which: Callable[[], list[object]]) -> None:
-        while found := which():
-            _call(found[0], self.waiting.pop(found[0])[1])
+    def _make(self, asked: list[object]) -> None:
+        for who in asked:  # a call may ask again, for the next item
+            if who in self.waiting:
+                _call(who, self.waiting.pop(who)[1])
 
     def clear(self) -> None:
         """Forget every call: their session is closed."""
