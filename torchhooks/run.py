@@ -64,12 +64,12 @@ class Lifecycle:
         ending, schedule = self._ending, self._schedule
         number = schedule.runs + 1
         context = ending.run = SessionRunContext(self._services, args, kwargs)
-        seats: list[Seat] = []
         requests: list[Request] = []
-        made = _PLAIN
         if outputs is NOT_MADE:
             seats = self._before_run(context, requests, number)
             outputs, made = self._make_step(requests, args, kwargs)
+        else:
+            seats, made = [], _PLAIN
         if schedule.watchers:
             self._call_watchers(context, requests, seats, outputs, made)
         values = self._evaluate(context, requests, outputs, made) if requests else _NO_VALUES
