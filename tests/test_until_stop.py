@@ -194,14 +194,15 @@ def test_a_call_after_an_item_may_ask_for_one_after_the_next() -> None:
 
 def test_a_generator_that_a_variable_still_holds_was_left() -> None:
     with MonitoredLoop(half) as loop:
-        for _ in loop.until_stop(range(3)):
-            held = loop.until_stop([7, 8, 9])  # the same place in the code in every epoch
-            for _ in held:
+        held = []
+        for _ in range(3):
+            held.append(loop.until_stop([7, 8, 9]))  # the same place in the code each time
+            for _ in held[-1]:
                 loop.run()
                 break
         position = loop.session.position
         assert position is not None
-        assert [place["number"] for place in (position.state_dict() or {})["path"]] == [0]
+        assert [place["number"] for place in (position.state_dict() or {})["path"]] == [2]
 
 
 def test_the_end_of_the_data_is_a_reason_but_not_a_stop() -> None:
