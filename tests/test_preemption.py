@@ -16,12 +16,15 @@ import torch
 from torchhooks import (
     AbortedError,
     CheckpointSaverHook,
+    CheckpointSaverListener,
     Coordinator,
     GlobalStepWaiterHook,
     LooperThread,
     MonitoredLoop,
     Session,
+    SessionRunContext,
     SessionRunHook,
+    SessionRunValues,
     latest_checkpoint,
 )
 from torchhooks.testing import RecordingHook
@@ -69,6 +72,30 @@ def test_a_signal_ends_the_wait_of_a_hook_in_a_run(delivered: list[str]) -> None
         for _ in loop.until_stop(range(9)):
             loop.run()
     assert (loop.global_step, loop.stop_reason, delivered) == (1, "signal SIGTERM", ["SIGTERM"])
+
+
+def test_an_evaluation_in_a_run_leaves_the_save_for_the_stop_to_the_item(tmp_path: Path, delivered: list[str]) -> None:
+    after: list[int] = []
+
+    class Evaluating(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            if run_context.session.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+            assert len(list(loop.until_stop([7, 8]))) in (0, 2)
+
+    class Noting(CheckpointSaverListener):
+        def after_save(self, session: Session, step: int) -> None:
+            after.append(len(epochs))
+
+    epochs: list[int] = []
+    hooks = [Evaluating(), CheckpointSaverHook(tmp_path, save_steps=100, listeners=[Noting()])]
+    with MonitoredLoop(lambda: None, hooks=hooks, signals=["SIGTERM"]) as loop:
+        for epoch in loop.until_stop(range(3)):
+            for _ in loop.until_stop(range(5)):
+                loop.run()
+            epochs.append(epoch)
+    assert (epochs, after) == ([0], [0, 0]), "saved at creation, and at the item: before the end of the epoch"
+    assert delivered == ["SIGTERM"]
 
 
 def test_a_signal_ends_the_pause_before_a_recovery(tmp_path: Path, delivered: list[str]) -> None:

@@ -138,8 +138,9 @@ class Data:
 
     def _cut_short(self) -> None:
         """Make the calls for a stop now: the body of an outer loop continues without the items of an inner one."""
-        if not self._ending.busy:
-            self._position.cut_short()
+        if self._ending.busy:
+            return  # in a run, as in the evaluation of a hook: the item of that run settles the stop
+        self._position.cut_short()
         self.stop_is_seen()
         self._stop_is_settled = True
 

@@ -7,9 +7,10 @@ Each ``until_stop`` has a :class:`Place`. The open ones, outermost first, are th
   whether the last of them is done, whether its data had ended, and the random states with which it was started;
 * ``"loaders"``: by depth and number, the state of a loader: those of its generators, and its ``state_dict()``.
 
-An item is done if exactly one run was made in it. With several runs in an item it is not known how many are left, so
-the item counts as not done and is yielded again: seeing a batch twice does less harm than missing half an epoch. An
-item in which another ``until_stop`` is open is not done either.
+A checkpoint is usually taken between two items, when the last one is done, however many runs it took. One that is taken
+within an item cannot know how many runs are left in it. Such an item counts as done if exactly one run was made in it,
+in no inner ``until_stop``. Otherwise it is yielded again: seeing a batch twice does less harm than missing half an
+epoch.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Stage(Enum):
 
 
 class Place:
-    """How far one ``until_stop`` is. The loop sets ``taken``, ``runs``, ``several``, ``ended`` and ``through``."""
+    """How far one ``until_stop`` is. :class:`torchhooks.data.Data` updates it as it takes items."""
 
     def __init__(self, iterable: object, outer: Place | None, runs: int, site: object = None) -> None:
         self.iterable = iterable  # None once the data ended, and for an iterator, which cannot be iterated again
