@@ -20,6 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -323,6 +324,10 @@ def pattern(
 REPEATED = "runs when the checkpoint was saved. It is yielded again"
 MADE_TWICE = "runs were made before until_stop's DataLoader continued"
 ITERATOR = "is an iterator, so it continues where it is"
+COUNTER = "starts at 0 again"
+GUARD = "the body left until_stop because should_stop() was true"
+LEFT_WITH_BREAK = "left it with a break"
+OUTSIDE = "was saved in a run, and before the next run"
 
 # -- what is iterated -------------------------------------------------------------------------------------------------
 
@@ -589,7 +594,7 @@ def enumerate_outside(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern()
+@pattern(COUNTER)
 def enumerate_outside_counter(job: Job) -> None:
     """The counter decides what happens."""
     loader = job.loader(shuffle=True)
@@ -601,7 +606,7 @@ def enumerate_outside_counter(job: Job) -> None:
                     job.validate()
 
 
-@pattern(steps=(2, 3, 4), last=6)
+@pattern(COUNTER, steps=(2, 3, 4), last=6)
 def enumerate_outside_limit(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -830,7 +835,7 @@ def signal_in_validation(job: Job) -> None:
     late_signal(job, guard=False)
 
 
-@pattern()
+@pattern(GUARD)
 def signal_in_validation_before_a_guard(job: Job) -> None:
     late_signal(job, guard=True)
 
@@ -1011,7 +1016,7 @@ def guard_in_both(job: Job) -> None:
     guarded(job, inner=True, outer=True, before=True)
 
 
-@pattern()
+@pattern(GUARD)
 def guard_before_the_end_of_the_body(job: Job) -> None:
     """What comes after the guard is left out in the process that stops."""
     guarded(job, inner=True, outer=True)
@@ -1056,7 +1061,7 @@ def own_break_and_guard(job: Job) -> None:
             job.validate()
 
 
-@pattern(steps=(2, 3, 4), last=5)
+@pattern(LEFT_WITH_BREAK, steps=(2, 3, 4), last=5)
 def own_break_out_of_both(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -1179,7 +1184,7 @@ def two_runs_per_item(job: Job) -> None:
     two_runs(job)
 
 
-@pattern(steps=(1,), last=None)
+@pattern(GUARD, steps=(1,), last=None)
 def two_runs_per_item_stopped_in_the_first(job: Job) -> None:
     two_runs(job)
 
@@ -1284,7 +1289,7 @@ def while_not_should_stop(job: Job) -> None:
             loop.run(torch.randn(2, 1))
 
 
-@pattern(last=None)
+@pattern(OUTSIDE, last=None)
 def while_not_should_stop_with_scheduler(job: Job) -> None:
     """Without until_stop, a checkpoint is saved inside the run."""
     with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
@@ -1447,29 +1452,44 @@ def make_originals(folder: Path, name: str) -> None:
         if step in steps and not (folder / f"kill {step}").exists():
             shutil.copytree(saving, folder / f"kill {step}", copy_function=os.link)
 
-    outcomes = {
-        "whole": trained(name, Job()),
-        "saving": trained(name, Job(saving, save_steps=1, after_run=copy)),
-    }
+    with logging_to(io.StringIO()) as lines:
+        outcomes = {
+            "whole": trained(name, Job()),
+            "saving": trained(name, Job(saving, save_steps=1, after_run=copy)),
+        }
+    logged = {f"kill {step}": lines.getvalue() for step in steps}
     for step in PATTERNS[name].stops:
-        trained(name, Job(folder / f"stop {step}", interruption=Interruption("stop", step)))
-    (folder / "originals").write_text(json.dumps(outcomes))
+        with logging_to(io.StringIO()) as lines:
+            trained(name, Job(folder / f"stop {step}", interruption=Interruption("stop", step)))
+        logged[f"stop {step}"] = lines.getvalue()
+    (folder / "originals").write_text(json.dumps({**outcomes, "logged": logged}))
+
+
+@contextmanager
+def logging_to(lines: io.StringIO) -> Iterator[io.StringIO]:
+    """Write what torchhooks logs to ``lines``."""
+    handler = logging.StreamHandler(lines)
+    logger = logging.getLogger("torchhooks")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def resume_all(folder: Path, name: str) -> None:
     """Resume each training run that was stopped or killed. None of them was made in this process."""
     pattern, results = PATTERNS[name], {}
-    logging.getLogger("torchhooks").setLevel(logging.INFO)
+    before = json.loads((folder / "originals").read_text())["logged"]
     for number, scenario in enumerate(pattern.scenarios, start=1):
-        logged = io.StringIO()
-        handler = logging.StreamHandler(logged)
-        logging.getLogger("torchhooks").addHandler(handler)
         try:
-            outcome = trained(name, Job(folder / scenario, 100 + number))
+            with logging_to(io.StringIO(before.get(scenario, ""))) as logged:
+                logged.seek(0, io.SEEK_END)
+                outcome = trained(name, Job(folder / scenario, 100 + number))
             results[scenario] = {"outcome": outcome, "logged": logged.getvalue()}
         except Exception:
             results[scenario] = {"error": traceback.format_exc()}
-        logging.getLogger("torchhooks").removeHandler(handler)
     (folder / "resumed").write_text(json.dumps(results))
 
 

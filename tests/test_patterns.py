@@ -20,23 +20,6 @@ from patterns import PATTERNS, Job
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "loops.md"
 
-EXPECTED_LATER = {
-    # Point 14.
-    "enumerate_outside_counter": "the counter starts again at 0, and no warning: for the documentation",
-    "enumerate_outside_limit": "the counter starts again at 0, and no warning: for the documentation",
-    "own_break_out_of_both": "the resumed process continues after a break out of the outermost loop",
-    # In no point.
-    "scheduler_at_epoch_start": "what is done before the inner loop is done again in the resumed process",
-    "event_at_epoch_start": "what is done before the inner loop is done again in the resumed process",
-    "two_phases_in_an_epoch": "what is done before the second inner loop is done again in the resumed process",
-    "two_phases_change_between": "what is done between the phases is done again in the resumed process",
-    "epochs_by_a_plain_for_with_scheduler": "what is done after an inner loop that had ended is done again",
-    "guard_before_the_end_of_the_body": "what comes after the guard is lost, and no warning",
-    "signal_in_validation_before_a_guard": "the epoch's validation is made twice, and no warning",
-    "two_runs_per_item_stopped_in_the_first": "the second run of the very first item is lost, and no warning",
-    "while_not_should_stop_with_scheduler": "without until_stop, a checkpoint is saved before the body is done",
-}
-
 
 class Server:
     """Tries patterns in new processes, and tells when one is done."""
@@ -88,12 +71,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     server.close()
 
 
-def marked(name: str) -> Any:
-    later = [pytest.mark.xfail(reason=EXPECTED_LATER[name], raises=AssertionError)] if name in EXPECTED_LATER else []
-    return pytest.param(name, marks=later)
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in PATTERNS])
+@pytest.mark.parametrize("name", PATTERNS)
 def test_a_resumed_training_run_ends_as_an_uninterrupted_one_or_a_warning_says_why_not(
     name: str, server: Server
 ) -> None:
@@ -142,4 +120,4 @@ def rows() -> dict[str, str]:
 
 def test_the_table_in_the_documentation_has_every_pattern_and_its_outcome() -> None:
     expected = {name: "warned" if pattern.warnings else "exact" for name, pattern in PATTERNS.items()}
-    assert rows() == {**expected, **dict.fromkeys(EXPECTED_LATER, "not exact")}
+    assert rows() == expected

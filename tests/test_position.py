@@ -282,8 +282,9 @@ def in_two(directory: Path, stop: int, first: Iterable[Any], second: Iterable[An
 
 
 def logged(lines: Lines) -> list[tuple[str, str]]:
-    """Return what was logged about the data."""
-    return [(level, re.sub(r"[\d.]+ sec", "... sec", text)) for level, text in lines if "until_stop" in text]
+    """Return what was logged about the data, without the line that says where they continue."""
+    about_data = [(level, text) for level, text in lines if "until_stop" in text and "continues after item" not in text]
+    return [(level, re.sub(r"[\d.]+ sec", "... sec", text)) for level, text in about_data]
 
 
 Program = list[tuple[str, int, Any]]

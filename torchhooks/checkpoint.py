@@ -17,11 +17,13 @@ import math
 import os
 import threading
 import zipfile
+from collections.abc import Callable
 from functools import partial
 from typing import Any, BinaryIO, cast
 
 import torch
 
+from torchhooks.changes import StateMark
 from torchhooks.checkpoint_files import (
     Checkpoint,
     Disk,
@@ -38,7 +40,7 @@ from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note,
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
-from torchhooks.state import SessionLike, changed_metadata, collect, compare
+from torchhooks.state import SessionLike, changed_metadata, collect, compare, parts_of
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr, shortened
 
@@ -244,7 +246,33 @@ class Saver:
         session.global_step = saved["global_step"]
         set_random_states(saved["random"])
         if position is not None:
-            position.load_state_dict(saved.get("position"), saved["random"])
+            position.load_state_dict(saved.get("position"), saved["random"], partial(self._mark_state, session, path))
+
+    def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
+        """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""
+        parts: dict[str, Any] = dict(parts_of(session))
+        if session.gradients is not None:
+            parts["gradients"] = session.gradients
+        mark = StateMark(parts)
+        return lambda: self._restore_changed(session, path, mark.changed())
+
+    def _restore_changed(self, session: SessionLike, path: str, changed: list[str]) -> None:
+        if not changed:
+            return
+        try:
+            saved = _read(path)
+            pairs, misfits = compare(session, saved)
+            if misfits:
+                raise CheckpointError(f"{path} does not match any more: {shortened(misfits)}")
+        except (OSError, CheckpointError) as error:
+            logger.warning("the body of the loop changed %s a second time: %s", shortened(changed, 8), brief(error))
+            return
+        for name, (part, state) in pairs.items():
+            if name in changed and not (session.position is not None and session.position.iterates(part)):
+                self._load(name, part, state, path)
+        if session.gradients is not None and "gradients" in changed:
+            session.gradients.load_state_dict(saved.get("gradients"))
+        logger.info("restored %s again, which code that the checkpoint follows had changed", shortened(changed, 8))
 
     def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
         try:

@@ -18,6 +18,11 @@ from torchhooks.schedule import Schedule
 T = TypeVar("T")
 
 _DATA_ENDED: Any = object()
+_LEFT_AT_GUARD = (
+    "the body left until_stop because should_stop() was true after run %d. What else it does with an item is missing "
+    "for the last one, in the checkpoint and after resuming. until_stop ends by itself: leave out the break, or put it "
+    "at the end of the body"
+)
 
 
 class Data:
@@ -188,6 +193,8 @@ class Data:
     def _leave(self, place: Place) -> None:
         stopping = self._ending.stopping or self._ending.signal is not None
         if stopping and self._stop_is_seen:
+            if place.counts and not place.through and not self._stop_is_settled:
+                logger.warning(_LEFT_AT_GUARD, self._schedule.runs)
             self._stop_is_settled = True  # the body left because of the stop
         # A body that leaves for a reason of its own has ended this loop, even if a stop was requested in its last run.
         self._position.leave(place, stopping and (place.through or self._stop_is_seen))

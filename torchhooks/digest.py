@@ -28,7 +28,7 @@ def digest(item: Any) -> Digest | None:
     its values would have to be waited for. Of any other object, only the type: reading it could change it.
     """
     try:
-        return {path: _leaf(leaf) for path, leaf in itertools.islice(_leaves(item), _MOST_LEAVES)}
+        return {path: leaf_digest(leaf) for path, leaf in itertools.islice(_leaves(item), _MOST_LEAVES)}
     except Exception:  # an item of an odd kind must not prevent a checkpoint
         return None
 
@@ -65,7 +65,8 @@ def _leaves(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, A
         yield from _leaves(member, f"{path}[{key if type(key) in (int, str) else number}]", depth + 1)
 
 
-def _leaf(value: Any) -> list[Any]:
+def leaf_digest(value: Any) -> list[Any]:
+    """Return the digest of a value that is not a container. Does not wait for a device."""
     if isinstance(value, torch.Tensor):
         version = 0 if value.is_inference() else value._version
         return [f"{value.dtype} {list(value.shape)}", version, _checksum(_tensor_sample(value))]

@@ -205,6 +205,10 @@ class SessionRunContext:
 
         self._services.items.after_item(callback if caller is None else caller.hook, call)
 
+    def before_next_run(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when the next run begins, if a hook is due in it, before the ``before_run`` of any."""
+        self._services.items.before_run.append(callback)
+
     def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
         """Call ``callback(host_values)`` once ``values`` are on the host, without blocking the host or the device.
 

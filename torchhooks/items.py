@@ -20,6 +20,8 @@ class Items:
         """Returns how many ``until_stop`` loops are open."""
         self.waiting: dict[object, tuple[int, Callable[[], object]]] = {}
         """By who asked, the depth of the item that the call waits for, and the call. A hook's last one counts."""
+        self.before_run: list[Callable[[], object]] = []
+        """The calls to make when the next run begins, if it has hooks."""
         self._at_stop: dict[object, Callable[[], object]] = {}
 
     def after_item(self, who: object, call: Callable[[], object]) -> None:
@@ -32,6 +34,12 @@ class Items:
     def at_stop(self, who: object, call: Callable[[], object]) -> None:
         """Make ``call()`` at the item in which a stop is noticed."""
         self._at_stop[who] = call
+
+    def begin_run(self) -> None:
+        """Make the calls for the beginning of a run."""
+        calls, self.before_run = self.before_run, []
+        for call in calls:
+            call()
 
     def due(self) -> list[object]:
         """Return whose waiting calls are due: not those that wait for an item in which another loop now begins."""
@@ -59,6 +67,7 @@ class Items:
     def clear(self) -> None:
         """Forget every call: their session is closed."""
         self.waiting.clear()
+        self.before_run.clear()
         self._at_stop.clear()
 
 

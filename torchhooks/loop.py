@@ -300,8 +300,9 @@ class MonitoredLoop(Generic[R]):
 
         A checkpoint that is taken in the middle of an item, because the item took longer than a whole period, has that
         item yielded again, unless exactly one run was made in it. The item of an outer ``until_stop`` is always yielded
-        again: its body starts with the random states of the first time, and the inner one continues in it. Consecutive
-        loops are told apart by their number; those that had ended yield nothing. A recovery within the process does not
+        again: its body starts with the random states of the first time, and the inner one continues in it. What the
+        body changed on the way there is loaded from the checkpoint again. Consecutive loops are told apart by their
+        number; those that had ended yield nothing. A recovery within the process does not
         move the position. An ``until_stop`` inside a run, such as an evaluation in a hook, is not part of the position.
 
         Args:

@@ -33,6 +33,7 @@ from torchhooks.randomness import random_states, same_random_states, set_random_
 from torchhooks.stateful import Stateful, has_state
 
 _Saved = dict[str, Any]  # a part of a checkpoint
+Undo = Callable[[], object]
 
 
 class RunCounter(Protocol):
@@ -164,6 +165,8 @@ class Position:
         self._path: list[_Saved] = []
         self._random: _Saved = {}
         self._saved_loaders: dict[str, _Saved] = {}
+        self._mark_state: Callable[[], Undo] | None = None
+        self._undo: Undo | None = None
 
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
@@ -210,6 +213,7 @@ class Position:
         """
         if not place.depth:
             return iter(iterable)
+        self._mark_before(place)
         entry = self._restored_in(self._open[-2] if len(self._open) > 1 else self._root)
         loader = self._saved_loaders.pop(place.key, {})
         self._remember(place.key, iterable)
@@ -222,6 +226,7 @@ class Position:
         iterator: Iterator[Any] = iter(())  # places before the one that was open were finished
         random = entry.get("between")  # for what the body draws between the place before that one and that one
         if entry["number"] == place.number:
+            self._undo_repeated(place)
             self._warn_of_runs_before(iterable)
             iterator = self._resumed(place, iterable, entry, loader, halted)
             random, place.between = place.item_random, random
@@ -266,8 +271,14 @@ class Position:
         loaders = {key: self._loader_state(loader, key in current) for key, loader in live}
         return {"path": path, "loaders": {**self._saved_loaders, **loaders}}
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, random: _Saved) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, random: _Saved, mark_state: Callable[[], Undo] | None = None
+    ) -> None:
         """Resume ``state`` with the next ``until_stop``; ``random`` are the random states of the checkpoint.
+
+        ``mark_state()`` returns a function that undoes what has changed in the training state since that call. It is
+        called where the resumed process begins to repeat code that the checkpoint's process had run, and what it
+        returns where that ends.
 
         Does nothing if there was an ``until_stop`` already, as in a recovery: the data continues where it is, because
         the items that were yielded cannot be taken back.
@@ -277,6 +288,7 @@ class Position:
         self._path = [] if state is None else state["path"]
         self._saved_loaders = {} if state is None else dict(state["loaders"])
         self._random = random
+        self._mark_state = mark_state
 
     def iterates(self, part: object) -> bool:
         """Return whether ``part`` is being iterated, so that its state must not be loaded."""
@@ -316,6 +328,7 @@ class Position:
             # For the process that resumes, to know what it repeats, and that one run is not the whole item.
             "runs": 0 if done or place.ended else self._schedule.runs - place.runs,
             "several": place.several,
+            "left": place.stage is Stage.LEFT,
             # If it was left while the outer loop continued, it is not resumed.
             "ended": place.ended or (place.stage is Stage.LEFT and outer.stage is Stage.OPEN),
             "last": place.last,
@@ -405,6 +418,9 @@ class Position:
             if place.depth == 1:
                 logger.info("%s had already ended. %s", _name(iterable), _AGAIN)
             return iter(())
+        if place.resumed and len(self._path) == place.depth and not _is_plain_iterator(iterable):
+            hint = _AFTER_A_BREAK if entry.get("left") else _COUNTERS
+            logger.info("%s continues after item %d. %s", _name(iterable), place.resumed, hint)
         if isinstance(iterable, range) and entry["last"] is not None:
             place.iterable = rest = _rest_of_range(iterable, entry["last"], done)
             return iter(rest)
@@ -420,6 +436,27 @@ class Position:
                 logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
             return iter(iterable)
         return self._skipped(place, iterable, done, entry.get("digest"), halted)
+
+    def _mark_before(self, place: Place) -> None:
+        """Mark the training state before the body repeats what it did in the process that saved the checkpoint.
+
+        It does so from the first ``until_stop`` on, up to the one that was interrupted. Changes before the first, such
+        as another learning rate for the resumed training run, are not repeated.
+        """
+        if place.depth == 1 and place.number == 0 and self._mark_state is not None:
+            if len(self._path) > 1 or (self._path and self._path[0]["number"]):
+                self._undo = self._mark_state()
+            self._mark_state = None
+
+    def _undo_repeated(self, place: Place) -> None:
+        """Undo what the body changed on its way to ``place``, if this is the one that was interrupted.
+
+        The checkpoint contains it already. Not if there were runs on the way: they changed the state as well.
+        """
+        if self._undo is not None and place.depth == len(self._path):
+            if not self._schedule.runs:
+                self._undo()
+            self._undo = None
 
     def _warn_of_runs_before(self, iterable: object) -> None:
         """Log a warning if runs were made in this item of the outer loop already: the checkpoint has them."""
@@ -479,6 +516,11 @@ _AGAIN = "To iterate it again, use until_stop(..., resume=False)."
 _NOT_AN_ITERATOR = (
     "To have it resumed, pass until_stop an iterable, such as the loader itself or a list, and write epochs as "
     "until_stop(range(...)) around it."
+)
+_COUNTERS = "A counter around it, such as enumerate(), starts at 0 again."
+_AFTER_A_BREAK = (
+    "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
+    "it again."
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
 _ANOTHER_ORDER = (

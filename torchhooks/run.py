@@ -49,7 +49,8 @@ class Lifecycle:
         self, services: RunServices, progress: Progress, schedule: Schedule, steps_per_run: int, costs: HookCosts | None
     ) -> None:
         self._services = services
-        self._session, self._step, self._ending = services.session, services.step, services.ending
+        self._session, self._step = services.session, services.step
+        self._items, self._ending = services.items, services.ending
         self._function = services.step.function
         self._progress = progress
         self._schedule = schedule
@@ -84,6 +85,8 @@ class Lifecycle:
     def _before_run(self, context: SessionRunContext, requests: list[Request], number: int) -> list[Seat]:
         """Call ``before_run`` of the hooks that are due, append what they request, and return them."""
         progress, schedule = self._progress, self._schedule
+        if self._items.before_run:
+            self._items.begin_run()
         step = progress.global_step
         look = schedule.before
         if step + 1 < look.step and number < look.run and look.moment is None:

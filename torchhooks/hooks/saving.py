@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torchhooks import summary
+from torchhooks.changes import StateMark
 from torchhooks.coordinator import Coordinator
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.session import Scaffold, Session
-from torchhooks.text import call_repr
-from torchhooks.timer import NEVER, Due, SecondOrStepTimer
+from torchhooks.stateful import Stateful
+from torchhooks.text import call_repr, shortened
+from torchhooks.timer import NEVER, NOW, Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
 
@@ -206,7 +209,7 @@ class CheckpointSaverHook(SessionRunHook):
         given = self._given_saver if self._scaffold is None else self._scaffold.saver
         self._saver = session.saver if given is None else given
         session.savers.append(self._saver)
-        self._waits = False
+        self._waits = self._checks = False
         session.at_stop(self, lambda: self._save_for_stop(session))
         self._save(session)
         self._timer.update_last_triggered_step(session.global_step)
@@ -219,6 +222,9 @@ class CheckpointSaverHook(SessionRunHook):
                 self._save_due(run_context)
             self._waits = True
             run_context.after_item(lambda: self._save_due(run_context))
+            if not self._waits and "body" not in session.warned:  # saved in the run, not between two items
+                self._checks = True
+                run_context.before_next_run(partial(self._check_unchanged, session, StateMark(_trained(session))))
 
     def end(self, session: Session) -> None:
         step = session.global_step
@@ -233,7 +239,7 @@ class CheckpointSaverHook(SessionRunHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        return self._timer.next_due()
+        return NOW if self._checks else self._timer.next_due()
 
     def _save_due(self, run_context: SessionRunContext) -> None:
         session = run_context.session
@@ -264,5 +270,24 @@ class CheckpointSaverHook(SessionRunHook):
             answers = [listener.after_save(session, step) for listener in self._listeners]
         return any(answers)
 
+    def _check_unchanged(self, session: Session, saved: StateMark) -> None:
+        """Log a warning, once, if the body of the loop changed something since it was saved in a run."""
+        self._checks = False
+        if changed := saved.changed():
+            session.warned.add("body")
+            logger.warning(
+                "%s changed after the checkpoint of step %d was saved in a run, and before the next run. A process "
+                "that resumes from it misses the change: make it in the step function, or iterate with until_stop, "
+                "which has checkpoints saved when the body of the loop is done",
+                shortened(changed),
+                session.global_step,
+            )
+
     def __repr__(self) -> str:
         return call_repr(self, self._checkpoint_dir, **self._arguments)
+
+
+def _trained(session: Session) -> dict[str, Stateful]:
+    """Return what the body of the loop may change, by name: all that is saved, except the states of hooks."""
+    trained = {"model": session.model, "optimizer": session.optimizer}
+    return {**session.state, **{name: part for name, part in trained.items() if part is not None}}

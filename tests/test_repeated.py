@@ -1,0 +1,251 @@
+"""What a resumed process repeats on its way to the item that was interrupted, and what the log says of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchhooks import (
+    CheckpointSaverHook,
+    MonitoredLoop,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StopAtStepHook,
+)
+
+Lines = list[tuple[str, str]]
+Loop = MonitoredLoop[torch.Tensor]
+
+
+class Job:
+    """A tiny model, which is new in each process."""
+
+    def __init__(self, folder: Path, stop: int = 100, **arguments: Any) -> None:
+        self.model = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.folder, self.stop = folder, stop
+        self.arguments = arguments
+
+    def step(self, value: float = 1.0) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(torch.tensor([value])).sum()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    @property
+    def rate(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]  # type: ignore[no-any-return]
+
+    @contextmanager
+    def loop(self) -> Iterator[Loop]:
+        hooks = [StopAtStepHook(last_step=self.stop), CheckpointSaverHook(self.folder, save_steps=1)]
+        state = {"scheduler": self.scheduler}
+        with MonitoredLoop(
+            self.step,
+            self.model,
+            self.optimizer,
+            hooks=hooks,
+            state=state,
+            checkpoint_dir=self.folder,
+            **self.arguments,
+        ) as loop:
+            yield loop
+
+
+def epochs(job: Job, loop: Loop, at_start: Callable[[], object]) -> None:
+    """Train three epochs of two batches, with something to do at the start of each but the first."""
+    for epoch in loop.until_stop(range(3)):
+        if epoch:
+            at_start()
+        for value in loop.until_stop([1.0, 2.0]):
+            loop.run(value)
+
+
+def test_what_the_start_of_an_epoch_changes_is_undone_when_it_is_repeated(tmp_path: Path, lines: Lines) -> None:
+    job = Job(tmp_path, stop=3)
+    with job.loop() as loop:
+        epochs(job, loop, job.scheduler.step)
+    job = Job(tmp_path)
+    with job.loop() as loop:
+        epochs(job, loop, job.scheduler.step)
+    assert job.rate == 0.25
+    text = "restored optimizer, scheduler again, which"
+    assert len([line for _, line in lines if line.startswith(text)]) == 1
+
+
+def test_what_the_script_sets_before_the_data_is_kept(tmp_path: Path) -> None:
+    job = Job(tmp_path, stop=3)
+    with job.loop() as loop:
+        epochs(job, loop, lambda: None)
+    job = Job(tmp_path)
+    with job.loop() as loop:
+        job.optimizer.param_groups[0]["lr"] = 0.125
+        epochs(job, loop, lambda: None)
+        assert job.rate == 0.125
+
+
+def test_gradients_that_the_start_of_an_epoch_drops_are_restored_again(tmp_path: Path) -> None:
+    grads = []
+
+    class Accumulating(Job):
+        def step(self, value: float = 1.0) -> torch.Tensor:
+            loss = self.model(torch.tensor([value])).sum()
+            loss.backward()
+            assert self.model.weight.grad is not None
+            grads.append(self.model.weight.grad.item())
+            return loss  # type: ignore[no-any-return]
+
+    for stop in (3, 100):
+        job = Accumulating(tmp_path, stop)
+        with job.loop() as loop:
+            epochs(job, loop, job.optimizer.zero_grad)
+    assert grads == [1.0, 3.0, 1.0, 3.0, 1.0, 3.0]
+
+
+def test_nothing_is_undone_after_a_run(tmp_path: Path, lines: Lines) -> None:
+    """A run before the inner loop changes the state too, and is made again: a warning says so."""
+
+    def warm_up() -> None:
+        job.scheduler.step()
+        loop.run(0.5)
+
+    job = Job(tmp_path, stop=4)
+    with job.loop() as loop:
+        epochs(job, loop, warm_up)
+    job = Job(tmp_path)
+    with job.loop() as loop:
+        epochs(job, loop, warm_up)
+    assert job.rate == 0.125
+    assert any("runs were made before" in text for _, text in lines)
+    assert not any("again, which" in text for _, text in lines)
+
+
+def test_a_checkpoint_that_has_been_removed_meanwhile_is_warned_of(tmp_path: Path, lines: Lines) -> None:
+    def remove() -> None:
+        job.scheduler.step()
+        for path in tmp_path.glob("model.ckpt*"):
+            path.unlink()
+
+    job = Job(tmp_path, stop=3)
+    with job.loop() as loop:
+        epochs(job, loop, job.scheduler.step)
+    job = Job(tmp_path, stop=4)
+    with job.loop() as loop:
+        epochs(job, loop, remove)
+    (warning,) = [text for level, text in lines if level == "WARNING" and "second time" in text]
+    assert warning.startswith("the body of the loop changed optimizer, scheduler a second time: ")
+
+
+def test_a_part_that_does_not_match_any_more_is_warned_of(tmp_path: Path, lines: Lines) -> None:
+    def grow() -> None:
+        job.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+    job = Job(tmp_path, stop=3)
+    with job.loop() as loop:
+        epochs(job, loop, lambda: None)
+    job = Job(tmp_path, stop=4)
+    with job.loop() as loop:
+        epochs(job, loop, grow)
+    (warning,) = [text for level, text in lines if level == "WARNING" and "second time" in text]
+    assert "does not match any more: optimizer: has groups of [2, 1] parameters" in warning
+
+
+class Asks(SessionRunHook):
+    """Asks the loop to stop in one run."""
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        run_context.request_stop()
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_a_break_at_should_stop_is_warned_of(tmp_path: Path, lines: Lines, guard: bool) -> None:
+    with MonitoredLoop(float, hooks=[Asks()]) as loop:
+        for value in loop.until_stop([1.0, 2.0]):
+            loop.run(value)
+            if loop.should_stop() and guard:
+                break
+    warnings = [text for level, text in lines if level == "WARNING"]
+    assert [text[:69] for text in warnings] == guard * [
+        "the body left until_stop because should_stop() was true after run 1. "
+    ]
+
+
+def test_a_break_for_another_reason_is_not(lines: Lines) -> None:
+    with MonitoredLoop(float, hooks=[Asks()]) as loop:
+        for value in loop.until_stop([1.0, 2.0]):
+            loop.run(value)
+            break
+        assert loop.should_stop()
+    assert [text for level, text in lines if level == "WARNING"] == []
+
+
+def stopping(lines: Lines, folder: Path, body: Callable[[Job], object], **arguments: Any) -> list[str]:
+    """Train by ``should_stop()`` alone, and return the warnings."""
+    job = Job(folder, stop=4, **arguments)
+    with job.loop() as loop:
+        while not loop.should_stop():
+            loop.run()
+            body(job)
+    return [text for level, text in lines if level == "WARNING"]
+
+
+def test_a_change_between_runs_without_until_stop_is_warned_of_once(tmp_path: Path, lines: Lines) -> None:
+    (warning,) = stopping(lines, tmp_path, lambda job: job.scheduler.step())
+    assert warning.startswith("scheduler, optimizer changed after the checkpoint of step 1 was saved in a run")
+
+
+@pytest.mark.parametrize("body", [lambda job: None, lambda job: job.optimizer.zero_grad()])
+def test_a_body_that_changes_no_state_is_not(tmp_path: Path, lines: Lines, body: Callable[[Job], object]) -> None:
+    assert stopping(lines, tmp_path, body) == []
+
+
+def test_a_change_in_the_run_is_not(tmp_path: Path, lines: Lines) -> None:
+    class Stepping(Job):
+        def step(self, value: float = 1.0) -> torch.Tensor:
+            loss = super().step(value)
+            self.scheduler.step()
+            return loss
+
+    job = Stepping(tmp_path, stop=4)
+    with job.loop() as loop:
+        while not loop.should_stop():
+            loop.run()
+    assert [text for level, text in lines if level == "WARNING"] == []
+
+
+def test_where_the_data_continue_is_logged_once_and_that_counters_do_not(tmp_path: Path, lines: Lines) -> None:
+    job = Job(tmp_path, stop=3)
+    with job.loop() as loop:
+        epochs(job, loop, lambda: None)
+    lines.clear()
+    job = Job(tmp_path)
+    with job.loop() as loop:
+        epochs(job, loop, lambda: None)
+    assert [text for _, text in lines if "continues" in text] == [
+        "until_stop's list continues after item 1. A counter around it, such as enumerate(), starts at 0 again."
+    ]
+
+
+def test_a_loop_that_was_left_by_a_break_continues_and_says_so(tmp_path: Path, lines: Lines) -> None:
+    taken = []
+    for _ in range(2):
+        job = Job(tmp_path)
+        with job.loop() as loop:
+            for value in loop.until_stop([1.0, 2.0, 3.0]):
+                taken.append(value)
+                loop.run(value)
+                if loop.global_step == 2:
+                    break
+    assert taken == [1.0, 2.0, 3.0]
+    (line,) = [text for _, text in lines if "continues" in text]
+    assert line.startswith(
+        "until_stop's list continues after item 2. The process that saved the checkpoint left it with"
+    )
