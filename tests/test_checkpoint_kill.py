@@ -1,6 +1,7 @@
 """Processes that save at every step and are killed at random moments: what they reported as saved can be restored.
 
-TORCHHOOKS_KILLS is the number of kills for each of the two ways to save, 20 by default.
+TORCHHOOKS_KILLS is the number of kills for each of the three ways to save, 20 by default: by a Saver, by an
+asynchronous one, and by a hook between two items of ``until_stop``, after the body has changed the state once more.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchhooks.checkpoint import Saver
-from torchhooks.session import Session
+from torchhooks import CheckpointSaverHook, CheckpointSaverListener, MonitoredLoop, Saver, Session
 
 ROOT = Path(__file__).parents[1]
 KILLS = int(os.environ.get("TORCHHOOKS_KILLS", "20"))
@@ -84,18 +84,44 @@ def train_for_ever(folder: str, async_save: bool) -> None:
         say("saved", step)
 
 
+class Reports(CheckpointSaverListener):
+    """Reports what was saved. The first checkpoint of a process repeats the one that was restored."""
+
+    def after_save(self, session: Session, step: int) -> None:
+        say("saved", step)
+
+
+def train_in_a_loop(folder: str) -> None:
+    """Continue from the newest checkpoint. The step leaves the state wrong, and the body makes it right."""
+    _, model, note = make_training()
+
+    def step(number: int) -> None:
+        model.fill(-1)
+        note.numbers[:] = [-1] * 1000
+
+    hook = CheckpointSaverHook(folder, save_steps=1, saver=Saver(MAX_TO_KEEP), listeners=[Reports()])
+    with MonitoredLoop(step, model, hooks=[hook], state={"note": note}, checkpoint_dir=folder) as loop:
+        for number in loop.until_stop(range(1, 10**9)):
+            assert number == loop.global_step + 1, "an item is missing, or came twice"
+            loop.run(number)
+            model.fill(number)
+            note.numbers[:] = [number] * 1000
+
+
 def say(word: str, number: int) -> None:
     """Write one line atomically, so that a kill does not split it."""
     os.write(sys.stdout.fileno(), f"{word} {number}\n".encode())
 
 
 def serve() -> None:
-    """Import torch once. For each line, ``sync`` or ``async`` and a folder, fork a training process and wait for it."""
+    """Import torch once. For each line, a way to save and a folder, fork a training process and wait for it."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         how, folder = line.rstrip("\n").split(" ", 1)
         process = os.fork()
         if process == 0:
+            if how == "items":
+                train_in_a_loop(folder)
             train_for_ever(folder, how == "async")
         say("pid", process)
         os.waitpid(process, 0)
@@ -171,7 +197,7 @@ def restored_step(folder: Path) -> int:
     return session.global_step
 
 
-@pytest.mark.parametrize("how", ["sync", "async"])
+@pytest.mark.parametrize("how", ["sync", "async", "items"])
 def test_what_was_reported_as_saved_survives_every_kill(
     tmp_path: Path, how: str, server: Server, lines: list[tuple[str, str]]
 ) -> None:
