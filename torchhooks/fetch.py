@@ -25,6 +25,11 @@ Tensors are detached from the graph and stay on their device.
 A name is looked up in this order: watched submodules, what hooks feed, the outputs of the step, ``global_step``,
 ``lr``, the model, the arguments of the step.
 
+No code of the model runs when a name is looked up, because it could change the training run. A parameter that one of
+torch's parametrizations computes, such as ``spectral_norm``, has the value that it has in evaluation mode. One that
+other code computes is refused: fetch what is stored, such as ``"fc1.parametrizations.weight.original"``. A property of
+the model can be read in a closure: ``lambda model: model.scale``.
+
 A closure is called under ``torch.no_grad()``, with the original values instead of copies. Its parameters can also be
 ``model``, ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. A parameter whose
 name does not exist keeps its default. Two closures are the same fetch if they are equal, as bound methods can be.
@@ -48,6 +53,7 @@ import numpy as np
 import torch
 
 from torchhooks.errors import FetchError, NoRunYetError, add_note
+from torchhooks.modules import Computed, find_computed, find_tensor, is_property, tensor_names
 from torchhooks.text import did_you_mean, shortened, shown
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
@@ -238,28 +244,27 @@ def _same_rate(one: Any, other: Any) -> bool:
 
 
 def _model_value(model: torch.nn.Module | None, name: str) -> Any:
-    """Return a parameter, a buffer or a gradient (``"fc.weight.grad"``) of ``model``, or ``_MISSING``."""
+    """Return a parameter, a buffer or a gradient (``"fc.weight.grad"``) of ``model``, or ``_MISSING``.
+
+    Returns a :class:`torchhooks.modules.Computed` for a tensor that a parametrization computes with the user's code.
+    """
     if model is None:
         return _MISSING
-    tensor = _model_tensor(model, name)
-    if tensor is _MISSING and name.endswith(".grad"):
-        parameter = _model_tensor(model, name.removesuffix(".grad"))
-        if parameter is not _MISSING:
-            # A computed one (torch.nn.utils.parametrize) keeps no gradient, and reading its .grad is a warning.
+    tensor = find_tensor(model, name)
+    if tensor is not None:
+        return tensor
+    if name.endswith(".grad"):
+        parameter = find_tensor(model, name.removesuffix(".grad"))
+        if parameter is not None:
+            # A computed one (torch.nn.utils.spectral_norm) keeps no gradient, and reading its .grad is a warning.
             return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
-    return tensor
-
-
-def _model_tensor(model: torch.nn.Module, name: str) -> Any:
-    path, _, leaf = name.rpartition(".")
-    for root in (model, getattr(model, "module", None)):  # .module is what DistributedDataParallel wraps
-        try:
-            value = getattr(root.get_submodule(path), leaf)  # type: ignore[union-attr]
-        except Exception:  # there is no such attribute, or it is a property that raises
-            continue
-        if isinstance(value, torch.Tensor):
-            return value
-    return _MISSING
+        if find_computed(model, name.removesuffix(".grad")) is not None:
+            return None  # computed for each use, so it keeps no gradient either
+    computed = find_computed(model, name)
+    if computed is None:
+        return _MISSING
+    value = computed.value()
+    return computed if value is None else value
 
 
 # -- closures -----------------------------------------------------------------------------------------------------
@@ -428,6 +433,8 @@ class Evaluator:
     def _unknown(self, name: str, message: str) -> FetchError:
         if name in self.gone:
             return NoRunYetError(f"{message} outside of a run: it is an argument of the step.")
+        if self.session.model is not None and is_property(self.session.model, name):
+            message += f". It is a property, and a fetch runs no code of the model: fetch lambda model: model.{name}"
         names = self._all_names()
         message += f".{did_you_mean(name, names)} Available: {shortened(names)}."
         if self.ran:
@@ -457,6 +464,13 @@ class Evaluator:
         if name == "lr" and _has_rate(self.session.optimizer):
             return _learning_rate(self.session.optimizer)
         value = _model_value(self.session.model, name)
+        if type(value) is Computed:
+            stored_names = " and ".join(map(repr, value.originals))
+            raise FetchError(
+                f"{self._requester} asked for {name!r}, which {' and '.join(value.computed_by)} computes. A fetch runs "
+                f"no code of the model, which could change the training run: fetch {stored_names}, which the model "
+                "stores, or return the value from the step."
+            )
         return self._inputs().get(name, _MISSING) if value is _MISSING else value
 
     def _all_names(self) -> list[str]:
@@ -464,6 +478,5 @@ class Evaluator:
         names += ["lr"] if _has_rate(self.session.optimizer) else []
         names += self.watched
         if self.session.model is not None:
-            tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
-            names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # the wrapper of torch.compile
+            names += tensor_names(self.session.model)
         return [*dict.fromkeys([*names, *self._inputs()])]

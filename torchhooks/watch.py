@@ -11,6 +11,7 @@ import torch
 
 from torchhooks.errors import FetchError
 from torchhooks.fetch import leaves, map_leaves, snapshot
+from torchhooks.modules import attributes, stored, submodule_names
 from torchhooks.text import did_you_mean, shortened
 
 
@@ -99,37 +100,43 @@ def _submodule(model: torch.nn.Module | None, name: str, requester: object) -> t
         raise FetchError(f"{requester} asked for {name!r}, but there is no model: give MonitoredLoop(step, model)")
     module, path = model, name.rpartition(":")[0]
     for part in filter(None, path.split(".")):
-        if not _has_child(module, part) and _has_child(module, "module"):
-            module = module.module  # type: ignore[assignment]  # DistributedDataParallel's wrapper
-        if _is_compiled(module):
+        child, wrapped = stored(module, part, torch.nn.Module), stored(module, "module", torch.nn.Module)
+        if _is_compiled(module) and (child is not None or wrapped is not None):
             raise _inside_compiled(module, name, requester)
-        if not _has_child(module, part):
-            paths = [known.replace("_orig_mod.", "") for known, _ in model.named_modules()]
-            paths = [known for known in paths if known not in ("", "_orig_mod")]
+        if child is None and wrapped is not None:  # DistributedDataParallel's wrapper
+            module, child = wrapped, stored(wrapped, part, torch.nn.Module)
+            if _is_compiled(module):
+                raise _inside_compiled(module, name, requester)
+        if child is None:
+            paths = submodule_names(model)
             raise FetchError(
                 f"{requester} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} "
                 f"Available: {shortened(paths)}."
             )
-        module = getattr(module, part)
-    if _is_compiled(module) and not hasattr(module, "_orig_mod"):
+        module = child
+    if _is_compiled_in_place(module) or isinstance(module, torch.jit.RecursiveScriptModule):
         raise _inside_compiled(module, name, requester)
     return module
 
 
-def _has_child(module: torch.nn.Module, part: str) -> bool:
-    return isinstance(getattr(module, part, None), torch.nn.Module)
-
-
 def _is_compiled(module: torch.nn.Module) -> bool:
-    # torch.compile(module) returns a wrapper, whose own hooks are called. module.compile() compiles these calls too.
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    """Return whether calls of the submodules of ``module`` are compiled."""
+    # torch.compile(module) returns a wrapper, and so does torch.jit.trace(module): their own hooks are called.
+    wraps = "_orig_mod" in attributes(module).get("_modules", ())
+    return wraps or isinstance(module, torch.jit.ScriptModule) or _is_compiled_in_place(module)
+
+
+def _is_compiled_in_place(module: torch.nn.Module) -> bool:
+    return attributes(module).get("_compiled_call_impl") is not None  # module.compile() was called
 
 
 def _inside_compiled(module: torch.nn.Module, name: str, requester: object) -> FetchError:
-    kind = type(getattr(module, "_orig_mod", module)).__name__
+    kind, by = type(stored(module, "_orig_mod", torch.nn.Module) or module).__name__, ""
+    if isinstance(module, torch.jit.ScriptModule):
+        kind, by = str(module.original_name), " by torch.jit"
     return FetchError(
-        f"{requester} asked for {name!r}, but {kind} is compiled, and compiled code calls no module hooks: return the "
-        "value from the step, or do not compile this part"
+        f"{requester} asked for {name!r}, but {kind} is compiled{by}, and compiled code calls no module hooks: return "
+        "the value from the step, or do not compile this part"
     )
 
 
