@@ -5,7 +5,7 @@ fetch                                     value
 ========================================  ============================================================================
 ``"loss"``                                the output of the step with this name (see :func:`named_outputs`)
 ``"global_step"``                         the global step, which counts this run
-``"lr"``                                  the learning rate; a list if the parameter groups differ
+``"lr"``                                  the learning rate; a list of them if there are several parameter groups
 ``"fc1.weight"``                          a parameter or buffer of the model
 ``"fc1.weight.grad"``                     its gradient; ``None`` if it has none
 ``"encoder:output"``                      what this submodule of the model returned in this run
@@ -46,7 +46,7 @@ import numbers
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,14 @@ class ComposedFetch:
         """Return the value of this fetch, given the value of :attr:`fetch`."""
 
 
+class GroupRates(list[Any]):
+    """The learning rates of an optimizer with several parameter groups, which have the names :attr:`names`."""
+
+    def __init__(self, rates: Iterable[Any], names: list[str]) -> None:
+        super().__init__(rates)
+        self.names = names
+
+
 # -- structures ---------------------------------------------------------------------------------------------------
 
 
@@ -101,8 +109,9 @@ _mappers = _Mappers()
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return ``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass.
 
-    A mapping other than a dict or OrderedDict comes back as a dict, and a subclass of list as a list, because their
-    constructors are unknown. A dataclass that can be called, and an object with ``compute()``, is a leaf.
+    A mapping other than a dict or OrderedDict comes back as a dict, and a subclass of list other than
+    :class:`GroupRates` as a list, because their constructors are unknown. A dataclass that can be called, and an
+    object with ``compute()``, is a leaf.
     """
     mapper = _mappers[type(tree)]
     return function(tree) if mapper is None else mapper(function, tree)
@@ -117,7 +126,7 @@ def _mapper_for(kind: type) -> _Mapper | None:
     if issubclass(kind, ComposedFetch) or callable(getattr(kind, "compute", None)):
         return None
     if issubclass(kind, list):
-        return _map_list
+        return _map_rates if kind is GroupRates else _map_list
     if issubclass(kind, tuple):
         return _map_tuple
     if issubclass(kind, Mapping):
@@ -131,6 +140,10 @@ def _mapper_for(kind: type) -> _Mapper | None:
 
 def _map_list(function: Callable[[Any], Any], tree: Any) -> Any:
     return [map_leaves(function, item) for item in tree]
+
+
+def _map_rates(function: Callable[[Any], Any], tree: GroupRates) -> GroupRates:
+    return GroupRates([map_leaves(function, rate) for rate in tree], tree.names)
 
 
 def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -228,19 +241,29 @@ def named_outputs(outputs: Any) -> Mapping[str, Any]:
 
 
 def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
-    return optimizer is not None and all("lr" in group for group in optimizer.param_groups)
+    groups = [] if optimizer is None else optimizer.param_groups
+    return bool(groups) and all("lr" in group for group in groups)
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
-    """Return one value if the groups of ``optimizer`` agree, else a list with one for each group."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return rates[0] if all(_same_rate(rate, rates[0]) for rate in rates[1:]) else rates
+    """Return the rate of the only parameter group, or all rates if there are several groups.
+
+    Whether the rates of several groups agree does not matter. If it did, a schedule could change the type of ``"lr"``
+    in the middle of a training run.
+    """
+    groups = optimizer.param_groups
+    return groups[0]["lr"] if len(groups) == 1 else GroupRates([group["lr"] for group in groups], _group_names(groups))
 
 
-def _same_rate(one: Any, other: Any) -> bool:
-    if any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for rate in (one, other)):
-        return one is other  # comparing their values would wait for the device
-    return bool(one == other)
+def _group_names(groups: list[dict[str, Any]]) -> list[str]:
+    """Return the ``"name"`` of each group, or its index; only indices if two names are the same."""
+    indices = [str(index) for index in range(len(groups))]
+    given = [group.get("name") for group in groups]
+    names = [
+        name if isinstance(name, str) and name.strip() and name.isprintable() else index
+        for name, index in zip(given, indices, strict=True)
+    ]
+    return names if len(set(names)) == len(names) else indices
 
 
 def _model_value(model: torch.nn.Module | None, name: str) -> Any:
