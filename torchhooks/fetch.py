@@ -240,6 +240,15 @@ def named_outputs(outputs: Any) -> Mapping[str, Any]:
     return {}
 
 
+def check_feed_names(feeds: Mapping[Any, Any], feeder: object) -> None:
+    """Raise a TypeError unless all keys of ``feeds`` are names."""
+    for name in feeds:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{feeder} feeds {shown(name)}, which is not a name: a feed is given by the name of a parameter, a str"
+            )
+
+
 def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
     groups = [] if optimizer is None else optimizer.param_groups
     return bool(groups) and all("lr" in group for group in groups)
@@ -335,6 +344,8 @@ class Evaluator:
     """Whether a run has produced outputs."""
     gone: Collection[str] = ()
     """The names that exist only during a run: the parameters of the step."""
+    detaches = False
+    """Whether closures get detached outputs, as outside of a run."""
     _requester: object = ""
 
     def __init__(
@@ -359,6 +370,10 @@ class Evaluator:
         if type(fetch) is str:
             return self._named(fetch)
         return self._composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
+
+    def is_given(self, name: str) -> bool:
+        """Return whether ``name`` is that of a feed or of an output of the step."""
+        return name in self.feeds or name in self._outputs
 
     def _leaf(self, fetch: Any) -> Any:
         if isinstance(fetch, str):
@@ -424,7 +439,9 @@ class Evaluator:
             return value
         if name in ("model", "optimizer"):
             return getattr(session, name)
-        value = {"session": session, "outputs": self.outputs}.get(name, parameter.default)
+        if name == "outputs":
+            return self._as_asked(self.outputs)
+        value = session if name == "session" else parameter.default
         if value is not inspect.Parameter.empty:
             return value
         asked = f"{self._requester} asked for {describe(closure)}"
@@ -481,7 +498,7 @@ class Evaluator:
         if name in self.feeds:
             return self.feeds[name]
         if name in self._outputs:
-            return self._outputs[name]
+            return self._as_asked(self._outputs[name])
         if name == "global_step":
             return self.session.global_step
         if name == "lr" and _has_rate(self.session.optimizer):
@@ -495,6 +512,9 @@ class Evaluator:
                 "stores, or return the value from the step."
             )
         return self._inputs().get(name, _MISSING) if value is _MISSING else value
+
+    def _as_asked(self, output: Any) -> Any:
+        return detached(output) if self.detaches else output
 
     def _all_names(self) -> list[str]:
         names = [*self.feeds, *map(str, self._outputs), "global_step"]
