@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchhooks.costs import HookCosts
 from torchhooks.errors import FeedError, LifecycleError, add_note
-from torchhooks.fetch import Evaluator, is_fixed, watched_names
+from torchhooks.fetch import Evaluator, check_feed_names, is_fixed, named_outputs, watched_names
 from torchhooks.hook import RunMetadata, RunOptions, RunServices, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.schedule import Schedule, Seat, in_order
@@ -239,6 +239,7 @@ def _check_request(requests: list[Request], seat: Seat, request: Any) -> None:
     if feed_dict:
         if not isinstance(feed_dict, Mapping):
             raise TypeError(f"before_run of {seat} feeds {shown(feed_dict)}: return a mapping, parameter name to value")
+        check_feed_names(feed_dict, seat)
         for other, (_, fed, _) in requests:
             for name in feed_dict.keys() & (fed or {}):
                 raise FeedError(
