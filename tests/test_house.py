@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"checks"},
     {"digest", "generators", "gradients", "items", "progress", "timer"},
     # mechanisms
-    {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "position", "preemption", "recovery"},
+    {"checkpoint_files", "coordinator", "copying", "cuda", "events", "fetch", "position", "preemption", "recovery"},
     {"ending", "readback", "step", "summary", "watch"},
     {"jsonl", "snapshot", "state", "writers"},
     {"checkpoint"},

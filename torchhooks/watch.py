@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchhooks.errors import FetchError
+from torchhooks.copying import CleanCopies, ModuleHook
 from torchhooks.fetch import leaves, map_leaves, snapshot
 from torchhooks.modules import attributes, stored, submodule_names
 from torchhooks.text import did_you_mean, shortened
@@ -22,7 +23,8 @@ class ModuleWatch:
     gradient reached. If it returns several tensors, ``:grad`` has the same structure, with ``None`` where no gradient
     arrived. If it receives several arguments, ``:input`` is a tuple of them, keyword arguments last.
 
-    Calls from compiled code are ignored, because such code calls module hooks in some runs and not in others.
+    Calls from compiled code are ignored, because such code calls module hooks in some runs and not in others. Calls of
+    a copy that the step makes of the model are ignored too, and copies have none of these module hooks.
     """
 
     def __init__(self, model: torch.nn.Module | None, names: Iterable[tuple[str, object]]) -> None:
@@ -51,29 +53,26 @@ class ModuleWatch:
                 raise FetchError(f"{requester} asked for {name!r}, but {_why_missing(name)}")
 
     def _watch(self, module: torch.nn.Module, name: str) -> None:
-        # Functions, not methods: if the step copies the model, deepcopy() copies the object of a method along with it.
-        def on_input(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def on_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             received = (*args, *kwargs.values())
-            if not torch.compiler.is_compiling():
-                self.values[name] = snapshot(received[0] if len(received) == 1 else received)
+            self.values[name] = snapshot(received[0] if len(received) == 1 else received)
 
-        def on_output(_module: Any, _args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self.values[name] = snapshot(output)
+        def on_output(_args: Any, output: Any) -> None:
+            self.values[name] = snapshot(output)
 
+        self._handles.append(CleanCopies(module))
         if name.endswith(":input"):  # caught before the call, which may change it in place
-            handle = module.register_forward_pre_hook(on_input, with_kwargs=True)
+            handle = module.register_forward_pre_hook(ModuleHook(module, on_input), with_kwargs=True)
         else:
-            handle = module.register_forward_hook(on_output if name.endswith(":output") else self._grad_catcher(name))
+            catch = on_output if name.endswith(":output") else self._grad_catcher(name)
+            handle = module.register_forward_hook(ModuleHook(module, catch))
         self._handles.append(handle)
 
-    def _grad_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
+    def _grad_catcher(self, name: str) -> Callable[[Any, Any], None]:
         calls = itertools.count()
         latest = -1
 
-        def on_output(_module: Any, _args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
+        def on_output(_args: Any, output: Any) -> None:
             number = next(calls)
             grads: dict[int, torch.Tensor] = {}
             for leaf in leaves(output):
