@@ -22,7 +22,7 @@ Fetches are evaluated after the step, in the runs in which a hook asks for them:
 a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
 Tensors are detached from the graph and stay on their device.
 
-A name is looked up in this order: watched submodules, what hooks feed, the outputs of the step, ``global_step``,
+A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
 ``lr``, the model, the arguments of the step.
 
 No code of the model runs when a name is looked up, because it could change the training run. A parameter that one of

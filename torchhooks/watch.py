@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from torchhooks.errors import FetchError
 from torchhooks.copying import CleanCopies, ModuleHook
-from torchhooks.fetch import leaves, map_leaves, snapshot
+from torchhooks.errors import FetchError
+from torchhooks.fetch import leaves, map_leaves, named_outputs, snapshot
 from torchhooks.modules import attributes, stored, submodule_names
 from torchhooks.text import did_you_mean, shortened
 
@@ -28,16 +28,24 @@ class ModuleWatch:
     """
 
     def __init__(self, model: torch.nn.Module | None, names: Iterable[tuple[str, object]]) -> None:
-        """Watch ``names`` in ``model``, each given with the hook that asked for it, or raise a FetchError."""
-        self.values: dict[str, Any] = {}
-        """The values caught so far, by name."""
+        """Watch ``names`` in ``model``, each given with the hook that asked for it.
+
+        A name that cannot be watched may be that of an output. So its error is raised by :meth:`caught`.
+        """
+        self._values: dict[str, Any] = {}
         self._requesters: dict[str, object] = {}
+        self._errors: dict[str, FetchError] = {}
         self._handles: list[Any] = []
         try:
             for name, requester in names:
                 if name not in self._requesters:
-                    self._watch(_submodule(model, name, requester), name)
                     self._requesters[name] = requester
+                    try:
+                        module = _submodule(model, name, requester)
+                    except FetchError as error:
+                        self._errors[name] = error
+                    else:
+                        self._watch(module, name)
         except BaseException:
             self.close()
             raise
@@ -46,19 +54,31 @@ class ModuleWatch:
         while self._handles:
             self._handles.pop().remove()
 
-    def check(self) -> None:
-        """Raise a FetchError if a module was not called in this run, or no gradient reached its output."""
+    def caught(self, fed: Mapping[str, Any], outputs: Any) -> dict[str, Any]:
+        """Return the values caught in this run, by name, without those that are ``fed`` or among the ``outputs``.
+
+        Raises:
+            FetchError: there is no such submodule, it was not called, or no gradient reached its output.
+        """
+        given = named_outputs(outputs) if self._requesters else {}
+        caught: dict[str, Any] = {}
         for name, requester in self._requesters.items():
-            if name not in self.values:
+            if name in fed or name in given:
+                continue
+            if name in self._errors:
+                raise self._errors[name]
+            if name not in self._values:
                 raise FetchError(f"{requester} asked for {name!r}, but {_why_missing(name)}")
+            caught[name] = self._values[name]
+        return caught
 
     def _watch(self, module: torch.nn.Module, name: str) -> None:
         def on_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             received = (*args, *kwargs.values())
-            self.values[name] = snapshot(received[0] if len(received) == 1 else received)
+            self._values[name] = snapshot(received[0] if len(received) == 1 else received)
 
         def on_output(_args: Any, output: Any) -> None:
-            self.values[name] = snapshot(output)
+            self._values[name] = snapshot(output)
 
         self._handles.append(CleanCopies(module))
         if name.endswith(":input"):  # caught before the call, which may change it in place
@@ -78,6 +98,7 @@ class ModuleWatch:
             for leaf in leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     catch = functools.partial(on_grad, number, output, grads, id(leaf))
+                    catch.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch drops it, without a warning
                     self._handles.append(leaf.register_hook(catch))
 
         def on_grad(number: int, output: Any, grads: dict[int, Any], key: int, grad: torch.Tensor) -> None:
@@ -85,7 +106,7 @@ class ModuleWatch:
             grads[key] = grad.detach().clone()
             if number >= latest:  # backward() reaches the last call first, and its gradient is the one to keep
                 latest = number
-                self.values[name] = map_leaves(lambda leaf: grads.get(id(leaf)), output)
+                self._values[name] = map_leaves(lambda leaf: grads.get(id(leaf)), output)
 
         return on_output
 
@@ -113,7 +134,8 @@ def _submodule(model: torch.nn.Module | None, name: str, requester: object) -> t
                 f"Available: {shortened(paths)}."
             )
         module = child
-    if _is_compiled_in_place(module) or isinstance(module, torch.jit.RecursiveScriptModule):
+    scripted = isinstance(module, torch.jit.ScriptModule) and "_actual_script_module" not in attributes(module)
+    if scripted or _is_compiled_in_place(module):  # a traced module has a wrapper, whose own hooks are called
         raise _inside_compiled(module, name, requester)
     return module
 

@@ -155,7 +155,8 @@ def _check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
     """Raise a ValueError for what only a step can provide, at creation rather than at the end of a long run."""
     for name in watched_names(fetches):
         raise ValueError(
-            f"{hook!r}: {name!r} is available only while a step runs, not at the end; return it from the step instead"
+            f"{hook!r}: {name!r} is available only while a step runs, not at the end; return it from the step instead, "
+            "under a name that does not end in :output, :input or :grad"
         )
 
 
