@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from torchhooks import FeedError, FeedFnHook, MonitoredLoop
+from torchhooks import FeedError, FeedFnHook, FinalOpsHook, MonitoredLoop
 from torchhooks.testing import RecordingHook
 
 
@@ -59,6 +60,25 @@ def test_two_hooks_cannot_feed_one_parameter() -> None:
 def test_a_result_that_is_not_a_mapping_is_an_error_that_names_the_hook(fed: Any) -> None:
     with pytest.raises(TypeError, match=r"before_run of FeedFnHook\(.*return a mapping, parameter name to value"):
         run(FeedFnHook(lambda: fed))
+
+
+@pytest.mark.parametrize("key", [1, None, ("x",), torch.ones(2)], ids=["int", "None", "tuple", "tensor"])
+@pytest.mark.parametrize("step", [lambda x=7: x, lambda **fed: fed, max], ids=["one", "any", "no signature"])
+def test_a_key_that_is_not_a_name_is_refused_by_the_name_of_the_hook(step: Any, key: Any) -> None:
+    hook = FeedFnHook(lambda: {"x": 1, key: 1})
+    with (
+        pytest.raises(TypeError, match=r"^FeedFnHook\(.*\) \(hook 0\) feeds .*, which is not a name: .* a str\n"),
+        MonitoredLoop(step, hooks=[hook]) as loop,
+    ):
+        loop.run()
+
+
+@pytest.mark.parametrize("key", [1, None])
+def test_a_session_and_a_hook_at_the_end_take_names_only(key: Any) -> None:
+    with MonitoredLoop(int) as loop, pytest.raises(TypeError, match=r"Session\.run feeds .*, which is not a name"):
+        loop.session.run("global_step", {key: 1})
+    with pytest.raises(TypeError, match=r"FinalOpsHook feeds .*, which is not a name"):
+        FinalOpsHook("global_step", {key: 1})
 
 
 @pytest.mark.parametrize("feed_fn", [None, {"x": 1}, "x"])

@@ -208,23 +208,34 @@ def test_global_step_counts_this_run() -> None:
     assert hook.results == [1, 2]
 
 
-def test_lr_is_one_number_if_the_groups_agree() -> None:
-    assert fetch("lr", optimizer=sgd(0.1, 0.1)) == 0.1
+def test_lr_is_one_number_for_one_group() -> None:
+    assert fetch("lr", optimizer=sgd(0.1)) == 0.1
 
 
-def test_lr_is_a_list_if_the_groups_differ() -> None:
-    assert fetch("lr", optimizer=sgd(0.1, 0.2)) == [0.1, 0.2]
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (0.1, 0.1)])
+def test_lr_is_a_list_for_several_groups_whether_they_differ_or_agree(rates: Any) -> None:
+    value = fetch("lr", optimizer=sgd(*rates))
+    assert isinstance(value, list)
+    assert value == list(rates)
+
+
+def test_lr_keeps_its_type_when_the_rates_of_the_groups_meet() -> None:
+    optimizer, hook = sgd(0.2, 0.1), RecordingHook("lr")
+
+    def step() -> None:
+        optimizer.param_groups[0]["lr"] = 0.1
+
+    with MonitoredLoop(step, optimizer=optimizer, hooks=[hook]) as loop:
+        before = loop.session.run("lr")
+        loop.run()
+    assert [before, *hook.results] == [[0.2, 0.1], [0.1, 0.1]]
 
 
 def test_lr_can_be_a_tensor() -> None:
     assert torch.equal(fetch("lr", optimizer=sgd(torch.tensor(0.1))), torch.tensor(0.1))
 
 
-def test_lr_of_equal_tensors_is_one() -> None:
-    assert torch.equal(fetch("lr", optimizer=sgd(torch.tensor(0.1), torch.tensor(0.1))), torch.tensor(0.1))
-
-
-def test_lr_of_differing_tensors_is_a_list() -> None:
+def test_lr_of_several_groups_can_be_tensors() -> None:
     assert fetch("lr", optimizer=sgd(torch.tensor(0.5), torch.tensor(0.25))) == [0.5, 0.25]
 
 
@@ -233,6 +244,12 @@ def test_lr_does_not_read_rates_on_a_device() -> None:
     optimizer = sgd(torch.tensor(0.5, device="meta"), torch.tensor(0.5, device="meta"))
     with MonitoredLoop(int, optimizer=optimizer) as loop:
         assert [rate.device.type for rate in loop.session.run("lr")] == ["meta", "meta"]
+
+
+def test_lr_needs_a_group() -> None:
+    optimizer = sgd(0.1)
+    optimizer.param_groups.clear()
+    assert "asked for 'lr', which does not exist" in fetch_error("lr", optimizer=optimizer)
 
 
 def test_lr_needs_an_optimizer() -> None:

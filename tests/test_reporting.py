@@ -533,3 +533,44 @@ def test_a_counter_rejects_two_places_to_write_to(tmp_path: Path) -> None:
 )
 def test_a_repr_can_be_pasted_back(text: str) -> None:
     assert repr(eval(text)) == text
+
+
+# -- learning rates and outputs that were not asked for ---------------------------------------------------------------
+
+
+def test_the_line_shows_the_rates_of_several_groups_as_a_list_whether_they_agree_or_not(
+    lines: list[tuple[str, str]],
+) -> None:
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.5, 0.25)])
+
+    def step() -> None:
+        optimizer.param_groups[0]["lr"] = 0.25
+
+    hooks = [LoggingTensorHook(["lr"], every_n_iter=1, at_end=True)]
+    with MonitoredLoop(step, optimizer=optimizer, hooks=hooks) as loop:
+        loop.run()
+    assert [line.partition(" (")[0] for _, line in lines if line.startswith("lr")] == ["lr = [0.25, 0.25]"] * 2
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple that cannot be created from its items."""
+
+    def __new__(cls, left: Any, right: Any) -> Any:
+        return super().__new__(cls, (left, right))
+
+
+def cyclic() -> dict[str, Any]:
+    outputs: dict[str, Any] = {"loss": torch.ones(1), "n": 7}
+    outputs["again"] = outputs
+    return outputs
+
+
+@pytest.mark.parametrize("outputs", [Pair(1, 2), {"loss": 1, "n": 7, "pair": Pair(1, 2)}, cyclic()], ids=range(3))
+def test_outputs_that_cannot_be_rebuilt_do_not_matter_to_other_fetches(outputs: Any) -> None:
+    hook = FinalOpsHook({"step": "global_step", "weight": "weight", "closure": lambda session: 5})
+    with MonitoredLoop(lambda: outputs, torch.nn.Linear(1, 1), hooks=[hook]) as loop:
+        loop.run()
+        assert loop.session.run(["global_step", lambda model: 3]) == [1, 3]
+        if isinstance(outputs, dict):
+            assert loop.session.run(["n", lambda loss, n: n]) == [7, 7]
+    assert hook.final_ops_values["step"] == 1

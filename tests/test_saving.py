@@ -42,6 +42,75 @@ def events(folder: Path) -> list[Any]:
     return [event for file in sorted(folder.iterdir()) for event in EventFileLoader(str(file)).Load()]
 
 
+# -- the learning rates of several groups ----------------------------------------------------------------------------
+
+
+def rate_curves(groups: list[dict[str, Any]], op: Any, then: Any = None) -> dict[str, Any]:
+    """Return the points of each curve of ``op`` in two runs, the second after ``then(optimizer)``."""
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], **group} for group in groups])
+    writer = RecordingWriter()
+    hook = SummarySaverHook(save_steps=1, summary_writer=writer, summary_op=op)
+    with MonitoredLoop(lambda: 0.5, optimizer=optimizer, hooks=[hook]) as loop:
+        loop.run()
+        if then is not None:
+            then(optimizer)
+        loop.run()
+    return dict(writer.scalars)
+
+
+def set_first_rate(rate: float) -> Any:
+    return lambda optimizer: optimizer.param_groups[0].update(lr=rate)
+
+
+@pytest.mark.parametrize("op", ["lr", {"lr": "lr"}, summary.scalar("lr", "lr"), {"lr": lambda lr: lr}])
+@pytest.mark.parametrize("rate", [0.25, 0.5])
+def test_each_group_has_a_curve_of_its_own_whether_the_rates_agree_or_not(op: Any, rate: float) -> None:
+    curves = rate_curves([{"lr": 0.5}, {"lr": rate}], op, set_first_rate(0.25))
+    assert curves == {"lr/0": [(1, 0.5), (2, 0.25)], "lr/1": [(1, rate), (2, rate)]}
+
+
+def test_the_only_group_has_the_tag_itself() -> None:
+    assert rate_curves([{"lr": 0.5, "name": "all"}], {"train/lr": "lr"}) == {"train/lr": [(1, 0.5), (2, 0.5)]}
+
+
+@pytest.mark.parametrize(
+    ("names", "tags"),
+    [
+        (["head", "body"], ["lr/head", "lr/body"]),
+        (["head", None], ["lr/head", "lr/1"]),
+        (["head", "head"], ["lr/0", "lr/1"]),
+        (["1", None], ["lr/0", "lr/1"]),
+        (["", "a\nb"], ["lr/0", "lr/1"]),
+        ([3, "body"], ["lr/0", "lr/body"]),
+    ],
+)
+def test_the_name_of_a_group_is_in_its_tag_if_it_is_usable_and_unique(names: Any, tags: list[str]) -> None:
+    groups = [{"lr": 0.5, **({} if name is None else {"name": name})} for name in names]
+    assert list(rate_curves(groups, "lr")) == tags
+
+
+def test_a_group_that_is_added_later_gets_a_curve() -> None:
+    curves = rate_curves(
+        [{"lr": 0.5}],
+        "lr",
+        lambda optimizer: optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.25}),
+    )
+    assert curves == {"lr": [(1, 0.5)], "lr/0": [(2, 0.5)], "lr/1": [(2, 0.25)]}
+
+
+def test_rates_that_are_tensors_have_a_curve_each() -> None:
+    curves = rate_curves([{"lr": torch.tensor(0.5)}, {"lr": torch.tensor(0.25)}], ["loss", "lr"])
+    assert curves == {"loss": [(1, 0.5), (2, 0.5)], "lr/0": [(1, 0.5), (2, 0.5)], "lr/1": [(1, 0.25), (2, 0.25)]}
+
+
+def test_tensorboard_reads_a_curve_for_each_group(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.5, 0.25)])
+    hook = SummarySaverHook(save_steps=1, output_dir=tmp_path, summary_op=["loss", "lr"])
+    with MonitoredLoop(lambda: 0.5, optimizer=optimizer, hooks=[hook]) as loop:
+        loop.run()
+    assert sorted(read(tmp_path).Tags()["scalars"]) == ["loss", "lr/0", "lr/1"]
+
+
 # -- when -------------------------------------------------------------------------------------------------------------
 
 

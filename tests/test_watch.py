@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import copyreg
+import io
+import multiprocessing.reduction
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,10 +14,22 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch._inductor.config
+import torch.fx
+import torch.optim.swa_utils
 import torch.utils.checkpoint
 from torch import nn
 
-from torchhooks import FetchError, MonitoredLoop, RunOptions, SessionRunArgs, SessionRunContext, summary
+from torchhooks import (
+    Due,
+    FetchError,
+    FinalOpsHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    RunOptions,
+    SessionRunArgs,
+    SessionRunContext,
+    summary,
+)
 from torchhooks.testing import RecordingHook, plain
 
 
@@ -351,6 +368,72 @@ def test_a_submodule_cannot_be_watched_outside_of_a_run() -> None:
         loop.session.run({"a": ["act:output"]})
 
 
+def test_a_submodule_that_does_not_exist_fails_the_first_run_before_any_after_run() -> None:
+    # Only the step knows whether it returns an output of that name, so it is made.
+    made: list[int] = []
+    first, second = RecordingHook(), RecordingHook("nowhere:output")
+    with (
+        pytest.raises(FetchError, match="the model has no submodule 'nowhere'"),
+        MonitoredLoop(lambda: made.append(1), Net(), hooks=[first, second]) as loop,
+    ):
+        loop.run()
+    assert made == [1]
+    assert "after_run" not in [call[0] for call in first.calls]
+
+
+# -- outputs whose names look like those of submodules --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["output", "input", "grad"])
+@pytest.mark.parametrize("path", ["nowhere", "twice", "unused", ""])
+@pytest.mark.parametrize("model", [Net, lambda: None], ids=["model", "no model"])
+def test_an_output_of_that_name_is_found_first(model: Callable[[], Any], path: str, kind: str) -> None:
+    name, made = f"{path}:{kind}", model()
+
+    def step() -> Any:
+        loss = None if made is None else backward(made)()
+        return {name: 7, "loss": loss}
+
+    hooks = [RecordingHook([name]), RecordingHook(summary.scalar("tag", name)), RecordingHook(name)]
+    with MonitoredLoop(step, made, hooks=hooks) as loop:
+        loop.run()
+        later = loop.session.run({"a": name})
+    assert [hook.results[0] for hook in hooks] == [[7], (hooks[1].results[0].op, 7), 7]
+    assert later == {"a": 7}
+
+
+def test_a_feed_of_that_name_is_found_first() -> None:
+    model, hook = Net(), RecordingHook("twice:output", feed_dict={"twice:output": 7})
+    with MonitoredLoop(lambda **fed: model(INPUTS), model, hooks=[hook]) as loop:
+        loop.run()
+        assert loop.session.run("twice:output", {"twice:output": 8}) == 8
+    assert hook.results == [7]
+
+
+def test_submodules_are_watched_in_a_run_that_returns_an_output_of_that_name_too() -> None:
+    model = Net()
+    value = watch(["twice:output", "act:output"], model, lambda: {"twice:output": 7, "out": model(INPUTS)})
+    assert plain(value) == [7, [[0.0], [6.0]]]
+
+
+def test_a_hook_that_is_asked_after_the_step_can_fetch_an_output_of_that_name() -> None:
+    class AfterStep(RecordingHook):
+        def next_due(self) -> Due:
+            return Due(when=lambda outputs: True)
+
+    hook = AfterStep("twice:output")
+    with MonitoredLoop(lambda: {"twice:output": 7}, Net(), hooks=[hook]) as loop:
+        loop.run()
+        loop.run()
+    assert hook.results == [7, 7]
+
+
+@pytest.mark.parametrize("create", [FinalOpsHook, lambda name: LoggingTensorHook([name], at_end=True)])
+def test_a_hook_that_reports_at_the_end_needs_another_name(create: Callable[[str], object]) -> None:
+    with pytest.raises(ValueError, match="under a name that does not end in :output, :input or :grad"):
+        create("twice:output")
+
+
 # -- no hooks are left ----------------------------------------------------------------------------------------------
 
 
@@ -413,12 +496,6 @@ def test_hooks_are_gone_when_a_later_request_was_bad(bad: Any) -> None:
     assert hooks_on(model) == []
 
 
-def test_the_step_is_not_called_if_a_submodule_does_not_exist() -> None:
-    made: list[int] = []
-    watch_error("nowhere:output", Net(), lambda: made.append(1))
-    assert made == []
-
-
 def test_no_hook_stays_on_the_outputs_of_a_run() -> None:
     model, outputs = Net(), []
 
@@ -455,6 +532,197 @@ def test_watching_changes_no_gradient() -> None:
     watch(["twice:output", "twice:input", "twice:grad"], watched)
     backward(alone)()
     assert torch.equal(watched.twice.weight.grad, alone.twice.weight.grad)  # type: ignore[arg-type]
+
+
+# -- copies that the step makes of the model ------------------------------------------------------------------------
+
+
+class OwnDeepcopy(Net):
+    """Copies itself with code of its own, including its module hooks."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        copied = type(self)()
+        vars(copied).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
+
+
+class OwnReduce(Net):
+    """Is pickled and copied by code of its own."""
+
+    def __reduce__(self) -> Any:
+        return rebuilt, (type(self), vars(self))
+
+
+def rebuilt(kind: type[Net], attributes: dict[str, Any]) -> Net:
+    model = kind()
+    vars(model).update(attributes)
+    return model
+
+
+class OwnState(Net):
+    def __getstate__(self) -> Any:
+        return {**vars(self), "saved": True}
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    average: nn.Module = torch.optim.swa_utils.AveragedModel(model).module
+    return average
+
+
+def pickled(protocol: int) -> Callable[[nn.Module], Any]:
+    return lambda model: pickle.loads(pickle.dumps(model, protocol))
+
+
+def saved(model: nn.Module | torch.Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def sent(model: nn.Module) -> Any:
+    return pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(model))
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "AveragedModel": averaged,
+    **{f"pickle {protocol}": pickled(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)},
+    "torch.save": saved,
+    "to a process": sent,
+    "a list": lambda model: copy.deepcopy([model])[0],
+}
+
+EVERYTHING = ["twice:output", "twice:input", "twice:grad", ":output", ":input", ":grad", "act:input"]
+
+
+def step_with(copies: list[Any], make: Callable[[Any], Any], model: nn.Module) -> Callable[[], torch.Tensor]:
+    """Return ``backward(model)`` with a copy made before it, which is called with other inputs after it."""
+
+    def step() -> torch.Tensor:
+        copies.append(make(model))
+        loss = backward(model)()
+        if make is not copy.copy:  # a shallow copy has the submodules of the original
+            copies[-1](INPUTS * 10).sum().backward()
+        return loss
+
+    return step
+
+
+def called_and_copied(copies: list[Any], make: Callable[[Any], Any], model: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        copies.append(make(model))
+        model(INPUTS)
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [Net, OwnDeepcopy, OwnReduce, OwnState])
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_watched_model_has_no_hooks_and_gives_no_values(make: Callable[[Any], Any], kind: Any) -> None:
+    alone = plain(watch(EVERYTHING, kind()))
+    copies: list[Any] = []
+    model = kind()
+    values = watch(EVERYTHING, model, step_with(copies, make, model))
+    assert plain(values) == alone
+    assert hooks_on(copies[0]) == []
+    assert not {"__deepcopy__", "__reduce_ex__"} & vars(copies[0]).keys()
+    assert all("torchhooks" not in str(value) for module in copies[0].modules() for value in vars(module).values())
+
+
+def test_a_copy_of_a_watched_graph_module_has_no_hooks() -> None:
+    model = torch.fx.symbolic_trace(Net())
+    copies: list[Any] = []
+    value = watch(":output", model, step_with(copies, copy.deepcopy, model))
+    assert (plain(value), hooks_on(copies[0])) == ([[0.0], [6.0]], [])
+    assert "__deepcopy__" not in {**vars(copies[0]), **vars(model)}
+
+
+def test_a_shallow_copy_of_a_watched_model_gives_no_values() -> None:
+    model = Net()
+
+    def step() -> None:
+        shallow = Net.__new__(Net)
+        vars(shallow).update(vars(model))
+        model(INPUTS)
+        shallow(INPUTS * 10)
+
+    assert plain(watch(":output", model, step)) == [[0.0], [6.0]]
+
+
+def test_a_replica_of_data_parallel_gives_the_values_of_the_model() -> None:
+    model: Any = Net()
+    assert plain(watch(":output", model, lambda: model._replicate_for_data_parallel()(INPUTS * 2))) == [[0.0], [12.0]]
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: rebuilt(*model.__reduce__()[1])], ids=["copied", "kept"])
+def test_the_users_own_hooks_are_copied_with_the_model(make: Callable[[Any], Any]) -> None:
+    seen: list[Any] = []
+    model = OwnReduce()
+    model.twice.register_forward_hook(lambda *args: seen.append(len(args)), with_kwargs=True, always_call=True)
+    model.twice.register_forward_pre_hook(lambda *args: seen.append(len(args)), with_kwargs=True)
+    copies: list[Any] = []
+    watch(["twice:output", "twice:input"], model, called_and_copied(copies, make, model))
+    seen.clear()
+    copies[0](INPUTS)
+    assert seen == [3, 4]
+
+
+def test_watching_leaves_copyreg_as_it_was() -> None:
+    model, other, before = Net(), nn.Linear(1, 1), dict(copyreg.dispatch_table)
+    copyreg.pickle(Net, lambda model: (Net, ()))
+    try:
+        with_own = dict(copyreg.dispatch_table)
+        copies: list[Any] = []
+
+        def step() -> None:
+            copies.append(copy.deepcopy(model))
+            model(INPUTS)
+            model.unused(INPUTS)
+
+        watch([":output", "twice:output", "unused:output"], model, step)
+        assert copyreg.dispatch_table == with_own
+        assert copies[0].twice.weight == 2
+    finally:
+        del copyreg.dispatch_table[Net]
+    watch(["twice:output", ":grad"], model)
+    assert copyreg.dispatch_table == before
+    assert type(copy.deepcopy(other)) is nn.Linear
+
+
+def test_a_model_that_two_nested_loops_watch_is_copied_without_hooks() -> None:
+    model, copies = Net(), []
+
+    def step() -> None:
+        watch("twice:output", model)
+        copies.append(copy.deepcopy(model))
+        model(INPUTS)
+
+    assert plain(watch("twice:output", model, step)) == [[-2.0], [6.0]]
+    assert (hooks_on(copies[0]), hooks_on(model)) == ([], [])
+
+
+def test_saving_a_tensor_whose_gradient_is_watched_logs_no_warning() -> None:
+    inputs = INPUTS.clone().requires_grad_()
+    copies: list[Any] = []
+    model = nn.Identity()
+
+    def step() -> None:
+        copies.append(model(inputs))
+        copies.append(saved(inputs))  # a warning is an error in these tests
+        inputs.sum().backward()
+
+    assert plain(watch(":grad", model, step)) == [[1.0], [1.0]]
+    assert not copies[1]._backward_hooks
+
+
+def test_a_class_with_a_deepcopy_of_an_instance_keeps_it() -> None:
+    model: Any = OwnDeepcopy()
+    model.__deepcopy__ = lambda memo: "own"
+    copies: list[Any] = []
+    watch(":output", model, called_and_copied(copies, copy.deepcopy, model))
+    assert (copies, copy.deepcopy(model)) == (["own"], "own")
 
 
 # -- compiled code --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ fetch                                     value
 ========================================  ============================================================================
 ``"loss"``                                the output of the step with this name (see :func:`named_outputs`)
 ``"global_step"``                         the global step, which counts this run
-``"lr"``                                  the learning rate; a list if the parameter groups differ
+``"lr"``                                  the learning rate; a list of them if there are several parameter groups
 ``"fc1.weight"``                          a parameter or buffer of the model
 ``"fc1.weight.grad"``                     its gradient; ``None`` if it has none
 ``"encoder:output"``                      what this submodule of the model returned in this run
@@ -22,8 +22,13 @@ Fetches are evaluated after the step, in the runs in which a hook asks for them:
 a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
 Tensors are detached from the graph and stay on their device.
 
-A name is looked up in this order: watched submodules, what hooks feed, the outputs of the step, ``global_step``,
+A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
 ``lr``, the model, the arguments of the step.
+
+No code of the model runs when a name is looked up, because it could change the training run. A parameter that one of
+torch's parametrizations computes, such as ``spectral_norm``, has the value that it has in evaluation mode. One that
+other code computes is refused: fetch what is stored, such as ``"fc1.parametrizations.weight.original"``. A property of
+the model can be read in a closure: ``lambda model: model.scale``.
 
 A closure is called under ``torch.no_grad()``, with the original values instead of copies. Its parameters can also be
 ``model``, ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. A parameter whose
@@ -41,13 +46,14 @@ import numbers
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from torchhooks.errors import FetchError, NoRunYetError, add_note
+from torchhooks.modules import Computed, find_computed, find_tensor, is_property, tensor_names
 from torchhooks.text import did_you_mean, shortened, shown
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
@@ -75,6 +81,14 @@ class ComposedFetch:
         """Return the value of this fetch, given the value of :attr:`fetch`."""
 
 
+class GroupRates(list[Any]):
+    """The learning rates of an optimizer with several parameter groups, which have the names :attr:`names`."""
+
+    def __init__(self, rates: Iterable[Any], names: list[str]) -> None:
+        super().__init__(rates)
+        self.names = names
+
+
 # -- structures ---------------------------------------------------------------------------------------------------
 
 
@@ -95,8 +109,9 @@ _mappers = _Mappers()
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return ``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass.
 
-    A mapping other than a dict or OrderedDict comes back as a dict, and a subclass of list as a list, because their
-    constructors are unknown. A dataclass that can be called, and an object with ``compute()``, is a leaf.
+    A mapping other than a dict or OrderedDict comes back as a dict, and a subclass of list other than
+    :class:`GroupRates` as a list, because their constructors are unknown. A dataclass that can be called, and an
+    object with ``compute()``, is a leaf.
     """
     mapper = _mappers[type(tree)]
     return function(tree) if mapper is None else mapper(function, tree)
@@ -111,7 +126,7 @@ def _mapper_for(kind: type) -> _Mapper | None:
     if issubclass(kind, ComposedFetch) or callable(getattr(kind, "compute", None)):
         return None
     if issubclass(kind, list):
-        return _map_list
+        return _map_rates if kind is GroupRates else _map_list
     if issubclass(kind, tuple):
         return _map_tuple
     if issubclass(kind, Mapping):
@@ -125,6 +140,10 @@ def _mapper_for(kind: type) -> _Mapper | None:
 
 def _map_list(function: Callable[[Any], Any], tree: Any) -> Any:
     return [map_leaves(function, item) for item in tree]
+
+
+def _map_rates(function: Callable[[Any], Any], tree: GroupRates) -> GroupRates:
+    return GroupRates([map_leaves(function, rate) for rate in tree], tree.names)
 
 
 def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -221,45 +240,63 @@ def named_outputs(outputs: Any) -> Mapping[str, Any]:
     return {}
 
 
+def check_feed_names(feeds: Mapping[Any, Any], feeder: object) -> None:
+    """Raise a TypeError unless all keys of ``feeds`` are names."""
+    for name in feeds:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{feeder} feeds {shown(name)}, which is not a name: a feed is given by the name of a parameter, a str"
+            )
+
+
 def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
-    return optimizer is not None and all("lr" in group for group in optimizer.param_groups)
+    groups = [] if optimizer is None else optimizer.param_groups
+    return bool(groups) and all("lr" in group for group in groups)
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
-    """Return one value if the groups of ``optimizer`` agree, else a list with one for each group."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return rates[0] if all(_same_rate(rate, rates[0]) for rate in rates[1:]) else rates
+    """Return the rate of the only parameter group, or all rates if there are several groups.
+
+    Whether the rates of several groups agree does not matter. If it did, a schedule could change the type of ``"lr"``
+    in the middle of a training run.
+    """
+    groups = optimizer.param_groups
+    return groups[0]["lr"] if len(groups) == 1 else GroupRates([group["lr"] for group in groups], _group_names(groups))
 
 
-def _same_rate(one: Any, other: Any) -> bool:
-    if any(isinstance(rate, torch.Tensor) and rate.device.type != "cpu" for rate in (one, other)):
-        return one is other  # comparing their values would wait for the device
-    return bool(one == other)
+def _group_names(groups: list[dict[str, Any]]) -> list[str]:
+    """Return the ``"name"`` of each group, or its index; only indices if two names are the same."""
+    indices = [str(index) for index in range(len(groups))]
+    given = [group.get("name") for group in groups]
+    names = [
+        name if isinstance(name, str) and name.strip() and name.isprintable() else index
+        for name, index in zip(given, indices, strict=True)
+    ]
+    return names if len(set(names)) == len(names) else indices
 
 
 def _model_value(model: torch.nn.Module | None, name: str) -> Any:
-    """Return a parameter, a buffer or a gradient (``"fc.weight.grad"``) of ``model``, or ``_MISSING``."""
+    """Return a parameter, a buffer or a gradient (``"fc.weight.grad"``) of ``model``, or ``_MISSING``.
+
+    Returns a :class:`torchhooks.modules.Computed` for a tensor that a parametrization computes with the user's code.
+    """
     if model is None:
         return _MISSING
-    tensor = _model_tensor(model, name)
-    if tensor is _MISSING and name.endswith(".grad"):
-        parameter = _model_tensor(model, name.removesuffix(".grad"))
-        if parameter is not _MISSING:
-            # A computed one (torch.nn.utils.parametrize) keeps no gradient, and reading its .grad is a warning.
+    tensor = find_tensor(model, name)
+    if tensor is not None:
+        return tensor
+    if name.endswith(".grad"):
+        parameter = find_tensor(model, name.removesuffix(".grad"))
+        if parameter is not None:
+            # A computed one (torch.nn.utils.spectral_norm) keeps no gradient, and reading its .grad is a warning.
             return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
-    return tensor
-
-
-def _model_tensor(model: torch.nn.Module, name: str) -> Any:
-    path, _, leaf = name.rpartition(".")
-    for root in (model, getattr(model, "module", None)):  # .module is what DistributedDataParallel wraps
-        try:
-            value = getattr(root.get_submodule(path), leaf)  # type: ignore[union-attr]
-        except Exception:  # there is no such attribute, or it is a property that raises
-            continue
-        if isinstance(value, torch.Tensor):
-            return value
-    return _MISSING
+        if find_computed(model, name.removesuffix(".grad")) is not None:
+            return None  # computed for each use, so it keeps no gradient either
+    computed = find_computed(model, name)
+    if computed is None:
+        return _MISSING
+    value = computed.value()
+    return computed if value is None else value
 
 
 # -- closures -----------------------------------------------------------------------------------------------------
@@ -307,6 +344,8 @@ class Evaluator:
     """Whether a run has produced outputs."""
     gone: Collection[str] = ()
     """The names that exist only during a run: the parameters of the step."""
+    detaches = False
+    """Whether closures get detached outputs, as outside of a run."""
     _requester: object = ""
 
     def __init__(
@@ -331,6 +370,10 @@ class Evaluator:
         if type(fetch) is str:
             return self._named(fetch)
         return self._composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
+
+    def is_given(self, name: str) -> bool:
+        """Return whether ``name`` is that of a feed or of an output of the step."""
+        return name in self.feeds or name in self._outputs
 
     def _leaf(self, fetch: Any) -> Any:
         if isinstance(fetch, str):
@@ -396,7 +439,9 @@ class Evaluator:
             return value
         if name in ("model", "optimizer"):
             return getattr(session, name)
-        value = {"session": session, "outputs": self.outputs}.get(name, parameter.default)
+        if name == "outputs":
+            return self._as_asked(self.outputs)
+        value = session if name == "session" else parameter.default
         if value is not inspect.Parameter.empty:
             return value
         asked = f"{self._requester} asked for {describe(closure)}"
@@ -428,6 +473,8 @@ class Evaluator:
     def _unknown(self, name: str, message: str) -> FetchError:
         if name in self.gone:
             return NoRunYetError(f"{message} outside of a run: it is an argument of the step.")
+        if self.session.model is not None and is_property(self.session.model, name):
+            message += f". It is a property, and a fetch runs no code of the model: fetch lambda model: model.{name}"
         names = self._all_names()
         message += f".{did_you_mean(name, names)} Available: {shortened(names)}."
         if self.ran:
@@ -451,19 +498,28 @@ class Evaluator:
         if name in self.feeds:
             return self.feeds[name]
         if name in self._outputs:
-            return self._outputs[name]
+            return self._as_asked(self._outputs[name])
         if name == "global_step":
             return self.session.global_step
         if name == "lr" and _has_rate(self.session.optimizer):
             return _learning_rate(self.session.optimizer)
         value = _model_value(self.session.model, name)
+        if type(value) is Computed:
+            stored_names = " and ".join(map(repr, value.originals))
+            raise FetchError(
+                f"{self._requester} asked for {name!r}, which {' and '.join(value.computed_by)} computes. A fetch runs "
+                f"no code of the model, which could change the training run: fetch {stored_names}, which the model "
+                "stores, or return the value from the step."
+            )
         return self._inputs().get(name, _MISSING) if value is _MISSING else value
+
+    def _as_asked(self, output: Any) -> Any:
+        return detached(output) if self.detaches else output
 
     def _all_names(self) -> list[str]:
         names = [*self.feeds, *map(str, self._outputs), "global_step"]
         names += ["lr"] if _has_rate(self.session.optimizer) else []
         names += self.watched
         if self.session.model is not None:
-            tensors = [*self.session.model.named_parameters(), *self.session.model.named_buffers()]
-            names += [name.replace("_orig_mod.", "") for name, _ in tensors]  # the wrapper of torch.compile
+            names += tensor_names(self.session.model)
         return [*dict.fromkeys([*names, *self._inputs()])]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchhooks.costs import HookCosts
 from torchhooks.errors import FeedError, LifecycleError, add_note
-from torchhooks.fetch import Evaluator, is_fixed, watched_names
+from torchhooks.fetch import Evaluator, check_feed_names, is_fixed, named_outputs, watched_names
 from torchhooks.hook import RunMetadata, RunOptions, RunServices, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.schedule import Schedule, Seat, in_order
@@ -143,8 +143,8 @@ class Lifecycle:
             watch.close()
         self._progress.outputs = outputs
         self._progress.global_step += self._steps_per_run
-        watch.check()
-        return outputs, _Made(fed, watch.values, RunOptions(trace) if trace else _PLAIN.options, metadata)
+        caught = watch.caught(fed, outputs)
+        return outputs, _Made(fed, caught, RunOptions(trace) if trace else _PLAIN.options, metadata)
 
     def _call_watchers(
         self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
@@ -163,7 +163,7 @@ class Lifecycle:
                 if request is not None:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
-                        _check_late(seat, request)
+                        _check_late(seat, request, outputs)
                     requests.append((seat, request))
         except BaseException as error:
             self._note(error, context.caller, "before_run")
@@ -242,6 +242,7 @@ def _check_request(requests: list[Request], seat: Seat, request: Any) -> None:
     if feed_dict:
         if not isinstance(feed_dict, Mapping):
             raise TypeError(f"before_run of {seat} feeds {shown(feed_dict)}: return a mapping, parameter name to value")
+        check_feed_names(feed_dict, seat)
         for other, (_, fed, _) in requests:
             for name in feed_dict.keys() & (fed or {}):
                 raise FeedError(
@@ -252,10 +253,12 @@ def _check_request(requests: list[Request], seat: Seat, request: Any) -> None:
         seat.plain_request = request  # it cannot change, so the next run need not check it again
 
 
-def _check_late(seat: Seat, request: SessionRunArgs) -> None:
+def _check_late(seat: Seat, request: SessionRunArgs, outputs: Any) -> None:
     """Raise if ``seat``, which is asked after the step, requests something that has to happen during the step."""
     fetches, feed_dict, options = request
-    wishes = [f"feeds {name!r}" for name in feed_dict or ()] + [f"fetches {name!r}" for name in watched_names(fetches)]
+    given = named_outputs(outputs)
+    watched = [name for name in watched_names(fetches) if name not in given]
+    wishes = [f"feeds {name!r}" for name in feed_dict or ()] + [f"fetches {name!r}" for name in watched]
     wishes += ["requests a trace"] if options is not None and options.trace else []
     if wishes:
         raise LifecycleError(

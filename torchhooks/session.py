@@ -12,7 +12,7 @@ import torch
 from torchhooks.checkpoint import Saver
 from torchhooks.closing import Attempts
 from torchhooks.errors import FetchError, LifecycleError, NoRunYetError
-from torchhooks.fetch import Evaluator, detached, map_leaves, watched_names
+from torchhooks.fetch import Evaluator, check_feed_names, map_leaves, watched_names
 from torchhooks.gradients import Gradients
 from torchhooks.items import Items
 from torchhooks.log import logger
@@ -226,15 +226,17 @@ class Session:
                 f"Session.run({shown(fetches)}): this session is closed, because its loop was closed or recovered: "
                 "after a recovery, use loop.session"
             )
-        for name in watched_names(fetches):
-            raise FetchError(
-                f"Session.run asked for {name!r}, which has a value only during a step: request it in before_run, with "
-                "SessionRunArgs"
-            )
+        feeds = {} if feed_dict is None else feed_dict
+        check_feed_names(feeds, "Session.run")
         ran = self._progress.outputs is not NO_OUTPUTS
-        outputs = detached(self._progress.outputs) if ran else None
-        evaluator = Evaluator(self, outputs, feed_dict or {})
-        evaluator.ran, evaluator.gone = ran, self._inputs
+        evaluator = Evaluator(self, self._progress.outputs if ran else None, feeds)
+        evaluator.ran, evaluator.gone, evaluator.detaches = ran, self._inputs, True
+        for name in watched_names(fetches):
+            if not evaluator.is_given(name):
+                raise FetchError(
+                    f"Session.run asked for {name!r}, which has a value only during a step: request it in before_run, "
+                    "with SessionRunArgs"
+                )
         return evaluator
 
 

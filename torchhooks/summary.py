@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from torchhooks.fetch import ComposedFetch
+from torchhooks.fetch import ComposedFetch, GroupRates
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
@@ -159,7 +159,18 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
 
     NaN and infinities are written. Event files hold float32, so TensorBoard shows integers beyond 2**24 rounded and
     numbers beyond 3.4e38 as infinite. Other writers get the exact number.
+
+    If the fetch is ``"lr"`` and the optimizer has several parameter groups, each group has a curve of its own: for the
+    tag ``"lr"``, these are ``"lr/0"``, ``"lr/1"`` and so on. A group with a ``"name"`` has that in place of its index.
     """
+
+    def compose(self, value: Any) -> Any:
+        """Return ``value`` with this op; the rates of several parameter groups as a list, one op for each."""
+        if type(value) is GroupRates:
+            groups = zip(value.names, value, strict=True)
+            return [scalar(f"{self.tag}/{name}", self._fetch).compose(rate) for name, rate in groups]
+        self._check(value)
+        return Summary(self, value)
 
     def _check(self, value: Any) -> None:
         if type(value) is torch.Tensor and value.numel() == 1 and value.is_floating_point():

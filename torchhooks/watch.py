@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from torchhooks.copying import CleanCopies, ModuleHook
 from torchhooks.errors import FetchError
-from torchhooks.fetch import leaves, map_leaves, snapshot
+from torchhooks.fetch import leaves, map_leaves, named_outputs, snapshot
+from torchhooks.modules import attributes, stored, submodule_names
 from torchhooks.text import did_you_mean, shortened
 
 
@@ -21,20 +23,29 @@ class ModuleWatch:
     gradient reached. If it returns several tensors, ``:grad`` has the same structure, with ``None`` where no gradient
     arrived. If it receives several arguments, ``:input`` is a tuple of them, keyword arguments last.
 
-    Calls from compiled code are ignored, because such code calls module hooks in some runs and not in others.
+    Calls from compiled code are ignored, because such code calls module hooks in some runs and not in others. Calls of
+    a copy that the step makes of the model are ignored too, and copies have none of these module hooks.
     """
 
     def __init__(self, model: torch.nn.Module | None, names: Iterable[tuple[str, object]]) -> None:
-        """Watch ``names`` in ``model``, each given with the hook that asked for it, or raise a FetchError."""
-        self.values: dict[str, Any] = {}
-        """The values caught so far, by name."""
+        """Watch ``names`` in ``model``, each given with the hook that asked for it.
+
+        A name that cannot be watched may be that of an output. So its error is raised by :meth:`caught`.
+        """
+        self._values: dict[str, Any] = {}
         self._requesters: dict[str, object] = {}
+        self._errors: dict[str, FetchError] = {}
         self._handles: list[Any] = []
         try:
             for name, requester in names:
                 if name not in self._requesters:
-                    self._watch(_submodule(model, name, requester), name)
                     self._requesters[name] = requester
+                    try:
+                        module = _submodule(model, name, requester)
+                    except FetchError as error:
+                        self._errors[name] = error
+                    else:
+                        self._watch(module, name)
         except BaseException:
             self.close()
             raise
@@ -43,41 +54,51 @@ class ModuleWatch:
         while self._handles:
             self._handles.pop().remove()
 
-    def check(self) -> None:
-        """Raise a FetchError if a module was not called in this run, or no gradient reached its output."""
+    def caught(self, fed: Mapping[str, Any], outputs: Any) -> dict[str, Any]:
+        """Return the values caught in this run, by name, without those that are ``fed`` or among the ``outputs``.
+
+        Raises:
+            FetchError: there is no such submodule, it was not called, or no gradient reached its output.
+        """
+        given = named_outputs(outputs) if self._requesters else {}
+        caught: dict[str, Any] = {}
         for name, requester in self._requesters.items():
-            if name not in self.values:
+            if name in fed or name in given:
+                continue
+            if name in self._errors:
+                raise self._errors[name]
+            if name not in self._values:
                 raise FetchError(f"{requester} asked for {name!r}, but {_why_missing(name)}")
+            caught[name] = self._values[name]
+        return caught
 
     def _watch(self, module: torch.nn.Module, name: str) -> None:
-        # Functions, not methods: if the step copies the model, deepcopy() copies the object of a method along with it.
-        def on_input(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def on_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             received = (*args, *kwargs.values())
-            if not torch.compiler.is_compiling():
-                self.values[name] = snapshot(received[0] if len(received) == 1 else received)
+            self._values[name] = snapshot(received[0] if len(received) == 1 else received)
 
-        def on_output(_module: Any, _args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self.values[name] = snapshot(output)
+        def on_output(_args: Any, output: Any) -> None:
+            self._values[name] = snapshot(output)
 
+        self._handles.append(CleanCopies(module))
         if name.endswith(":input"):  # caught before the call, which may change it in place
-            handle = module.register_forward_pre_hook(on_input, with_kwargs=True)
+            handle = module.register_forward_pre_hook(ModuleHook(module, on_input), with_kwargs=True)
         else:
-            handle = module.register_forward_hook(on_output if name.endswith(":output") else self._grad_catcher(name))
+            catch = on_output if name.endswith(":output") else self._grad_catcher(name)
+            handle = module.register_forward_hook(ModuleHook(module, catch))
         self._handles.append(handle)
 
-    def _grad_catcher(self, name: str) -> Callable[[Any, Any, Any], None]:
+    def _grad_catcher(self, name: str) -> Callable[[Any, Any], None]:
         calls = itertools.count()
         latest = -1
 
-        def on_output(_module: Any, _args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
+        def on_output(_args: Any, output: Any) -> None:
             number = next(calls)
             grads: dict[int, torch.Tensor] = {}
             for leaf in leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     catch = functools.partial(on_grad, number, output, grads, id(leaf))
+                    catch.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch drops it, without a warning
                     self._handles.append(leaf.register_hook(catch))
 
         def on_grad(number: int, output: Any, grads: dict[int, Any], key: int, grad: torch.Tensor) -> None:
@@ -85,7 +106,7 @@ class ModuleWatch:
             grads[key] = grad.detach().clone()
             if number >= latest:  # backward() reaches the last call first, and its gradient is the one to keep
                 latest = number
-                self.values[name] = map_leaves(lambda leaf: grads.get(id(leaf)), output)
+                self._values[name] = map_leaves(lambda leaf: grads.get(id(leaf)), output)
 
         return on_output
 
@@ -99,37 +120,44 @@ def _submodule(model: torch.nn.Module | None, name: str, requester: object) -> t
         raise FetchError(f"{requester} asked for {name!r}, but there is no model: give MonitoredLoop(step, model)")
     module, path = model, name.rpartition(":")[0]
     for part in filter(None, path.split(".")):
-        if not _has_child(module, part) and _has_child(module, "module"):
-            module = module.module  # type: ignore[assignment]  # DistributedDataParallel's wrapper
-        if _is_compiled(module):
+        child, wrapped = stored(module, part, torch.nn.Module), stored(module, "module", torch.nn.Module)
+        if _is_compiled(module) and (child is not None or wrapped is not None):
             raise _inside_compiled(module, name, requester)
-        if not _has_child(module, part):
-            paths = [known.replace("_orig_mod.", "") for known, _ in model.named_modules()]
-            paths = [known for known in paths if known not in ("", "_orig_mod")]
+        if child is None and wrapped is not None:  # DistributedDataParallel's wrapper
+            module, child = wrapped, stored(wrapped, part, torch.nn.Module)
+            if _is_compiled(module):
+                raise _inside_compiled(module, name, requester)
+        if child is None:
+            paths = submodule_names(model)
             raise FetchError(
                 f"{requester} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} "
                 f"Available: {shortened(paths)}."
             )
-        module = getattr(module, part)
-    if _is_compiled(module) and not hasattr(module, "_orig_mod"):
+        module = child
+    scripted = isinstance(module, torch.jit.ScriptModule) and "_actual_script_module" not in attributes(module)
+    if scripted or _is_compiled_in_place(module):  # a traced module has a wrapper, whose own hooks are called
         raise _inside_compiled(module, name, requester)
     return module
 
 
-def _has_child(module: torch.nn.Module, part: str) -> bool:
-    return isinstance(getattr(module, part, None), torch.nn.Module)
-
-
 def _is_compiled(module: torch.nn.Module) -> bool:
-    # torch.compile(module) returns a wrapper, whose own hooks are called. module.compile() compiles these calls too.
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    """Return whether calls of the submodules of ``module`` are compiled."""
+    # torch.compile(module) returns a wrapper, and so does torch.jit.trace(module): their own hooks are called.
+    wraps = "_orig_mod" in attributes(module).get("_modules", ())
+    return wraps or isinstance(module, torch.jit.ScriptModule) or _is_compiled_in_place(module)
+
+
+def _is_compiled_in_place(module: torch.nn.Module) -> bool:
+    return attributes(module).get("_compiled_call_impl") is not None  # module.compile() was called
 
 
 def _inside_compiled(module: torch.nn.Module, name: str, requester: object) -> FetchError:
-    kind = type(getattr(module, "_orig_mod", module)).__name__
+    kind, by = type(stored(module, "_orig_mod", torch.nn.Module) or module).__name__, ""
+    if isinstance(module, torch.jit.ScriptModule):
+        kind, by = str(module.original_name), " by torch.jit"
     return FetchError(
-        f"{requester} asked for {name!r}, but {kind} is compiled, and compiled code calls no module hooks: return the "
-        "value from the step, or do not compile this part"
+        f"{requester} asked for {name!r}, but {kind} is compiled{by}, and compiled code calls no module hooks: return "
+        "the value from the step, or do not compile this part"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchhooks.fetch import map_leaves, watched_names
+from torchhooks.fetch import check_feed_names, map_leaves, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import to_host
@@ -124,7 +124,7 @@ class FinalOpsHook(SessionRunHook):
         final_ops_feed_dict: values for parameters of closures, by name.
 
     Raises:
-        TypeError: ``final_ops_feed_dict`` is not a mapping.
+        TypeError: ``final_ops_feed_dict`` is not a mapping, or one of its keys is not a str.
         ValueError: a value in ``final_ops`` is available only while a step runs.
     """
 
@@ -137,6 +137,7 @@ class FinalOpsHook(SessionRunHook):
             raise TypeError(
                 f"final_ops_feed_dict={shown(final_ops_feed_dict)}: give a mapping from parameter name to value"
             )
+        check_feed_names(final_ops_feed_dict or {}, type(self).__name__)
         _check_available_at_end(self, final_ops)
 
     def begin(self) -> None:
@@ -154,7 +155,8 @@ def _check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
     """Raise a ValueError for what only a step can provide, at creation rather than at the end of a long run."""
     for name in watched_names(fetches):
         raise ValueError(
-            f"{hook!r}: {name!r} is available only while a step runs, not at the end; return it from the step instead"
+            f"{hook!r}: {name!r} is available only while a step runs, not at the end; return it from the step instead, "
+            "under a name that does not end in :output, :input or :grad"
         )
 
 
