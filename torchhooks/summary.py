@@ -72,8 +72,11 @@ class SummaryWriterCache:
 
     @classmethod
     def get(cls, logdir: _Path) -> TensorBoardWriter:
-        """Return the writer of ``logdir``, created at first use; ``"a"``, ``"a/"`` and ``Path("a")`` are the same."""
-        key = _directory(logdir)
+        """Return the writer of ``logdir``, created at first use.
+
+        All names of a directory are the same: ``"a"``, ``"a/"``, ``Path("a")``, its absolute path, a symbolic link.
+        """
+        key = shared_name(logdir)
         with cls._lock:
             if key not in cls._open:
                 cls._open[key] = writer = _new_writer(key)
@@ -83,7 +86,7 @@ class SummaryWriterCache:
     @classmethod
     def close(cls, logdir: _Path) -> None:
         """Flush, close and forget the writers of ``logdir``. Does nothing if there is none."""
-        key = _directory(logdir)
+        key = shared_name(logdir)
         with cls._lock, ExitStack() as closing:  # the stack closes all of them, even if closing one fails
             for writer, directory in cls._handed_out.items():
                 if directory == key:
@@ -437,9 +440,10 @@ def _takes_walltime(writer: Any, method: str) -> bool:
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
 
 
-def _directory(logdir: _Path) -> str:
-    path = os.fspath(logdir)
-    return path.rstrip("/") if "://" in path else os.path.abspath(path)
+def shared_name(logdir: _Path) -> str:
+    """Return the one name that all names of the directory ``logdir`` stand for; ``gs://...`` stays as it is."""
+    path = os.fsdecode(logdir)
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
 def _new_writer(folder: str) -> TensorBoardWriter:
