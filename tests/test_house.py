@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[set[str]] = [
     # values
     {"closing", "errors", "log", "randomness", "stateful", "text"},
-    {"checks"},
+    {"checks", "files"},
     {"digest", "generators", "gradients", "items", "progress", "timer"},
     # mechanisms
     {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "position", "preemption", "recovery"},
