@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import math
 import numbers
 import os
@@ -37,11 +36,11 @@ import numpy as np
 import torch
 
 from torchhooks.fetch import ComposedFetch
+from torchhooks.log import logger
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
 
-_log = logging.getLogger(__name__)
 _Path = str | os.PathLike[str]
 _Array = np.ndarray[Any, Any]
 _HISTOGRAM_END = 9e19  # torch's outermost bins end slightly beyond
@@ -222,7 +221,7 @@ class histogram(SummaryOp):  # noqa: N801
         kept = values[np.abs(values) < _HISTOGRAM_END]
         if kept.size < values.size:
             message = "histogram %r, step %s: left out %d of %d values, which are NaN, infinite or beyond 9e19"
-            _log.warning(message, self.tag, step, values.size - kept.size, values.size)
+            logger.warning(message, self.tag, step, values.size - kept.size, values.size)
         if kept.size:
             super().write(writer, kept, step, walltime)
 
