@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -221,10 +222,30 @@ def test_loops_in_several_threads_write_one_file_and_lose_no_point(tmp_path: Pat
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(train, tags))
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
-    # A START that one thread writes may discard the first point of another.
-    steps = {tag: [point.step for point in events.Scalars(tag)][-2:] for tag in tags}
-    assert steps == {tag: [2, 3] for tag in tags}
+    steps = {tag: [point.step for point in events.Scalars(tag)] for tag in tags}
+    assert steps == {tag: [1, 2, 3] for tag in tags}
     assert len(event_files(tmp_path)) == 1
+
+
+def test_a_loop_of_another_thread_writes_no_point_before_its_start_is_written() -> None:
+    class Slow(RecordingWriter):
+        def add_session_log(self, session_log: Any, step: int) -> None:
+            if not thread.is_alive() and not self.records:
+                thread.start()
+                thread.join(0.1)  # it is waiting for the second START
+            super().add_session_log(session_log, step)
+
+    def first_run() -> None:
+        other.start_session(0, 1)
+        writer.add_scalar("loss", 0.5, 1)
+
+    writer, thread = Slow(), threading.Thread(target=first_run)
+    mine, other = (WriterTarget(None, writer, starts_session=True) for _ in range(2))
+    mine.open()
+    other.open()
+    mine.start_session(0, 1)
+    thread.join()
+    assert [kind for kind, *_ in writer.records] == ["session_log", "session_log", "scalar"]
 
 
 def test_the_last_target_of_a_folder_closes_its_writer(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ class WriterTarget:
     """
 
     _lock = threading.Lock()
+    _start_lock = threading.RLock()  # reentrant, because the writer of a user may run a loop; taken before _lock
     _all_open: ClassVar[weakref.WeakSet[WriterTarget]] = weakref.WeakSet()
 
     def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
@@ -75,14 +76,17 @@ class WriterTarget:
         A START makes TensorBoard discard the points of its step and later ones that it has already read. So the first
         hook at a place writes the START of every hook there: that of a later hook would void the first hook's point.
         """
-        if self.starts_session and not self.start_is_written:
+        if not self.starts_session or self.start_is_written:
+            return
+        with self._start_lock:  # a loop of another thread must not write a point until its START is written here
+            if self.start_is_written:
+                return
             with self._lock:
                 others = [] if self._is_within_another and not self._can_purge() else self._others_at_this_place()
-                starting = [self, *(each for each in others if each.starts_session and not each.start_is_written)]
-                for target in starting:
+            for target in (self, *others):
+                if target.starts_session and not target.start_is_written:
+                    self._write_start(begun_at, step)
                     target.start_is_written = True
-            for _ in starting:
-                self._write_start(begun_at, step)
 
     def start_session_alone(self, begun_at: int, step: int) -> None:
         """Write a START for a hook that has none of its own, in the first run, unless another hook at the place does.
