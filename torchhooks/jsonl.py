@@ -57,7 +57,8 @@ class JsonLinesWriter:
 
     Args:
         path: the file. It is created with its folder if it does not exist. An incomplete last line, which a killed
-            process left, is removed.
+            process left, is removed. If the file is removed while it is open, a warning is logged, and the next line
+            creates it again.
 
     Raises:
         ValueError: the file has a line that is not a JSON object. The file is not changed.
