@@ -263,11 +263,23 @@ class BrokenPipe(io.StringIO):
         raise BrokenPipeError
 
 
+def detached() -> io.TextIOWrapper:
+    stream = io.TextIOWrapper(io.BytesIO())
+    stream.detach()
+    return stream
+
+
 class NotAStream:
     """What some applications put in place of stderr."""
 
 
-STREAMS = {"closed": closed, "None": lambda: None, "a broken pipe": BrokenPipe, "no stream": NotAStream}
+STREAMS = {
+    "closed": closed,
+    "None": lambda: None,
+    "a broken pipe": BrokenPipe,
+    "detached": detached,
+    "no stream": NotAStream,
+}
 
 
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
@@ -286,7 +298,7 @@ def test_a_stderr_that_cannot_be_written_to_ends_no_training_run(
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("stream", [closed, BrokenPipe])
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
 def test_a_stderr_that_the_application_logs_to_and_closes_ends_no_training_run(
     stream: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,9 +78,18 @@ def _call_handlers(record: logging.LogRecord) -> None:
     """Call all handlers. A training run must not end because a line cannot be written to a closed stderr."""
     try:
         type(logger).callHandlers(logger, record)
-    except ValueError:  # raised by logging itself, when it reports the error of a handler to stderr
-        if not getattr(sys.stderr, "closed", False):
+    except Exception:
+        if _stderr_works():
             raise
+        # Otherwise logging itself raised this, when it reported the error of a handler to stderr.
+
+
+def _stderr_works() -> bool:
+    try:
+        sys.stderr.write("")
+    except Exception:
+        return False
+    return True
 
 
 logger.callHandlers = _call_handlers  # type: ignore[method-assign]
