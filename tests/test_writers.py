@@ -248,6 +248,29 @@ def test_a_loop_of_another_thread_writes_no_point_before_its_start_is_written() 
     assert [kind for kind, *_ in writer.records] == ["session_log", "session_log", "scalar"]
 
 
+def test_a_target_that_another_thread_closes_while_all_are_flushed_is_left_out(tmp_path: Path) -> None:
+    class Closing(WriterTarget):
+        """Is closed right after its writer was looked at for the first time."""
+
+        _found: Any = None
+
+        @property
+        def writer(self) -> Any:
+            found, self._found = self._found, None
+            return found
+
+        @writer.setter
+        def writer(self, value: Any) -> None:
+            self._found = value
+
+    writer = RecordingWriter()
+    target = Closing(None, writer)
+    target.open()
+    target.writer = writer
+    WriterTarget.flush_all()
+    assert writer.flushed == 1
+
+
 def test_the_last_target_of_a_folder_closes_its_writer(tmp_path: Path) -> None:
     one, other = WriterTarget(tmp_path, None), WriterTarget(tmp_path, None)
     writer = one.open()

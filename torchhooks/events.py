@@ -242,6 +242,12 @@ class DirectSummaryWriter(SummaryWriter):
         """Write a tensorboard ``SessionLog`` (``tf.summary.FileWriter.add_session_log``)."""
         self._get_file_writer().add_event(event_pb2.Event(session_log=session_log), global_step)
 
+    def flush(self) -> None:
+        """Wait until all queued events are written."""
+        writer = self.file_writer  # read once, because another thread may close this writer
+        if writer is not None:
+            writer.flush()
+
     def close(self) -> None:
         """Write all queued events and close the file, even if writing fails. Closing twice is harmless."""
         if self.all_writers is not None:

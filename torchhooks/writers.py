@@ -114,8 +114,9 @@ class WriterTarget:
         with cls._lock:
             targets = list(cls._all_open)
         for target in targets:
-            if target.writer is not None:
-                target.writer.flush()
+            writer = target.writer  # read once, because the loop of another thread may close the target
+            if writer is not None:
+                writer.flush()
 
     def _write_start(self, begun_at: int, step: int) -> None:
         # With the first step that the session makes. Unlike TensorFlow's, which has the step after the first run, it
