@@ -3,6 +3,7 @@
 import gc
 import itertools
 import logging
+import math
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from torchhooks import MonitoredLoop
 from torchhooks.coordinator import Coordinator, LooperThread
 
 TINY = 0.05
@@ -644,3 +646,9 @@ def test_what_a_late_error_referenced_is_freed_with_it(coord: Coordinator) -> No
         with pytest.raises(KeyError):
             coord.request_stop(error)
     assert batches[0]() is None
+
+
+@pytest.mark.parametrize("secs", [-1, math.nan, 10**400, "long"], ids=["negative", "nan", "huge", "str"])
+def test_a_loop_with_an_invalid_grace_period_is_refused_when_it_is_created(secs: Any) -> None:
+    with pytest.raises(ValueError, match="stop_grace_period_secs="):
+        MonitoredLoop(lambda: None, stop_grace_period_secs=secs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -14,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchhooks import MonitoredLoop, SessionRunContext, SessionRunHook, SessionRunValues, StepCounterHook
 from torchhooks.testing import FakeClock, FakeDevice, RecordingWriter, log_lines, trace
+from torchhooks.text import shown
 
 RATE, WAITING, EXAMPLES = "global_step/sec", "waiting_for_data", "examples/sec"
 
@@ -200,9 +203,10 @@ def test_examples_per_second_are_reported_as_well() -> None:
     assert training.lines == [f"{RATE}: 1", f"{EXAMPLES}: 32"] * 2
 
 
-@pytest.mark.parametrize("number", [0, -1, float("nan")])
-def test_rejects_an_invalid_number_of_examples(number: float) -> None:
-    with pytest.raises(ValueError, match=f"examples_per_step={number!r}: must be a number of examples, more than 0"):
+@pytest.mark.parametrize("number", [0, -1, math.nan, math.inf, 10**400, 10**5000, True, "32"], ids=shown)
+def test_rejects_an_invalid_number_of_examples(number: Any) -> None:
+    message = re.escape(f"examples_per_step={shown(number)}: must be a number of examples, more than 0")
+    with pytest.raises(ValueError, match=message):
         StepCounterHook(examples_per_step=number)
 
 

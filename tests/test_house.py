@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS: list[set[str]] = [
     # values
     {"closing", "errors", "log", "modules", "randomness", "stateful", "text"},
-    {"checks"},
+    {"checks", "files"},
     {"digest", "generators", "gradients", "items", "progress", "timer"},
     # mechanisms
     {

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -439,6 +439,113 @@ def test_a_line_that_does_not_fit_on_the_disk_is_not_written_at_all(path: Path) 
     assert path.read_bytes() == LINE
     writer.add_scalar("loss", 0.5, 1, 5.0)
     assert path.read_bytes() == LINE * 2
+
+
+class Torn:
+    """An open file that takes a part of a line, and refuses to be truncated while it is full."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.is_full = file, True
+
+    def write(self, data: bytes) -> int:
+        if self.is_full:
+            self.file.write(data[:20])
+            fail()
+        return int(self.file.write(data))
+
+    def truncate(self, size: int) -> int:
+        if self.is_full:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(self.file.truncate(size))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def tear(writer: JsonLinesWriter) -> Torn:
+    """Leave a part of a line at the end of the file, and return the disk that refuses to be truncated."""
+    writer._file = torn = Torn(writer._file)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="no space left"):
+        writer.add_scalar("loss", 0.5, 2)
+    return torn
+
+
+def add_again(path: Path, writer: JsonLinesWriter) -> None:
+    writer.add_scalar("loss", 0.5, 3)
+
+
+def add_by_another(path: Path, writer: JsonLinesWriter) -> None:
+    JsonLinesWriter(path).add_scalar("loss", 0.5, 3)
+
+
+def purge_and_add(path: Path, writer: JsonLinesWriter) -> None:
+    writer.purge_from(2)
+    writer.add_scalar("loss", 0.5, 3)
+
+
+def close_and_add(path: Path, writer: JsonLinesWriter) -> None:
+    writer.close()
+    assert path.read_bytes().endswith(b"\n")
+    writer.add_scalar("loss", 0.5, 3)
+
+
+@pytest.mark.parametrize("then", [add_again, add_by_another, purge_and_add, close_and_add])
+def test_a_part_of_a_line_that_cannot_be_removed_at_once_is_removed_before_the_next_line(
+    then: Callable[[Path, JsonLinesWriter], None], path: Path, lines: Lines
+) -> None:
+    writer = filled(path, 1)
+    disk = tear(writer)
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.add_scalar("loss", 0.5, 2)
+    disk.is_full = False
+    then(path, writer)
+    assert steps(path) == [1, 3]
+
+
+def test_a_file_that_replaced_one_with_a_part_of_a_line_is_not_cut(path: Path) -> None:
+    writer = filled(path, 1)
+    disk = tear(writer)
+    path.write_bytes(LINE * 3)
+    disk.is_full = False
+    writer.add_scalar("loss", 0.5, 3)
+    assert steps(path) == [1, 1, 1, 3]
+
+
+def test_a_purge_goes_well_if_the_file_was_renamed_although_an_error_was_reported(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nfs(Disk):
+        def rename(self, path: str, new_path: str) -> None:
+            super().rename(path, new_path)
+            raise FileNotFoundError(errno.ENOENT, "no such file", path)
+
+    writer, other = filled(path, 1, 2), filled(path, 3)
+    monkeypatch.setattr(jsonl, "_disk", Nfs())
+    writer.purge_from(2)
+    writer.add_scalar("loss", 0.5, 2)
+    other.add_scalar("loss", 0.5, 3)
+    assert (steps(path), other_files(path)) == ([1, 2, 3], set())
+
+
+REMOVED = "{} was removed while it was open for writing: what was written to it is lost"
+
+
+def test_a_file_that_was_removed_while_it_is_open_is_created_again_with_a_warning(tmp_path: Path, lines: Lines) -> None:
+    path = tmp_path / "run" / "curves.jsonl"
+    writer = filled(path, 1)
+    shutil.rmtree(path.parent)
+    writer.add_scalar("loss", 0.5, 2)
+    writer.add_scalar("loss", 0.5, 3)
+    assert steps(path) == [2, 3]
+    assert lines == [("WARNING", REMOVED.format(path))]
+
+
+def test_a_file_that_was_removed_before_it_is_closed_stays_removed_with_a_warning(path: Path, lines: Lines) -> None:
+    writer = filled(path, 1)
+    path.unlink()
+    writer.close()
+    assert not path.exists()
+    assert lines == [("WARNING", REMOVED.format(path))]
 
 
 # -- with hooks -------------------------------------------------------------------------------------------------------

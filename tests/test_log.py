@@ -6,8 +6,9 @@ import io
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
 
 import pytest
 
@@ -184,3 +185,146 @@ def test_lines_appear_once_in_a_new_process(configured: str, out: str, err: str)
     code = PROGRAM.format(configured)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == (out, err)
+
+
+# -- logging that is configured while a loop runs ---------------------------------------------------------------------
+
+
+@contextmanager
+def running(tag: str = "a") -> Iterator[MonitoredLoop[Any]]:
+    with MonitoredLoop(lambda: 0.5, hooks=[LoggingTensorHook({tag: "loss"}, every_n_iter=1)]) as loop:
+        yield loop
+
+
+def lines_of(out: list[str]) -> list[str]:
+    return [line.partition(" (")[0] for line in out]
+
+
+def test_logging_configured_after_the_loop_was_created_gets_each_line_once() -> None:
+    with unconfigured() as seen, running() as loop:
+        loop.run()
+        to_stdout("INFO")
+        loop.run()
+        loop.run()
+    assert (lines_of(seen.out), seen.err) == (["a = 0.5"] * 2, [LINE.format("a")])
+
+
+def test_a_level_configured_after_the_loop_was_created_hides_the_lines() -> None:
+    with unconfigured() as seen, running() as loop:
+        to_stdout("WARNING")
+        loop.run()
+        assert OURS.level == logging.NOTSET
+    assert (seen.out, seen.err) == ([], [])
+
+
+def test_a_handler_added_to_the_logger_after_the_loop_was_created_gets_each_line_once() -> None:
+    with unconfigured() as seen, running() as loop:
+        OURS.addHandler(logging.StreamHandler(sys.stdout))
+        OURS.setLevel("DEBUG")
+        loop.run()
+        loop.run()
+    assert (lines_of(seen.out), seen.err) == (["a = 0.5"] * 2, [])
+
+
+def test_a_line_of_a_child_logger_appears_once() -> None:
+    with unconfigured() as seen, running():
+        child = logging.getLogger("torchhooks.hooks")
+        child.info("before")
+        to_stdout("INFO")
+        child.info("after")
+    assert (seen.out, seen.err) == (["after"], ["INFO:torchhooks.hooks:before"])
+
+
+def test_a_filter_of_the_application_sees_the_line_that_removes_the_fallback() -> None:
+    def hide(record: logging.LogRecord) -> bool:
+        return False
+
+    with unconfigured() as seen, running() as loop:
+        to_stdout("INFO")
+        OURS.addFilter(hide)
+        try:
+            loop.run()
+        finally:
+            OURS.removeFilter(hide)
+    assert (seen.out, seen.err) == ([], [])
+
+
+# -- a stderr that cannot be written to -------------------------------------------------------------------------------
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+class BrokenPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def detached() -> io.TextIOWrapper:
+    stream = io.TextIOWrapper(io.BytesIO())
+    stream.detach()
+    return stream
+
+
+class NotAStream:
+    """What some applications put in place of stderr."""
+
+
+STREAMS = {
+    "closed": closed,
+    "None": lambda: None,
+    "a broken pipe": BrokenPipe,
+    "detached": detached,
+    "no stream": NotAStream,
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+@pytest.mark.parametrize("while_running", [False, True], ids=["before the loop", "in a run"])
+def test_a_stderr_that_cannot_be_written_to_ends_no_training_run(
+    stream: Callable[[], Any], while_running: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unconfigured():
+        if not while_running:
+            monkeypatch.setattr(sys, "stderr", stream())
+        with running() as loop:
+            loop.run()
+            monkeypatch.setattr(sys, "stderr", stream())
+            loop.run()
+            assert loop.global_step == 2
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+def test_a_stderr_that_the_application_logs_to_and_closes_ends_no_training_run(
+    stream: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with unconfigured():
+        monkeypatch.setattr(sys, "stderr", stream())
+        logging.basicConfig(level="INFO")  # to stderr
+        with running() as loop:
+            loop.run()
+            assert loop.global_step == 1
+        monkeypatch.undo()
+
+
+def test_an_error_that_a_handler_raises_on_purpose_is_not_hidden() -> None:
+    class Strict(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ValueError(f"unexpected line: {record.getMessage()}")
+
+    with unconfigured():
+        OURS.addHandler(Strict())
+        OURS.setLevel("INFO")
+        with pytest.raises(ValueError, match=r"unexpected line: a = 0\.5"), running() as loop:
+            loop.run()
+
+
+@pytest.mark.parametrize("configured", ["", "logging.basicConfig(level='INFO')"])
+def test_a_process_whose_stderr_is_closed_trains_to_the_end(configured: str) -> None:
+    code = PROGRAM.format(f"{configured}\nsys.stderr.close()") + "print(loop.global_step)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("1\n", "")

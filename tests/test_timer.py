@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchhooks import NeverTriggerTimer, SecondOrStepTimer
+from torchhooks import (
+    CheckpointSaverHook,
+    LoggingTensorHook,
+    NeverTriggerTimer,
+    SecondOrStepTimer,
+    StepCounterHook,
+)
 from torchhooks.testing import FakeClock
 from torchhooks.timer import NEVER, NOW, Due
 
@@ -154,10 +162,60 @@ def test_refuses_an_invalid_number_of_steps(steps: Any) -> None:
         SecondOrStepTimer(every_steps=steps)
 
 
-@pytest.mark.parametrize("secs", [-0.5, math.nan, "soon", [1]])
+@pytest.mark.parametrize("secs", [-0.5, math.nan, -math.inf, "soon", [1], True])
 def test_refuses_an_invalid_number_of_seconds(secs: Any) -> None:
     with pytest.raises(ValueError, match=r"every_secs=.*: .* 0 or more"):
         SecondOrStepTimer(every_secs=secs)
+
+
+HUGE = [10**400, 10**5000, Fraction(10**400)]
+"""Numbers beyond the range of floats; Python refuses to print the second."""
+PERIODS_IN_SECS: dict[str, Callable[[Any], object]] = {
+    "every_secs": lambda secs: SecondOrStepTimer(every_secs=secs),
+    "every_n_secs": lambda secs: StepCounterHook(None, every_n_secs=secs),
+    "save_secs": lambda secs: CheckpointSaverHook("ckpt", save_secs=secs),
+}
+PERIODS_IN_STEPS: dict[str, Callable[[Any], object]] = {
+    "every_steps": lambda steps: SecondOrStepTimer(every_steps=steps),
+    "every_n_iter": lambda steps: LoggingTensorHook(["loss"], every_n_iter=steps),
+    "save_steps": lambda steps: CheckpointSaverHook("ckpt", save_steps=steps),
+}
+
+
+@pytest.mark.parametrize("secs", HUGE, ids=["printable", "too long", "fraction"])
+@pytest.mark.parametrize("name", PERIODS_IN_SECS)
+def test_refuses_a_number_of_seconds_beyond_the_range_of_floats(name: str, secs: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.*: must fit into a float, whose largest number is 1\.8e308"):
+        PERIODS_IN_SECS[name](secs)
+
+
+@pytest.mark.parametrize("secs", [math.inf, np.longdouble("1e4000")], ids=repr)
+@pytest.mark.parametrize("name", PERIODS_IN_SECS)
+def test_refuses_an_infinite_number_of_seconds(name: str, secs: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.*: a period must be finite; 1e9 seconds"):
+        PERIODS_IN_SECS[name](secs)
+
+
+@pytest.mark.parametrize("steps", [2**63, 10**400, 10**5000], ids=["2**63", "printable", "too long"])
+@pytest.mark.parametrize("name", PERIODS_IN_STEPS)
+def test_refuses_a_number_of_steps_that_no_global_step_can_reach(name: str, steps: int) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=.*: must be less than 2\*\*63, as every global step is"):
+        PERIODS_IN_STEPS[name](steps)
+
+
+@pytest.mark.parametrize("steps", [-(10**400), -(10**5000)], ids=["printable", "too long"])
+def test_refuses_a_hugely_negative_number_of_steps(steps: int) -> None:
+    with pytest.raises(ValueError, match=r"every_steps=.*: must be a whole number, 1 or more"):
+        SecondOrStepTimer(every_steps=steps)
+
+
+@pytest.mark.parametrize("period", [{"every_secs": 1e308}, {"every_steps": 2**63 - 1}], ids=repr)
+def test_the_longest_periods_do_not_trigger_again(period: dict[str, Any], clock: FakeClock) -> None:
+    timer = SecondOrStepTimer(**period)
+    timer.update_last_triggered_step(2**62)
+    clock.advance(1e9)
+    assert not timer.should_trigger_for_step(2**63 - 1)
+    assert timer.next_due() not in (NOW, NEVER)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,11 @@ from torchhooks.text import shown
 
 
 def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
-    """Return ``value`` as an int; raise ValueError if it is not a whole number, or less than ``at_least``."""
+    """Return ``value`` as an int.
+
+    Raises:
+        ValueError: it is not a whole number, or it is less than ``at_least``, or 2**63 or more.
+    """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -19,18 +23,35 @@ def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
     if number is None or (at_least is not None and number < at_least):
         limit = "" if at_least is None else f", {at_least} or more"
         raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}")
+    if number >= 1 << 63:  # event files and checkpoints hold steps of 64 bits
+        raise ValueError(f"{name}={shown(number)}: must be less than 2**63, as every global step is")
     return number
 
 
 def seconds(value: float, name: str) -> float:
-    """Return ``value`` as a period in seconds; raise ValueError if it is not one."""
+    """Return ``value`` as a number of seconds, which may be infinite; raise ValueError if it is not one."""
     try:
-        period = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
+    except OverflowError:
+        raise ValueError(f"{name}={shown(value)}: must fit into a float, whose largest number is 1.8e308") from None
     except (TypeError, ValueError):
-        period = math.nan
-    if not period >= 0:
+        number = math.nan
+    if not number >= 0:
         raise ValueError(f"{name}={shown(value)}: a period is a number of seconds, 0 or more")
-    return period
+    return number
+
+
+def period(value: float, name: str) -> float:
+    """Return ``value`` as a period in seconds, after which something happens again; raise ValueError if it is not one.
+
+    An infinite period is refused, because it is more often the result of a wrong computation than meant.
+    """
+    secs = seconds(value, name)
+    if secs == math.inf:
+        raise ValueError(
+            f"{name}={shown(value)}: a period must be finite; 1e9 seconds are longer than any training run"
+        )
+    return secs
 
 
 def exception_types(value: Any, name: str, example: str) -> tuple[type[BaseException], ...]:

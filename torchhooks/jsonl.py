@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Self
 
 from torchhooks import summary
 from torchhooks.checkpoint_files import Disk
+from torchhooks.files import warn_if_removed
 from torchhooks.log import logger
 
 _LINE_START = b'{"step": '
@@ -56,7 +57,8 @@ class JsonLinesWriter:
 
     Args:
         path: the file. It is created with its folder if it does not exist. An incomplete last line, which a killed
-            process left, is removed.
+            process left, is removed. If the file is removed while it is open, a warning is logged, and the next line
+            creates it again.
 
     Raises:
         ValueError: the file has a line that is not a JSON object. The file is not changed.
@@ -67,6 +69,7 @@ class JsonLinesWriter:
 
     _lock = threading.Lock()  # of all writers: a purge by one must not miss a line that another appends
     _open_files: ClassVar[weakref.WeakSet[io.FileIO]] = weakref.WeakSet()
+    _torn: ClassVar[dict[str, int]] = {}  # from the path of a file that ends in a part of a line to the end before it
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
@@ -129,8 +132,12 @@ class JsonLinesWriter:
     def close(self) -> None:
         """Close the file. Closing twice is harmless, and a later write opens the file again."""
         with self._lock:
-            if self._file is not None:
-                self._file.close()
+            if self._file is not None and not self._file.closed:
+                try:
+                    if not warn_if_removed(self._file, self.log_dir) and self.log_dir in self._torn:
+                        self._cut(self._file)
+                finally:
+                    self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -142,26 +149,45 @@ class JsonLinesWriter:
         return f"JsonLinesWriter({self._path!r})"
 
     def _opened(self) -> io.FileIO:
-        """Return the open file. Open it again after a close, or after a purge by any writer of the path."""
+        """Return the open file, whose last line is complete.
+
+        Open it again after a close, after a purge by any writer of the path, or if it was removed.
+        """
+        if self._file is not None and not self._file.closed and warn_if_removed(self._file, self.log_dir):
+            self._file.close()
         if self._file is None or self._file.closed:
             os.makedirs(self._folder, exist_ok=True)
             # Unbuffered, so that a line survives a kill. In append mode, so that writers do not overwrite each other.
             self._file = open(self.log_dir, "ab", buffering=0)  # noqa: SIM115
             self._open_files.add(self._file)
             weakref.finalize(self, self._file.close)
+        if self.log_dir in self._torn:
+            self._cut(self._file)
         return self._file
 
     def _append(self, line: bytes) -> None:
         """Write ``line`` completely or not at all."""
         with self._lock:
             file = self._opened()
-            end, written = file.seek(0, os.SEEK_END), 0
+            end, rest = file.seek(0, os.SEEK_END), line
             try:
-                while written < len(line):  # a nearly full disk takes only a part
-                    written += file.write(line[written:])
+                while rest:  # a nearly full disk takes only a part
+                    rest = rest[file.write(rest) :]
             except BaseException:
-                file.truncate(end)
+                self._torn[self.log_dir] = end
+                with suppress(OSError):  # tried again before the next line, by any writer of this path
+                    self._cut(file)
                 raise
+
+    def _cut(self, file: io.FileIO) -> None:
+        """Remove the part of a line that a failed write left at the end of ``file``."""
+        end = self._torn[self.log_dir]
+        with open(self.log_dir, "rb") as torn:
+            torn.seek(end)
+            rest = torn.read()
+        if rest and _is_torn(rest):  # otherwise another program has replaced the file or repaired it
+            file.truncate(end)
+        del self._torn[self.log_dir]
 
     def _check_lines(self, file: io.FileIO) -> None:
         """Check that every line is a JSON object, and repair the end of the file."""
@@ -203,7 +229,13 @@ class JsonLinesWriter:
         for file in self._open_files:
             if file.name == self.log_dir:
                 file.close()
-        _disk.rename(self._copy_path, self.log_dir)
+        copy = os.stat(self._copy_path)
+        try:
+            _disk.rename(self._copy_path, self.log_dir)
+        except OSError:
+            # A server of NFS that gets a request twice reports that the second one found no file to rename.
+            if not os.path.samestat(os.stat(self.log_dir), copy):
+                raise
         _disk.sync_folder(self._folder)
 
     def _remove_copy(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchhooks.checkpoint import latest_checkpoint
+from torchhooks.checks import seconds
 from torchhooks.coordinator import Coordinator
 from torchhooks.costs import HookCosts
 from torchhooks.ending import Ending
@@ -86,7 +87,7 @@ class Sessions:
         self._steps_per_run = steps_per_run
         self._schedule, self._readback, self._position, self._data_waits, self._items = mechanisms[:5]
         self._ending, self._recovery, self._costs = mechanisms[5:]
-        self._grace_secs = grace_secs
+        self._grace_secs = seconds(grace_secs, "stop_grace_period_secs")  # checked here, not at the end of the run
         self._renew()
 
     def call(self, seat: Seat, name: str, method: Callable[..., object], *args: Any) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import math
 import numbers
 import os
@@ -37,11 +36,11 @@ import numpy as np
 import torch
 
 from torchhooks.fetch import ComposedFetch, GroupRates
+from torchhooks.log import logger
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
 
-_log = logging.getLogger(__name__)
 _Path = str | os.PathLike[str]
 _Array = np.ndarray[Any, Any]
 _HISTOGRAM_END = 9e19  # torch's outermost bins end slightly beyond
@@ -72,8 +71,11 @@ class SummaryWriterCache:
 
     @classmethod
     def get(cls, logdir: _Path) -> TensorBoardWriter:
-        """Return the writer of ``logdir``, created at first use; ``"a"``, ``"a/"`` and ``Path("a")`` are the same."""
-        key = _directory(logdir)
+        """Return the writer of ``logdir``, created at first use.
+
+        All names of a directory are the same: ``"a"``, ``"a/"``, ``Path("a")``, its absolute path, a symbolic link.
+        """
+        key = shared_name(logdir)
         with cls._lock:
             if key not in cls._open:
                 cls._open[key] = writer = _new_writer(key)
@@ -83,7 +85,7 @@ class SummaryWriterCache:
     @classmethod
     def close(cls, logdir: _Path) -> None:
         """Flush, close and forget the writers of ``logdir``. Does nothing if there is none."""
-        key = _directory(logdir)
+        key = shared_name(logdir)
         with cls._lock, ExitStack() as closing:  # the stack closes all of them, even if closing one fails
             for writer, directory in cls._handed_out.items():
                 if directory == key:
@@ -230,7 +232,7 @@ class histogram(SummaryOp):  # noqa: N801
         kept = values[np.abs(values) < _HISTOGRAM_END]
         if kept.size < values.size:
             message = "histogram %r, step %s: left out %d of %d values, which are NaN, infinite or beyond 9e19"
-            _log.warning(message, self.tag, step, values.size - kept.size, values.size)
+            logger.warning(message, self.tag, step, values.size - kept.size, values.size)
         if kept.size:
             super().write(writer, kept, step, walltime)
 
@@ -448,9 +450,10 @@ def _takes_walltime(writer: Any, method: str) -> bool:
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
 
 
-def _directory(logdir: _Path) -> str:
-    path = os.fspath(logdir)
-    return path.rstrip("/") if "://" in path else os.path.abspath(path)
+def shared_name(logdir: _Path) -> str:
+    """Return the one name that all names of the directory ``logdir`` stand for; ``gs://...`` stays as it is."""
+    path = os.fsdecode(logdir)
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
 def _new_writer(folder: str) -> TensorBoardWriter:

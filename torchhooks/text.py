@@ -38,6 +38,12 @@ class _Shown(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 12
         self.maxstring = self.maxlong = self.maxother = 200
 
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python refuses to print more than 4300 digits
+            return f"<int of {x.bit_length()} bits>"
+
     def repr_instance(self, x: Any, level: int) -> str:
         bulky = hasattr(x, "state_dict") or hasattr(x, "shape")
         return f"{type(x).__name__}(...)" if bulky and not isinstance(x, type) else super().repr_instance(x, level)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
-from torchhooks.checks import seconds, whole_number
+from torchhooks.checks import period, whole_number
 from torchhooks.text import shown
 
 
@@ -47,8 +47,8 @@ class SecondOrStepTimer:
     Unlike TensorFlow, the clock is ``time.monotonic()``, so that setting the system time does not change a period.
 
     Args:
-        every_secs: seconds from one trigger to the next, 0 or more.
-        every_steps: steps from one trigger to the next, 1 or more.
+        every_secs: seconds from one trigger to the next, 0 or more and finite.
+        every_steps: steps from one trigger to the next, 1 or more and less than 2**63.
 
     Raises:
         ValueError: both or neither are given, or the period is invalid.
@@ -60,21 +60,21 @@ class SecondOrStepTimer:
                 f"SecondOrStepTimer(every_secs={every_secs!r}, every_steps={every_steps!r}): "
                 f"give exactly one of the two, {'not both' if every_secs is not None else 'none was given'}"
             )
-        self._every_secs = None if every_secs is None else seconds(every_secs, "every_secs")
+        self._every_secs = None if every_secs is None else period(every_secs, "every_secs")
         self._every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", 1)
         self.reset()
 
     @classmethod
     def named(cls, **periods: Any) -> Self:
         """Return a timer of the one period that is not ``None``: seconds if its name ends in ``secs``, else steps."""
-        given = {name: period for name, period in periods.items() if period is not None}
+        given = {name: value for name, value in periods.items() if value is not None}
         if len(given) != 1:
-            listed = ", ".join(f"{name}={shown(period)}" for name, period in periods.items())
+            listed = ", ".join(f"{name}={shown(value)}" for name, value in periods.items())
             raise ValueError(f"{listed}: give exactly one of them{', and None for the other' if given else ''}")
-        ((name, period),) = given.items()
+        ((name, value),) = given.items()
         if name.endswith("secs"):
-            return cls(every_secs=seconds(period, name))
-        return cls(every_steps=whole_number(period, name, 1))
+            return cls(every_secs=period(value, name))
+        return cls(every_steps=whole_number(value, name, 1))
 
     def reset(self) -> None:
         """Forget the last trigger, so that the next step triggers."""

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from typing import Any, ClassVar
 
-from torchhooks.summary import SummaryWriterCache, add_session_log
+from torchhooks.summary import SummaryWriterCache, add_session_log, shared_name
 
 
 class WriterTarget:
     """The writer of one hook: the ``summary_writer`` that it was given, or the one that is cached for ``output_dir``.
 
-    Targets are at the same place if their writers have the same ``log_dir``, or are the same object.
+    Targets are at the same place if their writers have the same ``log_dir``, or are the same object. The loops of
+    several threads, and a loop that runs within another one, may have targets at the same place: they write to one
+    file, which is closed with the last of them. A loop that starts while another one has a session writes no START to
+    event files, because that would void the points of the other loop.
     """
 
     _lock = threading.Lock()
+    _start_lock = threading.RLock()  # reentrant, because the writer of a user may run a loop; taken before _lock
     _all_open: ClassVar[weakref.WeakSet[WriterTarget]] = weakref.WeakSet()
 
     def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
         if output_dir is not None and summary_writer is not None:
             raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
-        self._output_dir = output_dir
+        # Resolved once: os.chdir or a changed link must not make close() look for another writer than open() created.
+        self._folder = None if output_dir is None else shared_name(output_dir)
         self._given = summary_writer
-        self._had_session = False
+        self._has_session = False
+        self._is_within_another = False
         self.starts_session = starts_session
         """Whether the hook writes the session's START."""
         self.start_is_written = False
@@ -33,20 +38,24 @@ class WriterTarget:
 
     def open(self) -> Any:
         """Open the writer, and return it."""
-        self._had_session = self.start_is_written = False
-        self.writer = self._given if self._output_dir is None else SummaryWriterCache.get(self._output_dir)
-        with self._lock:
+        self._has_session = self.start_is_written = False
+        with self._lock:  # so that no other target closes the writer before this one is known
+            self.writer = self._given if self._folder is None else SummaryWriterCache.get(self._folder)
+            # Targets of one loop are all opened before it has a session, so one that has a session is of another loop.
+            self._is_within_another = any(target._has_session for target in self._others_at_this_place())
             self._all_open.add(self)
         return self.writer
 
     def close(self) -> None:
-        """Flush the writer, and close it unless it was given to the hook."""
-        writer, self.writer = self.writer, None
+        """Flush the writer. Close it too if no other target has it, unless it was given to the hook."""
         with self._lock:
+            writer, self.writer = self.writer, None
             self._all_open.discard(self)
-        if self._output_dir is not None:
-            SummaryWriterCache.close(self._output_dir)
-        elif writer is not None:
+            is_shared = any(target.writer is writer for target in self._all_open)
+            if self._folder is not None and not is_shared:
+                SummaryWriterCache.close(self._folder)
+                return
+        if writer is not None:
             writer.flush()
 
     def session_created(self, step: int, last_written: int | None) -> bool:
@@ -55,7 +64,7 @@ class WriterTarget:
         Returns whether the point of ``last_written``, the last step that the hook wrote, was removed, so that the hook
         has to write again from ``step`` on.
         """
-        recovered, self._had_session = self._had_session, True
+        recovered, self._has_session = self._has_session, True
         if not recovered or not self._can_purge():
             return False
         self.writer.purge_from(step + 1)
@@ -67,11 +76,17 @@ class WriterTarget:
         A START makes TensorBoard discard the points of its step and later ones that it has already read. So the first
         hook at a place writes the START of every hook there: that of a later hook would void the first hook's point.
         """
-        if self.starts_session and not self.start_is_written:
-            for target in self._all_at_this_place():
+        if not self.starts_session or self.start_is_written:
+            return
+        with self._start_lock:  # a loop of another thread must not write a point until its START is written here
+            if self.start_is_written:
+                return
+            with self._lock:
+                others = [] if self._is_within_another and not self._can_purge() else self._others_at_this_place()
+            for target in (self, *others):
                 if target.starts_session and not target.start_is_written:
-                    target.start_is_written = True
                     self._write_start(begun_at, step)
+                    target.start_is_written = True
 
     def start_session_alone(self, begun_at: int, step: int) -> None:
         """Write a START for a hook that has none of its own, in the first run, unless another hook at the place does.
@@ -90,7 +105,8 @@ class WriterTarget:
 
     def session_started_by_another(self) -> bool:
         """Return whether another hook writes the session's START at this place."""
-        return any(target.starts_session for target in self._all_at_this_place() if target is not self)
+        with self._lock:
+            return any(target.starts_session for target in self._others_at_this_place())
 
     @classmethod
     def flush_all(cls) -> None:
@@ -98,26 +114,27 @@ class WriterTarget:
         with cls._lock:
             targets = list(cls._all_open)
         for target in targets:
-            if target.writer is not None:
-                target.writer.flush()
+            writer = target.writer  # read once, because the loop of another thread may close the target
+            if writer is not None:
+                writer.flush()
 
     def _write_start(self, begun_at: int, step: int) -> None:
         # With the first step that the session makes. Unlike TensorFlow's, which has the step after the first run, it
         # voids exactly the points that are written again, even if the first run makes no step or several.
         if self._can_purge():
             self.writer.purge_from(begun_at + 1 if begun_at else 0)
-        elif self.writer is not None:
+        elif self.writer is not None and not self._is_within_another:
             add_session_log(self.writer, "START", begun_at + 1 if begun_at else min(step, 1))
 
     def _can_purge(self) -> bool:
         return callable(getattr(self.writer, "purge_from", None))
 
-    def _all_at_this_place(self) -> list[WriterTarget]:
-        with self._lock:
-            targets = list(self._all_open)
-        return [target for target in targets if _place(target.writer) == _place(self.writer)]
+    def _others_at_this_place(self) -> list[WriterTarget]:
+        """Return the other open targets at the place of this one. The caller holds the lock."""
+        place = _place(self.writer)
+        return [target for target in self._all_open if target is not self and _place(target.writer) == place]
 
 
 def _place(writer: Any) -> object:
     folder = getattr(writer, "log_dir", None)
-    return id(writer) if folder is None else os.path.abspath(folder)
+    return id(writer) if folder is None else shared_name(folder)

@@ -13,7 +13,7 @@ from torchhooks.hook import SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
-from torchhooks.text import call_repr
+from torchhooks.text import call_repr, shown
 from torchhooks.timer import Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
@@ -91,9 +91,7 @@ class StepCounterHook(SessionRunHook):
         }
         self._timer = SecondOrStepTimer.named(every_n_steps=every_n_steps, every_n_secs=every_n_secs)
         self._every_n_steps = every_n_steps
-        if examples_per_step is not None and not examples_per_step > 0:
-            raise ValueError(f"examples_per_step={examples_per_step!r}: must be a number of examples, more than 0")
-        self._examples_per_step = examples_per_step
+        self._examples_per_step = None if examples_per_step is None else _number_of_examples(examples_per_step)
         self._target = WriterTarget(output_dir, summary_writer)
 
     def begin(self) -> None:
@@ -193,3 +191,15 @@ class StepCounterHook(SessionRunHook):
 
     def __repr__(self) -> str:
         return call_repr(self, **self._arguments)
+
+
+def _number_of_examples(value: float) -> float:
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(
+            f"examples_per_step={shown(value)}: must be a number of examples, more than 0 and at most 1.8e308"
+        )
+    return number
