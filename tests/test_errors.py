@@ -341,10 +341,15 @@ def test_errors_in_end_and_in_teardown_come_out_together() -> None:
     assert group.exceptions == (end, teardown)
 
 
-def test_an_interrupt_among_the_errors_at_the_end_is_no_ordinary_exception() -> None:
-    group = close_with({"end": KeyError()}, {"end": KeyboardInterrupt()})
-    assert isinstance(group, BaseExceptionGroup)
-    assert not isinstance(group, Exception)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_among_the_errors_at_the_end_comes_out_itself(
+    kind: type[BaseException], lines: list[tuple[str, str]]
+) -> None:
+    interrupt = kind()
+    assert close_with({"end": KeyError("lost?")}, {"end": interrupt}, {"end": ValueError("and this?")}) is interrupt
+    told = [note for note in interrupt.__notes__ if "while the loop was closed" in note]
+    assert ["KeyError: 'lost?'" in told[0], "ValueError: and this?" in told[1]] == [True, True]
+    assert [text for level, text in lines if level == "ERROR"] == ["while the loop was closed after an error"] * 2
 
 
 @pytest.mark.parametrize("method", ["end", "teardown"])
