@@ -24,9 +24,11 @@ class SignalWatch:
     """Records signals between :meth:`install` and :meth:`restore`.
 
     The handler only records the signal and calls ``wake``. :meth:`restore` reinstates the old handlers and delivers the
-    signals to them again. By default, SIGTERM then ends the process (exit code 143) and SIGINT raises
-    KeyboardInterrupt. The second signal of one kind interrupts at once: SIGINT raises KeyboardInterrupt, and any other
-    signal is delivered to its old handler, unless it arrives within a second of the first.
+    signals to them again. By default, SIGTERM then ends the process (exit code 143) and SIGINT raises KeyboardInterrupt
+    (130 if it is not caught, or 1 if a function that runs at exit evaluates a string of Python code).
+
+    The second signal of one kind interrupts at once. SIGINT raises KeyboardInterrupt. Any other signal is delivered to
+    its old handler, unless it arrives within a second of the first.
 
     Several watches may be open at a time and closed in any order. The newest one records a signal; closing it passes
     the signal to the one before it. Processes that are forked in between, such as the workers of a DataLoader, use the
