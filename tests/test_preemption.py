@@ -389,23 +389,20 @@ def test_a_loop_closed_in_another_thread_passes_its_signals_on(delivered: list[s
     assert delivered == ["SIGTERM"]
 
 
-def test_a_closed_loop_passes_a_signal_on_to_the_default_and_an_ignored_one_to_nothing() -> None:
-    program = """
-        import signal, threading
-        from torchhooks.preemption import SignalWatch
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        watch = SignalWatch(["SIGTERM", "SIGUSR1"])
-        watch.install()
-        thread = threading.Thread(target=watch.restore)
+@pytest.mark.parametrize("old", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_closed_loop_passes_signals_on_as_if_it_did_not_handle_them(old: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGURG, old)  # its default is to do nothing
+    try:
+        loop = MonitoredLoop(lambda: 0.5, signals=["SIGURG"])
+        thread = threading.Thread(target=loop.close)
         thread.start()
         thread.join()
-        signal.raise_signal(signal.SIGUSR1)
-        print("ignored", flush=True)
-        signal.raise_signal(signal.SIGTERM)
-        print("not reached")
-    """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "ignored\n")
+        signal.raise_signal(signal.SIGURG)
+        if old is signal.SIG_DFL:
+            assert signal.getsignal(signal.SIGURG) is old
+        assert loop.stop_reason == "closed"
+    finally:
+        signal.signal(signal.SIGURG, before)
 
 
 # -- interrupts -------------------------------------------------------------------------------------------------------
@@ -583,7 +580,7 @@ def test_an_error_of_the_data_after_a_signal_is_part_of_the_stop(
             loop.run(item)
     assert (loop.stop_reason, delivered) == ("signal SIGTERM", ["SIGTERM"])
     assert latest_checkpoint(tmp_path) == str(tmp_path / "model.ckpt-3")
-    assert ("WARNING", "the data ended with the signal SIGTERM") in lines
+    assert ("WARNING", "the data raised an error after signal SIGTERM, which stops the loop") in lines
 
 
 @pytest.mark.parametrize("error", [RuntimeError(LOST), EOFError(), ConnectionResetError()])

@@ -132,7 +132,9 @@ class Data:
         if error is not None:
             if not self._ending.is_due_to_signal(error):
                 return False
-            logger.warning("the data ended with the signal %s", self._ending.signal, exc_info=error)
+            logger.warning(
+                "the data raised an error after signal %s, which stops the loop", self._ending.signal, exc_info=error
+            )
             self._schedule.wake()
         try:
             return self._should_stop()

@@ -93,11 +93,12 @@ class SignalWatch:
         A signal to the process group may end a worker before it reaches this process. So wait up to ``secs`` seconds
         for it if ``error`` is that of a lost process.
         """
-        if self.lost_worker is not None and self.lost_worker is not error:
-            add_note(error, f"torchhooks: {brief(self.lost_worker)}")
-            SignalWatch.lost_worker = None
-        if self._open and self.received is None and _is_lost_process(error):
-            self.wait(secs)
+        if _is_lost_process(error):
+            if self.lost_worker is not None:
+                add_note(error, f"torchhooks: {brief(self.lost_worker)}")
+                SignalWatch.lost_worker = None
+            if self._open:
+                self.wait(secs)
         return self.received is not None
 
     def defer_lost_workers(self) -> None:

@@ -120,16 +120,14 @@ class Session:
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not count the time inside this ``with`` block as training time: an evaluation, a checkpoint. Nests."""
-        return _Pause(self)
+        return _Pause(self._begin_pause, self._end_pause)
 
-    def begin_pause(self) -> Moment:
-        """Begin a pause, and return when that was."""
+    def _begin_pause(self) -> Moment:
         start = Moment(self.device)
         self._open_pauses += 1
         return start
 
-    def end_pause(self, start: Moment) -> None:
-        """End a pause, and call the listeners if it is not within another one."""
+    def _end_pause(self, start: Moment) -> None:
         self._open_pauses -= 1
         if not self._open_pauses:
             pause = Elapsed(start, Moment(self.device))
@@ -249,14 +247,14 @@ class Session:
 class _Pause:
     """The context manager of ``paused``. A generator would turn a listener's StopIteration into a RuntimeError."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, begin: Callable[[], Moment], end: Callable[[Moment], object]) -> None:
+        self._begin, self._end = begin, end
 
     def __enter__(self) -> None:
-        self._start = self._session.begin_pause()
+        self._start = self._begin()
 
     def __exit__(self, *_: object) -> None:
-        self._session.end_pause(self._start)
+        self._end(self._start)
 
 
 def _without_left_out(tree: Any) -> Any:
