@@ -1,6 +1,7 @@
 """Signals stop a loop cleanly after the current run, and reach their old handlers once the loop is closed."""
 
 import itertools
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -593,6 +594,22 @@ def test_a_signal_right_after_the_loss_of_a_worker_counts_too(
         for item in loop.until_stop(Lost(error, later.start)):
             loop.run(item)
     assert (loop.global_step, loop.stop_reason, delivered) == (3, "signal SIGTERM", ["SIGTERM"])
+
+
+def test_a_signal_right_after_the_socket_of_a_worker_is_gone_counts_too(
+    tmp_path: Path, delivered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchhooks.ending, "_LOST_WORKER_SECS", 300.0)
+
+    def items() -> Iterator[int]:
+        yield 0
+        threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
+        multiprocessing.connection.Client(str(tmp_path / "gone"))  # raises FileNotFoundError
+
+    with MonitoredLoop(lambda _: 0.5, signals=["SIGTERM"]) as loop:
+        for item in loop.until_stop(items()):
+            loop.run(item)
+    assert (loop.global_step, loop.stop_reason, delivered) == (1, "signal SIGTERM", ["SIGTERM"])
 
 
 @pytest.mark.parametrize("signals", [[], ["SIGTERM"]])

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, ClassVar
@@ -194,6 +195,10 @@ def _is_lost_process(error: BaseException) -> bool:
     """Return whether ``error`` is that of a DataLoader worker that ended, or of a connection to it."""
     if isinstance(error, EOFError | ConnectionError):
         return True
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        # torch fetches a tensor from the worker: if that is gone, there is no file with the name of its socket.
+        if frame.f_globals.get("__name__", "").startswith("multiprocessing."):
+            return True
     return isinstance(error, RuntimeError) and str(error).startswith(("DataLoader worker", "Pin memory thread"))
 
 
