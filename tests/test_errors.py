@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchhooks import (
     AbortedError,
+    CheckpointSaverHook,
+    Coordinator,
     Due,
     FeedError,
     FetchError,
@@ -18,6 +21,7 @@ from torchhooks import (
     NanLossDuringTrainingError,
     NoRunYetError,
     Scaffold,
+    Session,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
@@ -276,6 +280,128 @@ def test_stop_iteration_in_a_closure_is_a_clean_end(fetches: Any) -> None:
     assert methods(asking) == methods(other) == ["begin", "after_create_session", "before_run", "end", "teardown"]
 
 
+class Guarding(SessionRunHook):
+    """Guards checkpoints, or listens to pauses, with a function that raises StopIteration once there were two runs."""
+
+    def __init__(self, register: str) -> None:
+        self.register = register
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        def call(*_: object) -> None:
+            if session.global_step == 2:
+                raise StopIteration("enough")
+
+        getattr(session, self.register)(call)
+
+
+@pytest.mark.parametrize("register", ["guard_checkpoints", "on_pause"])
+@pytest.mark.parametrize("save_steps", [1, 2])
+def test_stop_iteration_around_a_checkpoint_is_a_clean_end(register: str, save_steps: int, tmp_path: Path) -> None:
+    recorder, saver = RecordingHook(), CheckpointSaverHook(tmp_path, save_steps=save_steps)
+    with MonitoredLoop(half, hooks=[Guarding(register), saver, recorder], checkpoint_dir=tmp_path) as loop:
+        for _ in range(9):
+            loop.run()
+    assert (loop.global_step, loop.stop_reason) == (2, "StopIteration: enough")
+    assert methods(recorder)[-2:] == ["end", "teardown"]
+
+
+@pytest.mark.parametrize("register", ["guard_checkpoints", "on_pause"])
+def test_stop_iteration_around_a_checkpoint_between_two_items_is_a_clean_end(register: str, tmp_path: Path) -> None:
+    recorder, saver = RecordingHook(), CheckpointSaverHook(tmp_path, save_steps=2)
+    with MonitoredLoop(half, hooks=[Guarding(register), saver, recorder], checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+    assert (loop.global_step, loop.stop_reason) == (2, "StopIteration: enough")
+    assert methods(recorder)[-2:] == ["end", "teardown"]
+
+
+def test_stop_iteration_of_a_pause_listener_in_the_body_is_a_clean_end() -> None:
+    recorder, after = RecordingHook(), []
+    with MonitoredLoop(half, hooks=[Guarding("on_pause"), recorder]) as loop:
+        loop.run()
+        loop.run()
+        with loop.paused(), loop.paused():
+            after.append(1)
+        after.append(2)
+    assert (after, loop.stop_reason) == ([1], "StopIteration: enough")
+    assert methods(recorder)[-2:] == ["end", "teardown"]
+
+
+class Source:
+    """Data of which ``failing`` raises ``error``."""
+
+    def __init__(self, failing: str, error: BaseException) -> None:
+        self.failing, self.error = failing, error
+
+    def __iter__(self) -> Iterator[int]:
+        self.fail("__iter__")
+        return iter(range(3))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fail("load_state_dict")
+
+    def fail(self, method: str) -> None:
+        if method == self.failing:
+            raise self.error
+
+
+@pytest.mark.parametrize("failing", ["__iter__", "load_state_dict"])
+def test_stop_iteration_while_an_iteration_begins_is_a_clean_end(failing: str, tmp_path: Path) -> None:
+    def loop(recorder: RecordingHook) -> MonitoredLoop[float]:
+        saver = CheckpointSaverHook(tmp_path, save_steps=1)
+        return MonitoredLoop(half, hooks=[saver, recorder], checkpoint_dir=tmp_path)
+
+    with loop(RecordingHook()) as first:
+        for _ in first.until_stop(Source("nothing", StopIteration())):
+            first.run()
+            first.request_stop()
+    recorder = RecordingHook()
+    with loop(recorder) as second:
+        for _ in second.until_stop(Source(failing, StopIteration("no more"))):
+            pytest.fail("there was an item")
+    assert second.stop_reason == "StopIteration: no more"
+    assert methods(recorder) == ["begin", "after_create_session", "end", "teardown"]
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), Exhausted("broken")])
+def test_another_error_while_an_iteration_begins_comes_out(error: Exception) -> None:
+    recorder = RecordingHook()
+    with pytest.raises(Exception, match=r"broken|generator") as caught, MonitoredLoop(half, hooks=[recorder]) as loop:
+        next(loop.until_stop(Source("__iter__", error)))
+    assert error in (caught.value, caught.value.__cause__), "Python wraps a subclass that leaves a generator"
+    assert methods(recorder)[-1] == "teardown"
+
+
+class Creating(SessionRunHook):
+    """Its thread fails once, and the session that is created after that raises ``error``."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.errors = iter([None, error])
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        error = next(self.errors)
+        if error is not None:
+            raise error
+        self.coord = coord
+
+    def report(self) -> None:
+        self.coord.request_stop(AbortedError("thread"))
+
+
+@pytest.mark.parametrize("items", [0, 1])
+def test_stop_iteration_in_a_recovery_between_two_items_is_a_clean_end(items: int, tmp_path: Path) -> None:
+    creating, saver = Creating(StopIteration("no more")), CheckpointSaverHook(tmp_path, save_steps=9)
+    with MonitoredLoop(half, hooks=[saver, creating], checkpoint_dir=tmp_path) as loop:
+        if not items:
+            creating.report()
+        for _ in loop.until_stop(range(9)):
+            creating.report()
+    assert loop.stop_reason == "StopIteration: no more"
+
+
 class CallingBack(SessionRunHook):
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -341,10 +467,15 @@ def test_errors_in_end_and_in_teardown_come_out_together() -> None:
     assert group.exceptions == (end, teardown)
 
 
-def test_an_interrupt_among_the_errors_at_the_end_is_no_ordinary_exception() -> None:
-    group = close_with({"end": KeyError()}, {"end": KeyboardInterrupt()})
-    assert isinstance(group, BaseExceptionGroup)
-    assert not isinstance(group, Exception)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_among_the_errors_at_the_end_comes_out_itself(
+    kind: type[BaseException], lines: list[tuple[str, str]]
+) -> None:
+    interrupt = kind()
+    assert close_with({"end": KeyError("lost?")}, {"end": interrupt}, {"end": ValueError("and this?")}) is interrupt
+    told = [note for note in interrupt.__notes__ if "while the loop was closed" in note]
+    assert ["KeyError: 'lost?'" in told[0], "ValueError: and this?" in told[1]] == [True, True]
+    assert [text for level, text in lines if level == "ERROR"] == ["while the loop was closed after an error"] * 2
 
 
 @pytest.mark.parametrize("method", ["end", "teardown"])

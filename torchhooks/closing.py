@@ -24,6 +24,11 @@ class Attempts:
         except self._catch as error:
             self.errors.append(error)
 
+    @property
+    def interrupt(self) -> BaseException | None:
+        """The first error that is not an ``Exception``, such as KeyboardInterrupt."""
+        return next((error for error in self.errors if not isinstance(error, Exception)), None)
+
     def raise_errors(self, message: str) -> None:
         """Raise the error if there is one; raise several as an ``ExceptionGroup`` with ``message``."""
         if len(self.errors) == 1:

@@ -59,7 +59,7 @@ class Data:
     ) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end."""
         self._check_not_ended()
-        if self._should_stop():  # before iter(), which may draw random numbers
+        if self._is_halted():  # before iter(), which may draw random numbers
             self._cut_short()
             return
         schedule, position, ending, waits, items = (
@@ -73,21 +73,26 @@ class Data:
         place = position.begin(iterable, ending.busy, site)
         item: Any = None
         try:
-            iterator: Iterator[Any] = position.iterator(place, iterable, resume, self._should_stop)
+            iterator = self._iterator(place, iterable, resume)
             while True:
                 again = (items.waiting or schedule.news or ending.stopping) and not self._settle(place)
                 if ending.stopping:
                     place.through = True
                     return
                 if not again:
-                    if limit is not None and place.taken >= limit:
-                        item = _DATA_ENDED
-                    elif depth in waits.secs:
-                        asked = time.monotonic()
-                        item = next(iterator, _DATA_ENDED)
-                        waits.secs[depth] += time.monotonic() - asked
-                    else:
-                        item = next(iterator, _DATA_ENDED)
+                    try:
+                        if limit is not None and place.taken >= limit:
+                            item = _DATA_ENDED
+                        elif depth in waits.secs:
+                            asked = time.monotonic()
+                            item = next(iterator, _DATA_ENDED)
+                            waits.secs[depth] += time.monotonic() - asked
+                        else:
+                            item = next(iterator, _DATA_ENDED)
+                    except Exception as error:
+                        if not self._is_halted(error):
+                            raise
+                        continue  # settles the stop
                     if item is _DATA_ENDED:
                         place.ended = True
                         if not schedule.runs:
@@ -110,6 +115,38 @@ class Data:
         finally:
             waits.depth -= 1
             self._leave(place)
+
+    def _iterator(self, place: Place, iterable: Iterable[Any], resume: bool) -> Iterator[Any]:
+        """Return the items to yield at ``place``; none if a signal, or exactly ``StopIteration``, prevents it."""
+        try:
+            iterator = self._position.iterator(place, iterable, resume, self._is_halted)
+        except Exception as error:
+            if type(error) is StopIteration:  # in a generator, it would become a RuntimeError
+                self._ending.fail(error)
+            elif not self._is_halted(error):
+                raise
+            iterator = iter(())
+        self._ending.defer_lost_workers()  # now that a DataLoader has installed torch's handler
+        return iterator
+
+    def _is_halted(self, error: Exception | None = None) -> bool:
+        """Handle news, and return whether the loop stops.
+
+        An ``error`` out of iterating over the data does not stop it, unless it may be due to a signal.
+        """
+        if error is not None:
+            if not self._ending.is_due_to_signal(error):
+                return False
+            logger.warning(
+                "the data raised an error after signal %s, which stops the loop", self._ending.signal, exc_info=error
+            )
+            self._schedule.wake()
+        try:
+            return self._should_stop()
+        except StopIteration as clean:  # out of a hook, while recovering from a thread's error
+            if type(clean) is not StopIteration:
+                raise
+            return True
 
     def _note_items(self, place: Place) -> None:
         """Note that ``place`` yielded items until its data ended, and that none of them was run."""
@@ -166,7 +203,7 @@ class Data:
         if place.counts and self._is_healthy() and due and not self._make(self._items.make_due):
             place.finished = False
             return False
-        if self._should_stop() and place.counts and not self._stop_is_settled and self._is_healthy():
+        if self._is_halted() and place.counts and not self._stop_is_settled and self._is_healthy():
             self._stop_is_settled = True
             self._make(functools.partial(self._items.stop, due))
         place.finished = place.finished and self._ending.stopping

@@ -9,6 +9,8 @@ from typing import Protocol
 from torchhooks.errors import brief
 from torchhooks.preemption import SignalWatch
 
+_LOST_WORKER_SECS = 2.0  # a batch system signals the processes of a job within milliseconds of each other
+
 
 class Run(Protocol):
     """A run in which a stop can be requested: a ``SessionRunContext``."""
@@ -100,6 +102,22 @@ class Ending:
     def signal(self) -> str | None:
         """The name of the first signal that asked to stop."""
         return self._signals.received
+
+    def wait_for_signal(self, secs: float) -> None:
+        """Wait for ``secs`` seconds, or until a signal arrives."""
+        self._signals.wait(secs)
+
+    def is_due_to_signal(self, error: BaseException) -> bool:
+        """Return whether ``error``, out of iterating over the data, may be due to a signal, which ends the loop.
+
+        A signal to the process group also reaches the workers of a DataLoader. One of them may end first, so this waits
+        a short time for the signal.
+        """
+        return self._signals.wait_if_lost(error, _LOST_WORKER_SECS)
+
+    def defer_lost_workers(self) -> None:
+        """Keep the death of a DataLoader worker from interrupting a step or a save."""
+        self._signals.defer_lost_workers()
 
     def data_ended(self) -> None:
         """Note that the outermost ``until_stop`` has no more items, which is a reason but not a stop."""

@@ -497,21 +497,42 @@ class MonitoredLoop(Generic[R]):
             ending.stop(brief(error))
         ending.stop(ending.reason or "closed")
         traceback = None if error is None else error.__traceback__
-        attempt = self._close_everything()
-        self._sessions.session.close()
-        ending.void_run()
-        if error is None:
+        attempt = Attempts()
+        try:
+            self._close_everything(attempt)
+            self._sessions.session.close()
+            ending.void_run()
+            logged = self._log_before_delivery(error, attempt.errors)
+        finally:  # also after an interrupt between two of the calls
+            attempt(self._signals.restore)
+        cause = attempt.interrupt if error is None else error
+        if cause is None:
             attempt.raise_errors("several errors while the loop was closed")
             return
-        error.with_traceback(traceback)  # joining the threads may have raised this very error once more
-        for other in attempt.errors:
-            if other is not error:
-                add_note(error, f"torchhooks: and while the loop was closed after this: {brief(other)}")
-                logger.error("while the loop was closed after an error", exc_info=other)
+        if error is not None:
+            error.with_traceback(traceback)  # joining the threads may have raised this very error once more
+        for index, other in enumerate(attempt.errors):
+            if other is not cause:
+                add_note(cause, f"torchhooks: and while the loop was closed after this: {brief(other)}")
+                if index >= logged:
+                    logger.error("while the loop was closed after an error", exc_info=other)
+        if error is None:
+            raise cause
 
-    def _close_everything(self) -> Attempts:
-        """Close every component, even if some fail, and return the errors."""
-        attempt, sessions, seats = Attempts(), self._sessions, self._schedule.all_seats
+    def _log_before_delivery(self, error: BaseException | None, others: list[BaseException]) -> int:
+        """Log the errors if a signal is about to be delivered, because that may end the process.
+
+        Return how many of ``others`` were logged.
+        """
+        if not self._signals.undelivered:
+            return 0
+        for each in others if error is None else [error, *others]:
+            logger.error("before signal %s is delivered", self._ending.signal, exc_info=each)
+        return len(others)
+
+    def _close_everything(self, attempt: Attempts) -> None:
+        """Close every component, even if some fail, and collect the errors."""
+        sessions, seats = self._sessions, self._schedule.all_seats
         attempt(self._readback.drain)
         if self._ending.failure is None and not attempt.errors:
             attempt(self._items.finish)
@@ -532,11 +553,6 @@ class MonitoredLoop(Generic[R]):
             self._step_counter.remove()
         if self._gradients is not None:
             self._gradients.close()
-        if self._ending.signal is not None:
-            for error in attempt.errors:  # now, because delivering the signal may end the process
-                logger.error("while the loop was closed", exc_info=error)
-        attempt(self._signals.restore)
-        return attempt
 
 
 class StepContext(Generic[R]):

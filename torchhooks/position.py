@@ -205,11 +205,11 @@ class Position:
             self.leave(place, False)
 
     def iterator(
-        self, place: Place, iterable: Iterable[Any], resume: bool, halted: Callable[[], bool]
+        self, place: Place, iterable: Iterable[Any], resume: bool, halted: Callable[..., bool]
     ) -> Iterator[Any]:
         """Return the items to yield at ``place``: those that are left, if the restored position contains it.
 
-        Items that are done are skipped until ``halted()`` returns true.
+        Items that are done are skipped until ``halted()`` returns true, or ``halted(error)`` after an error.
         """
         if not place.depth:
             return iter(iterable)
@@ -400,7 +400,7 @@ class Position:
     # -- resuming -----------------------------------------------------------------------------------------------------
 
     def _resumed(
-        self, place: Place, iterable: Iterable[Any], entry: _Saved, loader: _Saved, halted: Callable[[], bool]
+        self, place: Place, iterable: Iterable[Any], entry: _Saved, loader: _Saved, halted: Callable[..., bool]
     ) -> Iterator[Any]:
         """Return what is left of ``iterable`` according to the restored ``entry``."""
         done: bool = entry["done"] or entry["ended"]
@@ -465,7 +465,7 @@ class Position:
             logger.warning("%d runs were made before %s continued. %s", runs, _name(iterable), _MADE_TWICE)
 
     def _skipped(
-        self, place: Place, iterable: Iterable[Any], done: bool, last: Digest | None, halted: Callable[[], bool]
+        self, place: Place, iterable: Iterable[Any], done: bool, last: Digest | None, halted: Callable[..., bool]
     ) -> Iterator[Any]:
         """Return what is left of ``iterable`` after skipping the items that are done.
 
@@ -486,7 +486,12 @@ class Position:
                 return iterator
             if skipped == place.taken - 1:
                 fetching = random_states()
-            item = next(iterator, _NOTHING)
+            try:
+                item = next(iterator, _NOTHING)
+            except Exception as error:
+                if not halted(error):
+                    raise
+                return iterator
             if item is _NOTHING:
                 break
             skipped += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -118,19 +118,21 @@ class Session:
                 return tensor.device
         return _CPU
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Do not count the time inside this ``with`` block as training time: an evaluation, a checkpoint. Nests."""
+        return _Pause(self._begin_pause, self._end_pause)
+
+    def _begin_pause(self) -> Moment:
         start = Moment(self.device)
         self._open_pauses += 1
-        try:
-            yield
-        finally:
-            self._open_pauses -= 1
-            if not self._open_pauses:
-                pause = Elapsed(start, Moment(self.device))
-                for listener in self._pause_listeners:
-                    listener(pause)
+        return start
+
+    def _end_pause(self, start: Moment) -> None:
+        self._open_pauses -= 1
+        if not self._open_pauses:
+            pause = Elapsed(start, Moment(self.device))
+            for listener in self._pause_listeners:
+                listener(pause)
 
     def on_pause(self, listener: Callable[[Elapsed], object]) -> None:
         """Call ``listener`` with the length of each pause when it ends. The length is a value for ``when_ready``."""
@@ -147,7 +149,11 @@ class Session:
         device.
         """
         self._drain()
-        return next((reason for refusal in self._refusals if (reason := refusal()) is not None), None)
+        for refusal in self._refusals:  # not a generator, which would turn a StopIteration into a RuntimeError
+            reason = refusal()
+            if reason is not None:
+                return reason
+        return None
 
     def at_stop(self, who: object, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when ``until_stop`` notices a stop, before code after the ``for`` loop runs.
@@ -238,6 +244,19 @@ class Session:
                     "with SessionRunArgs"
                 )
         return evaluator
+
+
+class _Pause:
+    """The context manager of ``paused``. A generator would turn a listener's StopIteration into a RuntimeError."""
+
+    def __init__(self, begin: Callable[[], Moment], end: Callable[[Moment], object]) -> None:
+        self._begin, self._end = begin, end
+
+    def __enter__(self) -> None:
+        self._start = self._begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._end(self._start)
 
 
 def _without_left_out(tree: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -29,8 +28,6 @@ from torchhooks.schedule import Schedule, Seat
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.step import Step
-
-_SIGNAL_POLL_SECS = 0.1
 
 
 class TrainingState(NamedTuple):
@@ -137,7 +134,7 @@ class Sessions:
             try:
                 self._readback.drain()
                 self._leave(error)
-                self._recovery.pause(error, self._wait)
+                self._recovery.pause(error, self._ending.wait_for_signal)
                 if self._ending.signal is not None:
                     raise error
                 self.create()
@@ -200,12 +197,6 @@ class Sessions:
         for later in coord.later_errors:
             if not self._recovery.covers(later):
                 raise later
-
-    def _wait(self, secs: float) -> None:
-        """Wait for ``secs`` seconds, or until a signal arrives."""
-        end = time.monotonic() + secs
-        while self._ending.signal is None and (left := end - time.monotonic()) > 0:
-            threading.Event().wait(min(left, _SIGNAL_POLL_SECS))
 
     def _thread_stopped(self, coord: Coordinator) -> None:
         """Stop the loop because a background thread asked to, unless the loop will recover from the thread's error."""
