@@ -341,10 +341,19 @@ def test_errors_in_end_and_in_teardown_come_out_together() -> None:
     assert group.exceptions == (end, teardown)
 
 
-def test_an_interrupt_among_the_errors_at_the_end_is_no_ordinary_exception() -> None:
-    group = close_with({"end": KeyError()}, {"end": KeyboardInterrupt()})
-    assert isinstance(group, BaseExceptionGroup)
-    assert not isinstance(group, Exception)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_among_the_errors_at_the_end_comes_out_itself_with_the_others_as_its_cause(
+    kind: type[BaseException],
+) -> None:
+    interrupt, errors = kind(), [KeyError("first"), ValueError("last")]
+    assert close_with({"end": errors[0]}, {"end": interrupt}, {"teardown": errors[1]}) is interrupt
+    assert isinstance(interrupt.__cause__, ExceptionGroup)
+    assert list(interrupt.__cause__.exceptions) == errors
+
+
+def test_one_error_that_two_methods_raise_comes_out_once() -> None:
+    error = KeyError("one")
+    assert close_with({"end": error}, {"teardown": error}) is error
 
 
 @pytest.mark.parametrize("method", ["end", "teardown"])

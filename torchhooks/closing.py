@@ -25,8 +25,17 @@ class Attempts:
             self.errors.append(error)
 
     def raise_errors(self, message: str) -> None:
-        """Raise the error if there is one; raise several as an ``ExceptionGroup`` with ``message``."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            raise BaseExceptionGroup(message, self.errors)
+        """Raise the error if there is one; raise several as an ``ExceptionGroup`` with ``message``.
+
+        The first that is not an ``Exception``, such as KeyboardInterrupt, is raised itself, with the others as its cause:
+        an ``except KeyboardInterrupt`` does not see inside a group, and the exit code of the process depends on it.
+        """
+        errors = list({id(error): error for error in self.errors}.values())  # two calls may raise the same one
+        interrupt = next((error for error in errors if not isinstance(error, Exception)), None)
+        if len(errors) == 1:
+            raise errors[0]
+        if interrupt is not None:
+            others = [error for error in errors if error is not interrupt]
+            raise interrupt from BaseExceptionGroup(message, others)
+        if errors:
+            raise BaseExceptionGroup(message, errors)

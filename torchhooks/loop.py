@@ -521,9 +521,7 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.close)
         if self._costs is not None:
             attempt(self._costs.report)
-        for saver in sessions.session.savers:
-            if hasattr(saver, "close"):
-                attempt(saver.close)
+        sessions.session.call_savers("close", attempt)
         attempt(sessions.join_threads)
         for seat in seats[: self._begun]:
             attempt(sessions.call, seat, "teardown", seat.hook.teardown)

@@ -156,6 +156,7 @@ class Sessions:
     def _renew(self) -> None:
         model, optimizer, state, hooks, hooks_elsewhere, checkpoint_dir, gradients, metadata, warned = self._training
         self.progress = Progress()
+        earlier = {id(saver): saver for saver in self.session.savers} if hasattr(self, "session") else {}
         self.session = Session(
             model,
             optimizer,
@@ -175,6 +176,8 @@ class Sessions:
             drain=self._readback.drain,
             interrupted=lambda: self._ending.signal is not None,
         )
+        # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
+        self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self.coord = Coordinator()
         services = RunServices(self.session, self._step, self._readback, self._ending, self._items)
         self.lifecycle = Lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
