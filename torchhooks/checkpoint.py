@@ -34,7 +34,7 @@ from torchhooks.checkpoint_files import (
     verify,
 )
 from torchhooks.checks import seconds, whole_number
-from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief
+from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
@@ -126,6 +126,9 @@ class Saver:
             if earlier is not None:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
             raise
+        except BaseException:
+            self._error = earlier  # close() raises it
+            raise
         if earlier is not None:
             raise earlier
         return f"{prefix}-{step}"
@@ -185,21 +188,39 @@ class Saver:
         if snapshot is None:
             self._write(state, folder, name, step)
             return
-        self._held = snapshot.end()
-        gate = threading.Lock()
+        held = snapshot.end()
+        gate, started = threading.Lock(), threading.Event()
         # Not a daemon: Python waits for it at the end of the process.
-        self._thread = threading.Thread(
-            target=self._write_later, args=(gate, snapshot, state, folder, name, step), name=f"save {name}-{step}"
+        thread = threading.Thread(
+            target=self._write_later,
+            args=(gate, started, snapshot, state, folder, name, step),
+            name=f"save {name}-{step}",
         )
         # The new thread blocks here at once. Otherwise start() would return only when Python next switches threads, up
         # to 5 ms later.
-        with gate:
-            self._thread.start()
+        gate.acquire()
+        try:
+            thread.start()
+            self._thread = thread  # only now: a thread that was not started cannot be joined
+            started.set()
+            gate.release()
+        except BaseException as error:
+            if gate.locked():
+                gate.release()
+            if not isinstance(error, RuntimeError):
+                raise
+            logger.warning(
+                "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
+            )
+            snapshot.wait()
+            self._write(state, folder, name, step)
+        self._held = held
 
-    def _write_later(self, gate: threading.Lock, snapshot: Snapshot, *args: Any) -> None:
+    def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
         try:
             with gate:
-                pass
+                if not started.is_set():
+                    return  # a Ctrl-C ended start() after the thread began: save() has raised it
             snapshot.wait()
             self._write(*args)
         except BaseException as error:
@@ -210,9 +231,12 @@ class Saver:
         message = f"{os.path.join(folder, name)}-{step} was not written"
         try:
             writer.add(name, step, partial(_save, state), self._retention)
-        except RuntimeError as error:
-            raise CheckpointError(f"{message}: {error}") from error
-        except OSError as error:
+        except (RuntimeError, OSError) as error:
+            interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
+            if interrupt is not None:
+                raise interrupt from None
+            if not isinstance(error, OSError):
+                raise CheckpointError(f"{message}: {error}") from error
             way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are unchanged.")
             raise CheckpointError(f"{message}: {error.strerror or error}. {way_out}") from error
 
@@ -364,6 +388,9 @@ def _read(path: str) -> dict[str, Any]:
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        interrupt = interrupt_in(error)
+        if interrupt is not None:
+            raise interrupt from None
         raise CheckpointError(
             f"{path} is not damaged, but torch does not load it with weights_only=True: "
             f"{brief(error).splitlines()[0]} Without weights_only it could run code, so it is not loaded."

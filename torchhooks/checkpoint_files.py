@@ -60,7 +60,9 @@ _SEAL_LIMIT = 4096  # a name has at most 255 characters, of at most 12 bytes eac
 _CHECKSUM_LENGTH = len(b"00000000\n")
 _HEADER = struct.Struct("<26xHH")  # of a zip record; it ends in the lengths of the name and the extra field after it
 _CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
-_WRITING = threading.Lock()  # two savers of one process may write to one folder
+# Two savers of one process may write to one folder. Reentrant, so that a thread in which a save was interrupted at an
+# odd moment can save again.
+_WRITING = threading.RLock()
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ class Attempts:
     def raise_errors(self, message: str) -> None:
         """Raise the error if there is one; raise several as an ``ExceptionGroup`` with ``message``.
 
-        The first that is not an ``Exception``, such as KeyboardInterrupt, is raised itself, with the others as its cause:
-        an ``except KeyboardInterrupt`` does not see inside a group, and the exit code of the process depends on it.
+        The first that is not an ``Exception``, such as KeyboardInterrupt, is raised itself, with the others as its
+        cause: ``except KeyboardInterrupt`` does not see inside a group, and neither does the exit code of the process.
         """
         errors = list({id(error): error for error in self.errors}.values())  # two calls may raise the same one
         interrupt = next((error for error in errors if not isinstance(error, Exception)), None)
