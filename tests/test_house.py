@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
     # mechanisms
     {"checkpoint_files", "coordinator", "cuda", "events", "fetch", "position", "preemption", "recovery"},
     {"ending", "readback", "step", "summary", "watch"},
-    {"jsonl", "snapshot", "state", "writers"},
+    {"jsonl", "rollback", "snapshot", "state", "writers"},
     {"checkpoint"},
     # the session and the contract
     {"session"},

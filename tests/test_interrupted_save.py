@@ -116,7 +116,7 @@ def test_a_large_state_is_copied_without_the_threads_that_cannot_be_started(no_t
 
 @contextmanager
 def interrupted_at(place: int, *code: Callable[..., Any]) -> Iterator[list[Any]]:
-    """Raise KeyboardInterrupt at the ``place``-th line of ``code`` that runs, each counted once; yield those counted."""
+    """Raise KeyboardInterrupt at the ``place``-th line of ``code`` to run, each counted once; yield all counted."""
     codes = {function.__code__ for function in code}
     passed: list[Any] = []
 
@@ -235,7 +235,7 @@ def test_a_ctrl_c_while_a_checkpoint_is_read_is_not_an_error_of_the_file(
         try:
             raise KeyboardInterrupt
         finally:
-            raise RuntimeError("the reader failed")  # noqa: B012  (as torch does with an error of a callback)
+            raise RuntimeError("the reader failed")  # as torch does with an error of a callback
 
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(KeyboardInterrupt):

@@ -29,6 +29,7 @@ from torchhooks.checkpoint_files import (
     Retention,
     Sink,
     has_checkpoints,
+    is_checkpoint_name,
     latest_checkpoint,
     list_checkpoints,
     verify,
@@ -37,6 +38,7 @@ from torchhooks.checks import seconds, whole_number
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
+from torchhooks.rollback import Rollback
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
 from torchhooks.state import SessionLike, changed_metadata, collect, compare
 from torchhooks.stateful import Stateful
@@ -137,7 +139,7 @@ class Saver:
         """Load the checkpoint at ``path``, as returned by ``save``. Everything is checked before anything is loaded.
 
         Tensors are loaded to the devices of those in the session, wherever they were saved from. Random states are set
-        too, on as many CUDA devices as there are.
+        too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
 
         Raises:
             DamagedCheckpointError: the file is not what was written. :meth:`restore_latest` falls back to an older one.
@@ -182,6 +184,8 @@ class Saver:
             self.wait()
         finally:
             self._held = []
+            for folder in self._folders.values():
+                folder.release()
 
     def _start(self, state: dict[str, Any], snapshot: Snapshot | None, prefix: str, step: int) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
@@ -256,19 +260,31 @@ class Saver:
                 raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
             logger.warning("%s\nThe rest is loaded.", report)
         position = session.position
-        for name, (part, state) in pairs.items():
-            # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
-            if position is None or not position.iterates(part):
-                self._load(name, part, state, path)
-        if session.gradients is not None:
-            session.gradients.load_state_dict(saved.get("gradients"))
+        # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
+        pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
+        rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
+        step = session.global_step
+        try:
+            self._load_all(session, saved, pairs, path)
+        except BaseException as error:
+            session.global_step = step
+            rollback.put_back(error)
+            raise
         changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
         if changes and "metadata" in saved:
             logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
+
+    def _load_all(
+        self, session: SessionLike, saved: dict[str, Any], pairs: dict[str, tuple[Stateful, Any]], path: str
+    ) -> None:
+        for name, (part, state) in pairs.items():
+            self._load(name, part, state, path)
+        if session.gradients is not None:
+            session.gradients.load_state_dict(saved.get("gradients"))
         session.global_step = saved["global_step"]
         set_random_states(saved["random"])
-        if position is not None:
-            position.load_state_dict(saved.get("position"), saved["random"])
+        if session.position is not None:
+            session.position.load_state_dict(saved.get("position"), saved["random"])
 
     def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
         try:
@@ -277,7 +293,7 @@ class Saver:
             else:
                 part.load_state_dict(state)
         except BaseException as error:
-            add_note(error, f"while loading {name!r} from {path}; what was loaded before it stays loaded")
+            add_note(error, f"while loading {name!r} from {path}; what was loaded before it is put back")
             raise
 
     def __repr__(self) -> str:
@@ -354,9 +370,11 @@ def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> 
 
 def _checked_path(path: _Path) -> str:
     prefix = os.fspath(path)
-    name = os.path.basename(prefix)
-    if not name or name.startswith("."):
-        raise ValueError(f"path={path!r}: must end in a name that does not begin with a dot, such as 'run/model.ckpt'")
+    if not is_checkpoint_name(os.path.basename(prefix)):
+        raise ValueError(
+            f"path={path!r}: must end in a name that does not begin with a dot and has no 'tfevents' in it, such as "
+            "'run/model.ckpt'"
+        )
     return prefix
 
 

@@ -12,13 +12,14 @@ from torchhooks.text import shown
 
 def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
     """Return ``value`` as an int; raise ValueError if it is not a whole number, or less than ``at_least``."""
+    a_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if a_bool else operator.index(value)
     except TypeError:
         number = None
     if number is None or (at_least is not None and number < at_least):
         limit = "" if at_least is None else f", {at_least} or more"
-        raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}")
+        raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}{', not a bool' if a_bool else ''}")
     return number
 
 
