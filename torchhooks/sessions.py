@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -80,6 +81,9 @@ class Sessions:
         mechanisms: Mechanisms,
         grace_secs: float,
     ) -> None:
+        self._given_folder = training.checkpoint_dir
+        if training.checkpoint_dir is not None:  # a script may change the current directory while it trains
+            training = training._replace(checkpoint_dir=os.path.abspath(training.checkpoint_dir))
         self._training = training
         self._scaffold = scaffold
         self._step = step
@@ -103,12 +107,18 @@ class Sessions:
         if self._training.checkpoint_dir is not None:
             restored = session.saver.restore_latest(session, self._training.checkpoint_dir)
         if restored is not None:
-            logger.info("restored step %d from %s", session.global_step, restored)
+            logger.info("restored step %d from %s", session.global_step, self._as_given(restored))
         self._scaffold.prepare(session, restored is not None)
         self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
         for seat in self._schedule.all_seats:
             self.call(seat, "after_create_session", seat.hook.after_create_session, session, self.coord)
         self._schedule.start()
+
+    def _as_given(self, path: str) -> str:
+        """Return ``path`` as the user writes it, if it is in the loop's ``checkpoint_dir``."""
+        folder, name = os.path.split(path)
+        given = self._given_folder
+        return path if given is None or folder != self._training.checkpoint_dir else os.path.join(given, name)
 
     def may_recover(self, error: BaseException) -> bool:
         """Return whether to recover from ``error``, which a run or the creation of a session raised.

@@ -73,7 +73,7 @@ class SummaryWriterCache:
     @classmethod
     def get(cls, logdir: _Path) -> TensorBoardWriter:
         """Return the writer of ``logdir``, created at first use; ``"a"``, ``"a/"`` and ``Path("a")`` are the same."""
-        key = _directory(logdir)
+        key = resolved(logdir)
         with cls._lock:
             if key not in cls._open:
                 cls._open[key] = writer = _new_writer(key)
@@ -83,7 +83,7 @@ class SummaryWriterCache:
     @classmethod
     def close(cls, logdir: _Path) -> None:
         """Flush, close and forget the writers of ``logdir``. Does nothing if there is none."""
-        key = _directory(logdir)
+        key = resolved(logdir)
         with cls._lock, ExitStack() as closing:  # the stack closes all of them, even if closing one fails
             for writer, directory in cls._handed_out.items():
                 if directory == key:
@@ -437,7 +437,8 @@ def _takes_walltime(writer: Any, method: str) -> bool:
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
 
 
-def _directory(logdir: _Path) -> str:
+def resolved(logdir: _Path) -> str:
+    """Return the absolute path of ``logdir``, unless it is in a remote store."""
     path = os.fspath(logdir)
     return path.rstrip("/") if "://" in path else os.path.abspath(path)
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any, ClassVar
 
-from torchhooks.summary import SummaryWriterCache, add_session_log
+from torchhooks.summary import SummaryWriterCache, add_session_log, resolved
 
 
 class WriterTarget:
@@ -22,7 +22,8 @@ class WriterTarget:
     def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
         if output_dir is not None and summary_writer is not None:
             raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
-        self._output_dir = output_dir
+        # Resolved now, because a script may change the current directory before the writer is opened or closed.
+        self._output_dir = None if output_dir is None else resolved(output_dir)
         self._given = summary_writer
         self._had_session = False
         self.starts_session = starts_session
