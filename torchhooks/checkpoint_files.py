@@ -198,7 +198,7 @@ class Sink:
             raise self._error
 
 
-_Seals = dict[str, tuple[tuple[int, ...], Checkpoint | None]]
+Seals = dict[str, tuple[tuple[int, ...], Checkpoint | None]]
 """By the name of a file, a stamp that changes with the file, and the checkpoint that it is, if it is one."""
 
 
@@ -270,7 +270,7 @@ class Folder:
         self._path = path
         self._disk = disk
         self._used = False
-        self._seals: _Seals = {}
+        self._seals: Seals = {}
         self._claim: _Claim | None = None
         self._warned = False
 
@@ -373,7 +373,7 @@ def _seal(sink: Sink, new: Checkpoint) -> None:
     sink.check()
 
 
-def _survey(folder: str, seals: _Seals) -> list[Checkpoint]:
+def _survey(folder: str, seals: Seals) -> list[Checkpoint]:
     """Return the complete checkpoints in ``folder``, oldest first, and log a warning about each that is damaged.
 
     Sizes and seals are checked here; :func:`verify` checks contents. Files that have not changed since an earlier call
@@ -417,7 +417,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return error.errno == errno.ELOOP
 
 
-def _prefixes(seals: _Seals) -> set[str]:
+def _prefixes(seals: Seals) -> set[str]:
     return {checkpoint.prefix for _, checkpoint in seals.values() if checkpoint is not None}
 
 
@@ -508,15 +508,19 @@ def _checksum(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) -> str:
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the complete checkpoints in ``directory``, in the order in which they were written.
 
-    A folder that does not exist has none. Files that cannot be used are left out, with a warning. Sizes are checked
-    here; ``Saver.restore`` checks contents.
+    A folder that does not exist has none. Damaged checkpoints are left out, with a warning. Sizes are checked here;
+    ``Saver.restore`` checks contents. Files that no Saver wrote are ignored.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    folder = os.fspath(directory)
+    return list_again(os.fspath(directory), {})
+
+
+def list_again(folder: str, seals: Seals) -> list[Checkpoint]:
+    """Return what :func:`list_checkpoints` does, with a warning only about what changed since a call with ``seals``."""
     try:
-        return _survey(folder, {})
+        return _survey(folder, seals)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -81,10 +81,9 @@ class Sessions:
         mechanisms: Mechanisms,
         grace_secs: float,
     ) -> None:
-        self._given_folder = training.checkpoint_dir
-        if training.checkpoint_dir is not None:  # a script may change the current directory while it trains
-            training = training._replace(checkpoint_dir=os.path.abspath(training.checkpoint_dir))
         self._training = training
+        # A script may change the current directory while it trains.
+        self._folder = None if training.checkpoint_dir is None else os.path.abspath(training.checkpoint_dir)
         self._scaffold = scaffold
         self._step = step
         self._steps_per_run = steps_per_run
@@ -104,8 +103,8 @@ class Sessions:
     def create(self) -> None:
         """Restore or initialise the current session, and call every hook's ``after_create_session``."""
         session, restored = self.session, None
-        if self._training.checkpoint_dir is not None:
-            restored = session.saver.restore_latest(session, self._training.checkpoint_dir)
+        if self._folder is not None:
+            restored = session.saver.restore_latest(session, self._folder)
         if restored is not None:
             logger.info("restored step %d from %s", session.global_step, self._as_given(restored))
         self._scaffold.prepare(session, restored is not None)
@@ -117,8 +116,8 @@ class Sessions:
     def _as_given(self, path: str) -> str:
         """Return ``path`` as the user writes it, if it is in the loop's ``checkpoint_dir``."""
         folder, name = os.path.split(path)
-        given = self._given_folder
-        return path if given is None or folder != self._training.checkpoint_dir else os.path.join(given, name)
+        given = self._training.checkpoint_dir
+        return path if given is None or folder != self._folder else os.path.join(given, name)
 
     def may_recover(self, error: BaseException) -> bool:
         """Return whether to recover from ``error``, which a run or the creation of a session raised.
@@ -131,8 +130,7 @@ class Sessions:
             add_note(error, f"torchhooks: not recovered from, because signal {self._ending.signal} arrived")
             return False
         self.session.wait_for_savers()  # the newest checkpoint may still be being written
-        folder = self._training.checkpoint_dir
-        if folder is None or latest_checkpoint(folder) is None:
+        if self._folder is None or latest_checkpoint(self._folder) is None:
             add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
             return False
         return True
@@ -164,7 +162,7 @@ class Sessions:
         coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
 
     def _renew(self) -> None:
-        model, optimizer, state, hooks, hooks_elsewhere, checkpoint_dir, gradients, metadata, warned = self._training
+        model, optimizer, state, hooks, hooks_elsewhere, _, gradients, metadata, warned = self._training
         self.progress = Progress()
         earlier = {id(saver): saver for saver in self.session.savers} if hasattr(self, "session") else {}
         self.session = Session(
@@ -174,7 +172,7 @@ class Sessions:
             self._scaffold.saver,
             hooks=hooks,
             hooks_elsewhere=hooks_elsewhere,
-            checkpoint_dir=checkpoint_dir,
+            checkpoint_dir=self._folder,
             metadata=metadata,
             warned=warned,
             position=self._position,
