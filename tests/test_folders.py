@@ -32,7 +32,7 @@ from torchhooks import (
     latest_checkpoint,
     list_checkpoints,
 )
-from torchhooks.checkpoint_files import Disk
+from torchhooks.checkpoint_files import Disk, Seals, list_again
 
 ROOT = Path(__file__).parents[1]
 Lines = list[tuple[str, str]]
@@ -379,3 +379,13 @@ def test_a_session_has_the_resolved_folder_and_a_hook_shows_it_as_it_was_given(t
     with MonitoredLoop(lambda: None, hooks=[hook], checkpoint_dir="run") as loop:
         assert loop.session.checkpoint_dir == f"{tmp_path}/here/run"
     assert repr(hook) == "CheckpointSaverHook('run', save_steps=1)"
+
+
+def test_a_look_at_the_same_folder_again_logs_only_what_has_changed(tmp_path: Path, lines: Lines) -> None:
+    seals: Seals = {}
+    for step in (1, 2):
+        os.truncate(save(tmp_path, step), 100)
+        lines.clear()
+        assert list_again(str(tmp_path), seals) == list_again(str(tmp_path), seals) == []
+        (text,) = warnings_in(lines)
+        assert f"model.ckpt-{step} is cut short" in text
