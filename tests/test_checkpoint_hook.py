@@ -707,3 +707,76 @@ def test_the_end_of_listeners_is_called_after_everything_is_written(own: bool, t
     loop.run()
     loop.close()
     assert seen == [[0, 1]]
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+class ClosedSaver(Saver):
+    """A Saver that counts how often it is closed, and raises ``error`` each time."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.closed = 0
+
+    def close(self) -> None:
+        super().close()
+        self.closed += 1
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_saver_that_several_hooks_use_is_closed_once_and_its_error_is_one(tmp_path: Path) -> None:
+    saver = ClosedSaver(CheckpointError("disk full"))
+    hooks = [
+        CheckpointSaverHook(tmp_path, save_steps=4, saver=saver, checkpoint_basename=name) for name in ("one", "two")
+    ]
+    loop = MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, scaffold=Scaffold(saver=saver))
+    with pytest.raises(CheckpointError) as raised:
+        loop.close()
+    assert (raised.value, saver.closed) == (saver.error, 1)
+
+
+def test_a_saver_is_waited_for_once_and_its_error_is_one(tmp_path: Path) -> None:
+    class Waiting(Saver):
+        def wait(self) -> None:
+            raise CheckpointError("disk full")
+
+    session, saver = Session(), Waiting()
+    session.savers += [saver, saver]
+    with pytest.raises(CheckpointError, match="disk full"):
+        session.wait_for_savers()
+
+
+def test_the_saver_of_a_session_that_failed_is_closed_even_if_the_next_one_cannot_be_created(tmp_path: Path) -> None:
+    class Unreadable(Saver):
+        restored = 0
+
+        def restore_latest(self, session: Any, directory: Any) -> str | None:
+            self.restored += 1
+            if self.restored > 1:
+                raise CheckpointError("the folder is gone")
+            return super().restore_latest(session, directory)
+
+    saver = ClosedSaver()
+    hook = CheckpointSaverHook(tmp_path, save_steps=4, saver=saver)
+
+    def step() -> None:
+        raise AbortedError
+
+    loop = MonitoredLoop(step, hooks=[hook], checkpoint_dir=tmp_path, scaffold=Scaffold(saver=Unreadable()))
+    with pytest.raises(CheckpointError, match="the folder is gone"), loop:
+        loop.run()
+    assert saver.closed == 1
+
+
+def test_an_interrupt_of_a_listener_at_the_end_is_not_part_of_a_group(tmp_path: Path) -> None:
+    interrupted = Listener(raises={"end": KeyboardInterrupt})
+    hook = CheckpointSaverHook(
+        tmp_path, save_steps=4, listeners=[interrupted], saver=ClosedSaver(CheckpointError("no"))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        MonitoredLoop(
+            lambda: None, hooks=[hook, RecordingHook(raises={"end": KeyError})], checkpoint_dir=tmp_path
+        ).close()

@@ -38,7 +38,7 @@ FLOORS: list[set[str]] = [
         "recovery",
     },
     {"ending", "readback", "step", "summary", "watch"},
-    {"jsonl", "snapshot", "state", "writers"},
+    {"jsonl", "rollback", "snapshot", "state", "writers"},
     {"checkpoint"},
     # the session and the contract
     {"session"},

@@ -31,14 +31,16 @@ from torchhooks.checkpoint_files import (
     Retention,
     Sink,
     has_checkpoints,
+    is_checkpoint_name,
     latest_checkpoint,
     list_checkpoints,
     verify,
 )
 from torchhooks.checks import seconds, whole_number
-from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief
+from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
+from torchhooks.rollback import Rollback
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
 from torchhooks.state import SessionLike, changed_metadata, collect, compare, parts_of
 from torchhooks.stateful import Stateful
@@ -128,6 +130,9 @@ class Saver:
             if earlier is not None:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
             raise
+        except BaseException:
+            self._error = earlier  # close() raises it
+            raise
         if earlier is not None:
             raise earlier
         return f"{prefix}-{step}"
@@ -136,7 +141,7 @@ class Saver:
         """Load the checkpoint at ``path``, as returned by ``save``. Everything is checked before anything is loaded.
 
         Tensors are loaded to the devices of those in the session, wherever they were saved from. Random states are set
-        too, on as many CUDA devices as there are.
+        too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
 
         Raises:
             DamagedCheckpointError: the file is not what was written. :meth:`restore_latest` falls back to an older one.
@@ -181,27 +186,47 @@ class Saver:
             self.wait()
         finally:
             self._held = []
+            for folder in self._folders.values():
+                folder.release()
 
     def _start(self, state: dict[str, Any], snapshot: Snapshot | None, prefix: str, step: int) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
         if snapshot is None:
             self._write(state, folder, name, step)
             return
-        self._held = snapshot.end()
-        gate = threading.Lock()
+        held = snapshot.end()
+        gate, started = threading.Lock(), threading.Event()
         # Not a daemon: Python waits for it at the end of the process.
-        self._thread = threading.Thread(
-            target=self._write_later, args=(gate, snapshot, state, folder, name, step), name=f"save {name}-{step}"
+        thread = threading.Thread(
+            target=self._write_later,
+            args=(gate, started, snapshot, state, folder, name, step),
+            name=f"save {name}-{step}",
         )
         # The new thread blocks here at once. Otherwise start() would return only when Python next switches threads, up
         # to 5 ms later.
-        with gate:
-            self._thread.start()
+        gate.acquire()
+        try:
+            thread.start()
+            self._thread = thread  # only now: a thread that was not started cannot be joined
+            started.set()
+            gate.release()
+        except BaseException as error:
+            if gate.locked():
+                gate.release()
+            if not isinstance(error, RuntimeError):
+                raise
+            logger.warning(
+                "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
+            )
+            snapshot.wait()
+            self._write(state, folder, name, step)
+        self._held = held
 
-    def _write_later(self, gate: threading.Lock, snapshot: Snapshot, *args: Any) -> None:
+    def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
         try:
             with gate:
-                pass
+                if not started.is_set():
+                    return  # a Ctrl-C ended start() after the thread began: save() has raised it
             snapshot.wait()
             self._write(*args)
         except BaseException as error:
@@ -212,9 +237,12 @@ class Saver:
         message = f"{os.path.join(folder, name)}-{step} was not written"
         try:
             writer.add(name, step, partial(_save, state), self._retention)
-        except RuntimeError as error:
-            raise CheckpointError(f"{message}: {error}") from error
-        except OSError as error:
+        except (RuntimeError, OSError) as error:
+            interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
+            if interrupt is not None:
+                raise interrupt from None
+            if not isinstance(error, OSError):
+                raise CheckpointError(f"{message}: {error}") from error
             way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are unchanged.")
             raise CheckpointError(f"{message}: {error.strerror or error}. {way_out}") from error
 
@@ -234,19 +262,32 @@ class Saver:
                 raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
             logger.warning("%s\nThe rest is loaded.", report)
         position = session.position
-        for name, (part, state) in pairs.items():
-            # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
-            if position is None or not position.iterates(part):
-                self._load(name, part, state, path)
-        if session.gradients is not None:
-            session.gradients.load_state_dict(saved.get("gradients"))
+        # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
+        pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
+        rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
+        step = session.global_step
+        try:
+            self._load_all(session, saved, pairs, path)
+        except BaseException as error:
+            session.global_step = step
+            rollback.put_back(error)
+            raise
         changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
         if changes and "metadata" in saved:
             logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
+
+    def _load_all(
+        self, session: SessionLike, saved: dict[str, Any], pairs: dict[str, tuple[Stateful, Any]], path: str
+    ) -> None:
+        for name, (part, state) in pairs.items():
+            self._load(name, part, state, path)
+        if session.gradients is not None:
+            session.gradients.load_state_dict(saved.get("gradients"))
         session.global_step = saved["global_step"]
         set_random_states(saved["random"])
-        if position is not None:
-            position.load_state_dict(saved.get("position"), saved["random"], partial(self._mark_state, session, path))
+        if session.position is not None:
+            mark_state = partial(self._mark_state, session, path)
+            session.position.load_state_dict(saved.get("position"), saved["random"], mark_state)
 
     def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
         """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""
@@ -281,7 +322,7 @@ class Saver:
             else:
                 part.load_state_dict(state)
         except BaseException as error:
-            add_note(error, f"while loading {name!r} from {path}; what was loaded before it stays loaded")
+            add_note(error, f"while loading {name!r} from {path}; what was loaded before it is put back")
             raise
 
     def __repr__(self) -> str:
@@ -358,9 +399,11 @@ def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> 
 
 def _checked_path(path: _Path) -> str:
     prefix = os.fspath(path)
-    name = os.path.basename(prefix)
-    if not name or name.startswith("."):
-        raise ValueError(f"path={path!r}: must end in a name that does not begin with a dot, such as 'run/model.ckpt'")
+    if not is_checkpoint_name(os.path.basename(prefix)):
+        raise ValueError(
+            f"path={path!r}: must end in a name that does not begin with a dot and has no 'tfevents' in it, such as "
+            "'run/model.ckpt'"
+        )
     return prefix
 
 
@@ -392,6 +435,9 @@ def _read(path: str) -> dict[str, Any]:
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        interrupt = interrupt_in(error)
+        if interrupt is not None:
+            raise interrupt from None
         raise CheckpointError(
             f"{path} is not damaged, but torch does not load it with weights_only=True: "
             f"{brief(error).splitlines()[0]} Without weights_only it could run code, so it is not loaded."

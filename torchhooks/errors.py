@@ -61,6 +61,25 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
+def interrupt_in(error: BaseException) -> BaseException | None:
+    """Return the first exception of the chain of ``error`` that is not an ``Exception``, such as KeyboardInterrupt.
+
+    A Ctrl-C that arrives in a callback is raised there, and the code that called it may replace it by an error about
+    the callback.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
+        if not isinstance(link, Exception):
+            return link
+        seen.add(id(link))
+        waiting += [link.__context__, link.__cause__]
+    return None
+
+
 def brief(error: BaseException) -> str:
     """Return the type and the message of ``error``; the type alone if it has no message or cannot be printed."""
     try:

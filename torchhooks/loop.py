@@ -505,19 +505,15 @@ class MonitoredLoop(Generic[R]):
             logged = self._log_before_delivery(error, attempt.errors)
         finally:  # also after an interrupt between two of the calls
             attempt(self._signals.restore)
-        cause = attempt.interrupt if error is None else error
-        if cause is None:
+        if error is None:
             attempt.raise_errors("several errors while the loop was closed")
             return
-        if error is not None:
-            error.with_traceback(traceback)  # joining the threads may have raised this very error once more
+        error.with_traceback(traceback)  # joining the threads may have raised this very error once more
         for index, other in enumerate(attempt.errors):
-            if other is not cause:
-                add_note(cause, f"torchhooks: and while the loop was closed after this: {brief(other)}")
+            if other is not error:
+                add_note(error, f"torchhooks: and while the loop was closed after this: {brief(other)}")
                 if index >= logged:
                     logger.error("while the loop was closed after an error", exc_info=other)
-        if error is None:
-            raise cause
 
     def _log_before_delivery(self, error: BaseException | None, others: list[BaseException]) -> int:
         """Log the errors if a signal is about to be delivered, because that may end the process.
@@ -543,9 +539,7 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.close)
         if self._costs is not None:
             attempt(self._costs.report)
-        for saver in sessions.session.savers:
-            if hasattr(saver, "close"):
-                attempt(saver.close)
+        sessions.session.call_savers("close", attempt)
         attempt(sessions.join_threads)
         for seat in seats[: self._begun]:
             attempt(sessions.call, seat, "teardown", seat.hook.teardown)

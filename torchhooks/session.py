@@ -170,10 +170,14 @@ class Session:
             CheckpointError: an asynchronous save failed; several errors are raised as an ExceptionGroup.
         """
         attempt = Attempts(Exception)
-        for saver in self.savers:
-            if hasattr(saver, "wait"):
-                attempt(saver.wait)
+        self.call_savers("wait", attempt)
         attempt.raise_errors("several checkpoints were not written")
+
+    def call_savers(self, method: str, attempt: Attempts) -> None:
+        """Call ``method`` of each saver that has it, once even if several hooks use the saver."""
+        for saver in {id(saver): saver for saver in self.savers}.values():
+            if hasattr(saver, method):
+                attempt(getattr(saver, method))
 
     @property
     def interrupted(self) -> bool:

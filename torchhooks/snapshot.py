@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -89,9 +90,12 @@ def _copy(pieces: list[tuple[np.ndarray, np.ndarray]]) -> None:
             np.copyto(to, of)  # releases the GIL
 
     number = min(torch.get_num_threads(), sum(len(of) for _, of in pieces) // _PIECE)
-    helpers = [threading.Thread(target=work) for _ in range(number - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers: list[threading.Thread] = []
+    with suppress(RuntimeError):  # no more threads can be started: those that there are copy everything
+        for _ in range(number - 1):
+            helper = threading.Thread(target=work)
+            helper.start()
+            helpers.append(helper)
     work()
     for helper in helpers:
         helper.join()

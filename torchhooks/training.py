@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchhooks.arguments import check_hook_states, check_hooks
-from torchhooks.checkpoint import latest_checkpoint
+from torchhooks.checkpoint_files import Seals, list_again
 from torchhooks.checks import seconds
 from torchhooks.errors import CheckpointError, add_note
 from torchhooks.hook import SessionRunHook
@@ -187,8 +187,10 @@ def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
 def _wait_for_chief(checkpoint_dir: str, max_wait_secs: float) -> None:
     """Wait until there is a checkpoint in ``checkpoint_dir``, polling with growing pauses."""
     show_lines()
+    folder = os.path.abspath(checkpoint_dir)
+    seals: Seals = {}
     begin, pause = time.monotonic(), _FIRST_PAUSE_SECS
-    while latest_checkpoint(checkpoint_dir) is None:
+    while not list_again(folder, seals):
         left = begin + max_wait_secs - time.monotonic()
         if left <= 0:
             raise CheckpointError(

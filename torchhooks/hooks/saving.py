@@ -10,6 +10,7 @@ from typing import Any
 
 from torchhooks import summary
 from torchhooks.changes import StateMark
+from torchhooks.checkpoint_files import is_checkpoint_name
 from torchhooks.coordinator import Coordinator
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
@@ -160,7 +161,8 @@ class CheckpointSaverHook(SessionRunHook):
         listeners: called for every checkpoint, all of them even if one asks to stop.
 
     Raises:
-        ValueError: not exactly one period, or both ``saver`` and ``scaffold``.
+        ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
+            the name of a file.
     """
 
     saves_checkpoints = True
@@ -189,9 +191,16 @@ class CheckpointSaverHook(SessionRunHook):
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = SecondOrStepTimer.named(save_secs=save_secs, save_steps=save_steps)
         self._given_saver, self._scaffold = saver, scaffold
-        self._path = os.path.join(self._checkpoint_dir, checkpoint_basename)
+        if not is_checkpoint_name(checkpoint_basename):
+            raise ValueError(
+                f"checkpoint_basename={checkpoint_basename!r}: no checkpoint of this name would be found in "
+                f"{self._checkpoint_dir} again: give a name without '/' and 'tfevents', that does not begin with a dot"
+            )
+        # The folder as it was given is for messages. A script may change the current directory while it trains.
+        folder = os.path.abspath(self._checkpoint_dir)
+        self._path = os.path.join(folder, checkpoint_basename)
         self._listeners = tuple(listeners or ())
-        self._target = WriterTarget(self._checkpoint_dir, None)
+        self._target = WriterTarget(folder, None)
 
     def begin(self) -> None:
         self._timer.reset()
