@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -40,7 +41,8 @@ class FakeDevice:
         copies: how many tensors were copied.
         batches: how many batches of copies were started.
         streams: the name of the stream on which each batch was copied, see :meth:`on_stream`.
-        waits: how many times the host waited for work that was not done.
+        waits: how many times the thread that entered the device waited for work that was not done.
+        waits_elsewhere: the same of other threads, such as those that write checkpoints.
         progress: how far the device is, in runs. Each poll that finds unfinished work advances it by one, because a run
             that finds its oldest work unfinished polls nothing else.
     """
@@ -48,7 +50,8 @@ class FakeDevice:
     def __init__(self, lag: int = 1, speed: float = 1.0) -> None:
         self.lag = lag
         self.speed = speed
-        self.copies = self.batches = self.waits = self.progress = 0
+        self.copies = self.batches = self.waits = self.waits_elsewhere = self.progress = 0
+        self._thread = threading.get_ident()
         self.streams: list[Hashable] = []
         self._stream = "default"
         self._stream_lag: int | None = None
@@ -87,10 +90,18 @@ class FakeDevice:
         return not hasattr(tensor, "is_on_fake_host")
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.waits += 1
+        self.note_wait()
         return _on_host(tensor.detach().clone())
 
+    def note_wait(self) -> None:
+        """Count a wait of the current thread."""
+        if threading.get_ident() == self._thread:
+            self.waits += 1
+        else:
+            self.waits_elsewhere += 1
+
     def __enter__(self) -> FakeDevice:
+        self._thread = threading.get_ident()
         self._replaced.append(copiers.get("cpu"))
         copiers["cpu"] = self
         return self
@@ -118,7 +129,7 @@ class _FakeEvent:
 
     def wait(self) -> None:
         if self._device.progress < self._done_at:
-            self._device.waits += 1
+            self._device.note_wait()
             self._device.progress = self._done_at
 
     def secs_since(self, earlier: _FakeEvent) -> float:

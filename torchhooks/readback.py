@@ -215,7 +215,7 @@ class Readback:
         Called at the end of a run. Blocks only for a request whose deadline is this run.
         """
         if self._queued and (self._runs >= self._send_by_run or time.monotonic() >= self._send_by_time):
-            self._send()
+            self.send()
         while self._in_flight and (self._in_flight[0].done() or self._is_overdue()):
             self._receive()
         self._runs += 1
@@ -226,7 +226,7 @@ class Readback:
         """Wait for all values, call every callback that is waiting for them, and then raise the errors of callbacks."""
         attempt = Attempts(Exception)
         while self._queued or self._in_flight or self._arrived:
-            attempt(self._send)
+            attempt(self.send)
             while self._in_flight:
                 attempt(self._receive)
             attempt(self._deliver)
@@ -245,7 +245,8 @@ class Readback:
 
     # Each of these removes items from its queue before it handles them, so an error costs only the item that raised it.
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Start the copies of the queued requests. Never blocks."""
         queued, self._queued = self._queued, []
         groups: dict[tuple[torch.device, Hashable], tuple[Copier, dict[int, torch.Tensor]]] = {}
         for request in queued:
@@ -285,6 +286,23 @@ class Readback:
                 raise
             finally:
                 self._delivering = None
+
+
+class Arrival:
+    """Values of this moment on their way to the host, for another thread to wait for. Copies are queued at once."""
+
+    def __init__(self, values: Any) -> None:
+        self._got: list[Any] = []
+        self._readback = Readback()
+        self._readback.request(values, self._got.append)
+        self._readback.send()
+        self.on_host = bool(self._got)
+        """Whether all of the values were on the host, so that :meth:`wait` does not block."""
+
+    def wait(self) -> Any:
+        """Block until the values have arrived, and return them, with CPU tensors in place of device tensors."""
+        self._readback.drain()
+        return self._got[0]
 
 
 def is_remote(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import functools
+import itertools
 import math
 import threading
 from typing import Any
@@ -17,12 +18,14 @@ from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves, named_outputs, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
-from torchhooks.readback import copiers, is_remote, to_host
-from torchhooks.session import Session
+from torchhooks.readback import Arrival, copiers, is_remote, to_host
+from torchhooks.session import Refusal, Session
 from torchhooks.text import call_repr, shown
 from torchhooks.timer import NEVER, Due
 
 _POLL_SECS = 0.1
+
+_Finding = tuple[int, dict[str, Any]]  # the global step, and the flags that say what was found
 
 
 class StopAtStepHook(SessionRunHook):
@@ -78,7 +81,9 @@ class NanTensorHook(SessionRunHook):
     Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. The host never waits
     for it, so the loop ends a few runs after the NaN. The message still names the step at which the value was NaN.
 
-    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed.
+    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed. A
+    Saver with ``async_save`` does not wait for the device: the thread that writes looks at the results of the checks,
+    and writes no file if one of them is a NaN.
 
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
@@ -114,13 +119,19 @@ class NanTensorHook(SessionRunHook):
         # A recovery restores a state from before the NaN.
         self._message: str | None = None
         self._check.found = None
+        # What was found in runs that have not been reported on yet: the run's step and flags, by the number of the run.
+        self._unreported: dict[int, _Finding] = {}
+        self._findings = itertools.count()
         # A subclass that overrides a run method expects it to be called in every run.
         cls = type(self)
         overrides = (cls.before_run, cls.after_run) != (NanTensorHook.before_run, NanTensorHook.after_run)
         # Only an output of the step that is fetched by name can be examined without joining the run.
         is_output_name = type(self._loss_tensor) is str and not watched_names(self._loss_tensor)
         self._joins_every_run = overrides or not is_output_name
-        session.guard_checkpoints(functools.partial(self._why_no_checkpoint, session))
+        session.guard_checkpoints(
+            functools.partial(self._why_no_checkpoint, session),
+            refusal_later=functools.partial(self._why_no_checkpoint_later, session),
+        )
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return self._request
@@ -130,9 +141,12 @@ class NanTensorHook(SessionRunHook):
         if found is not None:
             if self._max_lag_steps == 0:
                 found = to_host(found)
-            # Bound to this step, because the callback may run several steps later.
-            report = functools.partial(self._report, run_context, run_context.session.global_step)
-            run_context.when_ready(found, report, max_lag_runs=self._max_lag_steps)
+            # With the step of this run, because the callback may run several steps later.
+            number, finding = next(self._findings), (run_context.session.global_step, found)
+            self._unreported[number] = finding
+            self._check.found = None
+            report = functools.partial(self._report, run_context, number)
+            run_context.when_ready(finding, report, max_lag_runs=self._max_lag_steps)
 
     def next_due(self) -> Due | None:
         return None if self._joins_every_run else Due(when=self._needs_check)
@@ -154,12 +168,24 @@ class NanTensorHook(SessionRunHook):
 
     def _why_no_checkpoint(self, session: Session) -> str | None:
         """Return why the current state must not be saved, or ``None``."""
-        # A saver before this hook in the list asks before after_run, when only the check knows of the NaN.
-        return self._message or self._problem(to_host(self._check.found), session.global_step)
+        return self._message or self._problem(to_host(self._all_unreported(session)))
 
-    def _report(self, run_context: SessionRunContext, step: int, found: dict[str, Any]) -> None:
-        """Fail or stop the loop if ``found``, which is on the host now, has a problem and none was reported yet."""
-        message = self._problem(found, step)
+    def _why_no_checkpoint_later(self, session: Session) -> str | Refusal | None:
+        """Return why the current state must not be saved, or ``None``, or a function that waits to find out."""
+        if self._message is not None:
+            return self._message
+        arrival = Arrival(self._all_unreported(session))
+        return self._problem(arrival.wait()) if arrival.on_host else lambda: self._problem(arrival.wait())
+
+    def _all_unreported(self, session: Session) -> list[_Finding]:
+        findings = list(self._unreported.values())
+        # A saver before this hook in the list asks before after_run, when only the check knows of the NaN.
+        return findings if self._check.found is None else [*findings, (session.global_step, self._check.found)]
+
+    def _report(self, run_context: SessionRunContext, number: int, finding: _Finding) -> None:
+        """Fail or stop the loop if ``finding``, which is on the host now, is a problem and none was reported yet."""
+        self._unreported.pop(number, None)
+        message = self._problem([finding])
         if message is None or self._message is not None:
             return
         self._message = message
@@ -171,10 +197,11 @@ class NanTensorHook(SessionRunHook):
         logger.warning("%s: training stops", message)
         run_context.request_stop(message)
 
-    def _problem(self, found: dict[str, Any] | None, step: int) -> str | None:
-        for kind, flags in (found or {}).items():
-            if any(flags):
-                return f"{describe(self._loss_tensor)} is {kind} at step {step}"
+    def _problem(self, findings: list[_Finding]) -> str | None:
+        for step, found in findings:
+            for kind, flags in found.items():
+                if any(flags):
+                    return f"{describe(self._loss_tensor)} is {kind} at step {step}"
         return None
 
     def __repr__(self) -> str:
