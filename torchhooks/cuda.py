@@ -45,8 +45,7 @@ class CudaCopier:
             return _CudaTransfer(tensors, self)
 
     def event(self, device: torch.device) -> _CudaEvent:
-        with torch.cuda.device(device):
-            return _CudaEvent()
+        return _CudaEvent(device, timed=True)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return True
@@ -76,14 +75,8 @@ class _CudaTransfer:
         self._copier = copier
         self._buffers: list[torch.Tensor] = []
         self._packed = [(indexes, self._copy(packed)) for indexes, packed in pack(tensors)]
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        self._event.synchronize()  # waits for the device
+        event = _CudaEvent(tensors[0].device)
+        self.done, self.wait = event.done, event.wait
 
     def tensors(self) -> list[torch.Tensor]:
         # Cloned, because the callbacks may keep them for as long as they like and the buffers are reused now.
@@ -99,17 +92,25 @@ class _CudaTransfer:
 
 
 class _CudaEvent:
-    """A timed event on the stream that is current when it is created."""
+    """An event on the current stream of ``device``."""
 
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record()
+    def __init__(self, device: torch.device, timed: bool = False) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            # Blocking: a thread that waits sleeps, instead of taking a core from the thread that trains.
+            self.event = torch.cuda.Event(enable_timing=timed, blocking=True)
+            self.event.record()
+
+    # CUDA creates a context on the current device if there is none, which takes hundreds of megabytes. In a new thread
+    # that is device 0, also in a process that uses another one.
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        with torch.cuda.device(self._device):
+            return bool(self.event.query())
 
     def wait(self) -> None:
-        self.event.synchronize()  # waits for the device
+        with torch.cuda.device(self._device):
+            self.event.synchronize()  # waits for the device
 
     def secs_since(self, earlier: _CudaEvent) -> float:
         earlier.wait()  # waits only for an event of another stream: one of this stream is done before this event is
