@@ -90,9 +90,15 @@ def in_another_thread(function: Callable[[], Any]) -> None:
 
 def test_a_thread_that_waits_stays_on_the_device_of_the_event(cuda: SimulatedCuda) -> None:
     event = CudaCopier().event(ONE)
+    cuda.done = False
     in_another_thread(event.done)
     in_another_thread(event.wait)
-    assert cuda.log == [("record", 1), ("query", 1), ("synchronize", 1)]
+    assert cuda.log == [("record", 1), ("query", 1), ("query", 1), ("synchronize", 1)]
+
+
+def test_an_event_that_has_passed_is_not_synchronized(cuda: SimulatedCuda) -> None:
+    CudaCopier().event(ONE).wait()
+    assert ("synchronize", 1) not in cuda.log
 
 
 def test_a_thread_that_waits_for_an_event_sleeps(cuda: SimulatedCuda) -> None:

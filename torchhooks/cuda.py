@@ -110,7 +110,8 @@ class _CudaEvent:
 
     def wait(self) -> None:
         with torch.cuda.device(self._device):
-            self.event.synchronize()  # waits for the device
+            if not self.event.query():  # so that sync_audit sees only the calls that block
+                self.event.synchronize()  # waits for the device
 
     def secs_since(self, earlier: _CudaEvent) -> float:
         earlier.wait()  # waits only for an event of another stream: one of this stream is done before this event is

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
@@ -15,12 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhooks.cuda import pack, unpack
+from torchhooks.cuda import CudaCopier, pack, unpack
 from torchhooks.fetch import Evaluator
 from torchhooks.hook import SessionRunHook
+from torchhooks.items import make_call
 from torchhooks.loop import MonitoredLoop
-from torchhooks.readback import Copier, Readback, copiers
+from torchhooks.readback import Copier, Readback, Request, copiers
 from torchhooks.schedule import Schedule, Seat
+from torchhooks.session import Session
 
 
 class FakeDevice:
@@ -52,6 +55,7 @@ class FakeDevice:
         self.speed = speed
         self.copies = self.batches = self.waits = self.waits_elsewhere = self.progress = 0
         self._thread = threading.get_ident()
+        self.on_wait: Callable[[str], object] | None = None
         self.streams: list[Hashable] = []
         self._stream = "default"
         self._stream_lag: int | None = None
@@ -90,11 +94,13 @@ class FakeDevice:
         return not hasattr(tensor, "is_on_fake_host")
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.note_wait()
+        self.note_wait("a tensor that is read at once")
         return _on_host(tensor.detach().clone())
 
-    def note_wait(self) -> None:
-        """Count a wait of the current thread."""
+    def note_wait(self, what: str) -> None:
+        """Count a wait of the current thread for ``what``."""
+        if self.on_wait is not None:
+            self.on_wait(f"a wait for {what}")
         if threading.get_ident() == self._thread:
             self.waits += 1
         else:
@@ -116,6 +122,8 @@ class FakeDevice:
 
 
 class _FakeEvent:
+    what = "an event"
+
     def __init__(self, device: FakeDevice, lag: int) -> None:
         self._device = device
         self._done_at = device.progress + lag
@@ -129,7 +137,7 @@ class _FakeEvent:
 
     def wait(self) -> None:
         if self._device.progress < self._done_at:
-            self._device.note_wait()
+            self._device.note_wait(self.what)
             self._device.progress = self._done_at
 
     def secs_since(self, earlier: _FakeEvent) -> float:
@@ -137,6 +145,8 @@ class _FakeEvent:
 
 
 class _FakeTransfer(_FakeEvent):
+    what = "copies"
+
     def __init__(self, device: FakeDevice, lag: int, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(device, lag)
         self._packed = [(indexes, packed.clone()) for indexes, packed in pack(tensors)]
@@ -155,9 +165,11 @@ class Sync(NamedTuple):
 
     Args:
         hook: the hook that made the operation, or whose fetch did.
-        method: the hook's method, ``"fetch"`` for what it asked for in ``before_run``, or ``"Due.when"``.
+        method: the hook's method; ``"fetch"`` for what it asked for in ``before_run``; ``"Due.when"``;
+            ``"when_ready"`` for a value that was waited for at the deadline that the hook set; ``"after_item"`` for
+            what the hook did between two items of ``until_stop``.
         step: the global step at that moment.
-        operation: the name of the operator on the CPU, torch's warning on a GPU.
+        operation: the name of the operator or function, torch's warning on a GPU, or what was waited for.
     """
 
     hook: object
@@ -178,11 +190,20 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
                 loop.run(batch)
         assert not syncs, "\\n".join(map(str, syncs))
 
-    On a GPU, torch reports each operation that synchronizes (``torch.cuda.set_sync_debug_mode``). Without one, the
-    audit runs on a :class:`FakeDevice` and lists the operators that would synchronize on a GPU: ``item()``,
+    On a GPU, torch reports the operators and copies that synchronize (``torch.cuda.set_sync_debug_mode``). Without one,
+    the audit runs on a :class:`FakeDevice` and lists the operators that would synchronize on a GPU: ``item()``,
     ``nonzero()``, indexing with a mask and the like. There it does not see ``numpy()`` and ``tolist()``, which read
-    memory without an operator. Operations of the step are not listed, nor are those of ``when_ready`` callbacks, whose
-    values are on the host.
+    memory without an operator.
+
+    On both, the audit lists what torch does not report: calls of ``torch.cuda.synchronize()``,
+    ``torch.accelerator.synchronize()``, ``torch.cuda.Event.synchronize()``, ``torch.cuda.Stream.synchronize()`` and
+    ``Tensor.pin_memory()``, the pinned memory that torchhooks allocates, and the waits of torchhooks itself: for a
+    value whose deadline has come, and for everything that is pending before a checkpoint is saved.
+
+    It does not see ``torch.empty(..., pin_memory=True)`` on a GPU, ``torch.Event`` and ``torch.Stream``, waits inside
+    of C++ extensions, and allocations for which CUDA itself waits. It sees only the thread that runs the hook.
+    Operations of the step are not listed, nor are those of ``when_ready`` callbacks, whose values are on the host, nor
+    the wait for pending values when the loop closes.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``, for a test that has to do the same on every machine. The default is ``"cuda"``
@@ -199,12 +220,62 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
         if (sync := _attributed(operation)) is not None:
             syncs.append(sync)
 
-    if device == "cuda" or (device is None and torch.cuda.is_available()):
-        with _cuda_syncs(note):
-            yield syncs
-    else:
-        with nullcontext() if "cpu" in copiers else FakeDevice(), _SyncingOperators(note):
-            yield syncs
+    with _waiting_functions(note):
+        if device == "cuda" or (device is None and torch.cuda.is_available()):
+            with _cuda_syncs(note):
+                yield syncs
+        else:
+            with nullcontext() if "cpu" in copiers else FakeDevice(), _waits_for_fake(note), _SyncingOperators(note):
+                yield syncs
+
+
+@contextmanager
+def _waits_for_fake(note: Callable[[str], None]) -> Iterator[None]:
+    fake = copiers["cpu"]
+    if not isinstance(fake, FakeDevice):
+        yield
+        return
+    before, fake.on_wait = fake.on_wait, note
+    try:
+        yield
+    finally:
+        fake.on_wait = before
+
+
+_INHERITED: Any = object()
+_FUNCTIONS: list[tuple[Any, str, str]] = [
+    (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+    (torch.cuda.Event, "synchronize", "torch.cuda.Event.synchronize"),
+    (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
+    (torch.accelerator, "synchronize", "torch.accelerator.synchronize"),
+    (torch.Tensor, "pin_memory", "Tensor.pin_memory"),
+]
+"""Functions that wait for a device, or may, and that torch's debug mode does not report: owner, attribute, name."""
+
+
+@contextmanager
+def _waiting_functions(note: Callable[[str], None]) -> Iterator[None]:
+    """Call ``note`` for each call of one of ``_FUNCTIONS``."""
+    own = [vars(owner).get(attribute, _INHERITED) for owner, attribute, _ in _FUNCTIONS]
+    for owner, attribute, name in _FUNCTIONS:
+        setattr(owner, attribute, _noting(getattr(owner, attribute), name, note))
+    try:
+        yield
+    finally:
+        for (owner, attribute, _), before in zip(_FUNCTIONS, own, strict=True):
+            if before is _INHERITED:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
+
+
+def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note(name)
+        return function(*args, **kwargs)
+
+    return noting
 
 
 @contextmanager
@@ -259,15 +330,38 @@ def _indexes_with_mask(name: str, args: Sequence[Any]) -> bool:
 def _attributed(operation: str) -> Sync | None:
     """Return a :class:`Sync` for the hook that is running ``operation``; ``None`` if no hook or fetch is."""
     culprit: tuple[object, str] | None = None
+    session: Session | None = None
+    awaited: Request | None = None
+    waits = False  # whether it is a wait of torchhooks, not an operation of a hook
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        instance = frame.f_locals.get("self")
-        if culprit is None:
-            if isinstance(instance, Readback):
+        instance, module = frame.f_locals.get("self"), frame.f_globals.get("__name__")
+        if session is None and isinstance(found := frame.f_locals.get("session"), Session):
+            session = found
+        if isinstance(instance, MonitoredLoop):
+            return None if culprit is None else Sync(*culprit, instance.global_step, operation)
+        if culprit is not None:
+            continue
+        if isinstance(instance, (FakeDevice, _FakeEvent)) or module == CudaCopier.__module__:
+            waits = True
+        elif isinstance(instance, Readback):
+            if not waits:
                 return None  # in a when_ready callback, whose values are on the host
+            awaited = awaited or _awaited(frame.f_locals)
+            if awaited is not None and frame.f_code is Readback.end_run.__code__:
+                return Sync(getattr(awaited.made_by, "hook", awaited.made_by), "when_ready", awaited.step, operation)
+        else:
             culprit = _culprit(frame, instance)
-        elif isinstance(instance, MonitoredLoop):
-            return Sync(*culprit, instance.global_step, operation)
-    return None
+    # Between two items, the caller is the user's for loop.
+    return None if culprit is None or session is None else Sync(*culprit, session.global_step, operation)
+
+
+def _awaited(variables: Mapping[str, Any]) -> Request | None:
+    """Return the request for which a method of Readback with these local ``variables`` waits, if it is one."""
+    if "batch" in variables:
+        requests: list[Request] = variables["batch"].requests
+        return min(requests, key=lambda request: request.deadline)
+    request = variables.get("request")
+    return request if isinstance(request, Request) else None
 
 
 def _culprit(frame: FrameType, instance: object) -> tuple[object, str] | None:
@@ -279,4 +373,6 @@ def _culprit(frame: FrameType, instance: object) -> tuple[object, str] | None:
         return variables["seat"].hook, "Due.when"
     if isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
         return instance, code.co_name
+    if code is make_call.__code__:
+        return variables["who"], "after_item"
     return None
