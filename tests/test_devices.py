@@ -316,11 +316,14 @@ def test_a_value_that_cannot_be_copied_without_a_wait_is_listed() -> None:
 @pytest.mark.parametrize("driven", [True, False])
 def test_the_wait_before_a_synchronous_save_is_listed(async_save: bool, driven: bool, tmp_path: Path) -> None:
     saving = CheckpointSaverHook(tmp_path, save_steps=2, saver=Saver(async_save=async_save))
-    with FakeDevice(1000), sync_audit("cpu") as syncs:
-        with MonitoredLoop(lambda: LOSSES[0], hooks=[Later(), saving], checkpoint_dir=tmp_path) as loop:
-            for _ in loop.until_stop(range(3)) if driven else range(3):
-                loop.run()
-            listed = syncs.copy()
+    with (
+        FakeDevice(1000),
+        sync_audit("cpu") as syncs,
+        MonitoredLoop(lambda: LOSSES[0], hooks=[Later(), saving], checkpoint_dir=tmp_path) as loop,
+    ):
+        for _ in loop.until_stop(range(3)) if driven else range(3):
+            loop.run()
+        listed = syncs.copy()
     method = "after_item" if driven else "after_run"
     assert listed == ([] if async_save else [(saving, method, 2, "a wait for copies")])
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhooks import (
     LifecycleError,
@@ -805,6 +806,54 @@ def test_a_nan_in_the_last_run_logs_a_warning_in_stop_mode() -> None:
     _, why, lines = nan_trace(NanTensorHook("loss", fail_on_nan_loss=False), [0.1, NAN], FAR, [other])
     assert (why, lines) == ("data ended", ["loss is NaN at step 2: training stops"])
     assert ("end", 2) in other.calls
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that hooks call."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in ("detach", "alias"):  # views, which launch nothing
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def launched(*hooks: SessionRunHook, value: Any, runs: int = 4) -> tuple[list[str], int]:
+    """Return the operators that hooks call in the last of ``runs``, and how many tensors are copied for each run."""
+    values = [torch.tensor(value) for _ in range(runs)]
+    losses = iter(values)
+    with FakeClock(), FakeDevice(FAR) as device, MonitoredLoop(lambda: next(losses), hooks=hooks) as loop:
+        for _ in range(runs - 1):
+            loop.run()
+        with Operators() as operators:
+            loop.run()
+        names = operators.names.copy()
+    return names, device.copies // runs
+
+
+def test_a_number_is_checked_on_the_host_in_the_copy_that_other_hooks_request() -> None:
+    writing = SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op={"loss": "loss"})
+    assert launched(NanTensorHook("loss", also_inf=True), writing, value=0.5) == (["clone"], 1)
+
+
+def test_checking_a_number_that_nothing_else_requests_takes_one_kernel() -> None:
+    assert launched(NanTensorHook("loss", also_inf=True), value=0.5) == (["clone"], 1)
+
+
+def test_a_large_value_is_checked_on_the_device_without_a_copy_of_it() -> None:
+    names, copies = launched(NanTensorHook("loss"), value=[0.5, 0.5])
+    assert "clone" not in names
+    assert copies == 1
+
+
+def test_a_value_that_grows_and_shrinks_is_checked_in_every_run() -> None:
+    for where in range(6):
+        losses: list[Any] = [torch.tensor([0.5] * count) for count in (1, 1, 2, 2, 1, 1)]
+        losses[where][0] = NAN
+        assert nan_trace(NanTensorHook("loss"), losses)[1] == f"loss is NaN at step {where + 1}"
 
 
 @pytest.mark.parametrize(

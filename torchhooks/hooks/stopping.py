@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,16 @@ import torch
 from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
-from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves, named_outputs, watched_names
+from torchhooks.fetch import (
+    ComposedFetch,
+    as_snapshot,
+    copied,
+    describe,
+    is_snapshot,
+    leaves,
+    named_outputs,
+    watched_names,
+)
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import Arrival, copiers, is_remote, to_host
@@ -25,7 +34,20 @@ from torchhooks.timer import NEVER, Due
 
 _POLL_SECS = 0.1
 
-_Finding = tuple[int, dict[str, Any]]  # the global step, and the flags that say what was found
+
+class _Found(NamedTuple):
+    """What the check of a value that is not known to be finite needs to have read on the host.
+
+    Args:
+        flags: for ``"NaN"``, and with ``also_inf`` for ``"infinite"``, flags of which one is true if the value is that.
+        numbers: tensors of one element each, which are on a device, for the host to check.
+    """
+
+    flags: dict[str, list[Any]]
+    numbers: list[torch.Tensor]
+
+
+_Finding = tuple[int, _Found]  # with the global step of its run
 
 
 class StopAtStepHook(SessionRunHook):
@@ -78,8 +100,9 @@ class StopAtStepHook(SessionRunHook):
 class NanTensorHook(SessionRunHook):
     """Fails or stops the loop when a value is NaN (``tf.train.NanTensorHook``). Checks the value of every run.
 
-    Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. The host never waits
-    for it, so the loop ends a few runs after the NaN. The message still names the step at which the value was NaN.
+    Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. A single number is
+    itself read back, and checked on the host. The host never waits for it, so the loop ends a few runs after the NaN.
+    The message still names the step at which the value was NaN.
 
     Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed. A
     Saver with ``async_save`` does not wait for the device: the thread that writes looks at the results of the checks,
@@ -198,9 +221,10 @@ class NanTensorHook(SessionRunHook):
         run_context.request_stop(message)
 
     def _problem(self, findings: list[_Finding]) -> str | None:
+        """Return a message about the first of ``findings`` that is a problem. All of them are on the host."""
         for step, found in findings:
-            for kind, flags in found.items():
-                if any(flags):
+            for kind, flags in found.flags.items():
+                if any(flags) or any(_passes(number, _TESTS[kind]) for number in found.numbers):
                     return f"{describe(self._loss_tensor)} is {kind} at step {step}"
         return None
 
@@ -214,46 +238,62 @@ class NanTensorHook(SessionRunHook):
         )
 
 
-class _NonFiniteCheck(ComposedFetch):
-    """The result of checking the value of a fetch: ``None`` if it is finite.
+_TESTS = {"NaN": "isnan", "infinite": "isinf"}
 
-    Otherwise the result maps "NaN", and with ``also_inf`` "infinite", to the flags that :func:`_flags` returns.
-    :attr:`found` keeps it from the evaluation on, so that it is known before the first ``after_run`` of the run.
+
+class _NonFiniteCheck(ComposedFetch):
+    """The result of checking the value of a fetch: ``None`` if it is finite, or what has to be read on the host first.
+
+    :attr:`found` keeps it from the evaluation to ``after_run``, so that a hook that saves before that can ask.
     """
 
-    copies = False  # the check only reads the value, and keeps nothing of it
     fetch: Any = None
 
     def __init__(self, fetch: Any, also_inf: bool) -> None:
         self.fetch = fetch
-        self.found: dict[str, Any] | None = None
-        self._tests = {"NaN": "isnan", "infinite": "isinf"} if also_inf else {"NaN": "isnan"}
+        self.found: _Found | None = None
+        self.copies = False
+        """Whether the value consists of numbers on a device. Their copies are those that other hooks request.
 
-    def compose(self, value: Any) -> dict[str, Any] | None:
+        Known from the previous evaluation. A larger value is only read, without a copy.
+        """
+        self._kinds = tuple(_TESTS) if also_inf else ("NaN",)
+
+    def compose(self, value: Any) -> _Found | None:
         self.found = None
         if type(value) is torch.Tensor and not is_remote(value) and value.numel() == 1:
             value = value.item()
         if type(value) is float and math.isfinite(value):
             return None  # fast path: nearly every run on a CPU
-        parts = list(leaves(value))
-        found = {kind: _flags(parts, test) for kind, test in self._tests.items()}
-        if any(found.values()):  # any flag at all, whatever it says: those on a device cannot be read yet
-            self.found = found
+        here: list[Any] = []
+        there: list[torch.Tensor] = []
+        numbers: list[torch.Tensor] = []
+        for part in leaves(value):
+            if not is_remote(part):
+                here.append(part)
+            elif type(part) is torch.Tensor and part.numel() == 1:
+                # Copying a number takes one kernel fewer than checking it, and none if another hook requests it too.
+                numbers.append(part if is_snapshot(part) else copied(part))
+            else:
+                there.append(part)
+        self.copies = bool(numbers) and not there and not here
+        flags = {kind: _flags(here, there, _TESTS[kind]) for kind in self._kinds}
+        if numbers or any(flags.values()):  # any flag at all, whatever it says: those on a device cannot be read yet
+            self.found = _Found(flags, numbers)
         return self.found
 
 
-def _flags(parts: list[Any], test: str) -> list[Any]:
-    """Return flags of which one is true if an element of ``parts`` passes ``test``.
+def _flags(here: list[Any], there: list[torch.Tensor], test: str) -> list[Any]:
+    """Return flags of which one is true if an element of ``here``, on the host, or ``there`` passes ``test``.
 
     That is ``[True]`` if a part on the host passes, or else one boolean tensor per device, computed without waiting.
     """
-    if any(_passes(part, test) for part in parts if not is_remote(part)):
+    if any(_passes(part, test) for part in here):
         return [True]
     flags: dict[torch.device, torch.Tensor] = {}
-    for part in parts:
-        if is_remote(part):
-            flag = getattr(part.detach(), test)().any()
-            flags[part.device] = flag if part.device not in flags else flags[part.device].logical_or(flag)
+    for part in there:
+        flag = getattr(part.detach(), test)().any()
+        flags[part.device] = flag if part.device not in flags else flags[part.device].logical_or(flag)
     return [as_snapshot(flag) for flag in flags.values()]
 
 
