@@ -108,6 +108,9 @@ class NanTensorHook(SessionRunHook):
     Saver with ``async_save`` does not wait for the device: the thread that writes looks at the results of the checks,
     and writes no file if one of them is a NaN.
 
+    Of a ``DTensor``, each process checks the part that it has, so that no collective is called out of order. A NaN in
+    the part of one process is noticed by that process alone.
+
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
         fail_on_nan_loss: whether to raise an error; otherwise the hook logs a warning and stops the loop after the run.
@@ -268,10 +271,13 @@ class _NonFiniteCheck(ComposedFetch):
         here: list[Any] = []
         there: list[torch.Tensor] = []
         numbers: list[torch.Tensor] = []
-        for part in leaves(value):
+        for leaf in leaves(value):
+            # Of a DTensor, the local part: any operation on the whole may be a collective, and this process may be the
+            # only one that makes it.
+            part = leaf.to_local() if hasattr(leaf, "to_local") else leaf
             if not is_remote(part):
                 here.append(part)
-            elif type(part) is torch.Tensor and part.numel() == 1:
+            elif type(leaf) is torch.Tensor and leaf.numel() == 1:
                 # Copying a number takes one kernel fewer than checking it, and none if another hook requests it too.
                 numbers.append(part if is_snapshot(part) else copied(part))
             else:
