@@ -309,12 +309,19 @@ def test_the_default_device_makes_no_difference() -> None:
         assert drained(torch.ones(5000)).is_cpu
 
 
-def test_pinned_memory_is_reused() -> None:
+def test_copies_are_made_in_one_slab_of_pinned_memory() -> None:
     copier = CudaCopier()
-    first = copier.take(3000)
-    assert first.is_pinned()
-    copier.give_back(first)
-    assert copier.take(4000) is first
+    torch.ones(1, device="cuda")  # initializes CUDA
+    copier.prepare(1 << 20)
+    before = torch.cuda.host_memory_stats()["num_host_alloc"] if hasattr(torch.cuda, "host_memory_stats") else 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    for numel in (10, 10_000, 1_000_000):  # the last one is larger than the slab
+        transfer = copier.start([torch.full((numel,), 3.0, device="cuda")], copier.stream(device))
+        transfer.wait()
+        (came,) = transfer.tensors()
+        assert came.eq(3.0).all()
+    after = torch.cuda.host_memory_stats()["num_host_alloc"] if hasattr(torch.cuda, "host_memory_stats") else 0
+    assert after == before
 
 
 def test_allocated_memory_does_not_grow() -> None:

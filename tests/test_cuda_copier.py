@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from torchhooks.cuda import CudaCopier
+from torchhooks.cuda import CudaCopier, Slab
 
 ONE = torch.device("cuda", 1)
 
@@ -22,16 +24,23 @@ class SimulatedCuda:
         log: what was done, each with the index of the device that was current: ``("query", 1)``.
         blocking: for each event, whether a thread that waits for it sleeps.
         done: whether queries find that the device has completed its work.
+        pinned: the sizes of the memory that was pinned.
+        streams: the streams that were made current.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, int]] = []
         self.blocking: list[bool] = []
         self.done = True
+        self.pinned: list[int] = []
+        self.streams: list[Any] = []
         self._current = threading.local()
         patch.setattr(torch.cuda, "device", self.on_device)
         patch.setattr(torch.cuda, "stream", self.on_stream)
         patch.setattr(torch.cuda, "Event", self.new_event)
+        patch.setattr(torch.cuda, "Stream", lambda device: ("a stream of its own", device))
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr("torchhooks.cuda.pinned", self.allocate)
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
@@ -44,7 +53,12 @@ class SimulatedCuda:
 
     @contextmanager
     def on_stream(self, stream: object) -> Iterator[None]:
+        self.streams.append(stream)
         yield
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.pinned.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     @property
     def current_device(self) -> int:
@@ -104,3 +118,66 @@ def test_an_event_that_has_passed_is_not_synchronized(cuda: SimulatedCuda) -> No
 def test_a_thread_that_waits_for_an_event_sleeps(cuda: SimulatedCuda) -> None:
     CudaCopier().event(ONE)
     assert cuda.blocking == [True]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def prepared(nbytes: int) -> CudaCopier:
+    copier = CudaCopier()
+    copier.prepare(nbytes)
+    return copier
+
+
+def test_memory_is_pinned_once(cuda: SimulatedCuda) -> None:
+    copier = prepared(1 << 16)
+    for numel in (1, 10, 1000, 10_000, 100_000):
+        copier.prepare(1 << 16)
+        transfers = [copier.start([torch.full((numel,), value)], "stream") for value in (1.0, 2.0, 3.0)]
+        for value, transfer in enumerate(transfers, 1):
+            (came,) = transfer.tensors()
+            assert came.eq(value).all()
+            assert came.numel() == numel
+    assert cuda.pinned == [1 << 16]
+
+
+def test_no_memory_is_pinned_before_cuda_is_initialized(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    prepared(1 << 16)
+    assert cuda.pinned == []
+
+
+class Remote(torch.Tensor):
+    """A tensor that says that it is on a device."""
+
+    is_cpu = False
+
+
+def test_what_the_memory_has_no_room_for_is_copied_on_a_stream_of_its_own(cuda: SimulatedCuda) -> None:
+    copier = prepared(1000)
+    value = torch.arange(2000.0).as_subclass(Remote)
+    transfer = copier.start([value], "the stream of the step")
+    assert cuda.streams == ["the stream of the step"]
+    (came,) = transfer.tensors()
+    assert cuda.streams[1:] == [("a stream of its own", value.device)]
+    assert came.tolist() == value.tolist()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 700)), max_size=60))
+def test_pieces_of_a_slab_never_overlap(moves: list[tuple[bool, int]]) -> None:
+    slab = Slab(torch.zeros(1024, dtype=torch.uint8))
+    taken: list[slice] = []
+    for takes, number in moves:
+        if takes:
+            piece = slab.take(number)
+            if piece is not None:
+                assert number <= piece.stop - piece.start
+                assert piece.stop <= 1024
+                assert piece.start % 64 == 0
+                assert all(piece.stop <= other.start or other.stop <= piece.start for other in taken)
+                taken.append(piece)
+        elif taken:
+            slab.give_back(taken.pop(number % len(taken)))
+    for piece in taken:
+        slab.give_back(piece)
+    assert slab.take(1024) == slice(0, 1024)

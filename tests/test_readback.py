@@ -203,6 +203,70 @@ def test_an_earlier_request_without_a_deadline_is_answered_first(readback: Readb
     assert order == ["unbounded", "bounded"]
 
 
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def megabyte(value: float = 0.5) -> torch.Tensor:
+    return as_snapshot(torch.full((1 << 18,), value))
+
+
+def test_large_values_do_not_wait_for_others_to_share_their_batch(device: FakeDevice, readback: Readback) -> None:
+    readback.request(megabyte(), lambda _: None)
+    readback.end_run()
+    assert device.batches == 1
+
+
+def test_values_share_a_batch_until_they_are_large_together(device: FakeDevice, readback: Readback) -> None:
+    sent: list[int] = []
+    for _ in range(9):
+        readback.request(as_snapshot(torch.zeros(1 << 16)), lambda _: None)
+        readback.end_run()
+        sent.append(device.batches)
+    assert sent == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+
+
+def test_the_memory_of_values_that_wait_is_bounded(readback: Readback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchhooks.readback.MAX_BYTES", 4 << 20)
+    got: list[float] = []
+    waiting: list[int] = []
+    with FakeClock(), FakeDevice(FAR) as device:
+        for run in range(1, 31):
+            readback.request(megabyte(float(run)), lambda value: got.append(value[0].item()))
+            readback.end_run()
+            waiting.append(run - len(got))
+        assert device.waits > 0
+        assert max(waiting) == 4
+        readback.drain()
+    assert got == list(range(1, 31))
+
+
+def test_a_value_that_is_larger_than_the_bound_is_waited_for_at_once(
+    readback: Readback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchhooks.readback.MAX_BYTES", 1000)
+    got: list[Any] = []
+    with FakeDevice(FAR) as device:
+        readback.request(megabyte(), got.append)
+        readback.end_run()
+        assert (device.waits, len(got)) == (1, 1)
+        for _ in range(3):
+            readback.request(on_device(0.5), got.append)
+            readback.end_run()
+        assert device.waits == 1
+
+
+def test_after_an_error_of_a_copy_its_bytes_do_not_count(readback: Readback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchhooks.readback.MAX_BYTES", 2 << 20)
+    with Breaking(FAR) as device:
+        readback.request([megabyte() for _ in range(3)], lambda _: None)
+        with pytest.raises(MemoryError):
+            readback.end_run()
+        readback.request(megabyte(), lambda _: None)
+        readback.end_run()
+        assert device.waits == 0
+        readback.drain()
+
+
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 

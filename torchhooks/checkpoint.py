@@ -71,8 +71,9 @@ class Saver:
             so many hours have passed.
         async_save: copy the state to CPU memory, return, and write the file in a background thread. The next call
             raises an error of that thread. The memory, one copy of the state, is kept for the next save until
-            :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, which torch
-            rounds up to a power of two for each tensor, and only the background thread waits for the device.
+            :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, in blocks of up
+            to 256 MB, or of one larger tensor, which torch rounds up to a power of two. Only the background thread
+            waits for the device.
         strict: whether a checkpoint that does not match the session is an error. Otherwise the parts that match are
             loaded, and a warning names the others.
     """

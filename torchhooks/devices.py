@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhooks.cuda import CudaCopier, pack, unpack
+from torchhooks import cuda
+from torchhooks.cuda import pack, unpack
 from torchhooks.fetch import Evaluator
 from torchhooks.hook import SessionRunHook
 from torchhooks.items import make_call
@@ -44,6 +45,7 @@ class FakeDevice:
         copies: how many tensors were copied.
         batches: how many batches of copies were started.
         streams: the name of the stream on which each batch was copied, see :meth:`on_stream`.
+        allocations: the sizes, in bytes, of the memory on the host that was allocated for copies.
         waits: how many times the thread that entered the device waited for work that was not done.
         waits_elsewhere: the same of other threads, such as those that write checkpoints.
         progress: how far the device is, in runs. Each poll that finds unfinished work advances it by one, because a run
@@ -57,6 +59,7 @@ class FakeDevice:
         self._thread = threading.get_ident()
         self.on_wait: Callable[[str], object] | None = None
         self.streams: list[Hashable] = []
+        self.allocations: list[int] = []
         self._stream = "default"
         self._stream_lag: int | None = None
         self._replaced: list[Copier | None] = []
@@ -77,6 +80,13 @@ class FakeDevice:
             self._stream, self._stream_lag = before
 
     # The methods of a Copier:
+
+    def prepare(self, nbytes: int) -> None:
+        """Do nothing: copies need no memory that is allocated before."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        self.allocations.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def stream(self, device: torch.device) -> Hashable:
         return self._stream
@@ -251,6 +261,7 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
     (torch.accelerator, "synchronize", "torch.accelerator.synchronize"),
     (torch.Tensor, "pin_memory", "Tensor.pin_memory"),
+    (cuda, "pinned", "an allocation of pinned memory"),
 ]
 """Functions that wait for a device, or may, and that torch's debug mode does not report: owner, attribute, name."""
 
@@ -343,7 +354,7 @@ def _attributed(operation: str) -> Sync | None:
             return None if culprit is None else Sync(*culprit, instance.global_step, operation)
         if culprit is not None:
             continue
-        if isinstance(instance, (FakeDevice, _FakeEvent)) or module == CudaCopier.__module__:
+        if isinstance(instance, (FakeDevice, _FakeEvent)) or module == cuda.__name__:
             waits = True
         elif isinstance(instance, Readback):
             if not waits:
