@@ -566,6 +566,24 @@ def test_a_nan_that_is_still_on_the_device_is_not_committed(
     assert warnings_in(lines).count("no checkpoint of step 2: loss is NaN at step 2") == 1
 
 
+@pytest.mark.parametrize("lag", [None, 0])
+def test_after_a_nan_that_is_known_nothing_is_handed_to_the_thread_that_writes(
+    lag: int | None, tmp_path: Path, lines: Lines
+) -> None:
+    listener = Listener()
+    hooks = [
+        NanTensorHook("loss", fail_on_nan_loss=False, max_lag_steps=lag),
+        CheckpointSaverHook(tmp_path, save_steps=1, saver=Saver(async_save=True), listeners=[listener]),
+    ]
+    losses = iter([0.5, NAN])
+    device = nullcontext() if lag is None else FakeDevice(FAR)
+    with device, MonitoredLoop(lambda: torch.tensor(next(losses)), hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in range(2):
+            loop.run()
+    assert saves(listener) == [0, 1]
+    assert "no checkpoint of step 2: loss is NaN at step 2" in warnings_in(lines)
+
+
 def test_a_later_checkpoint_than_the_nan_is_not_committed_either(tmp_path: Path, lines: Lines) -> None:
     hooks = [
         NanTensorHook("loss", fail_on_nan_loss=False),

@@ -12,7 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchhooks import LoggingTensorHook
 from torchhooks.cuda import CudaCopier, Slab
+from torchhooks.readback import MAX_BYTES, Readback, copiers
+from torchhooks.testing import sync_audit, trace
 
 ONE = torch.device("cuda", 1)
 
@@ -87,6 +90,10 @@ class SimulatedEvent:
     def synchronize(self) -> None:
         self.cuda.note("synchronize")
 
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        self.cuda.note("elapsed_time")
+        return 250.0
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimulatedCuda:
@@ -113,6 +120,13 @@ def test_a_thread_that_waits_stays_on_the_device_of_the_event(cuda: SimulatedCud
 def test_an_event_that_has_passed_is_not_synchronized(cuda: SimulatedCuda) -> None:
     CudaCopier().event(ONE).wait()
     assert ("synchronize", 1) not in cuda.log
+
+
+def test_the_time_between_two_events_is_read_on_their_device(cuda: SimulatedCuda) -> None:
+    copier = CudaCopier()
+    start, end = copier.event(ONE), copier.event(ONE)
+    assert end.secs_since(start) == 0.25
+    assert cuda.log[-1] == ("elapsed_time", 1)
 
 
 def test_a_thread_that_waits_for_an_event_sleeps(cuda: SimulatedCuda) -> None:
@@ -145,6 +159,35 @@ def test_no_memory_is_pinned_before_cuda_is_initialized(cuda: SimulatedCuda, mon
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     prepared(1 << 16)
     assert cuda.pinned == []
+
+
+@pytest.fixture
+def copier(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> CudaCopier:
+    """A copier that copies from the CPU as from a GPU."""
+    copier = CudaCopier()
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setitem(copiers, kind, copier)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream of the step")
+    return copier
+
+
+def test_values_travel_through_the_memory_and_none_is_overwritten(cuda: SimulatedCuda, copier: CudaCopier) -> None:
+    readback, got = Readback(), list[float]()
+    for run in range(200):
+        cuda.done = run % 7 == 6
+        readback.request(torch.full((5000,), float(run)), lambda value: got.append(value[0].item()), max_lag_runs=20)
+        readback.end_run()
+    readback.drain()
+    assert got == [float(run) for run in range(200)]
+    assert cuda.pinned == [MAX_BYTES]
+    assert set(cuda.streams) == {"the stream of the step"}
+
+
+def test_an_audit_does_not_need_a_fake_device(copier: CudaCopier) -> None:
+    hook = LoggingTensorHook({"loss": lambda loss: loss.item()}, every_n_iter=1)
+    with sync_audit("cpu") as syncs:
+        trace(hook, losses=[0.5])
+    assert [sync[:3] for sync in syncs] == [(hook, "fetch", 1)]
 
 
 class Remote(torch.Tensor):

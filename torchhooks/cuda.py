@@ -158,4 +158,5 @@ class _CudaEvent:
                 self.event.synchronize()  # waits for the device
 
     def secs_since(self, earlier: _CudaEvent) -> float:
-        return float(earlier.event.elapsed_time(self.event)) / 1000
+        with torch.cuda.device(self._device):
+            return float(earlier.event.elapsed_time(self.event)) / 1000
