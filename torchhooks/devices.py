@@ -34,7 +34,8 @@ class FakeDevice:
             ...                                        # runs of a loop; values arrive three runs after they are sent
         assert device.waits == 0                       # and the host never waited for one
 
-    A copy has the values of the moment at which it was started, even if the tensor is updated before it completes. What
+    Work can be queued on several streams: see :meth:`on_stream`. A copy has the values of the moment at which it was
+    started, even if the tensor is updated before it completes. What
     has arrived on the host, such as the values of a ``when_ready`` callback, is an ordinary CPU tensor.
 
     Args:
@@ -58,6 +59,7 @@ class FakeDevice:
         self.copies = self.batches = self.waits = self.waits_elsewhere = self.progress = 0
         self._thread = threading.get_ident()
         self.on_wait: Callable[[str], object] | None = None
+        """Called at each wait of any thread, with what it is for."""
         self.streams: list[Hashable] = []
         self.allocations: list[int] = []
         self._stream = "default"

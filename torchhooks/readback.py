@@ -1,9 +1,10 @@
 """Values on their way from a device to the host, for ``when_ready`` callbacks.
 
 The values that a hook passes to ``when_ready`` are copied without blocking the host. A copy is queued on the stream
-that the step uses, so that it follows the kernels that compute the values. An event marks its completion, and later
-runs poll that event. The requests of a few runs share one batch, and small tensors of one dtype and shape share one
-copy, so that reading back one value per step costs little more than the snapshot of the value.
+that is current at the request, so that it follows the kernels that compute the values. An event marks its completion,
+and later runs poll that event. The requests of a few runs share one batch, and small tensors of one dtype and shape
+share one copy, so that reading back one value per step costs little more than the snapshot of the value. The bytes in
+flight are bounded by :data:`MAX_BYTES`.
 
 :data:`copiers` has the device types for which this works. On others, such as ``mps`` and ``xpu``, the copy is made at
 once and the host waits for it.
