@@ -140,6 +140,7 @@ class NanTensorHook(SessionRunHook):
         self._max_lag_steps = max_lag_steps
         self._check = _NonFiniteCheck(loss_tensor, also_inf)
         self._request = SessionRunArgs(self._check)
+        self._findings = itertools.count()  # never restarts: a late callback must not report on another run
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         # A recovery restores a state from before the NaN.
@@ -147,7 +148,6 @@ class NanTensorHook(SessionRunHook):
         self._check.found = None
         # What was found in runs that have not been reported on yet: the run's step and flags, by the number of the run.
         self._unreported: dict[int, _Finding] = {}
-        self._findings = itertools.count()
         # A subclass that overrides a run method expects it to be called in every run.
         cls = type(self)
         overrides = (cls.before_run, cls.after_run) != (NanTensorHook.before_run, NanTensorHook.after_run)
@@ -271,7 +271,7 @@ class _NonFiniteCheck(ComposedFetch):
         here: list[Any] = []
         there: list[torch.Tensor] = []
         numbers: list[torch.Tensor] = []
-        for leaf in leaves(value):
+        for leaf in (value,) if type(value) is torch.Tensor else leaves(value):
             # Of a DTensor, the local part: any operation on the whole may be a collective, and this process may be the
             # only one that makes it.
             part = leaf.to_local() if hasattr(leaf, "to_local") else leaf
