@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -74,8 +74,9 @@ class Saver:
             so many hours have passed.
         async_save: copy the state to CPU memory, return, and write the file in a background thread. The next call
             raises an error of that thread. The memory, one copy of the state, is kept for the next save until
-            :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, which torch
-            rounds up to a power of two for each tensor, and only the background thread waits for the device.
+            :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, in blocks of up
+            to 256 MB, or of one larger tensor, which torch rounds up to a power of two. Only the background thread
+            waits for the device.
         strict: whether a checkpoint that does not match the session is an error. Otherwise the parts that match are
             loaded, and a warning names the others.
     """
@@ -89,7 +90,8 @@ class Saver:
         strict: bool = True,
     ) -> None:
         self._retention = _checked_retention(max_to_keep, keep_checkpoint_every_n_hours)
-        self._async_save = async_save
+        self.async_save = async_save
+        """Whether a background thread writes the file."""
         self._strict = strict
         self.disk = Disk()
         """What files are written through. Tests replace it, to simulate failures."""
@@ -98,7 +100,15 @@ class Saver:
         self._error: BaseException | None = None
         self._held: Held = []
 
-    def save(self, session: SessionLike, path: _Path, global_step: int, *, score: float | None = None) -> str:
+    def save(
+        self,
+        session: SessionLike,
+        path: _Path,
+        global_step: int,
+        *,
+        score: float | None = None,
+        refusals: Iterable[Callable[[], str | None]] = (),
+    ) -> str:
         """Write the state of ``session`` as it is now. The folder is created if necessary.
 
         With ``async_save``, first wait for the previous save, so that there is one copy of the state at a time. If the
@@ -109,6 +119,8 @@ class Saver:
             path: the path of the checkpoint without the step, ``"run/model.ckpt"``.
             global_step: the number in the name of the checkpoint.
             score: how good the state is, higher is better. :func:`best_checkpoint` compares scores.
+            refusals: called before the file is written, with ``async_save`` in the background thread. If one of them
+                returns a reason, it is logged, and nothing is written. See ``Session.guard_checkpoints``.
 
         Returns:
             The path of the checkpoint, which with ``async_save`` may not be there yet: ``"run/model.ckpt-700"``.
@@ -120,12 +132,12 @@ class Saver:
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
         earlier = self._finish()
         try:
-            snapshot = Snapshot(self._held) if self._async_save else None
+            snapshot = Snapshot(self._held) if self.async_save else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
             state = collect(session, plain_tensor if snapshot is None else snapshot)
             if score is not None:
                 state["score"] = float(score)
-            self._start(state, snapshot, prefix, step)
+            self._start(state, snapshot, refusals, prefix, step)
         except Exception as error:
             if earlier is not None:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
@@ -189,17 +201,24 @@ class Saver:
             for folder in self._folders.values():
                 folder.release()
 
-    def _start(self, state: dict[str, Any], snapshot: Snapshot | None, prefix: str, step: int) -> None:
+    def _start(
+        self,
+        state: dict[str, Any],
+        snapshot: Snapshot | None,
+        refusals: Iterable[Callable[[], str | None]],
+        prefix: str,
+        step: int,
+    ) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
         if snapshot is None:
-            self._write(state, folder, name, step)
+            self._write(state, refusals, folder, name, step)
             return
         held = snapshot.end()
         gate, started = threading.Lock(), threading.Event()
         # Not a daemon: Python waits for it at the end of the process.
         thread = threading.Thread(
             target=self._write_later,
-            args=(gate, started, snapshot, state, folder, name, step),
+            args=(gate, started, snapshot, state, refusals, folder, name, step),
             name=f"save {name}-{step}",
         )
         # The new thread blocks here at once. Otherwise start() would return only when Python next switches threads, up
@@ -219,7 +238,7 @@ class Saver:
                 "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
             )
             snapshot.wait()
-            self._write(state, folder, name, step)
+            self._write(state, refusals, folder, name, step)
         self._held = held
 
     def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
@@ -232,7 +251,19 @@ class Saver:
         except BaseException as error:
             self._error = error
 
-    def _write(self, state: dict[str, Any], folder: str, name: str, step: int) -> None:
+    def _write(
+        self,
+        state: dict[str, Any],
+        refusals: Iterable[Callable[[], str | None]],
+        folder: str,
+        name: str,
+        step: int,
+    ) -> None:
+        for refusal in refusals:
+            reason = refusal()
+            if reason is not None:
+                logger.warning("no checkpoint of step %d: %s", step, reason)
+                return
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
         message = f"{os.path.join(folder, name)}-{step} was not written"
         try:
@@ -331,7 +362,7 @@ class Saver:
             self,
             max_to_keep=max_to_keep,
             keep_checkpoint_every_n_hours=every_n_hours,
-            async_save=self._async_save,
+            async_save=self.async_save,
             strict=self._strict,
         )
 

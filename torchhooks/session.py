@@ -22,6 +22,9 @@ from torchhooks.readback import Elapsed, Moment
 from torchhooks.stateful import Stateful
 from torchhooks.text import shown
 
+Refusal = Callable[[], str | None]
+"""Returns why the state must not be saved, or ``None``."""
+
 _LEFT_OUT: Any = type("LeftOut", (), {})()
 _CPU = torch.device("cpu")
 
@@ -91,7 +94,7 @@ class Session:
         self._inputs = inputs
         self._drain = drain
         self._interrupted = interrupted
-        self._refusals: list[Callable[[], str | None]] = []
+        self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._closed = False
@@ -138,21 +141,41 @@ class Session:
         """Call ``listener`` with the length of each pause when it ends. The length is a value for ``when_ready``."""
         self._pause_listeners.append(listener)
 
-    def guard_checkpoints(self, refusal: Callable[[], str | None]) -> None:
-        """Ask ``refusal()`` before each checkpoint. It returns why the state must not be saved, or ``None``."""
-        self._refusals.append(refusal)
+    def guard_checkpoints(
+        self, refusal: Refusal, *, refusal_later: Callable[[], str | Refusal | None] | None = None
+    ) -> None:
+        """Ask ``refusal()`` before each checkpoint. It returns why the state must not be saved, or ``None``.
 
-    def why_no_checkpoint(self) -> str | None:
+        Before a checkpoint that a background thread writes, ``refusal_later()`` is called instead, if given. It must
+        not wait for the device. If the reason is still on the device, it returns a function, which the background
+        thread calls before it commits the checkpoint, and which may wait.
+        """
+        self._guards.append((refusal, refusal_later))
+
+    def why_no_checkpoint(self, later: list[Refusal] | None = None) -> str | None:
         """Return the reason not to save a checkpoint now, or ``None``.
 
         Makes the pending ``when_ready`` calls first, because one of them may find the reason. This waits for the
         device.
+
+        Args:
+            later: for a checkpoint that a background thread writes. The refusals that the thread has to ask before it
+                commits the checkpoint are appended. The host then waits for the device only if a guard has no
+                ``refusal_later``, or if a hook has a state, which a ``when_ready`` call may change.
         """
-        self._drain()
-        for refusal in self._refusals:  # not a generator, which would turn a StopIteration into a RuntimeError
-            reason = refusal()
-            if reason is not None:
-                return reason
+        if later is None or self.hooks or any(asked_later is None for _, asked_later in self._guards):
+            self._drain()
+            for refusal, _ in self._guards:  # not a generator, which would turn a StopIteration into a RuntimeError
+                reason = refusal()
+                if reason is not None:
+                    return reason
+            return None
+        for _, asked_later in self._guards:
+            answer = asked_later() if asked_later is not None else None
+            if isinstance(answer, str):
+                return answer
+            if answer is not None:
+                later.append(answer)
         return None
 
     def at_stop(self, who: object, callback: Callable[[], object]) -> None:
