@@ -324,7 +324,7 @@ def pattern(
 REPEATED = "runs when the checkpoint was saved. It is yielded again"
 MADE_TWICE = "runs were made before until_stop's DataLoader continued"
 ITERATOR = "is an iterator, so it continues where it is"
-COUNTER = "starts at 0 again"
+VARIABLES = "such as a counter or another iterator, start over"
 GUARD = "the body left until_stop because should_stop() was true"
 LEFT_WITH_BREAK = "left it with a break"
 OUTSIDE = "was saved in a run, and before the next run"
@@ -594,7 +594,7 @@ def enumerate_outside(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(COUNTER)
+@pattern(VARIABLES)
 def enumerate_outside_counter(job: Job) -> None:
     """The counter decides what happens."""
     loader = job.loader(shuffle=True)
@@ -606,7 +606,7 @@ def enumerate_outside_counter(job: Job) -> None:
                     job.validate()
 
 
-@pattern(COUNTER, steps=(2, 3, 4), last=6)
+@pattern(VARIABLES, steps=(2, 3, 4), last=6)
 def enumerate_outside_limit(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:

@@ -167,6 +167,7 @@ class Position:
         self._saved_loaders: dict[str, _Saved] = {}
         self._mark_state: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
+        self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
 
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
@@ -217,6 +218,10 @@ class Position:
         entry = self._restored_in(self._open[-2] if len(self._open) > 1 else self._root)
         loader = self._saved_loaders.pop(place.key, {})
         self._remember(place.key, iterable)
+        if entry is None:
+            self.check_reached()
+        elif entry["number"] == place.number:
+            self._unreached = None
         if not resume:
             place.resumed = 0 if entry is not None and entry["number"] == place.number else None
             return _started(place, iterable)
@@ -230,6 +235,8 @@ class Position:
             self._warn_of_runs_before(iterable)
             iterator = self._resumed(place, iterable, entry, loader, halted)
             random, place.between = place.item_random, random
+        else:
+            self._unreached = _name(iterable)
         # Iterating and skipping drew random numbers. From here on they continue as in the checkpoint.
         self._restore_loader(iterable, loader, again=True)
         set_random_states(random or self._random)
@@ -245,6 +252,12 @@ class Position:
                 place.outer.ended_inside = random_states()
             if place.several or self._schedule.runs - place.runs > 1:
                 self._several.add(place.key)
+
+    def check_reached(self) -> None:
+        """Log a warning if the ``until_stop`` in which the checkpoint was saved should have begun by now."""
+        if self._unreached is not None:
+            logger.warning("%s yielded nothing. %s", self._unreached, _NOT_REACHED)
+            self._unreached = None
 
     def cut_short(self) -> None:
         """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""
@@ -419,9 +432,11 @@ class Position:
                 logger.info("%s had already ended. %s", _name(iterable), _AGAIN)
             return iter(())
         if place.resumed and len(self._path) == place.depth and not _is_plain_iterator(iterable):
-            hint = _AFTER_A_BREAK if entry.get("left") else _COUNTERS
+            hint = _AFTER_A_BREAK if entry.get("left") else _VARIABLES
             logger.info("%s continues after item %d. %s", _name(iterable), place.resumed, hint)
         if isinstance(iterable, range) and entry["last"] is not None:
+            if not done and entry["last"] not in iterable:
+                self._give_up_item(place, entry, iterable)
             place.iterable = rest = _rest_of_range(iterable, entry["last"], done)
             return iter(rest)
         if _is_plain_iterator(iterable):
@@ -431,11 +446,16 @@ class Position:
         own = has_state(iterable) and ("state" in loader or self._is_in_state(iterable))
         if own and self._restore_loader(iterable, loader):
             if not done:
-                place.taken = place.resumed = entry["taken"]
-                self._path = self._path[: place.depth]
-                logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
+                self._give_up_item(place, entry, iterable)
             return iter(iterable)
         return self._skipped(place, iterable, done, entry.get("digest"), halted)
+
+    def _give_up_item(self, place: Place, entry: _Saved, iterable: object) -> None:
+        """Continue after the item that was in progress, whose inner places are then not resumed."""
+        place.taken = place.resumed = entry["taken"]
+        place.item_random = None
+        self._path = self._path[: place.depth]
+        logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
 
     def _mark_before(self, place: Place) -> None:
         """Mark the training state before the body repeats what it did in the process that saved the checkpoint.
@@ -517,10 +537,14 @@ _NOT_AN_ITERATOR = (
     "To have it resumed, pass until_stop an iterable, such as the loader itself or a list, and write epochs as "
     "until_stop(range(...)) around it."
 )
-_COUNTERS = "A counter around it, such as enumerate(), starts at 0 again."
+_VARIABLES = "Variables of the script outside the loop's state, such as a counter or another iterator, start over."
 _AFTER_A_BREAK = (
     "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
     "it again."
+)
+_NOT_REACHED = (
+    "Loops are told apart by their order, and the checkpoint was saved in a later one, which this process has not "
+    "begun. Begin the same loops in every process: one that had finished yields nothing, so do not skip it by hand."
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
 _ANOTHER_ORDER = (
