@@ -221,6 +221,31 @@ def test_a_change_in_the_run_is_not(tmp_path: Path, lines: Lines) -> None:
     assert [text for level, text in lines if level == "WARNING"] == []
 
 
+def test_a_checkpoint_without_a_position_in_the_data_is_reported_but_not_in_a_recovery(
+    tmp_path: Path, lines: Lines
+) -> None:
+    failed: list[int] = []
+
+    class FailsOnce(Job):
+        def step(self, value: float = 1.0) -> torch.Tensor:
+            if not failed:
+                failed.append(1)
+                raise ConnectionError("lost")
+            return super().step(value)
+
+    for stop in (2, 4):
+        lines.clear()
+        job = FailsOnce(tmp_path, stop=stop, recoverable_errors=(ConnectionError,))
+        with job.loop() as loop:
+            for value in [1.0, 2.0, 3.0]:
+                if not loop.should_stop():
+                    loop.run(value)
+            reported = [text for _, text in lines if "no position" in text]
+            assert len(reported) == (stop == 4)
+    path = tmp_path / "model.ckpt-2"
+    assert reported == [f"{path} has no position in the data: what is not in the loop's state starts over"]
+
+
 def test_where_the_data_continue_is_logged_once_and_that_variables_do_not(tmp_path: Path, lines: Lines) -> None:
     job = Job(tmp_path, stop=3)
     with job.loop() as loop:
