@@ -906,6 +906,21 @@ def signal_in_validation(job: Job) -> None:
     late_signal(job, guard=False)
 
 
+@pattern()
+def signal_between_inner_loops(job: Job) -> None:
+    """The scheduler and a validation come between two inner loops, and the signal in the latter."""
+    job.signal_comes_late = True
+    one, other = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(one, limit=2):
+                loop.run(batch)
+            job.scheduler.step()
+            job.validate()
+            for batch in loop.until_stop(other, limit=2):
+                loop.run(batch)
+
+
 @pattern(GUARD)
 def signal_in_validation_before_a_guard(job: Job) -> None:
     late_signal(job, guard=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -291,6 +292,39 @@ def test_a_stop_before_the_loop_that_is_to_be_resumed_is_not_reported(tmp_path: 
             for value in loop.until_stop([4.0, 5.0]):
                 loop.run(value)
     assert [text for level, text in lines if level == "WARNING"] == []
+
+
+@contextmanager
+def delivered() -> Iterator[None]:
+    """Ignore the SIGTERM that a closed loop delivers again."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # a schedule that steps before the first run
+@pytest.mark.parametrize("where", ["start", "between"])
+def test_what_the_body_does_before_a_loop_that_a_signal_cuts_short_is_undone(where: str, tmp_path: Path) -> None:
+    """The signal comes in the code before an inner loop, and the checkpoint contains what that code changed."""
+    rates, taken = [], []
+    for stops in (True, False):
+        job = Job(tmp_path, signals=["SIGTERM"])
+        with delivered(), job.loop() as loop:
+            for epoch in loop.until_stop(range(2)):
+                for value in loop.until_stop([1.0, 2.0] if where == "between" else []):
+                    taken.append(value)
+                    loop.run(value)
+                job.scheduler.step()
+                if stops and epoch == 1:
+                    signal.raise_signal(signal.SIGTERM)
+                for value in loop.until_stop([3.0, 4.0]):
+                    taken.append(value)
+                    loop.run(value)
+            rates.append(job.rate)
+    assert rates[-1] == 0.25
+    assert taken == ([1.0, 2.0, 3.0, 4.0] if where == "between" else [3.0, 4.0]) * 2
 
 
 def test_an_epoch_that_the_script_skips_by_hand_does_not_take_the_next_one_with_it(

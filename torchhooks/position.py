@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader
 
 from torchhooks.digest import Digest, differ, digest
 from torchhooks.errors import brief
-from torchhooks.generators import find_generators, generator_states, set_generator_state
+from torchhooks.generators import find_generators, generator_states, matched_generators, set_generator_state
 from torchhooks.log import logger
 from torchhooks.randomness import random_states, same_random_states, set_random_states
 from torchhooks.stateful import Stateful, has_state
@@ -61,6 +60,7 @@ class Place:
         self.runs = runs  # how many runs had been made when the last item was taken
         self.several = False  # whether some item had several runs, here or in the same place of an earlier outer item
         self.cut = False  # whether another until_stop began in the current item, and yielded nothing because of a stop
+        self.was_cut = False  # whether it yielded nothing itself because of a stop
         self.ended = False  # whether the data ended
         self.counts = outer is not None  # not inside a run, as in the evaluation of a hook
         self.nests = self.counts  # whether an inner loop may begin in the next item, as one did in the last
@@ -168,7 +168,6 @@ class Position:
         self._mark_state: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
         self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
-
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
         self._warned = False
@@ -233,6 +232,10 @@ class Position:
         if entry["number"] == place.number:
             self._undo_repeated(place)
             self._warn_of_runs_before(iterable)
+            if entry["taken"] == 0 and entry["before"] is None:  # it was cut short before it began
+                set_random_states(self._random)
+                self._restore_loader(iterable, loader)
+                return _started(place, iterable)
             iterator = self._resumed(place, iterable, entry, loader, halted)
             random, place.between = place.item_random, random
         else:
@@ -261,8 +264,15 @@ class Position:
 
     def cut_short(self) -> None:
         """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""
-        if self._open:
-            self._open[-1].cut = True
+        outer = self._open[-1] if self._open else self._root
+        first = outer.inner is None and self._schedule.runs == outer.runs
+        between = outer.inner is not None and outer.inner.stage in (Stage.ENDED, Stage.LEFT)
+        if self._open and (first or between) and self._restored_in(outer) is None:
+            # A checkpoint that is saved now contains what the body did on its way here, to be undone when it resumes.
+            place = Place(None, outer, self._schedule.runs)
+            place.stage, place.was_cut = Stage.STOPPED, True
+            outer.add(place)
+        outer.cut = True
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
@@ -328,7 +338,7 @@ class Position:
             if entry["ended"]:
                 return path, current
             if entry["done"]:
-                return path, {*current, place.key}
+                return path, current if place.was_cut else {*current, place.key}
             outer = place
 
     def _entry(self, place: Place, outer: Place) -> _Saved:
@@ -401,7 +411,7 @@ class Position:
                 if self._own_state(loader):
                     raise
                 accepted = False
-        for generator, state in _matched(loader, saved.get("generators", {})):
+        for generator, state in matched_generators(loader, saved.get("generators", {})):
             if again or not any(generator is other for other in self._restored_generators):
                 set_generator_state(generator, state)
                 self._restored_generators.append(generator)
@@ -496,7 +506,7 @@ class Position:
             if place.before["persistent"] and getattr(iterable, "_iterator", None) is None:
                 iter(iterable)  # creates the persistent workers, which draws a number and had been done before
             set_random_states(place.before["random"])  # so that the items come in the same order
-            for generator, state in _matched(iterable, place.before["generators"]):
+            for generator, state in matched_generators(iterable, place.before["generators"]):
                 set_generator_state(generator, state)
         iterator = iter(iterable)
         skipped, item = 0, _NOTHING
@@ -519,8 +529,8 @@ class Position:
         # If the data set draws random numbers for each item, the skipped ones have other noise: nothing was run.
         noisy = bool(fetching) and not same_random_states(fetching, random_states())
         if item is not _NOTHING and differ(last, digest(item), noisy):
-            number = skipped + (not done)
-            logger.warning("item %d of %s is not the one it was before. %s", number, _name(iterable), _ANOTHER_ORDER)
+            which = skipped + (not done), _name(iterable)
+            logger.warning("item %d of %s is not the one it was before. %s", *which, _ANOTHER_ORDER)
         if skipped < place.taken:
             expected = f"the checkpoint was saved after {place.taken} items of {_name(iterable)}"
             logger.warning("%s, which now has only %d: it is treated as ended", expected, skipped)
@@ -579,14 +589,6 @@ def _rest_of_range(values: range, last: int, done: bool) -> range:
     """Return those of ``values`` that come after ``last``, and ``last`` itself if it is not ``done``."""
     passed, between = divmod(last - values.start, values.step)
     return values[max(passed + (done or between != 0), 0) :]
-
-
-def _matched(loader: object, states: Any) -> list[tuple[Any, Any]]:
-    """Return the generators of ``loader`` that are among the saved ``states``, with their state."""
-    found = find_generators(loader)
-    if isinstance(states, list):  # of an earlier version, which saved torch's only, by their order
-        return list(zip((each for each in found.values() if isinstance(each, torch.Generator)), states, strict=False))
-    return [(found[path], state) for path, state in states.items() if path in found]
 
 
 def _is_plain_iterator(iterable: object) -> bool:
