@@ -273,6 +273,10 @@ class Position:
             place.stage, place.was_cut = Stage.STOPPED, True
             outer.add(place)
         outer.cut = True
+        if self._undo is not None and not self._schedule.runs:  # the body repeats what the restored checkpoint contains
+            self._undo()
+            self._undo = None
+            set_random_states(self._random)
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
