@@ -153,8 +153,10 @@ class Data:
         if place.counts and place.inner is None and place.taken > (place.resumed or 0):
             self._items_without_run = place.taken
 
-    def check_runs(self) -> None:
-        """Log a warning if the data ended, and the loop is closed without a run."""
+    def check_end(self) -> None:
+        """Log warnings when the loop is closed: the data ended without a run, or were not resumed where they should."""
+        if self._ending.reason in ("data ended", "closed"):  # a stop may come before the loop that is to be resumed
+            self._position.check_reached()
         if self._items_without_run and not self._schedule.runs:
             logger.warning(
                 "until_stop yielded %d items until the data ended, but there was no run, so no hook was called and no "

@@ -532,7 +532,7 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.drain)
         if self._ending.failure is None and not attempt.errors:
             attempt(self._items.finish)
-            self._data.check_runs()
+            self._data.check_end()
             for seat in seats:
                 attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
                 attempt(sessions.call, seat, "end", seat.end, sessions.session)

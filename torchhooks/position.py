@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader
 
 from torchhooks.digest import Digest, differ, digest
 from torchhooks.errors import brief
-from torchhooks.generators import find_generators, generator_states, set_generator_state
+from torchhooks.generators import find_generators, generator_states, matched_generators, set_generator_state
 from torchhooks.log import logger
 from torchhooks.randomness import random_states, same_random_states, set_random_states
 from torchhooks.stateful import Stateful, has_state
@@ -61,6 +60,7 @@ class Place:
         self.runs = runs  # how many runs had been made when the last item was taken
         self.several = False  # whether some item had several runs, here or in the same place of an earlier outer item
         self.cut = False  # whether another until_stop began in the current item, and yielded nothing because of a stop
+        self.was_cut = False  # whether it yielded nothing itself because of a stop
         self.ended = False  # whether the data ended
         self.counts = outer is not None  # not inside a run, as in the evaluation of a hook
         self.nests = self.counts  # whether an inner loop may begin in the next item, as one did in the last
@@ -167,7 +167,7 @@ class Position:
         self._saved_loaders: dict[str, _Saved] = {}
         self._mark_state: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
-
+        self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
         self._warned = False
@@ -217,6 +217,10 @@ class Position:
         entry = self._restored_in(self._open[-2] if len(self._open) > 1 else self._root)
         loader = self._saved_loaders.pop(place.key, {})
         self._remember(place.key, iterable)
+        if entry is None:
+            self.check_reached()
+        elif entry["number"] == place.number:
+            self._unreached = None
         if not resume:
             place.resumed = 0 if entry is not None and entry["number"] == place.number else None
             return _started(place, iterable)
@@ -228,8 +232,14 @@ class Position:
         if entry["number"] == place.number:
             self._undo_repeated(place)
             self._warn_of_runs_before(iterable)
+            if entry["taken"] == 0 and entry["before"] is None:  # it was cut short before it began
+                set_random_states(self._random)
+                self._restore_loader(iterable, loader)
+                return _started(place, iterable)
             iterator = self._resumed(place, iterable, entry, loader, halted)
             random, place.between = place.item_random, random
+        else:
+            self._unreached = _name(iterable)
         # Iterating and skipping drew random numbers. From here on they continue as in the checkpoint.
         self._restore_loader(iterable, loader, again=True)
         set_random_states(random or self._random)
@@ -246,10 +256,27 @@ class Position:
             if place.several or self._schedule.runs - place.runs > 1:
                 self._several.add(place.key)
 
+    def check_reached(self) -> None:
+        """Log a warning if the ``until_stop`` in which the checkpoint was saved should have begun by now."""
+        if self._unreached is not None:
+            logger.warning("%s yielded nothing. %s", self._unreached, _NOT_REACHED)
+            self._unreached = None
+
     def cut_short(self) -> None:
         """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""
-        if self._open:
-            self._open[-1].cut = True
+        outer = self._open[-1] if self._open else self._root
+        first = outer.inner is None and self._schedule.runs == outer.runs
+        between = outer.inner is not None and outer.inner.stage in (Stage.ENDED, Stage.LEFT)
+        if self._open and (first or between) and self._restored_in(outer) is None:
+            # A checkpoint that is saved now contains what the body did on its way here, to be undone when it resumes.
+            place = Place(None, outer, self._schedule.runs)
+            place.stage, place.was_cut = Stage.STOPPED, True
+            outer.add(place)
+        outer.cut = True
+        if self._undo is not None and not self._schedule.runs:  # the body repeats what the restored checkpoint contains
+            self._undo()
+            self._undo = None
+            set_random_states(self._random)
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
@@ -315,7 +342,7 @@ class Position:
             if entry["ended"]:
                 return path, current
             if entry["done"]:
-                return path, {*current, place.key}
+                return path, current if place.was_cut else {*current, place.key}
             outer = place
 
     def _entry(self, place: Place, outer: Place) -> _Saved:
@@ -388,7 +415,7 @@ class Position:
                 if self._own_state(loader):
                     raise
                 accepted = False
-        for generator, state in _matched(loader, saved.get("generators", {})):
+        for generator, state in matched_generators(loader, saved.get("generators", {})):
             if again or not any(generator is other for other in self._restored_generators):
                 set_generator_state(generator, state)
                 self._restored_generators.append(generator)
@@ -419,9 +446,11 @@ class Position:
                 logger.info("%s had already ended. %s", _name(iterable), _AGAIN)
             return iter(())
         if place.resumed and len(self._path) == place.depth and not _is_plain_iterator(iterable):
-            hint = _AFTER_A_BREAK if entry.get("left") else _COUNTERS
+            hint = _AFTER_A_BREAK if entry.get("left") else _VARIABLES
             logger.info("%s continues after item %d. %s", _name(iterable), place.resumed, hint)
         if isinstance(iterable, range) and entry["last"] is not None:
+            if not done and entry["last"] not in iterable:
+                self._give_up_item(place, entry, iterable)
             place.iterable = rest = _rest_of_range(iterable, entry["last"], done)
             return iter(rest)
         if _is_plain_iterator(iterable):
@@ -431,11 +460,16 @@ class Position:
         own = has_state(iterable) and ("state" in loader or self._is_in_state(iterable))
         if own and self._restore_loader(iterable, loader):
             if not done:
-                place.taken = place.resumed = entry["taken"]
-                self._path = self._path[: place.depth]
-                logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
+                self._give_up_item(place, entry, iterable)
             return iter(iterable)
         return self._skipped(place, iterable, done, entry.get("digest"), halted)
+
+    def _give_up_item(self, place: Place, entry: _Saved, iterable: object) -> None:
+        """Continue after the item that was in progress, whose inner places are then not resumed."""
+        place.taken = place.resumed = entry["taken"]
+        place.item_random = None
+        self._path = self._path[: place.depth]
+        logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
 
     def _mark_before(self, place: Place) -> None:
         """Mark the training state before the body repeats what it did in the process that saved the checkpoint.
@@ -476,7 +510,7 @@ class Position:
             if place.before["persistent"] and getattr(iterable, "_iterator", None) is None:
                 iter(iterable)  # creates the persistent workers, which draws a number and had been done before
             set_random_states(place.before["random"])  # so that the items come in the same order
-            for generator, state in _matched(iterable, place.before["generators"]):
+            for generator, state in matched_generators(iterable, place.before["generators"]):
                 set_generator_state(generator, state)
         iterator = iter(iterable)
         skipped, item = 0, _NOTHING
@@ -504,8 +538,8 @@ class Position:
         # If the data set draws random numbers for each item, the skipped ones have other noise: nothing was run.
         noisy = bool(fetching) and not same_random_states(fetching, random_states())
         if item is not _NOTHING and differ(last, digest(item), noisy):
-            number = skipped + (not done)
-            logger.warning("item %d of %s is not the one it was before. %s", number, _name(iterable), _ANOTHER_ORDER)
+            which = skipped + (not done), _name(iterable)
+            logger.warning("item %d of %s is not the one it was before. %s", *which, _ANOTHER_ORDER)
         if skipped < place.taken:
             expected = f"the checkpoint was saved after {place.taken} items of {_name(iterable)}"
             logger.warning("%s, which now has only %d: it is treated as ended", expected, skipped)
@@ -522,10 +556,14 @@ _NOT_AN_ITERATOR = (
     "To have it resumed, pass until_stop an iterable, such as the loader itself or a list, and write epochs as "
     "until_stop(range(...)) around it."
 )
-_COUNTERS = "A counter around it, such as enumerate(), starts at 0 again."
+_VARIABLES = "Variables of the script outside the loop's state, such as a counter or another iterator, start over."
 _AFTER_A_BREAK = (
     "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
     "it again."
+)
+_NOT_REACHED = (
+    "Loops are told apart by their order, and the checkpoint was saved in a later one, which this process has not "
+    "begun. Begin the same loops in every process: one that had finished yields nothing, so do not skip it by hand."
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
 _ANOTHER_ORDER = (
@@ -560,14 +598,6 @@ def _rest_of_range(values: range, last: int, done: bool) -> range:
     """Return those of ``values`` that come after ``last``, and ``last`` itself if it is not ``done``."""
     passed, between = divmod(last - values.start, values.step)
     return values[max(passed + (done or between != 0), 0) :]
-
-
-def _matched(loader: object, states: Any) -> list[tuple[Any, Any]]:
-    """Return the generators of ``loader`` that are among the saved ``states``, with their state."""
-    found = find_generators(loader)
-    if isinstance(states, list):  # of an earlier version, which saved torch's only, by their order
-        return list(zip((each for each in found.values() if isinstance(each, torch.Generator)), states, strict=False))
-    return [(found[path], state) for path, state in states.items() if path in found]
 
 
 def _is_plain_iterator(iterable: object) -> bool:

@@ -98,13 +98,16 @@ class Sessions:
             note_hook(error, seat, name, self.progress)
             raise
 
-    def create(self) -> None:
+    def create(self, recovers: bool = False) -> None:
         """Restore or initialise the current session, and call every hook's ``after_create_session``."""
         session, restored = self.session, None
         if self._folder is not None:
             restored = session.saver.restore_latest(session, self._folder)
         if restored is not None:
-            logger.info("restored step %d from %s", session.global_step, self._as_given(restored))
+            path = self._as_given(restored)
+            logger.info("restored step %d from %s", session.global_step, path)
+            if session.global_step and not recovers and self._position.state_dict() is None:
+                logger.info("%s has no position in the data: what is not in the loop's state starts over", path)
         self._scaffold.prepare(session, restored is not None)
         self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
         for seat in self._schedule.all_seats:
@@ -145,7 +148,7 @@ class Sessions:
                 self._recovery.pause(error, self._ending.wait_for_signal)
                 if self._ending.signal is not None:
                     raise error
-                self.create()
+                self.create(recovers=True)  # in this process the data continue where they are
             except BaseException as another:
                 if not self.may_recover(another):
                     raise
