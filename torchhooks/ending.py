@@ -54,6 +54,8 @@ class Ending:
         """Whether a run is in progress."""
         self.run: Run | None = None
         """The run in progress, if a hook is called in it."""
+        self.propose: Callable[[str], object] | None = None
+        """With several ranks, what is called with the reason for a stop: it proposes the stop to the other ranks."""
         self.last_run_allowed = False
         """Whether one more run may be made: a thread can ask to stop after the caller looked at ``should_stop()``."""
 
@@ -84,7 +86,14 @@ class Ending:
             self.stop(f"signal {self.signal}")
 
     def stop(self, reason: str, *, by_thread: bool = False) -> None:
-        """Make no further run. Only the first reason counts."""
+        """Make no further run; with several ranks, propose it, and stop once all of them have agreed on the run."""
+        if self.propose is None or self.closed:
+            self.make_no_further_run(reason, by_thread=by_thread)
+        else:
+            self.propose(reason)
+
+    def make_no_further_run(self, reason: str, *, by_thread: bool = False) -> None:
+        """Stop here. Only the first reason counts."""
         self.last_run_allowed = by_thread and (self.last_run_allowed or not self.stopping)
         if not self.stopping:
             self.reason = reason
@@ -94,7 +103,7 @@ class Ending:
         """Stop because of ``error``; exactly ``StopIteration`` is a clean end."""
         if type(error) is not StopIteration:
             self.failure = error
-        self.stop(brief(error))
+        self.make_no_further_run(brief(error))
 
     @property
     def signal(self) -> str | None:
