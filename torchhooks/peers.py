@@ -11,14 +11,11 @@ run and then reads ``schedule.news``. So a rank that promised the run in progres
 
 from __future__ import annotations
 
-import faulthandler
 import math
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import Any, Protocol
+from typing import Any
 
 from torchhooks.agreement import (
     CLOSE,
@@ -44,13 +41,11 @@ from torchhooks.ending import Ending
 from torchhooks.errors import LifecycleError, PeerError, add_note, brief
 from torchhooks.log import logger
 from torchhooks.progress import NO_OUTPUTS, Progress
-from torchhooks.ranks import ContactLostError, Ranks, Transport, is_communication_error
+from torchhooks.ranks import ContactLostError, Ranks, Transport, end_process, is_communication_error
 from torchhooks.run import NOT_MADE, Lifecycle
 from torchhooks.schedule import Schedule
 
-_STUCK_EXIT_CODE = 70
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
-_LENGTH_SECS = 1.0  # after which a wait for the others is logged
 
 
 class Peers:
@@ -94,9 +89,12 @@ class Peers:
         self._met: Met | None = None
         self._stopped = False  # on this rank: the agreed last run is over
         self._agreed_length = False
+        self._data_is_over = False  # so that the training thread is in code of the user's that is not the loop
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed."""
         self._failure_is_seen = threading.Event()
+        self._ticks = 0
+        self._last_table: list[Row] = []
         self._over = threading.Event()  # there will be no further tick
         self.made: list[int] = []
         """How many runs each rank had made at the last tick."""
@@ -111,6 +109,7 @@ class Peers:
             LifecycleError: another rank did not create its loop in time, or created a different one.
         """
         self._transport = transport = self._ranks.connect(lambda: self.failure)
+        threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
         mine = {"step_unit": step_unit, "collective hooks": [type(s.hook).__name__ for s in self._schedule.collective]}
         for rank, other in enumerate(self._ranks.gather(mine)):
             for name, value in mine.items():
@@ -119,12 +118,15 @@ class Peers:
                         f"{name} is {value} on rank {self._ranks.rank} and {other[name]} on rank {rank}: "
                         "create the loop with the same arguments on every rank"
                     )
-        threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
 
     def lifecycle(self, *parts: Any) -> Lifecycle:
         """Return the Lifecycle of ``parts`` that looks at the other ranks before each step with hooks."""
         self._progress = parts[1]
         return _LifecycleOverRanks(self, *parts)
+
+    def begin_run(self, number: int) -> None:
+        """Note that a run in which hooks take part begins."""
+        self.run_number = self._last_number = number
 
     def check(self) -> None:
         """Raise the PeerError if another rank has failed, and end the loop."""
@@ -151,6 +153,7 @@ class Peers:
         length = _length(iterable)
         if limit is not None and (length == UNKNOWN_LENGTH or limit < length):
             length = limit
+        self._data_is_over = False
         met = self._meet(ENTER, length)
         self._agreed_length = met is not None and met.all_known
         if met is None or met.least == UNKNOWN_LENGTH:
@@ -166,17 +169,19 @@ class Peers:
         """Meet the other ranks at the end of the data, unless all of them knew where that is."""
         if not self._agreed_length:
             self._meet(END)
+        self._data_is_over = True
 
-    def close(self, error: BaseException | None) -> PeerError | None:
+    def close(self, error: BaseException | None) -> BaseException | None:
         """Meet the other ranks before the loop closes without an agreed stop; return why it must not end well."""
-        error = self._ending.failure if error is None or type(error) is StopIteration else error
+        clean = error is None or type(error) is StopIteration
+        failure = self._ending.failure if clean else error
         try:
-            if error is not None:
-                self.failed(error)
+            if failure is not None:
+                self.failed(failure)
             elif not self._stopped:
-                self._meet(CLOSE)
-        except PeerError as failure:
-            return None if failure is error else failure
+                self._meet(CLOSE, closed=brief(error) if error is not None else self._ending.reason or "closed")
+        except BaseException as another:  # such as KeyboardInterrupt: the loop has to be closed in any case
+            return None if another is failure else another
         return None
 
     def failed(self, error: BaseException) -> None:
@@ -205,30 +210,39 @@ class Peers:
         raise failure from error
 
     def leave(self, errors: list[BaseException]) -> None:
-        """Note that this rank is done. Its thread continues until all ranks are."""
+        """Tell the other ranks that this one is done. Its thread continues until all ranks are."""
         if self._transport is None:
             return
-        if not self._over.is_set():
-            with self._changed:
-                self._status = max(self._status, FAILED if errors else LEFT)
-                if errors:
-                    self._reason, self._failed_in = brief(errors[0]), self._schedule.runs
+        with self._changed:
+            self._status = max(self._status, FAILED if errors else LEFT)
+            if errors:
+                self._reason, self._failed_in = brief(errors[0]), self._schedule.runs
+            # When a tick is complete here, each rank has completed the one before it. The process may end then.
+            known = self._ticks + 3
+            self._failure_is_seen.set()
+            while self._ticks < known and not self._over.is_set():
+                self._hurry.set()
+                self._changed.wait()
+
+    def abandon(self) -> None:
+        """Tell the other ranks that the loop of this one is gone, though it was never closed."""
+        self._reason = "its loop was never closed"
+        self._status = max(self._status, LEFT if self._stopped else FAILED)
         self._failure_is_seen.set()
         self._hurry.set()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def _meet(self, kind: int, value: int = UNKNOWN_LENGTH) -> Met | None:
-        """Wait for the other ranks between two runs; return ``None`` if there is an agreed stop instead."""
+    def _meet(self, kind: int, value: int = UNKNOWN_LENGTH, closed: str = "") -> Met | None:
+        """Wait for the other ranks between two runs; return ``None`` if the loop stops here instead."""
         with self._changed:
             number = self._arrival[0] + 1
             self._arrival = number, kind, value
             self._met = None
-            self._wait(lambda: self._agreement.meetings >= number)
+            self._wait(lambda: self._met is not None)
             met = self._met
             if met is not None and met.stop and not self._stopped:
-                gone = f"rank {met.leaver} left the loop" if met.leaver is not None else "data ended"
-                self._stop(self._decision_reason or self._ending.reason or gone)
+                self._stop(self._decision_reason or closed or f"rank {met.leaver} left the loop")
             return None if self._stopped else met
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
@@ -272,7 +286,9 @@ class Peers:
                 self._reason = reason
                 self._asked |= STOP
                 if self._ending.busy and threading.get_ident() == self._training_thread:
-                    self._asked_in = self.run_number or self._schedule.runs
+                    run = self.run_number or self._schedule.runs
+                    if self._decision is None or self._decision.last <= run:
+                        self._asked_in = run
         self._schedule.wake()
         self._hurry.set()
 
@@ -298,7 +314,7 @@ class Peers:
     def _tick(self, transport: Transport) -> bool:
         """Exchange one tick, and return whether it was the last one."""
         table = [Row(*numbers) for numbers in transport.exchange(list(self._row()))]
-        self.made = [row.made for row in table]
+        self._last_table, self.made = table, [row.made for row in table]
         agreement = self._agreement
         # The lock makes the next tick's state visible to the training thread as a whole.
         with self._changed:
@@ -309,6 +325,7 @@ class Peers:
             texts = transport.exchange_text(self._reason)  # every rank found this event, so every rank calls it
         over = False
         with self._changed:
+            self._ticks += 1
             for event in events:
                 over = self._handle(event, table, texts) or over
             if agreement.promising:
@@ -361,9 +378,13 @@ class Peers:
             case Decided(_, bits, askers):
                 self._decision, self._promising = event, False
                 self._asked &= ~bits
+                if self._asked_in is not None and event.last > self._asked_in:
+                    self._asked_in = None  # holding earlier than the other ranks would make them wait for ever
                 if bits & STOP:
                     self._asked_in = None
-                    self._decision_reason = f"{texts[askers[0]]} ({_named(askers, self._ranks.size)})"
+                    reason = texts[askers[0]]
+                    named = _named([rank for rank in askers if texts[rank] == reason], self._ranks.size)
+                    self._decision_reason = f"{reason} ({named})"
                 self._schedule.wake()
             case Met():
                 self._met = event
@@ -376,7 +397,7 @@ class Peers:
                     run,
                 )
                 return True
-            case Failed(rank, run, ranks):
+            case Failed(rank, run, _):
                 if self._status < FAILED or rank != self._ranks.rank:
                     self._fail(rank, f"rank {rank} failed in run {run}: {texts[rank]}", texts[rank], run)
                 return True
@@ -390,9 +411,12 @@ class Peers:
         self._schedule.interrupt()
 
     def _lose(self, error: ContactLostError, transport: Transport) -> None:
-        if self._stopped or self._status == LEFT:
-            logger.debug("a rank was gone before all had left: %s", error)
-        missing = transport.missing()
+        missing: list[int] = []
+        if not self._stopped:
+            missing = transport.missing()
+            others = missing or [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
+            if self._last_table and all(self._last_table[rank].status == LEFT for rank in others):
+                return  # they made the agreed last run, and have ended well
         names = "another rank" if not missing else _named(missing, math.inf)
         run = self._schedule.runs
         with self._changed:
@@ -406,17 +430,11 @@ class Peers:
     def _end_if_stuck(self, transport: Transport) -> None:
         """End the process if the training thread does not come back from a call that needs the rank that failed."""
         secs = self._ranks.stuck_secs
-        if self._failure_is_seen.wait(secs) or not threading.main_thread().is_alive():
+        if self._failure_is_seen.wait(secs) or self._data_is_over or not threading.main_thread().is_alive():
             return
         if transport.abort() and self._failure_is_seen.wait(secs):
             return
-        logger.critical(
-            "%s. The training thread has not come back for %g s, in a call that will never return: ending this process "
-            "with code %d. The stacks of all threads are on stderr.",
-            *(self.failure, secs, _STUCK_EXIT_CODE),
-        )
-        faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
-        os._exit(_STUCK_EXIT_CODE)
+        end_process(f"{self.failure}. The training thread has not come back for {secs:g} s from a call")
 
 
 class _LifecycleOverRanks(Lifecycle):
@@ -439,7 +457,7 @@ class _LifecycleOverRanks(Lifecycle):
 def _length(iterable: Iterable[Any]) -> int:
     try:
         return len(iterable) if isinstance(iterable, Sized) else UNKNOWN_LENGTH
-    except (TypeError, NotImplementedError):  # a DataLoader over an iterable dataset
+    except (TypeError, RuntimeError):  # a DataLoader over an iterable dataset has a len() that raises
         return UNKNOWN_LENGTH
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import faulthandler
 import os
 import pickle
 import sys
@@ -26,6 +27,7 @@ from torchhooks.text import call_repr, shown
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.0002, 0.005
 _TEXT_BYTES = 1000
 _MISSING_SECS = 2.0
+_STUCK_EXIT_CODE = 70
 
 
 class ContactLostError(TorchHooksError):
@@ -155,6 +157,13 @@ def is_communication_error(error: BaseException) -> bool:
     return type(error) is RuntimeError or isinstance(error, kinds)
 
 
+def end_process(reason: str) -> None:
+    """End this process with exit code 70, because nothing in Python gets its training thread out of a blocked call."""
+    logger.critical("%s: ending this process with code %d; stderr has the stacks", reason, _STUCK_EXIT_CODE)
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
+    os._exit(_STUCK_EXIT_CODE)
+
+
 class _GlooTransport:
     """Two gloo groups of this loop alone: for the ticks, and for the training thread.
 
@@ -188,10 +197,17 @@ class _GlooTransport:
 
     def gather(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(row) for row in self._gather(self._training, torch.tensor([len(data)]), self._interrupted)]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(data)] = data
-        rows = self._gather(self._training, padded, self._interrupted)
+        try:
+            sizes = [int(row) for row in self._gather(self._training, torch.tensor([len(data)]), self._interrupted)]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(data)] = data
+            rows = self._gather(self._training, padded, self._interrupted)
+        except ContactLostError as error:
+            end = time.monotonic() + self._ranks.lost_after_secs
+            while time.monotonic() < end:  # the ticks will find out which rank it was
+                self._interrupted(0.0)
+                _pause(_LONGEST_POLL_SECS)
+            raise PeerError(f"another rank did not take part in Ranks.gather: {error}", reason=str(error)) from error
         return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
     def missing(self) -> list[int]:
@@ -227,8 +243,9 @@ class _GlooTransport:
     def _gather(self, group: Any, mine: torch.Tensor, lost: Callable[[float], None]) -> list[torch.Tensor]:
         """Return the tensors of all ranks, waiting without holding anything that the interpreter needs to exit."""
         rows = [torch.zeros_like(mine) for _ in range(self._size)]
+        _pause(0.0)
         try:
-            work, began = group.allgather([rows], [mine]), time.monotonic()
+            work, began = group.allgather([rows], [mine], _without_timeout()), time.monotonic()
             pause = _FIRST_POLL_SECS
             while not work.is_completed():
                 _pause(pause)
@@ -250,6 +267,14 @@ class _GlooTransport:
         failure = self._failure()
         if failure is not None:
             raise failure
+
+
+def _without_timeout() -> Any:
+    """Return options for a call whose end is decided here, and not by the timeout with which its group was created."""
+    c10d: Any = torch.distributed.distributed_c10d
+    options = c10d.AllgatherOptions()
+    options.timeout = datetime.timedelta(days=30)
+    return options
 
 
 def _broadcast_token(deadline: float) -> str:
@@ -275,10 +300,10 @@ def _create_groups(token: str, ranks: Ranks, deadline: float) -> tuple[Any, Any,
     atexit.register(_park, os.getpid())
     groups = []
     for name in ("ticks", "training"):
-        timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), 1.0, 2 * ranks.lost_after_secs))
+        timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1))
         if hasattr(c10d, "ProcessGroupGloo"):
             group: Any = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), ranks.rank, ranks.size, timeout)
-        else:  # pragma: no cover  # not in a torch that we know of
+        else:  # pragma: no cover  # a torch whose private names have changed
             group = torch.distributed.new_group(backend="gloo", timeout=timeout)
         groups.append(group)
     return groups[0], groups[1], store
@@ -290,7 +315,7 @@ _exiting = threading.Event()
 def _pause(secs: float) -> None:
     """Sleep, or for ever if the interpreter is exiting.
 
-    A daemon thread that is in a call of torch's then, and needs the global lock after it, ends the process with SIGABRT.
+    A daemon thread that then returns from a call of torch's to Python would end the process with SIGABRT.
     """
     time.sleep(secs)
     while _exiting.is_set() and threading.current_thread() is not threading.main_thread():

@@ -19,8 +19,10 @@ from torchhooks.gradients import Gradients
 from torchhooks.hook import RunServices
 from torchhooks.items import Items
 from torchhooks.log import logger
+from torchhooks.peers import Peers
 from torchhooks.position import Position
 from torchhooks.progress import DataWaits, Progress
+from torchhooks.ranks import Ranks
 from torchhooks.readback import Readback
 from torchhooks.recovery import Recovery
 from torchhooks.run import Lifecycle, note_hook
@@ -57,6 +59,8 @@ class Mechanisms(NamedTuple):
     ending: Ending
     recovery: Recovery
     costs: HookCosts | None
+    ranks: Ranks
+    peers: Peers | None
 
 
 class Sessions:
@@ -85,7 +89,7 @@ class Sessions:
         self._step = step
         self._steps_per_run = steps_per_run
         self._schedule, self._readback, self._position, self._data_waits, self._items = mechanisms[:5]
-        self._ending, self._recovery, self._costs = mechanisms[5:]
+        self._ending, self._recovery, self._costs, self._ranks, self._peers = mechanisms[5:]
         self._grace_secs = grace_secs
         self._renew()
 
@@ -174,10 +178,15 @@ class Sessions:
             inputs=self._step.parameters,
             drain=self._readback.drain,
             interrupted=lambda: self._ending.signal is not None,
+            ranks=self._ranks,
         )
         self.coord = Coordinator()
         services = RunServices(self.session, self._step, self._readback, self._ending, self._items)
-        self.lifecycle = Lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
+        lifecycle: Callable[..., Lifecycle] = Lifecycle
+        if self._peers is not None:
+            lifecycle = self._peers.lifecycle
+            self.session.guard_checkpoints(self._peers.why_no_checkpoint)
+        self.lifecycle = lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
 
     def _leave(self, error: BaseException) -> None:
         """Replace the session that failed with ``error`` by a new one, and wait for its threads.
