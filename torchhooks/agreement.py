@@ -181,5 +181,7 @@ class Agreement:
         asked = self._phase == _SETTLED and bool(self.bits & STOP)
         # Without data there is no further run, so a stop that was decided for a later one takes effect here.
         self.stopped = leaver is not None or (asked and kinds == {END})
+        if self.stopped:
+            self._phase = _OPEN  # nothing is left to promise
         known = [row.value for row in table if row.value != UNKNOWN_LENGTH]
         return [Met(min(known, default=UNKNOWN_LENGTH), len(known) == len(table), leaver, self.stopped)]

@@ -143,7 +143,7 @@ class Peers:
     def end_run(self) -> None:
         """Hold here if this rank promised to, and stop or trigger hooks if this run is the last one of a round."""
         with self._changed:
-            self._wait(lambda: not self._promising and self._asked_in is None)
+            self._wait(lambda: self._asked_in is None)
 
     def enter(self, iterable: Iterable[Any], limit: int | None) -> int | None:
         """Meet the other ranks at the start of an ``until_stop``, and return the ``limit`` to use for its items.
@@ -255,7 +255,8 @@ class Peers:
                 if decision is not None and decision.last <= runs:
                     self._decision = None
                     self._apply(decision)
-                if self._stopped or is_done():
+                # A promise that the thread made while this one was waiting has to be kept.
+                if self._stopped or (is_done() and not self._promising):
                     break
                 if self._over.is_set():  # pragma: no cover  # the thread ends with a failure, or after a stop
                     break
@@ -285,10 +286,11 @@ class Peers:
             if not self._asked & STOP:
                 self._reason = reason
                 self._asked |= STOP
-                if self._ending.busy and threading.get_ident() == self._training_thread:
-                    run = self.run_number or self._schedule.runs
-                    if self._decision is None or self._decision.last <= run:
-                        self._asked_in = run
+            # Holding at the end of this run makes it the last one if all ranks ask in it.
+            if self._ending.busy and threading.get_ident() == self._training_thread:
+                run = self.run_number or self._schedule.runs
+                if self._decision is None or self._decision.last <= run:
+                    self._asked_in = run
         self._schedule.wake()
         self._hurry.set()
 
@@ -388,6 +390,7 @@ class Peers:
                 self._schedule.wake()
             case Met():
                 self._met = event
+                self._promising = self._promising and not event.stop
             case Conflict(rank, run, kind, other, other_run):
                 self._fail(
                     rank,
