@@ -332,6 +332,11 @@ def check(schedule: Schedule) -> str:
         assert len({tuple(result.periodic) for result in results}) == 1, where
         _check_step(schedule, results[0], where)
         return "stopped"
+    if schedule.fails and schedule.fails[2] == "raise_in_body" and results[schedule.fails[0]].step == schedule.fails[1]:
+        others = [result for rank, result in enumerate(results) if rank != schedule.fails[0]]
+        if all(result.error is None for result in others):  # it was raised after the agreed last run
+            assert {result.step for result in others} == {schedule.fails[1]}, where
+            return "failed"
     assert schedule.fails or (schedule.uneven and not schedule.sized), where
     culprits = [rank for rank, error in enumerate(errors) if not isinstance(error, PeerError)]
     assert all(error is not None for error in errors), where
