@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-DEADLINE_SECS = 60.0
+DEADLINE_SECS = 40.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torchhooks", "rank_processes"])
@@ -30,7 +32,7 @@ class Ended(NamedTuple):
 def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Ended]:
     """Call ``function(rank, *arguments)`` in ``size`` processes with a process group, and return how each ended.
 
-    A process that does not end in time is killed, and has the exit code ``None``.
+    A process that hangs prints its stacks and ends with code 1, or is killed.
     """
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
     processes = []
@@ -39,14 +41,17 @@ def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments:
         processes.append(_context.Process(target=_main, args=parts))
         processes[-1].start()
         writer.close()
-    ended = []
+    ended, deadline = [], time.monotonic() + 1.5 * DEADLINE_SECS
     for rank, (process, (reader, _)) in enumerate(zip(processes, pipes, strict=True)):
-        process.join(DEADLINE_SECS)
-        code = process.exitcode
-        if code is None:
+        process.join(max(deadline - time.monotonic(), 0.1))
+        if process.exitcode is None:
             process.kill()
             process.join()
-        value = reader.recv() if reader.poll() else None
+        code = process.exitcode
+        try:
+            value = reader.recv() if reader.poll() else None
+        except EOFError:  # the process was killed
+            value = None
         ended.append(Ended(code, value, (folder / f"output-{rank}").read_text()))
     return ended
 
@@ -58,6 +63,7 @@ def _main(folder: str, rank: int, size: int, writer: Any, function: Callable[...
     sys.__stderr__ = sys.stderr = sys.stdout = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # until exit
     logging.basicConfig(level=logging.INFO, force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    faulthandler.dump_traceback_later(DEADLINE_SECS, exit=True, file=2)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     try:

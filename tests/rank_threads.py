@@ -327,7 +327,8 @@ def check(schedule: Schedule) -> str:
     where = f"{schedule}: {results}"
     if errors == [None] * schedule.size:
         assert len({result.step for result in results}) == 1, where
-        assert len({result.reason for result in results}) == 1, where
+        leaves = schedule.fails is not None and schedule.fails[2] == "break"  # which each rank words from its side
+        assert leaves or len({result.reason for result in results}) == 1, where
         assert all(result.calls == ["end", "teardown"] for result in results), where
         assert len({tuple(result.periodic) for result in results}) == 1, where
         _check_step(schedule, results[0], where)

@@ -109,6 +109,8 @@ Event = Promise | Decided | Met | Conflict | Failed | Finished
 
 _OPEN, _PROMISING, _SETTLED = range(3)
 
+_PATIENCE_TICKS = 10
+
 
 class Agreement:
     """What the tables of all ticks add up to. Equal on all ranks after each tick."""
@@ -123,6 +125,7 @@ class Agreement:
         self.stopped = False
         """Whether every rank has made the last run."""
         self._phase = _OPEN
+        self._patience = _PATIENCE_TICKS
 
     @property
     def promising(self) -> bool:
@@ -134,6 +137,9 @@ class Agreement:
         failed = tuple(rank for rank, row in enumerate(table) if row.status >= FAILED)
         if failed:
             first = min(failed, key=lambda rank: (table[rank].status, rank))
+            if table[first].status == FAILED_LATER and len(failed) < len(table) and self._patience:
+                self._patience -= 1  # the rank that failed first will say so, or contact with it will be lost
+                return []
             return [Failed(first, table[first].begun, failed)]
         if all(row.status == LEFT for row in table):
             return [Finished()]

@@ -12,6 +12,7 @@ run and then reads ``schedule.news``. So a rank that promised the run in progres
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -69,6 +70,7 @@ class Peers:
         self._transport: Transport | None = None
         self._progress = Progress()
         self._training_thread = threading.get_ident()
+        self._pid = os.getpid()
         self.run_number = 0
         """The number of the run in progress if hooks take part in it, until its last ``after_run`` is over."""
         self._last_number = 0
@@ -173,6 +175,8 @@ class Peers:
 
     def close(self, error: BaseException | None) -> BaseException | None:
         """Meet the other ranks before the loop closes without an agreed stop; return why it must not end well."""
+        if not self._is_connected():
+            return None
         clean = error is None or type(error) is StopIteration
         failure = self._ending.failure if clean else error
         try:
@@ -190,7 +194,7 @@ class Peers:
         Raises:
             PeerError: ``error`` looks like the consequence of another rank's failure.
         """
-        if self._transport is None or self._stopped or type(error) is StopIteration or self._status >= FAILED:
+        if not self._is_connected() or self._stopped or type(error) is StopIteration or self._status >= FAILED:
             return
         consequence = is_communication_error(error)
         with self._changed:
@@ -211,7 +215,7 @@ class Peers:
 
     def leave(self, errors: list[BaseException]) -> None:
         """Tell the other ranks that this one is done. Its thread continues until all ranks are."""
-        if self._transport is None:
+        if not self._is_connected():
             return
         with self._changed:
             self._status = max(self._status, FAILED if errors else LEFT)
@@ -230,6 +234,10 @@ class Peers:
         self._status = max(self._status, LEFT if self._stopped else FAILED)
         self._failure_is_seen.set()
         self._hurry.set()
+
+    def _is_connected(self) -> bool:
+        """Return whether the thread runs: not before :meth:`start`, and not in a forked process."""
+        return self._transport is not None and os.getpid() == self._pid
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
