@@ -60,7 +60,8 @@ def _main(folder: str, rank: int, size: int, writer: Any, function: Callable[...
     output = os.open(os.path.join(folder, f"output-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.__stderr__ = sys.stderr = sys.stdout = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # until exit
+    system: Any = sys  # __stderr__ is final for type checkers
+    system.__stderr__ = system.stderr = system.stdout = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # until exit
     logging.basicConfig(level=logging.INFO, force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.dump_traceback_later(DEADLINE_SECS, exit=True, file=2)

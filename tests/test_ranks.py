@@ -52,6 +52,8 @@ from torchhooks.ranks import ContactLostError
 
 QUICK = {"tick_secs": 0.01}
 
+distributed: Any = torch.distributed  # whose annotations leave out the stores
+
 
 # -- the rules ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +166,7 @@ def test_a_stop_at_a_step_is_exact() -> None:
         with MonitoredLoop(lambda: hub.gather("step", ranks.rank, 0), hooks=hooks, ranks=ranks) as loop:
             while not loop.should_stop():
                 loop.run()
-            return loop.global_step, loop.stop_reason
+        return loop.global_step, loop.stop_reason
 
     assert in_threads(3, main) == [(7, "StopAtStepHook: step 7 (all ranks)")] * 3
 
@@ -176,7 +178,7 @@ def test_the_reason_of_a_stop_names_the_rank() -> None:
                 loop.run()
                 if ranks.rank == 1 and loop.global_step == 3:
                     loop.request_stop("good enough")
-            return loop.stop_reason
+        return loop.stop_reason
 
     assert in_threads(2, main) == ["request_stop: good enough (rank 1)"] * 2
 
@@ -186,7 +188,7 @@ def test_ranks_with_less_data_limit_the_others(lines: list[tuple[str, str]]) -> 
         with MonitoredLoop(lambda item: hub.gather("step", ranks.rank, 0), ranks=ranks) as loop:
             for item in loop.until_stop(range(5 + ranks.rank)):
                 loop.run(item)
-            return loop.global_step
+        return loop.global_step
 
     assert in_threads(2, main) == [5, 5]
     assert ("WARNING", "rank 1 has 6 items of data and another rank only 5: every rank makes 5") in lines
@@ -197,7 +199,7 @@ def test_the_limit_of_one_rank_counts_for_all() -> None:
         with MonitoredLoop(lambda item: hub.gather("step", ranks.rank, 0), ranks=ranks) as loop:
             for item in loop.until_stop(iter(range(9)), limit=4 if ranks.rank else None):
                 loop.run(item)
-            return loop.global_step
+        return loop.global_step
 
     assert in_threads(2, main) == [4, 4]
 
@@ -217,7 +219,7 @@ def test_data_whose_len_raises_are_of_unknown_length() -> None:
         with MonitoredLoop(lambda item: hub.gather("step", ranks.rank, 0), ranks=ranks) as loop:
             for item in loop.until_stop(WithoutLength()):
                 loop.run(item)
-            return loop.global_step, loop.stop_reason
+        return loop.global_step, loop.stop_reason
 
     assert in_threads(2, main) == [(3, "data ended")] * 2
 
@@ -305,7 +307,8 @@ def test_nothing_is_saved_after_another_rank_failed() -> None:
                 raise ValueError("boom")
             while loop.session.why_no_checkpoint() is None:
                 time.sleep(0.001)
-            return loop.session.why_no_checkpoint()
+            result: str | None = loop.session.why_no_checkpoint()
+        return result
 
     hub_result = in_threads(2, main)
     assert isinstance(hub_result[0], PeerError)
@@ -358,7 +361,8 @@ def test_too_many_collective_hooks_are_refused() -> None:
 def test_gather_returns_the_values_of_all_ranks() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> list[Any]:
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
-            return loop.session.ranks.gather(ranks.rank * 10)
+            result: list[Any] = loop.session.ranks.gather(ranks.rank * 10)
+        return result
 
     assert in_threads(3, main) == [[0, 10, 20]] * 3
 
@@ -512,7 +516,8 @@ def test_an_idle_run_makes_no_additional_call() -> None:
         # Ticks that rarely come, so that none asks for something in these runs.
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
             loop.run()
-            return calls_of_idle_runs(loop)
+            result: int = calls_of_idle_runs(loop)
+        return result
 
     with MonitoredLoop(lambda: 1.0, ranks=False) as alone:
         alone.run()
@@ -527,7 +532,7 @@ def test_an_idle_run_makes_no_additional_call() -> None:
 def two_transports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The gloo transports of two ranks, both in this process, with a store in memory."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.HashStore()
+    store = distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torchhooks.ranks, "_broadcast_token", lambda deadline: "token")
     failures: list[PeerError | None] = [None, None]
@@ -794,7 +799,8 @@ def group_destroyed(rank: int) -> int:
         for _ in loop.until_stop(range(5)):
             loop.run()
         torch.distributed.destroy_process_group()
-        return sum(loop.session.ranks.gather(loop.global_step))
+        steps: list[int] = loop.session.ranks.gather(loop.global_step)
+    return sum(steps)
 
 
 def test_a_group_that_is_destroyed_before_the_loop_closes_is_no_error(tmp_path: Path) -> None:
@@ -803,7 +809,8 @@ def test_a_group_that_is_destroyed_before_the_loop_closes_is_no_error(tmp_path: 
 
 
 def forked_workers(rank: int) -> int:
-    loader = torch.utils.data.DataLoader(list(range(12)), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    data: Any = list(range(12))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
     with MonitoredLoop(_Step(), ranks=Ranks(**QUICK)) as loop:
         for _epoch in loop.until_stop(range(2)):
             for batch in loop.until_stop(loader):
@@ -847,7 +854,7 @@ def alone(rank: int) -> tuple[int, int, int]:
     with MonitoredLoop(lambda: 1.0, hooks=[StopAtStepHook(2 + rank)], ranks=False) as loop:
         while not loop.should_stop():
             loop.run()
-        return loop.global_step, loop.session.ranks.rank, loop.session.ranks.size
+    return loop.global_step, loop.session.ranks.rank, loop.session.ranks.size
 
 
 def test_ranks_false_makes_loops_of_their_own(tmp_path: Path) -> None:
@@ -856,8 +863,7 @@ def test_ranks_false_makes_loops_of_their_own(tmp_path: Path) -> None:
 
 def main_thread_secs(rank: int, with_ticks: bool) -> float:
     """Return the CPU time of the main thread for many idle runs."""
-    ranks = Ranks(tick_secs=0.01) if with_ticks else False
-    with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
+    with MonitoredLoop(lambda: 1.0, ranks=Ranks(tick_secs=0.01) if with_ticks else False) as loop:
         begin = time.thread_time()
         for _ in range(200_000):
             loop.run()
@@ -877,7 +883,7 @@ def test_ticks_cost_the_main_thread_next_to_nothing(tmp_path: Path) -> None:
 
 def attempt(rank: int, port: int, dies: bool) -> int:
     """Train with the store of ``port`` as the one that the ranks share."""
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     torch.distributed.distributed_c10d._get_default_store = lambda: store
     with MonitoredLoop(_Step(), hooks=[StopAtStepHook(5)], ranks=Ranks(**QUICK)) as loop:
         while not loop.should_stop():
@@ -888,7 +894,7 @@ def attempt(rank: int, port: int, dies: bool) -> int:
 
 
 def test_a_restart_works_with_a_store_that_keeps_its_keys(tmp_path: Path) -> None:
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for number, dies in enumerate([True, False]):
         folder = tmp_path / str(number)
         folder.mkdir()

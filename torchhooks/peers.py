@@ -260,11 +260,17 @@ class Peers:
         try:
             while self.failure is None:
                 decision = self._decision
+                stops_here = False
                 if decision is not None and decision.last <= runs:
-                    self._decision = None
-                    self._apply(decision)
+                    # A rank that fails in the last run must not find the others past it, with a checkpoint saved.
+                    stops_here = bool(decision.bits & STOP) and not self._agreement.stopped
+                    if stops_here:
+                        self._hurry.set()
+                    else:
+                        self._decision = None
+                        self._apply(decision)
                 # A promise that the thread made while this one was waiting has to be kept.
-                if self._stopped or (is_done() and not self._promising):
+                if self._stopped or (is_done() and not self._promising and not stops_here):
                     break
                 if self._over.is_set():  # pragma: no cover  # the thread ends with a failure, or after a stop
                     break
@@ -368,7 +374,9 @@ class Peers:
             return number - 1, number, number
         if self._asked_in is not None:
             return runs, runs, self._asked_in
-        return runs, runs + in_step, runs + 1
+        # The end of the last run of a round is over once this rank has done what was decided for it.
+        ends = self._decision is not None and self._decision.last == runs
+        return runs - ends, runs + in_step, runs + 1
 
     def _ask_for_due(self) -> None:
         """Ask for what this rank noticed itself: a signal; on the chief, hooks that are due by the clock."""
@@ -459,10 +467,9 @@ class _LifecycleOverRanks(Lifecycle):
         peers = self._peers
         peers.check()
         peers.begin_run(self._schedule.runs + 1)
-        try:
-            return super().run(args, kwargs, outputs)
-        finally:
-            peers.run_number = 0
+        outputs = super().run(args, kwargs, outputs)
+        peers.run_number = 0  # not after an error: the run was not made
+        return outputs
 
 
 def _length(iterable: Iterable[Any]) -> int:

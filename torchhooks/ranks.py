@@ -6,6 +6,7 @@ The only module that knows ``torch.distributed``, including its private parts. I
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
 import faulthandler
 import os
@@ -250,7 +251,11 @@ class _GlooTransport:
             while not work.is_completed():
                 _pause(pause)
                 pause = min(2 * pause, _LONGEST_POLL_SECS)
-                lost(time.monotonic() - began)
+                try:
+                    lost(time.monotonic() - began)
+                except BaseException:
+                    _keep_for_ever(group)
+                    raise
             work.wait()
         except RuntimeError as error:
             if isinstance(error, PeerError):
@@ -267,6 +272,11 @@ class _GlooTransport:
         failure = self._failure()
         if failure is not None:
             raise failure
+
+
+def _keep_for_ever(group: Any) -> None:
+    """Never free ``group``, because freeing it would wait for its call in progress, which may never return."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _without_timeout() -> Any:
