@@ -161,14 +161,14 @@ def in_threads(size: int, main: Callable[[ThreadRanks, Hub], Any], **periods: fl
 
 
 def test_a_stop_at_a_step_is_exact() -> None:
-    def main(ranks: ThreadRanks, hub: Hub) -> tuple[int, str | None]:
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
         hooks = [StopAtStepHook(last_step=7)]
         with MonitoredLoop(lambda: hub.gather("step", ranks.rank, 0), hooks=hooks, ranks=ranks) as loop:
             while not loop.should_stop():
                 loop.run()
-        return loop.global_step, loop.stop_reason
+        return loop.global_step
 
-    assert in_threads(3, main) == [(7, "StopAtStepHook: step 7 (all ranks)")] * 3
+    assert in_threads(3, main) == [7] * 3
 
 
 def test_the_reason_of_a_stop_names_the_rank() -> None:
@@ -603,6 +603,104 @@ def test_a_rank_that_does_not_answer_is_missing(two_transports: list[Any], monke
 
 def test_gloo_cannot_be_aborted(two_transports: list[Any]) -> None:
     assert two_transports[0].abort() is False
+
+
+def test_gather_names_the_rank_with_which_contact_was_lost(
+    two_transports: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: Any) -> None:
+        raise ContactLostError("connection reset")
+
+    monkeypatch.setattr(two_transports[0], "_gather", lose)
+    with pytest.raises(PeerError, match=r"another rank did not take part in Ranks\.gather: connection reset"):
+        two_transports[0].gather(1)
+
+
+def test_a_call_that_torch_refuses_is_a_lost_contact(
+    two_transports: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("connection reset. This is typically caused by a remote worker")
+
+    monkeypatch.setattr(torchhooks.ranks, "_without_timeout", refuse)
+    with pytest.raises(ContactLostError, match=r"^RuntimeError: connection reset$"):
+        two_transports[0].exchange([1])
+
+
+def test_a_store_that_does_not_answer_leaves_the_other_of_two_ranks(
+    two_transports: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("no store")
+
+    monkeypatch.setattr(two_transports[1], "_store", Gone())
+    assert two_transports[1].missing() == [0]
+
+
+def test_nccl_is_aborted(two_transports: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[bool] = []
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(distributed.distributed_c10d, "_abort_process_group", lambda: aborted.append(True))
+    assert two_transports[0].abort()
+    assert aborted == [True]
+
+
+@pytest.fixture
+def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An initialised process group with this process alone."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_ranks_are_those_of_the_process_group(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "get_rank", lambda: 2)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    ranks = Ranks()
+    assert (ranks.rank, ranks.size, ranks.is_chief) == (2, 4, False)
+
+
+def test_gloo_connects_over_the_process_group(group_of_one: None) -> None:
+    transport = Ranks().connect(lambda: None)
+    assert transport.exchange([7]) == [[7]]
+
+
+def test_a_rank_that_connects_alone_gets_a_lifecycle_error(group_of_one: None) -> None:
+    ranks = Ranks(join_secs=0.3)
+    ranks.size = 2
+    with pytest.raises(LifecycleError, match=r"not every one of the 2 ranks did so within 0\.3 s"):
+        ranks.connect(lambda: None)
+
+
+def test_a_broadcast_that_no_rank_answers_is_given_up(monkeypatch: pytest.MonkeyPatch, group_of_one: None) -> None:
+    class Pending:
+        def is_completed(self) -> bool:
+            return False
+
+    monkeypatch.setattr(distributed, "broadcast", lambda *_, **__: Pending())
+    with pytest.raises(LifecycleError, match="no answer"):
+        Ranks(join_secs=0.0).connect(lambda: None)
+
+
+def test_threads_are_parked_when_the_process_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    exiting, slept = threading.Event(), threading.Event()
+    monkeypatch.setattr(torchhooks.ranks, "_exiting", exiting)
+    atexit_function: Any = vars(torchhooks.ranks)["_park"]
+    atexit_function(-1)  # as in a forked process
+    assert not exiting.is_set()
+    atexit_function(os.getpid())
+    assert exiting.is_set()
+    wait: Any = vars(torchhooks.ranks)["_pause"]
+
+    def park() -> None:
+        wait(0.0)
+        slept.set()
+
+    threading.Thread(target=park, daemon=True).start()
+    assert not slept.wait(0.05)
 
 
 def test_a_process_is_ended_with_code_70_and_the_stacks(
