@@ -352,6 +352,23 @@ def test_the_clock_of_the_chief_decides_when_a_collective_hook_is_due() -> None:
     assert first == second
 
 
+def test_a_worker_does_not_wait_for_a_chief_that_waits_for_it(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        with torchhooks.MonitoredTrainingLoop(
+            lambda: hub.gather("step", ranks.rank, 0),
+            checkpoint_dir=tmp_path,
+            hooks=[StopAtStepHook(3)],
+            is_chief=ranks.is_chief,
+            max_wait_secs=0.1,
+            ranks=ranks,
+        ) as loop:
+            while not loop.should_stop():
+                loop.run()
+        return loop.global_step
+
+    assert in_threads(2, main) == [3, 3]
+
+
 def test_too_many_collective_hooks_are_refused() -> None:
     ranks = ThreadRanks(Hub(2), 0, random.Random(0))
     with pytest.raises(ValueError, match="61 collective hooks: a loop of several ranks takes at most 60"):
