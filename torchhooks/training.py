@@ -101,8 +101,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
             Unlike TensorFlow, whose workers get their variables from a server, a worker waits for the chief's first
-            checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``, and as one
-            of several ranks that ``torch.distributed`` connects, which create their loops together.
+            checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``, and as
+            one of several ranks that ``torch.distributed`` connects, which create their loops together.
         max_wait_secs: how long a worker waits at most, in seconds.
         loop_arguments: further arguments of the MonitoredLoop, such as ``step_unit`` and ``recoverable_errors``.
 
