@@ -19,7 +19,6 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum, auto
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -28,10 +27,10 @@ from torchhooks.digest import Digest, differ, digest
 from torchhooks.errors import brief
 from torchhooks.generators import find_generators, generator_states, matched_generators, set_generator_state
 from torchhooks.log import logger
+from torchhooks.place import Place, Saved, Stage
 from torchhooks.randomness import random_states, same_random_states, set_random_states
 from torchhooks.stateful import Stateful, has_state
 
-_Saved = dict[str, Any]  # a part of a checkpoint
 Undo = Callable[[], object]
 
 
@@ -39,115 +38,6 @@ class RunCounter(Protocol):
     """What a :class:`Position` needs of the loop's schedule."""
 
     runs: int
-
-
-class Stage(Enum):
-    OPEN = auto()
-    ENDED = auto()  # its data ended
-    LEFT = auto()  # left early, for example by a break, while the loop continued
-    STOPPED = auto()  # left because the loop stopped
-
-
-class Place:
-    """How far one ``until_stop`` is. :class:`torchhooks.data.Data` updates it as it takes items."""
-
-    def __init__(self, iterable: object, outer: Place | None, runs: int, site: object = None) -> None:
-        self.iterable = iterable  # None once the data ended, and for an iterator, which cannot be iterated again
-        self.depth: int = 0 if outer is None else outer.depth + 1
-        self.number = 0  # how many others began before it in the same item of the outer one
-        self.item = 0 if outer is None else outer.taken  # the item of the outer one in which it began
-        self.taken: int = 0  # how many items were taken, including those of earlier processes
-        self.runs = runs  # how many runs had been made when the last item was taken
-        self.several = False  # whether some item had several runs, here or in the same place of an earlier outer item
-        self.cut = False  # whether another until_stop began in the current item, and yielded nothing because of a stop
-        self.was_cut = False  # whether it yielded nothing itself because of a stop
-        self.ended = False  # whether the data ended
-        self.counts = outer is not None  # not inside a run, as in the evaluation of a hook
-        self.nests = self.counts  # whether an inner loop may begin in the next item, as one did in the last
-        self.finished = False  # whether the body of the user's loop is done with the current item
-        self.through = False  # whether until_stop ended because the loop stops, and not because the body left it
-        self.done = False  # whether the last item does not have to be yielded again; set by leave()
-        self.stage = Stage.OPEN
-        self.resumed: int | None = None  # how many items were done when it was resumed from a checkpoint
-        self.before: _Saved | None = None  # the random states before the iteration, if it may draw random numbers
-        self.last: Any = None  # the last value of a range
-        self.item_random: _Saved | None = None  # when the current item was yielded, if an inner loop may begin in it
-        self.between: _Saved | None = None  # the random states when the place before it in the same item ended
-        self.ended_inside: _Saved | None = None  # the random states when the last inner place of the item ended
-        self.held: Any = None  # the current item, no longer than until_stop has it in hand
-        self.left_at: Digest | None = None  # the digest of the item at which the loop was left
-        self.site, self.outer = site, outer
-        self._inner: Place | None = None
-
-    def add(self, inner: Place) -> None:
-        """Record that ``inner`` begins in the current item."""
-        inner.number = 0 if self.inner is None else self.inner.number + 1
-        inner.between = self.ended_inside
-        self.nests = True
-        self._inner = inner
-
-    @property
-    def inner(self) -> Place | None:
-        """The inner place that began last in the current item."""
-        return self._inner if self._inner is not None and self._inner.item == self.taken else None
-
-    @property
-    def key(self) -> str:
-        """The name of its loader in a checkpoint."""
-        return f"{self.depth}.{self.number}"
-
-    @property
-    def untouched(self) -> bool:
-        """Whether it was resumed from a checkpoint and has not taken an item since."""
-        return self.taken == self.resumed and not self.ended
-
-    def begin_item(self) -> None:
-        """Record the random states with which the body begins the item that was taken last.
-
-        Before an inner loop begins, the body may draw its order. Drawn again after a resume, it has to be the same.
-        """
-        self.nests = self._inner is not None and self._inner.item == self.taken - 1
-        self.item_random = random_states() if self.nests or self.taken == (self.resumed or 0) + 1 else None
-        self.ended_inside = None
-
-    def is_done(self, runs: int) -> bool:
-        """Return whether the current item is done after ``runs`` runs of the loop."""
-        if self.finished and self.stage is Stage.OPEN:
-            return True
-        if self.stage is not Stage.OPEN or not self.taken:
-            return self.done or not self.taken
-        return self.inner is None and self._is_single(runs - self.runs)
-
-    def leave(self, runs: int, stopping: bool) -> None:
-        """Record that no further item is taken."""
-        self.left_at, self.held = None if self.ended else digest(self.held), None
-        if self.ended:
-            self.stage = Stage.ENDED
-            self.note_last()
-            self.iterable = None
-            return
-        made = runs - self.runs
-        if not self.through:
-            self.done = self._inner_stage in (None, Stage.ENDED) and self._is_single(made)
-        elif self._inner_stage is not None:
-            self.done = self._inner_stage is not Stage.STOPPED
-        else:
-            self.done = self.finished or (made == 0 and not self.several and not self.cut) or self._is_single(made)
-        self.stage = Stage.STOPPED if stopping else Stage.LEFT
-
-    def note_last(self) -> None:
-        """Update :attr:`last`."""
-        fresh = self.taken - (self.resumed or 0)
-        if isinstance(self.iterable, range) and fresh:
-            self.last = self.iterable[fresh - 1]
-
-    def _is_single(self, made: int) -> bool:
-        """Return whether ``made`` runs are all that belong to the current item, as far as one can tell."""
-        return made == 1 and not self.several and not self.cut
-
-    @property
-    def _inner_stage(self) -> Stage | None:
-        return None if self.inner is None else self.inner.stage
 
 
 class Position:
@@ -162,9 +52,9 @@ class Position:
         self._several: set[str] = set()
         """The keys of the places in which some item had more than one run."""
         # From the restored checkpoint:
-        self._path: list[_Saved] = []
-        self._random: _Saved = {}
-        self._saved_loaders: dict[str, _Saved] = {}
+        self._path: list[Saved] = []
+        self._random: Saved = {}
+        self._saved_loaders: dict[str, Saved] = {}
         self._mark_state: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
         self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
@@ -286,7 +176,7 @@ class Position:
 
     # -- for checkpoints ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> _Saved | None:
+    def state_dict(self) -> Saved | None:
         """Return the position as it is now; ``None`` if there was no ``until_stop``."""
         path, current = self._current_path()
         if not path:
@@ -299,7 +189,7 @@ class Position:
         return {"path": path, "loaders": {**self._saved_loaders, **loaders}}
 
     def load_state_dict(
-        self, state: Mapping[str, Any] | None, random: _Saved, mark_state: Callable[[], Undo] | None = None
+        self, state: Mapping[str, Any] | None, random: Saved, mark_state: Callable[[], Undo] | None = None
     ) -> None:
         """Resume ``state`` with the next ``until_stop``; ``random`` are the random states of the checkpoint.
 
@@ -323,9 +213,9 @@ class Position:
 
     # -- the current position -----------------------------------------------------------------------------------------
 
-    def _current_path(self) -> tuple[list[_Saved], set[str]]:
+    def _current_path(self) -> tuple[list[Saved], set[str]]:
         """Return the path, and the keys of the places whose loaders are to be resumed by their own state."""
-        path: list[_Saved] = []
+        path: list[Saved] = []
         current: set[str] = set()
         outer = self._root
         while True:
@@ -345,7 +235,7 @@ class Position:
                 return path, current if place.was_cut else {*current, place.key}
             outer = place
 
-    def _entry(self, place: Place, outer: Place) -> _Saved:
+    def _entry(self, place: Place, outer: Place) -> Saved:
         place.note_last()
         done = place.is_done(self._schedule.runs)
         return {
@@ -365,7 +255,7 @@ class Position:
             "between": place.between,
         }
 
-    def _restored_in(self, outer: Place) -> _Saved | None:
+    def _restored_in(self, outer: Place) -> Saved | None:
         """Return the restored entry of a place inside ``outer``, if its current item is the one that had it."""
         same_item = outer is self._root or (outer.resumed is not None and outer.taken == outer.resumed + 1)
         return self._path[outer.depth] if same_item and outer.depth < len(self._path) else None
@@ -382,8 +272,8 @@ class Position:
             except TypeError:  # no weak references to classes with __slots__
                 self._loaders[key] = lambda: iterable
 
-    def _loader_state(self, loader: Any, current: bool) -> _Saved:
-        state: _Saved = {"generators": generator_states(loader)}
+    def _loader_state(self, loader: Any, current: bool) -> Saved:
+        state: Saved = {"generators": generator_states(loader)}
         # The state of a DataLoader is a position within an epoch. Between epochs its generators are enough.
         if has_state(loader) and not self._is_in_state(loader) and (current or not isinstance(loader, DataLoader)):
             state |= self._own_state(loader)
@@ -427,7 +317,7 @@ class Position:
     # -- resuming -----------------------------------------------------------------------------------------------------
 
     def _resumed(
-        self, place: Place, iterable: Iterable[Any], entry: _Saved, loader: _Saved, halted: Callable[..., bool]
+        self, place: Place, iterable: Iterable[Any], entry: Saved, loader: Saved, halted: Callable[..., bool]
     ) -> Iterator[Any]:
         """Return what is left of ``iterable`` according to the restored ``entry``."""
         done: bool = entry["done"] or entry["ended"]
@@ -464,7 +354,7 @@ class Position:
             return iter(iterable)
         return self._skipped(place, iterable, done, entry.get("digest"), halted)
 
-    def _give_up_item(self, place: Place, entry: _Saved, iterable: object) -> None:
+    def _give_up_item(self, place: Place, entry: Saved, iterable: object) -> None:
         """Continue after the item that was in progress, whose inner places are then not resumed."""
         place.taken = place.resumed = entry["taken"]
         place.item_random = None
@@ -514,7 +404,7 @@ class Position:
                 set_generator_state(generator, state)
         iterator = iter(iterable)
         skipped, item = 0, _NOTHING
-        fetching: _Saved = {}  # the random states before the item to compare
+        fetching: Saved = {}  # the random states before the item to compare
         while skipped < place.taken:
             if halted():
                 return iterator

@@ -64,7 +64,7 @@ class Recovery:
 
     Unlike TensorFlow, which retries forever and without a pause, at most ``max_recoveries`` are made within
     ``window_secs``. The first one after a successful run is made at once, the second after one second, and each further
-    one after twice the previous pause, up to one minute.
+    one after twice the previous pause, up to one minute. If there are several ``ranks``, none is made.
     """
 
     def __init__(
@@ -72,10 +72,12 @@ class Recovery:
         errors: Iterable[type[BaseException]] = (AbortedError,),
         max_recoveries: int = 10,
         window_secs: float = 3600.0,
+        ranks: int = 1,
     ) -> None:
         self._errors = exception_types(errors, "recoverable_errors", "(AbortedError,)")
         self._max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
         self._window_secs = window_secs
+        self._ranks = ranks
         self._made: deque[float] = deque()
         self._in_a_row = 0
         self._last_pause = 0.0
@@ -95,7 +97,9 @@ class Recovery:
         now, made = time.monotonic(), self._made
         while made and made[0] <= now - self._window_secs:
             made.popleft()
-        if is_poisoned(error):
+        if self._ranks > 1:  # the others are in calls that need this one
+            why = f"{self._ranks} ranks cannot restore in the middle of a run: torchrun --max-restarts restarts them"
+        elif is_poisoned(error):
             why = "this process has lost its CUDA context: restart it"
         elif len(made) >= self._max_recoveries:
             limit = f"max_recoveries={self._max_recoveries}"

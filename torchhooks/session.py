@@ -18,6 +18,7 @@ from torchhooks.items import Items
 from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.progress import NO_OUTPUTS, DataWaits, Progress
+from torchhooks.ranks import Ranks
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.stateful import Stateful
 from torchhooks.text import shown
@@ -52,6 +53,7 @@ class Session:
         inputs: the names of the step's parameters, which have values only during a run.
         drain: makes every pending ``when_ready`` call, and waits for the device.
         interrupted: whether a signal asked the loop to stop.
+        ranks: which of several processes this is; by default, of the initialised ``torch.distributed``.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Session:
         inputs: Collection[str] = (),
         drain: Callable[[], object] = bool,
         interrupted: Callable[[], bool] = bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -86,6 +89,8 @@ class Session:
         self.warned = set() if warned is None else warned
         self.position = position
         self.gradients = gradients
+        self.ranks = Ranks() if ranks is None else ranks
+        """Which of several processes this is: ``rank``, ``size``, ``is_chief``."""
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
         self._progress = Progress() if progress is None else progress

@@ -20,8 +20,10 @@ from torchhooks.gradients import Gradients
 from torchhooks.hook import RunServices
 from torchhooks.items import Items
 from torchhooks.log import logger
+from torchhooks.peers import Peers
 from torchhooks.position import Position
 from torchhooks.progress import DataWaits, Progress
+from torchhooks.ranks import Ranks
 from torchhooks.readback import Readback
 from torchhooks.recovery import Recovery
 from torchhooks.run import Lifecycle, note_hook
@@ -56,6 +58,8 @@ class Mechanisms(NamedTuple):
     ending: Ending
     recovery: Recovery
     costs: HookCosts | None
+    ranks: Ranks
+    peers: Peers | None
 
 
 class Sessions:
@@ -86,7 +90,7 @@ class Sessions:
         self._step = step
         self._steps_per_run = steps_per_run
         self._schedule, self._readback, self._position, self._data_waits, self._items = mechanisms[:5]
-        self._ending, self._recovery, self._costs = mechanisms[5:]
+        self._ending, self._recovery, self._costs, self._ranks, self._peers = mechanisms[5:]
         self._grace_secs = seconds(grace_secs, "stop_grace_period_secs")  # checked here, not at the end of the run
         self._renew()
 
@@ -184,12 +188,17 @@ class Sessions:
             inputs=self._step.parameters,
             drain=self._readback.drain,
             interrupted=lambda: self._ending.signal is not None,
+            ranks=self._ranks,
         )
         # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
         self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self.coord = Coordinator()
         services = RunServices(self.session, self._step, self._readback, self._ending, self._items)
-        self.lifecycle = Lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
+        lifecycle: Callable[..., Lifecycle] = Lifecycle
+        if self._peers is not None:
+            lifecycle = self._peers.lifecycle
+            self.session.guard_checkpoints(self._peers.why_no_checkpoint)
+        self.lifecycle = lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
 
     def _leave(self, error: BaseException) -> None:
         """Replace the session that failed with ``error`` by a new one, and wait for its threads.
