@@ -155,9 +155,10 @@ class Position:
     def cut_short(self) -> None:
         """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""
         outer = self._open[-1] if self._open else self._root
-        first = outer.inner is None and self._schedule.runs == outer.runs
+        first = bool(self._open) and outer.inner is None and self._schedule.runs == outer.runs
         between = outer.inner is not None and outer.inner.stage in (Stage.ENDED, Stage.LEFT)
-        if self._open and (first or between) and self._restored_in(outer) is None:
+        restored, begun = self._restored_in(outer), -1 if outer.inner is None else outer.inner.number
+        if (first or between) and (restored is None or restored["number"] <= begun):
             # A checkpoint that is saved now contains what the body did on its way here, to be undone when it resumes.
             place = Place(None, outer, self._schedule.runs)
             place.stage, place.was_cut = Stage.STOPPED, True
