@@ -46,6 +46,7 @@ class Watching(SessionRunHook):
     def begin(self) -> None:
         self.timer = SecondOrStepTimer(every_steps=10)
         self.never = NeverTriggerTimer()
+        self.every = EverySteps(10)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self.thread = LooperThread.loop(coord, 60.0, target=self.begin)

@@ -52,7 +52,7 @@ from torchhooks.loop import MonitoredLoop, StepContext
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
-from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.timer import Due, EverySteps, NeverTriggerTimer, SecondOrStepTimer
 from torchhooks.training import MonitoredTrainingLoop
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Coordinator",
     "DamagedCheckpointError",
     "Due",
+    "EverySteps",
     "FeedError",
     "FeedFnHook",
     "FetchError",

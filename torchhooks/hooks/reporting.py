@@ -8,19 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchhooks.coordinator import Coordinator
+from torchhooks.evaluating import IfDue
 from torchhooks.fetch import check_feed_names, map_leaves, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.timer import Due, NeverTriggerTimer, Timer, hook_timer
 
 
 class LoggingTensorHook(SessionRunHook):
     """Logs values periodically (``tf.train.LoggingTensorHook``): ``loss = 0.1, step = 7 (2.500 sec)``.
 
-    The hook counts runs, not global steps: ``every_n_iter=4`` logs the 1st, 5th and 9th run. From the second line on,
+    The hook counts runs, not global steps: ``every_n_iter=4`` logs the 1st, 5th and 9th run. A ``timer`` gets global
+    steps: ``timer=EverySteps(4)`` logs at steps 4, 8 and 12. From the second line on,
     the seconds are those since the previous line.
 
     Args:
@@ -30,9 +33,10 @@ class LoggingTensorHook(SessionRunHook):
         every_n_secs: the period in seconds, in place of ``every_n_iter``.
         at_end: whether to log at a clean end of the loop, in addition to a period or without one.
         formatter: a function that returns the whole line, given a dict from tag to a printable value.
+        timer: the timer to use in place of a period.
 
     Raises:
-        ValueError: neither a period nor ``at_end`` is given, or both periods are, or a period is not valid; there is
+        ValueError: neither a period nor ``at_end`` is given, or two periods are, or a period is not valid; there is
             nothing to log, or two fetches in a list have the same name; or a value is available only while a step runs,
             with ``at_end``.
         TypeError: ``tensors`` is neither a dict nor a list, or ``formatter`` is not callable.
@@ -45,17 +49,20 @@ class LoggingTensorHook(SessionRunHook):
         every_n_secs: float | None = None,
         at_end: bool = False,
         formatter: Callable[[dict[str, Any]], str] | None = None,
+        *,
+        timer: Any = None,
     ) -> None:
         self._arguments = {
             "every_n_iter": every_n_iter,
             "every_n_secs": every_n_secs,
             "at_end": at_end,
             "formatter": formatter,
+            "timer": timer,
         }
         self._given = tensors
-        self._timer: SecondOrStepTimer | NeverTriggerTimer = NeverTriggerTimer()
-        if every_n_iter is not None or every_n_secs is not None:
-            self._timer = SecondOrStepTimer.named(every_n_iter=every_n_iter, every_n_secs=every_n_secs)
+        self._timer: Timer = NeverTriggerTimer()
+        if every_n_iter is not None or every_n_secs is not None or timer is not None:
+            self._timer = hook_timer(timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
         elif not at_end:
             raise ValueError("LoggingTensorHook never logs: give every_n_iter, every_n_secs or at_end=True")
         if formatter is not None and not callable(formatter):
@@ -67,20 +74,29 @@ class LoggingTensorHook(SessionRunHook):
             _check_available_at_end(self, self._tensors)
         self._at_end = at_end
         self._formatter = formatter
-        self._request = SessionRunArgs(tuple(self._tensors.values()))
+        fetches = tuple(self._tensors.values())
+        # By its own period, the hook has TensorFlow's rule, which decides before the step.
+        self._if_due = None if timer is None else IfDue(fetches, self._timer)
+        self._request = SessionRunArgs(fetches if self._if_due is None else self._if_due)
 
     def begin(self) -> None:
         self._timer.reset()
         self._iterations = 0
         self._due = False
 
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._timer.start_at(session.global_step)
+        if self._if_due is not None:
+            self._if_due.session = session
+
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        self._due = self._timer.should_trigger_for_step(self._iterations)
+        step = self._iterations if self._if_due is None else run_context.session.global_step + 1
+        self._due = self._timer.should_trigger_for_step(step)
         return self._request if self._due else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if self._due:
-            elapsed_secs, _ = self._timer.update_last_triggered_step(self._iterations)
+        if self._due and (self._if_due is None or self._if_due.evaluated):
+            elapsed_secs, _ = self._timer.update_last_triggered_step(self._step(run_context.session))
             run_context.when_ready(
                 run_values.results,
                 lambda values: self._log(dict(zip(self._tensors, values, strict=True)), elapsed_secs),
@@ -90,17 +106,23 @@ class LoggingTensorHook(SessionRunHook):
     def end(self, session: Session) -> None:
         if self._at_end:
             values = session.run_available(self._tensors, who=self)
-            elapsed_secs, _ = self._timer.update_last_triggered_step(self._iterations)
+            elapsed_secs, _ = self._timer.update_last_triggered_step(self._step(session))
             if values:
                 self._log(to_host(values), elapsed_secs)
 
     def next_due(self) -> Due:
         due = self._timer.next_due()
-        # The steps of this timer are runs.
-        return due if due.step is None else Due(runs=max(due.step - self._iterations, 0) + 1)
+        if due.step is None or self._if_due is not None:
+            return due
+        # The steps of the hook's own period are runs.
+        return Due(runs=max(due.step - self._iterations, 0) + 1)
 
     def sat_out(self, runs: int) -> None:
         self._iterations += runs
+
+    def _step(self, session: Session) -> int:
+        """Return what the timer counts: runs, or global steps if the timer was given."""
+        return self._iterations if self._if_due is None else session.global_step
 
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
         printable = {tag: map_leaves(_printable, value) for tag, value in values.items()}
