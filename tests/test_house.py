@@ -37,7 +37,7 @@ FLOORS: list[set[str]] = [
         "preemption",
         "recovery",
     },
-    {"ending", "evaluating", "readback", "step", "summary", "watch"},
+    {"ending", "evaluating", "lines", "readback", "step", "summary", "watch"},
     {"jsonl", "snapshot", "state", "writers"},
     {"checkpoint"},
     # the session and the contract

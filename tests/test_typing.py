@@ -148,6 +148,13 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield FinalOpsHook({"loss": "loss"}, {"scale": 1.0})
     yield FeedFnHook(lambda: {"scale": 2.0})
     yield GlobalStepWaiterHook(0)
+    evaluation = EvaluationHook(lambda model: 0.5, every_n_steps=10, output_dir=folder)
+    assert_type(evaluation.values, dict[str, float])
+    yield evaluation
+    yield StopIfNoDecreaseHook(evaluation["loss"], 100)
+    yield StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=100, min_steps=5)
+    yield StopIfHigherHook(evaluation["accuracy"], 0.99)
+    yield StopIfLowerHook("loss", 0.1, timer=EverySteps(10))
     yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
     yield BestCheckpointHook(folder, lambda accuracy: accuracy, save_steps=5, mode="max", keep=3)
     yield from (Watching(), Narrowed(), Silent(), RecordingHook("loss"))

@@ -43,6 +43,13 @@ from torchhooks.hook import (
 )
 from torchhooks.hooks.best import BestCheckpointHook
 from torchhooks.hooks.counting import StepCounterHook
+from torchhooks.hooks.early_stopping import (
+    StopIfHigherHook,
+    StopIfLowerHook,
+    StopIfNoDecreaseHook,
+    StopIfNoIncreaseHook,
+)
+from torchhooks.hooks.evaluation import EvaluationHook
 from torchhooks.hooks.feeding import FeedFnHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
@@ -64,6 +71,7 @@ __all__ = [
     "Coordinator",
     "DamagedCheckpointError",
     "Due",
+    "EvaluationHook",
     "EverySteps",
     "FeedError",
     "FeedFnHook",
@@ -94,6 +102,10 @@ __all__ = [
     "StepContext",
     "StepCounterHook",
     "StopAtStepHook",
+    "StopIfHigherHook",
+    "StopIfLowerHook",
+    "StopIfNoDecreaseHook",
+    "StopIfNoIncreaseHook",
     "SummarySaverHook",
     "SummaryWriter",
     "SummaryWriterCache",

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from torchhooks.coordinator import Coordinator
 from torchhooks.evaluating import IfDue
 from torchhooks.fetch import check_feed_names, map_leaves, watched_names
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lines import by_tag, printable, tagged_line
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
@@ -69,7 +69,7 @@ class LoggingTensorHook(SessionRunHook):
             raise TypeError(
                 f"formatter={shown(formatter)}: must be a function that turns a dict of values by tag into text"
             )
-        self._tensors = _by_tag(tensors)
+        self._tensors = by_tag(tensors)
         if at_end:
             _check_available_at_end(self, self._tensors)
         self._at_end = at_end
@@ -125,12 +125,12 @@ class LoggingTensorHook(SessionRunHook):
         return self._iterations if self._if_due is None else session.global_step
 
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
-        printable = {tag: map_leaves(_printable, value) for tag, value in values.items()}
+        texts = {tag: map_leaves(printable, value) for tag, value in values.items()}
         if self._formatter is not None:
             with np.printoptions(suppress=True):  # TensorFlow's hook prints arrays without exponents
-                line = self._formatter(printable)
+                line = self._formatter(texts)
         else:
-            line = ", ".join([f"{tag} = {_text(value)}" for tag, value in printable.items()])
+            line = tagged_line(texts)
             line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
         logger.info("%s", line)
 
@@ -180,52 +180,3 @@ def _check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
             f"{hook!r}: {name!r} is available only while a step runs, not at the end; return it from the step instead, "
             "under a name that does not end in :output, :input or :grad"
         )
-
-
-def _by_tag(tensors: Any) -> dict[str, Any]:
-    """Return the fetches by the tags under which they are logged, in the order of the line."""
-    if not isinstance(tensors, (Mapping, list, tuple)):
-        raise TypeError(
-            f"tensors={shown(tensors)}: give a dict from tag to fetch, or a list of fetches, such as ['loss']"
-        )
-    if not tensors:
-        raise ValueError(
-            f"tensors={shown(tensors)}: there is nothing to log; give at least one fetch, such as ['loss']"
-        )
-    if isinstance(tensors, Mapping):
-        return {tag: tensors[tag] for tag in sorted(tensors)}
-    tagged: dict[str, Any] = {}
-    for fetch in tensors:
-        tag = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
-        if tag in tagged:
-            raise ValueError(f"tensors={shown(tensors)}: two would be logged as {tag!r}; give a dict from tag to fetch")
-        tagged[tag] = fetch
-    return tagged
-
-
-def _printable(value: Any) -> Any:
-    """Return a tensor as a NumPy scalar or array; in float32 if NumPy lacks its dtype."""
-    if isinstance(value, torch.Tensor):
-        try:
-            value = value.numpy()
-        except (TypeError, RuntimeError):  # sparse, conjugate, or a dtype that NumPy lacks
-            value = value.to_dense().resolve_conj()
-            value = (value if value.is_complex() else value.float()).numpy()
-    return value[()] if isinstance(value, np.ndarray) else value
-
-
-class _Bare:
-    """Has the ``str`` of its value as ``repr``: a list prints reprs, and that of a NumPy scalar includes its type."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __repr__(self) -> str:
-        return str(self._value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (np.generic, float, int, str)):
-        return str(value)
-    with np.printoptions(suppress=True):
-        return str(map_leaves(lambda leaf: _Bare(leaf) if isinstance(leaf, (np.generic, np.ndarray)) else leaf, value))
