@@ -148,6 +148,8 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield FinalOpsHook({"loss": "loss"}, {"scale": 1.0})
     yield FeedFnHook(lambda: {"scale": 2.0})
     yield GlobalStepWaiterHook(0)
+    yield CallFnHook(print, every_n_steps=10)
+    yield CallFnHook(lambda loss, lr: None, timer=EverySteps(10), at_end=True)
     evaluation = EvaluationHook(lambda model: 0.5, every_n_steps=10, output_dir=folder)
     assert_type(evaluation.values, dict[str, float])
     yield evaluation

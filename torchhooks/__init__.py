@@ -42,6 +42,7 @@ from torchhooks.hook import (
     SessionRunValues,
 )
 from torchhooks.hooks.best import BestCheckpointHook
+from torchhooks.hooks.calling import CallFnHook
 from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.early_stopping import (
     StopIfHigherHook,
@@ -65,6 +66,7 @@ from torchhooks.training import MonitoredTrainingLoop
 __all__ = [
     "AbortedError",
     "BestCheckpointHook",
+    "CallFnHook",
     "CheckpointError",
     "CheckpointSaverHook",
     "CheckpointSaverListener",
