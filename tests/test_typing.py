@@ -149,6 +149,7 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield FeedFnHook(lambda: {"scale": 2.0})
     yield GlobalStepWaiterHook(0)
     yield CallFnHook(print, every_n_steps=10)
+    yield ProfilerHook(save_steps=100, output_dir=folder, show_memory=True, runs=3)
     yield CallFnHook(lambda loss, lr: None, timer=EverySteps(10), at_end=True)
     evaluation = EvaluationHook(lambda model: 0.5, every_n_steps=10, output_dir=folder)
     assert_type(evaluation.values, dict[str, float])

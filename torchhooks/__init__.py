@@ -52,6 +52,7 @@ from torchhooks.hooks.early_stopping import (
 )
 from torchhooks.hooks.evaluation import EvaluationHook
 from torchhooks.hooks.feeding import FeedFnHook
+from torchhooks.hooks.profiling import ProfilerHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
@@ -90,6 +91,7 @@ __all__ = [
     "NanTensorHook",
     "NeverTriggerTimer",
     "NoRunYetError",
+    "ProfilerHook",
     "RunMetadata",
     "RunOptions",
     "Saver",
