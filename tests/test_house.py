@@ -275,7 +275,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return import_in_a_new_process(tmp_path_factory.mktemp("empty"))
 
 
-@pytest.mark.parametrize("heavy", ["tensorboard", "torch.utils.tensorboard", "torch.distributed", "matplotlib"])
+@pytest.mark.parametrize("heavy", ["tensorboard", "torch.utils.tensorboard", "torch.distributed", "matplotlib", "tqdm"])
 def test_an_import_leaves_out_what_only_some_need(imported: dict[str, Any], heavy: str) -> None:
     assert within(heavy, imported["loaded"]) == set()
 

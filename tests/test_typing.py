@@ -149,6 +149,8 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield FeedFnHook(lambda: {"scale": 2.0})
     yield GlobalStepWaiterHook(0)
     yield CallFnHook(print, every_n_steps=10)
+    yield ProgressBarHook(1000, ["loss"])
+    yield ProgressBarHook(values={"l": lambda loss: loss * 2}, log_every_secs=5)
     yield ProfilerHook(save_steps=100, output_dir=folder, show_memory=True, runs=3)
     yield CallFnHook(lambda loss, lr: None, timer=EverySteps(10), at_end=True)
     evaluation = EvaluationHook(lambda model: 0.5, every_n_steps=10, output_dir=folder)

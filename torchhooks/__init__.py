@@ -53,6 +53,7 @@ from torchhooks.hooks.early_stopping import (
 from torchhooks.hooks.evaluation import EvaluationHook
 from torchhooks.hooks.feeding import FeedFnHook
 from torchhooks.hooks.profiling import ProfilerHook
+from torchhooks.hooks.progress_bar import ProgressBarHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
@@ -92,6 +93,7 @@ __all__ = [
     "NeverTriggerTimer",
     "NoRunYetError",
     "ProfilerHook",
+    "ProgressBarHook",
     "RunMetadata",
     "RunOptions",
     "Saver",
