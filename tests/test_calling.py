@@ -50,6 +50,24 @@ def test_the_hook_can_be_used_again() -> None:
     assert steps == [3, 3]
 
 
+def test_with_accumulated_gradients_the_run_that_reaches_a_multiple_calls() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer, runs = torch.optim.SGD(model.parameters()), [0]
+    seen: list[tuple[int, int]] = []
+
+    def step() -> int:
+        runs[0] += 1
+        if runs[0] % 3 == 0:
+            optimizer.step()
+        return runs[0]
+
+    hook = CallFnHook(lambda global_step, loss: seen.append((global_step, loss)), every_n_steps=2)
+    with MonitoredLoop(step, model, optimizer, hooks=[hook], step_unit="optimizer_step") as loop:
+        for _ in range(14):
+            loop.run()
+    assert seen == [(2, 6), (4, 12)]
+
+
 def test_runs_between_two_calls_are_idle() -> None:
     calls: list[int] = []
 
