@@ -1,4 +1,4 @@
-"""On a real GPU: evaluating, stopping early, calling functions, profiling and showing progress do not block the host."""
+"""On a real GPU: evaluation, early stopping, called functions, profiles and the bar do not block the host."""
 
 from __future__ import annotations
 

@@ -390,7 +390,7 @@ def test_refuses_what_is_not_a_function_or_a_timer() -> None:
     with pytest.raises(TypeError, match="evaluate=3: must be a function"):
         EvaluationHook(3, 5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="timer=5: must be an EverySteps"):
-        EvaluationHook(measure, timer=5)
+        EvaluationHook(measure, timer=5)  # type: ignore[arg-type]
 
 
 def test_repr_shows_the_arguments() -> None:

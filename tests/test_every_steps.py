@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchhooks import (
     AbortedError,
@@ -181,6 +182,18 @@ def test_summaries_are_written_at_multiples_also_after_a_resume(start: int, step
         start_step=start,
     )
     assert [step for step, _ in writer.scalars["loss"]] == steps
+
+
+def test_a_summary_that_comes_late_does_not_void_the_points_of_other_hooks(tmp_path: Path) -> None:
+    for losses, start in (([0.1] * 12, 0), ([0.1] * 6, 3)):
+        hooks = [
+            StepCounterHook(output_dir=tmp_path, timer=EverySteps(2)),
+            SummarySaverHook(output_dir=tmp_path, summary_op={"loss": "loss"}, timer=EverySteps(8)),
+        ]
+        trace(*hooks, losses=losses, start_step=start)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [point.step for point in events.Scalars("global_step/sec")] == [2, 6, 8]
+    assert [point.step for point in events.Scalars("loss")] == [8]
 
 
 @pytest.mark.parametrize(("start", "steps"), [(0, [0, 4, 8, 9]), (101, [101, 104, 108, 110])])

@@ -270,6 +270,7 @@ StopAtStepHook(last_step="3")  # E: arg-type
 BestCheckpointHook("run", "loss", save_steps=5, mode="least")  # E: arg-type
 MonitoredTrainingLoop(step, save_checkpoint_steps="5")  # E: arg-type
 LoggingTensorHook(["loss"], formatter=3)  # E: arg-type
+LoggingTensorHook(["loss"], timer=3)  # E: arg-type
 SessionRunArgs(feed_dict=["x"])  # E: arg-type
 """
 

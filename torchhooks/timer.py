@@ -297,7 +297,11 @@ class _Shared:
         return self._timer.last_triggered_step() != self._known
 
 
-def hook_timer(timer: Any, *, at_multiples: bool = False, **periods: Any) -> Timer:
+GivenTimer = EverySteps | SecondOrStepTimer | NeverTriggerTimer
+"""What a hook can be given as its timer. Several hooks can be given the same one."""
+
+
+def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **periods: Any) -> Timer:
     """Return the timer of a hook that was given either ``timer`` or one of ``periods``, the others being ``None``.
 
     A period in steps starts at the last trigger, or, with ``at_multiples``, at a multiple of it.
@@ -315,7 +319,7 @@ def hook_timer(timer: Any, *, at_multiples: bool = False, **periods: Any) -> Tim
         raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
     if isinstance(timer, EverySteps):
         return EverySteps(timer.every_steps)  # triggers by the step alone, so that copies agree
-    if isinstance(timer, SecondOrStepTimer | NeverTriggerTimer):
+    if isinstance(timer, GivenTimer):
         return _Shared(timer)
     raise TypeError(
         f"timer={shown(timer)}: must be an EverySteps, a SecondOrStepTimer or a NeverTriggerTimer, such as "

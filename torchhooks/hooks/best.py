@@ -20,7 +20,7 @@ from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr
-from torchhooks.timer import NOW, Due, hook_timer
+from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
@@ -116,7 +116,7 @@ class BestCheckpointHook(SessionRunHook):
         keep: int = 1,
         name: str = "best",
         async_save: bool = False,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
     ) -> None:
         if mode not in ("max", "min"):
             raise ValueError(

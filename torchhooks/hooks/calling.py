@@ -13,7 +13,7 @@ from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, S
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, NeverTriggerTimer, Timer, hook_timer
+from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer
 
 
 class _Arguments:
@@ -56,7 +56,11 @@ class CallFnHook(SessionRunHook):
     """
 
     def __init__(
-        self, function: Callable[..., object], every_n_steps: int | None = None, timer: Any = None, at_end: bool = False
+        self,
+        function: Callable[..., object],
+        every_n_steps: int | None = None,
+        timer: GivenTimer | None = None,
+        at_end: bool = False,
     ) -> None:
         self._options = {"every_n_steps": every_n_steps, "timer": timer, "at_end": at_end}
         if not callable(function):

@@ -14,7 +14,7 @@ from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import NOW, Due, hook_timer
+from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
 from torchhooks.writers import WriterTarget
 
 _STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE = "global_step/sec", "examples/sec", "waiting_for_data"
@@ -84,7 +84,7 @@ class StepCounterHook(SessionRunHook):
         summary_writer: Any = None,
         *,
         examples_per_step: float | None = None,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "every_n_steps": every_n_steps,

@@ -15,7 +15,7 @@ from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, S
 from torchhooks.log import logger
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import NOW, Due, EverySteps, hook_timer
+from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, hook_timer
 
 
 @runtime_checkable
@@ -23,7 +23,7 @@ class Evaluated(Protocol):
     """A result of an EvaluationHook, such as ``evaluation["accuracy"]``."""
 
     name: str
-    timer: Any
+    timer: GivenTimer
 
     def latest(self) -> tuple[int, Any] | None: ...
 
@@ -31,7 +31,7 @@ class Evaluated(Protocol):
 class _StopByMetric(SessionRunHook):
     """Looks at a metric when a timer triggers, and stops the loop if :meth:`reason_to_stop` returns a reason."""
 
-    def __init__(self, metric: Any, min_steps: int, every_n_steps: int | None, timer: Any) -> None:
+    def __init__(self, metric: Any, min_steps: int, every_n_steps: int | None, timer: GivenTimer | None) -> None:
         self._metric = metric
         self._min_steps = whole_number(min_steps, "min_steps", 0)
         self._evaluated = metric if isinstance(metric, Evaluated) else None
@@ -95,7 +95,13 @@ class _StopIfNoImprovement(_StopByMetric):
     _best_step: int | None
 
     def __init__(
-        self, metric: Any, max_steps: int, min_steps: int, every_n_steps: int | None, timer: Any, name: str | None
+        self,
+        metric: Any,
+        max_steps: int,
+        min_steps: int,
+        every_n_steps: int | None,
+        timer: GivenTimer | None,
+        name: str | None,
     ) -> None:
         super().__init__(metric, min_steps, every_n_steps, timer)
         self._max_steps = whole_number(max_steps, f"max_steps_without_{self._change}", 1)
@@ -179,7 +185,7 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
         min_steps: int = 0,
         *,
         every_n_steps: int | None = None,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(metric, max_steps_without_decrease, min_steps, every_n_steps, timer, name)
@@ -214,7 +220,7 @@ class StopIfNoIncreaseHook(_StopIfNoImprovement):
         min_steps: int = 0,
         *,
         every_n_steps: int | None = None,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(metric, max_steps_without_increase, min_steps, every_n_steps, timer, name)
@@ -230,7 +236,7 @@ class _StopAtThreshold(_StopByMetric):
         min_steps: int = 0,
         *,
         every_n_steps: int | None = None,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
     ) -> None:
         super().__init__(metric, min_steps, every_n_steps, timer)
         try:

@@ -18,7 +18,7 @@ from torchhooks.log import logger
 from torchhooks.readback import is_remote, to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr, did_you_mean, shown
-from torchhooks.timer import NOW, Due, EverySteps, NeverTriggerTimer, SecondOrStepTimer, hook_timer
+from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer
 from torchhooks.writers import WriterTarget
 
 
@@ -74,7 +74,7 @@ class EvaluationHook(SessionRunHook):
         self,
         evaluate: Callable[..., Any],
         every_n_steps: int | None = None,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
         at_start: bool = False,
         at_end: bool = False,
         output_dir: Any = None,
@@ -243,15 +243,16 @@ class EvaluationValue(ComposedFetch):
         return f"evaluation[{self.name!r}]"
 
 
-def _chosen(
-    timer: Any, every_n_steps: int | None, has_other_times: bool
-) -> EverySteps | SecondOrStepTimer | NeverTriggerTimer:
+def _chosen(timer: GivenTimer | None, every_n_steps: int | None, has_other_times: bool) -> GivenTimer:
     if timer is None and every_n_steps is None:
         if not has_other_times:
             raise ValueError("EvaluationHook never evaluates: give every_n_steps, timer, at_start=True or at_end=True")
         return NeverTriggerTimer()
     hook_timer(timer, at_multiples=True, every_n_steps=every_n_steps)  # for its errors
-    return timer if every_n_steps is None else EverySteps(every_n_steps)
+    if every_n_steps is not None:
+        return EverySteps(every_n_steps)
+    assert timer is not None
+    return timer
 
 
 def _points(values: Mapping[str, Any]) -> list[summary.Summary]:

@@ -12,7 +12,7 @@ from torchhooks.hook import RunOptions, SessionRunArgs, SessionRunContext, Sessi
 from torchhooks.log import logger
 from torchhooks.session import Session
 from torchhooks.text import call_repr
-from torchhooks.timer import NOW, Due, hook_timer
+from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
 
 _FLOW_PHASES = ("s", "t", "f")  # the start, the steps and the end of an arrow, in the format of Chrome's traces
 
@@ -55,7 +55,7 @@ class ProfilerHook(SessionRunHook):
         show_memory: bool = False,
         *,
         runs: int = 1,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "save_steps": save_steps,

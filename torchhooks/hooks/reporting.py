@@ -16,7 +16,7 @@ from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, NeverTriggerTimer, Timer, hook_timer
+from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer
 
 
 class LoggingTensorHook(SessionRunHook):
@@ -50,7 +50,7 @@ class LoggingTensorHook(SessionRunHook):
         at_end: bool = False,
         formatter: Callable[[dict[str, Any]], str] | None = None,
         *,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "every_n_iter": every_n_iter,

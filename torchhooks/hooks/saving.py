@@ -17,7 +17,7 @@ from torchhooks.log import logger
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr, shortened
-from torchhooks.timer import NEVER, NOW, Due, hook_timer
+from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer
 from torchhooks.writers import WriterTarget
 
 
@@ -55,7 +55,7 @@ class SummarySaverHook(SessionRunHook):
         scaffold: Scaffold | None = None,
         summary_op: Any = None,
         *,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "save_steps": save_steps,
@@ -103,12 +103,12 @@ class SummarySaverHook(SessionRunHook):
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         writer = self._target.writer
-        if not self._due or writer is None:
+        if writer is None:
             return
         session = run_context.session
         step = session.global_step
         self._target.start_session(session.begun_at, step)
-        if self._due_ops is not None and not self._due_ops.evaluated:
+        if not self._due or (self._due_ops is not None and not self._due_ops.evaluated):
             return
         if step == self._timer.last_triggered_step() or 0 < step == self._step_before == session.begun_at:
             return  # no step was made since the last point, in this process or before a restore
@@ -120,7 +120,10 @@ class SummarySaverHook(SessionRunHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        return NEVER if self._target.writer is None else self._timer.next_due()
+        if self._target.writer is None:
+            return NEVER
+        # A START that is written later would void the points that other hooks write to the same place before it.
+        return self._timer.next_due() if self._target.start_is_written else NOW
 
     def __repr__(self) -> str:
         return call_repr(self, **self._arguments)
@@ -189,7 +192,7 @@ class CheckpointSaverHook(SessionRunHook):
         scaffold: Scaffold | None = None,
         listeners: Iterable[CheckpointSaverListener] | None = None,
         *,
-        timer: Any = None,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "save_secs": save_secs,
