@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -260,6 +261,20 @@ def test_a_resumed_training_run_replaces_the_later_points_of_the_first(tmp_path:
         trace(hook, losses=losses, start_step=start)
     points = EventAccumulator(str(tmp_path)).Reload().Scalars("accuracy")
     assert [point.step for point in points] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_the_point_before_the_first_run_stays(start: int, tmp_path: Path) -> None:
+    file = JsonLinesWriter(tmp_path / "log.jsonl")
+    places: list[dict[str, Any]] = [{"summary_writer": file}, {"output_dir": tmp_path}]
+    for writer in places:
+        hook = EvaluationHook(Evaluating(), every_n_steps=2, at_start=True, **writer)
+        trace(hook, losses=[0.1] * 3, start_step=start)
+    steps = [start, *([2] if start == 0 else [4, 6])]
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars("accuracy")
+    assert [point.step for point in points] == steps
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "accuracy" in line] == steps
 
 
 def measure() -> float:

@@ -130,6 +130,7 @@ class EvaluationHook(SessionRunHook):
         if self._timer.last_triggered_step() is None:
             self._timer.update_last_triggered_step(session.global_step)
         if self._at_start and not self._begun:
+            self._target.start_session(session.begun_at, session.global_step)  # or the START would void this point
             result = self._evaluate(session)
             if not any(map(is_remote, leaves(result.values))):  # otherwise reported in the first run, without waiting
                 self._report_now()
