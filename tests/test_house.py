@@ -63,6 +63,7 @@ PRIVATE_ACCESS = {
     ("torchhooks.gradients", "grad._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.loop", "sys._getframe"): "CPython's only way to the frame of the caller",
     ("torchhooks.devices", "sys._getframe"): "CPython's only way to a frame of the stack",
+    ("torchhooks.hooks.profiling", "torch.autograd._profiler_enabled"): "torch's only way to ask whether it profiles",
     ("torchhooks.summary", "writer._get_file_writer"): "torch's SummaryWriter has no public way to add an event",
 }
 

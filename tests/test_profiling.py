@@ -211,6 +211,43 @@ def test_a_recovery_in_the_middle_starts_another_profile(tmp_path: Path) -> None
     assert (len(timelines(tmp_path / "profiles")), is_profiling()) == (1, False)
 
 
+# -- several hooks ----------------------------------------------------------------------------------------------------
+
+
+def test_two_hooks_share_the_profile_of_a_run(tmp_path: Path) -> None:
+    hooks = [
+        ProfilerHook(save_steps=2, output_dir=tmp_path / "a"),
+        ProfilerHook(save_steps=2, output_dir=tmp_path / "b", show_memory=True, show_dataflow=False),
+    ]
+    Training().train(3, *hooks)
+    phases = [Counter(event["ph"] for event in events(tmp_path / name, 2)) for name in ("a", "b")]
+    assert [bool(each["s"]) for each in phases] == [True, False]
+    assert [bool(each["i"]) for each in phases] == [True, True]  # the memory
+
+
+@pytest.mark.parametrize("several_first", [True, False])
+def test_a_hook_that_is_due_while_another_one_profiles_several_runs_waits(several_first: bool, tmp_path: Path) -> None:
+    hooks = [
+        ProfilerHook(save_steps=3, output_dir=tmp_path / "several", runs=2),
+        ProfilerHook(save_steps=3, output_dir=tmp_path / "single"),
+    ]
+    training = Training()
+    training.train(7, *(hooks if several_first else hooks[::-1]))
+    found = timelines(tmp_path / "several"), timelines(tmp_path / "single")
+    assert found == (([5], [6]) if several_first else ([6], [3, 7]))
+    assert not is_profiling()
+
+
+def test_a_hook_that_is_due_while_the_script_profiles_waits(tmp_path: Path) -> None:
+    training = Training()
+    with MonitoredLoop(training.step, training.model, hooks=[ProfilerHook(save_steps=2, output_dir=tmp_path)]) as loop:
+        with torch.profiler.profile():
+            for _ in range(3):
+                loop.run()
+        loop.run()
+    assert timelines(tmp_path) == [4]
+
+
 # -- other hooks and devices ------------------------------------------------------------------------------------------
 
 

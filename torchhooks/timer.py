@@ -159,7 +159,8 @@ class EverySteps:
         ]
 
     Both hooks take part in the runs that reach steps 100, 200 and 300, and ``accuracy`` is evaluated once in each. A
-    run of several steps triggers if it reaches or passes a multiple. Each hook uses a copy of the timer.
+    run of several steps triggers if it reaches or passes a multiple. A hook that is chosen before the step expects one
+    step, and triggers in the next run if the multiple was further away. Each hook uses a copy of the timer.
 
     Args:
         n: the period in steps, 1 or more and less than 2**63.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+import shutil
+from typing import Any, ClassVar
+
+import torch
 
 from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
@@ -28,8 +31,11 @@ class ProfilerHook(SessionRunHook):
     waits for the device at its end. A StepCounterHook does not count the time that writing the file takes.
 
     With ``runs``, one file contains several consecutive runs and what the loop did between them. The run in which the
-    hook is due then warms the profiler up, and the next ones are recorded. In these runs no other hook can request a
-    trace.
+    hook is due then warms the profiler up, and the next ones are recorded. In these runs no hook of another class can
+    request a trace.
+
+    Torch has one profiler. A hook that is due while it is in use is due in the next run instead. Two hooks that profile
+    the same run share the profile; a hook without arrows comes after one with them.
 
     Args:
         save_steps: the number of steps from one profile to the next.
@@ -45,6 +51,8 @@ class ProfilerHook(SessionRunHook):
     Raises:
         ValueError: not exactly one period is given, or a number is not valid.
     """
+
+    _in_use: ClassVar[dict[ProfilerHook, bool]] = {}  # the hooks that use the profiler, and whether for several runs
 
     def __init__(
         self,
@@ -90,6 +98,10 @@ class ProfilerHook(SessionRunHook):
             return None
         if not self._timer.should_trigger_for_step(self._next_step if self._guesses_step else step + 1):
             return None
+        running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        if running or any(self._in_use.values()) or (self._runs > 1 and self._in_use):
+            return None
+        self._in_use[self] = self._runs > 1
         if self._runs > 1:
             self._start_profiler()
             return None
@@ -102,6 +114,7 @@ class ProfilerHook(SessionRunHook):
             self._timer.update_last_triggered_step(self._step_before)
         self._next_step = self._step_before + 2  # TensorFlow's guess: this run and the next one count one step each
         if self._traces:
+            self._stop_profiler()
             self._save(session, run_values.run_metadata.profile)
         elif self._profiler is not None:
             self._profiler.step()
@@ -134,6 +147,7 @@ class ProfilerHook(SessionRunHook):
         self._profiler.start()
 
     def _stop_profiler(self) -> None:
+        self._in_use.pop(self, None)
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
@@ -151,10 +165,16 @@ class ProfilerHook(SessionRunHook):
             if self._folder:
                 os.makedirs(self._folder, exist_ok=True)
             try:
-                profile.export_chrome_trace(unfinished)
+                # Torch writes a profile only once, and another hook may have had this one written.
+                written = getattr(profile, "torchhooks_path", None)
+                if written is None:
+                    profile.export_chrome_trace(unfinished)
+                else:
+                    shutil.copyfile(written, unfinished)
                 if not self._show_dataflow:
                     _remove_arrows(unfinished)
                 os.replace(unfinished, path)
+                profile.torchhooks_path = path
             except BaseException:
                 if os.path.exists(unfinished):
                     os.remove(unfinished)
