@@ -304,7 +304,7 @@ def _model_value(model: torch.nn.Module | None, name: str) -> Any:
 _parameters: weakref.WeakKeyDictionary[Any, dict[bool, tuple[inspect.Parameter, ...]]] = weakref.WeakKeyDictionary()
 
 
-def _closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+def closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     """Return the parameters of ``closure`` that are names. Cached by function, because ``inspect`` is slow."""
     function = closure.__func__ if isinstance(closure, types.MethodType) else closure
     if not isinstance(function, types.FunctionType):
@@ -424,7 +424,7 @@ class Evaluator:
     def _call_by_name(self, closure: Callable[..., Any]) -> Any:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for parameter in _closure_parameters(closure):
+        for parameter in closure_parameters(closure):
             value = self._argument(closure, parameter)
             if parameter.kind is parameter.KEYWORD_ONLY:
                 kwargs[parameter.name] = value

@@ -14,12 +14,13 @@ from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, SecondOrStepTimer
+from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
 from torchhooks.writers import WriterTarget
 
 _STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE = "global_step/sec", "examples/sec", "waiting_for_data"
 _CURVES = {tag: summary.scalar(tag, tag) for tag in (_STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE)}
 
+_DEFAULT_STEPS = 100
 _MIN_LOGGED_SHARE = 0.01
 _MIN_LOGGED_SECS_PER_STEP = 1e-5  # about what it takes to get an item that is ready
 
@@ -30,6 +31,7 @@ class _Period(NamedTuple):
     """The start of a reporting period, and the pauses within it."""
 
     start: Moment
+    step: int
     data_wait_secs: float | None
     pauses: list[Elapsed]
 
@@ -69,6 +71,7 @@ class StepCounterHook(SessionRunHook):
         output_dir: the folder of the event file to write to.
         summary_writer: the writer to use in place of ``output_dir``. Without either, the rate is only logged.
         examples_per_step: the number of examples in a step, to report ``examples/sec`` as well.
+        timer: the timer to use in place of a period, such as ``EverySteps(100)``, which reports at steps 100 and 200.
 
     Raises:
         ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.
@@ -76,12 +79,13 @@ class StepCounterHook(SessionRunHook):
 
     def __init__(
         self,
-        every_n_steps: int | None = 100,
+        every_n_steps: int | None = _DEFAULT_STEPS,
         every_n_secs: float | None = None,
         output_dir: Any = None,
         summary_writer: Any = None,
         *,
         examples_per_step: float | None = None,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "every_n_steps": every_n_steps,
@@ -89,9 +93,12 @@ class StepCounterHook(SessionRunHook):
             "output_dir": output_dir,
             "summary_writer": summary_writer,
             "examples_per_step": examples_per_step,
+            "timer": timer,
         }
-        self._timer = SecondOrStepTimer.named(every_n_steps=every_n_steps, every_n_secs=every_n_secs)
-        self._every_n_steps = every_n_steps
+        if timer is not None and every_n_steps == _DEFAULT_STEPS:
+            every_n_steps = None  # not given, as far as the hook can tell
+        self._timer = hook_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
+        self._every_n_steps = self._timer.every_steps
         self._examples_per_step = None if examples_per_step is None else _number_of_examples(examples_per_step)
         self._target = WriterTarget(output_dir, summary_writer)
 
@@ -107,6 +114,8 @@ class StepCounterHook(SessionRunHook):
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
             self._timer.reset()
+            self._period = None
+        self._timer.start_at(session.global_step)
         session.on_pause(self._add_pause)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
@@ -115,9 +124,9 @@ class StepCounterHook(SessionRunHook):
         self._runs += 1
         if self._runs == 1:
             self._target.start_session_alone(session.begun_at, step)
-        if self._timer.should_trigger_for_step(step):
-            _, elapsed_steps = self._timer.update_last_triggered_step(step)
-            self._start_period(run_context, elapsed_steps)
+        if self._period is None or self._timer.should_trigger_for_step(step):
+            self._timer.update_last_triggered_step(step)
+            self._start_period(run_context)
         elif self._stall_check_is_due():
             self._warn_if_stalled(step)
         else:
@@ -128,7 +137,7 @@ class StepCounterHook(SessionRunHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        due = self._timer.next_due()
+        due = NOW if self._period is None else self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
         # Also due after that many runs, because a step count that does not advance never reaches due.step.
@@ -141,16 +150,17 @@ class StepCounterHook(SessionRunHook):
         if self._period is not None:
             self._period.pauses.append(pause)
 
-    def _start_period(self, run_context: SessionRunContext, elapsed_steps: int | None) -> None:
+    def _start_period(self, run_context: SessionRunContext) -> None:
         """Start a period, and report on the one that ends here as soon as its duration is known."""
         session = run_context.session
-        ended, started = self._period, _Period(Moment(session.device), session.data_wait_secs, [])
+        ended, started = self._period, _Period(Moment(session.device), session.global_step, session.data_wait_secs, [])
         self._period = started
-        if ended is None or elapsed_steps is None or elapsed_steps < 0:
+        if ended is None or started.step < ended.step:
             return  # this run starts the clock, or the step went back
         duration = Elapsed(ended.start, started.start)
         if any(elapsed.across_devices for elapsed in (duration, *ended.pauses)):
             return  # the model was moved, so no clock has measured the period
+        elapsed_steps = started.step - ended.step
         waiting_share = ended.waiting_share(started)
         report = functools.partial(self._report, session.global_step, time.time(), elapsed_steps, waiting_share)
         # On a GPU, the report is made when the device has passed both moments. A plain number takes a fast path.
