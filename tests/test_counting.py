@@ -113,6 +113,89 @@ def test_a_late_report_has_the_step_and_the_wall_time_of_its_run(tmp_path: Path)
     assert all(times[point.step - 1] <= point.wall_time <= times[point.step] for point in points)
 
 
+@pytest.mark.parametrize("secs", [0.0, 1.0], ids=["no time passed", "only pauses"])
+def test_a_period_that_takes_no_time_is_not_reported(secs: float) -> None:
+    training = Training(examples_per_step=8)
+    training.step_secs = 0.0
+
+    def pause_in_every_run(loop: Loop) -> None:
+        for _ in range(5):
+            loop.run()
+            with loop.session.paused():
+                training.clock.advance(secs)
+
+    assert training.drive(pause_in_every_run) == {}
+    assert training.lines == []
+
+
+def test_a_period_that_is_shorter_than_its_pauses_is_not_reported() -> None:
+    with FakeDevice(lag=0) as device:
+
+        def pause(loop: Loop) -> None:
+            five_runs(loop)
+            device.speed = 10.0  # the device's clock jumps within the pause
+            with loop.session.paused():
+                device.speed = 20.0
+            device.speed = 1.0
+            five_runs(loop)
+
+        rates = [rate for _, rate in Training().drive(pause)[RATE]]
+    assert rates
+    assert all(0 < rate < 2 for rate in rates)
+
+
+class Elsewhere(torch.nn.Module):
+    """A model whose only parameter is on the device that it is told."""
+
+    where = torch.device("cpu")
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        with self.where:
+            yield torch.nn.Parameter(torch.ones(1))
+
+
+def test_a_period_in_which_the_model_moved_to_another_device_is_not_reported() -> None:
+    model, writer = Elsewhere(), RecordingWriter()
+    with (
+        FakeClock() as clock,
+        MonitoredLoop(lambda: clock.advance(1.0), model, hooks=[StepCounterHook(2, summary_writer=writer)]) as loop,
+    ):
+        for run in range(9):
+            model.where = torch.device("cpu" if run < 4 else "meta")
+            loop.run()
+    assert writer.scalars == {RATE: [(3, 1.0), (7, 1.0), (9, 1.0)]}
+
+
+def test_a_period_with_a_pause_in_which_the_model_moved_is_not_reported() -> None:
+    model, writer = Elsewhere(), RecordingWriter()
+    hooks = [StepCounterHook(2, summary_writer=writer)]
+    with FakeClock() as clock, MonitoredLoop(lambda: clock.advance(1.0), model, hooks=hooks) as loop:
+        loop.run()
+        with loop.session.paused():
+            model.where = torch.device("meta")
+        model.where = torch.device("cpu")
+        for _ in range(4):
+            loop.run()
+    assert writer.scalars == {RATE: [(5, 1.0)]}
+
+
+def test_the_start_of_a_period_is_not_waited_for_either() -> None:
+    """The start is an event of a stream that lags further than the one of the end."""
+    waits: list[int] = []
+
+    def two_streams(loop: Loop) -> None:
+        with device.on_stream("slow", lag=6):
+            loop.run()
+        for _ in range(20):
+            loop.run()
+        waits.append(device.waits)
+
+    with FakeDevice(lag=1) as device:
+        curves = Training().drive(two_streams)
+    assert waits == [0]
+    assert curves[RATE] == [(step, 1.0) for step in range(3, 22, 2)]
+
+
 # -- pauses -----------------------------------------------------------------------------------------------------------
 
 

@@ -102,6 +102,8 @@ class _FakeEvent:
             self._device.progress = self._done_at
 
     def secs_since(self, earlier: _FakeEvent) -> float:
+        if self._device.progress < max(self._done_at, earlier._done_at):
+            raise RuntimeError("the device has not reached both events")  # like CUDA's error "device not ready"
         return self.secs - earlier.secs
 
 

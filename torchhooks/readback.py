@@ -87,9 +87,10 @@ copiers: dict[str, Copier] = {"cuda": CudaCopier()}
 class Moment:
     """A point in time, on the host's clock and, if there is a copier for ``device``, on the device's."""
 
-    __slots__ = ("event", "secs")
+    __slots__ = ("device", "event", "secs")
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.secs = time.monotonic()
         copier = copiers.get(device.type)
         self.event = None if copier is None else copier.event(device)
@@ -98,18 +99,25 @@ class Moment:
 class Elapsed:
     """The time between two moments: a value that ``when_ready`` turns into seconds, of device time if possible."""
 
-    __slots__ = ("_begun", "event", "host_secs")
+    __slots__ = ("across_devices", "events", "host_secs")
 
     def __init__(self, start: Moment, end: Moment) -> None:
         self.host_secs = end.secs - start.secs
         """The seconds on the host's clock."""
-        self.event = None if start.event is None else end.event
-        """The event that the device has to reach before the time is known; ``None`` if the time is known already."""
-        self._begun = start.event
+        self.across_devices = start.device != end.device
+        """Whether the moments are of two devices, so that no device has measured the time between them."""
+        self.events: tuple[DeviceEvent, ...] = ()
+        """The events that the device has to reach before the time is known; none if the time is known already."""
+        # Both of them: the start may be an event of another stream, which the device reaches after the end.
+        if start.event is not None and end.event is not None and not self.across_devices:
+            self.events = start.event, end.event
 
     def secs(self) -> float:
-        """Return the seconds. The device must have reached :attr:`event`."""
-        return self.host_secs if self.event is None else self.event.secs_since(self._begun)
+        """Return the seconds. The device must have reached :attr:`events`."""
+        if not self.events:
+            return self.host_secs
+        start, end = self.events
+        return end.secs_since(start)
 
 
 _Routes = dict[torch.device, tuple[Copier, Hashable]]
@@ -314,8 +322,8 @@ def to_host(values: Any) -> Any:
 
 def _leaf_to_host(value: Any) -> Any:
     if isinstance(value, Elapsed):
-        if value.event is not None:
-            value.event.wait()  # waits for the device
+        for event in value.events:
+            event.wait()  # waits for the device
         return value.secs()
     if not is_remote(value):
         return value
@@ -365,8 +373,7 @@ class _Needs:
                 self.conversion = self.snapshots = True
         elif isinstance(leaf, Elapsed):
             self.conversion = True
-            if leaf.event is not None:
-                self.events.append(leaf.event)
+            self.events += leaf.events
         elif isinstance(leaf, np.ndarray):
             self.snapshots = True
         return leaf

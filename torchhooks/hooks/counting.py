@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ class _Period(NamedTuple):
             return None
         # The host waits for data, so this is a share of the host's time, also if the rate is measured on a device.
         host_secs = end.start.secs - self.start.secs - sum(pause.host_secs for pause in self.pauses)
-        return (end.data_wait_secs - self.data_wait_secs) / host_secs
+        return (end.data_wait_secs - self.data_wait_secs) / host_secs if host_secs > 0 else None
 
 
 class StepCounterHook(SessionRunHook):
@@ -47,8 +46,9 @@ class StepCounterHook(SessionRunHook):
 
     The first run starts the clock, and a report follows each time a full period has passed since the previous one, so
     ``every_n_steps=10`` reports at steps 11, 21 and 31. The rate thus excludes the first step, with its compilation and
-    warm-up, and also all time inside ``with session.paused():``. A period in which the step went back is not reported.
-    If a whole period passes without any step, the hook logs a warning, once.
+    warm-up, and also all time inside ``with session.paused():``. A period is not reported if the step went back, if the
+    model moved to another device, or if no time passed by the clock. If a whole period passes without any step, the
+    hook logs a warning, once.
 
     Unlike TensorFlow, the time on a GPU is measured by the GPU, between two events that are read after they have
     passed. The host never waits for it, and steps that are only queued are not counted as made. The report therefore
@@ -147,18 +147,22 @@ class StepCounterHook(SessionRunHook):
         self._period = started
         if ended is None or elapsed_steps is None or elapsed_steps < 0:
             return  # this run starts the clock, or the step went back
+        duration = Elapsed(ended.start, started.start)
+        if any(elapsed.across_devices for elapsed in (duration, *ended.pauses)):
+            return  # the model was moved, so no clock has measured the period
         waiting_share = ended.waiting_share(started)
         report = functools.partial(self._report, session.global_step, time.time(), elapsed_steps, waiting_share)
         # On a GPU, the report is made when the device has passed both moments. A plain number takes a fast path.
-        duration = Elapsed(ended.start, started.start)
-        secs = duration.host_secs if duration.event is None else duration
+        secs = duration if duration.events else duration.host_secs
         run_context.when_ready((secs, tuple(ended.pauses)), report)
 
     def _report(self, step: int, wall_time: float, steps: int, waiting_share: float | None, times: _Times) -> None:
         """Log and write the rates of a period of ``steps`` steps, which ended at ``step`` and ``wall_time``."""
         duration, pauses = times
         secs = duration - sum(pauses)
-        rate = steps / secs if secs > 0 else math.inf
+        if secs <= 0:
+            return  # shorter than the resolution of the clock, or the pauses were measured on another stream
+        rate = steps / secs
         values = {_STEPS_RATE: rate}
         logger.info("%s: %g", _STEPS_RATE, rate)
         if self._examples_per_step is not None:
