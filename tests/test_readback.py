@@ -202,6 +202,38 @@ def test_an_earlier_request_without_a_deadline_is_answered_first(readback: Readb
     assert order == ["unbounded", "bounded"]
 
 
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_request_is_copied_on_its_own_stream(device: FakeDevice, readback: Readback) -> None:
+    got: list[float] = []
+    readback.request(on_device(1.0), got.append)
+    with device.on_stream("side"):
+        readback.request(on_device(2.0), got.append)
+    readback.drain()
+    assert (plain(got), device.streams) == ([1.0, 2.0], ["default", "side"])
+
+
+def test_requests_of_one_stream_share_a_batch(device: FakeDevice, readback: Readback) -> None:
+    for stream in ("a", "b", "a"):
+        with device.on_stream(stream):
+            readback.request(on_device(1.0), lambda _: None)
+    readback.drain()
+    assert device.streams == ["a", "b"]
+
+
+def test_the_stream_of_a_callback_does_not_affect_the_next_run(readback: Readback) -> None:
+    with FakeDevice(lag=0) as device:
+        with device.on_stream("side"):
+            readback.request(
+                on_device(1.0), lambda value: readback.request(on_device(2.0), lambda _: None), max_lag_runs=0
+            )
+            readback.end_run()
+        readback.request(on_device(3.0), lambda _: None)
+        readback.drain()
+    assert device.streams == ["side", "side", "default"]
+
+
 # -- what arrives -----------------------------------------------------------------------------------------------------
 
 

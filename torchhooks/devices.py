@@ -39,6 +39,7 @@ class FakeDevice:
     Attributes:
         copies: how many tensors were copied.
         batches: how many batches of copies were started.
+        streams: the name of the stream on which each batch was copied, see :meth:`on_stream`.
         waits: how many times the host waited for work that was not done.
         progress: how far the device is, in runs. Each poll that finds unfinished work advances it by one, because a run
             that finds its oldest work unfinished polls nothing else.
@@ -48,20 +49,39 @@ class FakeDevice:
         self.lag = lag
         self.speed = speed
         self.copies = self.batches = self.waits = self.progress = 0
+        self.streams: list[Hashable] = []
+        self._stream = "default"
+        self._stream_lag: int | None = None
         self._replaced: list[Copier | None] = []
+
+    @contextmanager
+    def on_stream(self, name: str, lag: int | None = None) -> Iterator[None]:
+        """Queue work on the stream ``name`` in this ``with`` block, like ``torch.cuda.stream``.
+
+        Args:
+            name: any name; outside of the block the stream is ``"default"``.
+            lag: the lag of events that are recorded on the stream, if it differs from that of the device.
+        """
+        before = self._stream, self._stream_lag
+        self._stream, self._stream_lag = name, lag
+        try:
+            yield
+        finally:
+            self._stream, self._stream_lag = before
 
     # The methods of a Copier:
 
     def stream(self, device: torch.device) -> Hashable:
-        return device  # the only stream
+        return self._stream
 
     def start(self, tensors: Sequence[torch.Tensor], stream: Hashable) -> _FakeTransfer:
         self.batches += 1
         self.copies += len(tensors)
-        return _FakeTransfer(self, tensors)
+        self.streams.append(stream)
+        return _FakeTransfer(self, self.lag, tensors)
 
     def event(self, device: torch.device) -> _FakeEvent:
-        return _FakeEvent(self)
+        return _FakeEvent(self, self.lag if self._stream_lag is None else self._stream_lag)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return not hasattr(tensor, "is_on_fake_host")
@@ -85,9 +105,9 @@ class FakeDevice:
 
 
 class _FakeEvent:
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device: FakeDevice, lag: int) -> None:
         self._device = device
-        self._done_at = device.progress + device.lag
+        self._done_at = device.progress + lag
         self.secs = time.monotonic() * device.speed
 
     def done(self) -> bool:
@@ -108,8 +128,8 @@ class _FakeEvent:
 
 
 class _FakeTransfer(_FakeEvent):
-    def __init__(self, device: FakeDevice, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(device)
+    def __init__(self, device: FakeDevice, lag: int, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(device, lag)
         self._packed = [(indexes, packed.clone()) for indexes, packed in pack(tensors)]
 
     def tensors(self) -> list[torch.Tensor]:

@@ -159,7 +159,6 @@ class Readback:
         """Whether any callback is waiting for its values."""
         self._runs = 0
         self._send_by_run, self._send_by_time = 0, 0.0  # the queued requests are sent once either is reached
-        self._routes: _Routes = {}
         self._queued: list[Request] = []
         self._in_flight: deque[_Batch] = deque()
         self._arrived: deque[tuple[Request, dict[int, torch.Tensor]]] = deque()
@@ -209,7 +208,7 @@ class Readback:
             deadline = self._runs + max_lag_runs
             # Half of the time is for filling the batch, the other half for the copy to arrive without blocking.
             self._send_by_run = min(self._send_by_run, self._runs + max_lag_runs // 2)
-        routes = self._routes_of(needs.tensors)
+        routes = _routes_of(needs.tensors)
         self._queued.append(Request(values, callback, needs.tensors, needs.events, routes, made_by, step, deadline))
         self.waiting = True
         self._wake()
@@ -225,7 +224,6 @@ class Readback:
         """
         if self._queued and (self._runs >= self._send_by_run or time.monotonic() >= self._send_by_time):
             self._send()
-        self._routes = {}
         while self._in_flight and (self._in_flight[0].done() or self._is_overdue()):
             self._receive()
         self._runs += 1
@@ -240,7 +238,6 @@ class Readback:
             while self._in_flight:
                 attempt(self._receive)
             attempt(self._deliver)
-        self._routes = {}
         self.waiting = False
         attempt.raise_errors("several errors in when_ready callbacks")
 
@@ -250,16 +247,6 @@ class Readback:
             self.drain()
         finally:
             self._closed = True
-
-    def _routes_of(self, tensors: Iterable[torch.Tensor]) -> _Routes:
-        """Return the copier and the stream for each device of ``tensors``."""
-        # Looked up in the run that computes the values: the batch may be sent in a later one, with another stream.
-        for tensor in tensors:
-            device = tensor.device
-            if device not in self._routes:
-                copier = copiers[device.type]
-                self._routes[device] = copier, copier.stream(device)
-        return self._routes
 
     def _is_overdue(self) -> bool:
         return any(self._runs >= batch.deadline for batch in self._in_flight)
@@ -377,6 +364,19 @@ class _Needs:
         elif isinstance(leaf, np.ndarray):
             self.snapshots = True
         return leaf
+
+
+def _routes_of(tensors: Iterable[torch.Tensor]) -> _Routes:
+    """Return the copier and the current stream for each device of ``tensors``."""
+    # Looked up for every request: its snapshots were queued on these streams, and only copies on the same streams
+    # follow them. The batch may be sent later, when other streams are current.
+    routes: _Routes = {}
+    for tensor in tensors:
+        device = tensor.device
+        if device not in routes:
+            copier = copiers[device.type]
+            routes[device] = copier, copier.stream(device)
+    return routes
 
 
 def _can_copy_async(tensor: torch.Tensor) -> bool:
