@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ARGUMENTS = {
     "checkpoint": ["--megabytes", "12", "--rounds", "1"],
+    "histograms": ["--elements", "10000", "--rounds", "1"],
     "overhead": ["--runs", "200", "--rounds", "1"],
     "soak": ["--runs", "1000"],
 }

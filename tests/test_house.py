@@ -37,7 +37,9 @@ FLOORS: list[set[str]] = [
         "preemption",
         "recovery",
     },
-    {"ending", "readback", "step", "summary", "watch"},
+    {"ending", "readback", "step", "watch"},
+    {"histograms"},
+    {"summary"},
     {"jsonl", "snapshot", "state", "writers"},
     {"checkpoint"},
     # the session and the contract

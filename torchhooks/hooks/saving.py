@@ -75,8 +75,8 @@ class SummarySaverHook(SessionRunHook):
         self._due = False
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
-        self._request = SessionRunArgs(self._ops)
         writer = self._target.open()
+        self._request = SessionRunArgs(summary.requests(self._ops, writer))
         if writer is None:
             logger.warning("%r has neither output_dir nor summary_writer: it writes nothing", self)
         else:
