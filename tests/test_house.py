@@ -40,7 +40,7 @@ FLOORS: list[set[str]] = [
     {"ending", "readback", "step", "watch"},
     {"histograms"},
     {"summary"},
-    {"jsonl", "snapshot", "state", "writers"},
+    {"jsonl", "snapshot", "state", "trackers", "writers"},
     {"checkpoint"},
     # the session and the contract
     {"session"},
@@ -277,7 +277,9 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return import_in_a_new_process(tmp_path_factory.mktemp("empty"))
 
 
-@pytest.mark.parametrize("heavy", ["tensorboard", "torch.utils.tensorboard", "torch.distributed", "matplotlib"])
+@pytest.mark.parametrize(
+    "heavy", ["tensorboard", "torch.utils.tensorboard", "torch.distributed", "matplotlib", "wandb", "mlflow"]
+)
 def test_an_import_leaves_out_what_only_some_need(imported: dict[str, Any], heavy: str) -> None:
     assert within(heavy, imported["loaded"]) == set()
 

@@ -53,6 +53,7 @@ from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
 from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.trackers import MlflowWriter, WandbWriter
 from torchhooks.training import MonitoredTrainingLoop
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "LifecycleError",
     "LoggingTensorHook",
     "LooperThread",
+    "MlflowWriter",
     "MonitoredLoop",
     "MonitoredTrainingLoop",
     "NanLossDuringTrainingError",
@@ -97,6 +99,7 @@ __all__ = [
     "SummaryWriter",
     "SummaryWriterCache",
     "TorchHooksError",
+    "WandbWriter",
     "best_checkpoint",
     "latest_checkpoint",
     "list_checkpoints",

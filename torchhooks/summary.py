@@ -45,6 +45,7 @@ from torchhooks.closing import Attempts
 from torchhooks.fetch import ComposedFetch, GroupRates, snapshot
 from torchhooks.histograms import END, Counts, as_histogram, can_count, count, count_array
 from torchhooks.log import logger
+from torchhooks.text import shown
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
@@ -432,6 +433,39 @@ def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path 
     else:
         # torch's SummaryWriter has no public method that writes an event and opens a new file after a close.
         writer._get_file_writer().add_event(events.Event(session_log=log), step)
+
+
+def write_config(writer: Any, config: Mapping[str, Any]) -> None:
+    """Write what describes a training run as a whole, the ``metadata`` of its loop.
+
+    A writer with ``add_config(config)`` gets it as it is. torch's writer writes TensorBoard's hparams, into the same
+    event file as the curves. With any other writer this is a no-op.
+    """
+    if type(writer) is tuple:
+        for one in writer:
+            write_config(one, config)
+    elif callable(getattr(writer, "add_config", None)):
+        writer.add_config(config)
+    elif _takes_walltime(writer, "_get_file_writer"):
+        hparams = _tensorboard("torch.utils.tensorboard.summary").hparams
+        # Without the first part, which has a list of metrics, TensorBoard's dashboard lists all curves. The last part
+        # says that the training run is over. torch's add_hparams would write all of it into a folder of its own.
+        _, started, _ = hparams(flat_config(config), {})
+        writer._get_file_writer().add_summary(started)
+
+
+def flat_config(config: Mapping[Any, Any]) -> dict[str, bool | int | float | str]:
+    """Return ``config`` without nested mappings: ``{"model": {"width": 3}}`` becomes ``{"model.width": 3}``.
+
+    A value other than a number or a string becomes its repr.
+    """
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{rest}": part for rest, part in flat_config(value).items()}
+        else:
+            flat[str(name)] = value if isinstance(value, (bool, int, float, str)) else shown(value)
+    return flat
 
 
 def _ops(summary_op: Any) -> Iterator[SummaryOp]:

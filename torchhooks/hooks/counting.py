@@ -67,7 +67,8 @@ class StepCounterHook(SessionRunHook):
         every_n_steps: the period in steps.
         every_n_secs: the period in seconds; requires ``every_n_steps=None``.
         output_dir: the folder of the event file to write to.
-        summary_writer: the writer to use in place of ``output_dir``. Without either, the rate is only logged.
+        summary_writer: the writer, or a list of several, to use in place of ``output_dir``. Without either, the rate is
+            only logged.
         examples_per_step: the number of examples in a step, to report ``examples/sec`` as well.
 
     Raises:
@@ -105,7 +106,8 @@ class StepCounterHook(SessionRunHook):
             summary.check_writer(self._target.writer)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
+        last_step = self._timer.last_triggered_step()
+        if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
         session.on_pause(self._add_pause)
 

@@ -35,7 +35,7 @@ class SummarySaverHook(SessionRunHook):
         save_steps: the number of steps from one summary to the next.
         save_secs: the number of seconds from one summary to the next; give exactly one of the two periods.
         output_dir: the folder of the event file.
-        summary_writer: the writer; give at most one of it and ``output_dir``.
+        summary_writer: the writer, or a list of several; give at most one of it and ``output_dir``.
         scaffold: the scaffold whose ``summary_op`` is written.
         summary_op: what to write: a mapping of tags to fetches, :func:`torchhooks.summary.histogram` and its siblings,
             or a list of these; give exactly one of it and ``scaffold``.
@@ -83,7 +83,8 @@ class SummarySaverHook(SessionRunHook):
             summary.check_writer(writer, self._ops)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
+        last_step = self._timer.last_triggered_step()
+        if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
