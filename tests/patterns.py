@@ -6,10 +6,12 @@ computes nothing itself, and forks a process for every attempt.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -19,6 +21,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -324,9 +327,11 @@ def pattern(
 REPEATED = "runs when the checkpoint was saved. It is yielded again"
 MADE_TWICE = "runs were made before until_stop's DataLoader continued"
 ITERATOR = "is an iterator, so it continues where it is"
-COUNTER = "starts at 0 again"
+VARIABLES = "such as a counter or another iterator, start over"
 GUARD = "the body left until_stop because should_stop() was true"
 LEFT_WITH_BREAK = "left it with a break"
+NOT_REACHED = "the checkpoint was saved in a later one, which this process has not begun"
+NO_POSITION = "has no position in the data"
 OUTSIDE = "was saved in a run, and before the next run"
 
 # -- what is iterated -------------------------------------------------------------------------------------------------
@@ -594,7 +599,7 @@ def enumerate_outside(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(COUNTER)
+@pattern(VARIABLES)
 def enumerate_outside_counter(job: Job) -> None:
     """The counter decides what happens."""
     loader = job.loader(shuffle=True)
@@ -606,7 +611,7 @@ def enumerate_outside_counter(job: Job) -> None:
                     job.validate()
 
 
-@pattern(COUNTER, steps=(2, 3, 4), last=6)
+@pattern(VARIABLES, steps=(2, 3, 4), last=6)
 def enumerate_outside_limit(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -624,6 +629,48 @@ def limit(job: Job) -> None:
         for _ in loop.until_stop(range(EPOCHS)):
             for batch in loop.until_stop(loader, limit=3):  # type: ignore[call-arg, unused-ignore]
                 loop.run(batch)
+
+
+@pattern(VARIABLES, steps=(2, 4), last=6)
+def sliced_outside(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in itertools.islice(loop.until_stop(loader), 3):
+                loop.run(batch)
+
+
+@pattern(VARIABLES)
+def zip_outside(job: Job) -> None:
+    """Only one of the two loaders goes through until_stop."""
+    one, other = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for pair in zip(loop.until_stop(one), other, strict=False):
+                loop.run(pair[0] + pair[1])
+
+
+@pattern(steps=(2, 4, 5, 6))
+def chained_outside(job: Job) -> None:
+    one, other = job.loader(shuffle=True), job.loader()
+    with job.loop() as loop:
+        for batch in itertools.chain(loop.until_stop(one), loop.until_stop(other)):
+            loop.run(batch)
+
+
+@pattern(VARIABLES)
+def iterator_in_a_variable(job: Job) -> None:
+    """A number of steps goes through until_stop, and the batches come from an iterator that is started again."""
+    loader = job.loader(shuffle=True)
+    batches = iter(loader)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                batch = next(batches)
+            loop.run(batch)
 
 
 @pattern()
@@ -817,6 +864,30 @@ def scheduler_on_plateau(job: Job) -> None:
             plateau.step(job.validate())
 
 
+@pattern()
+def rate_by_global_step(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                for group in job.optimizer.param_groups:
+                    group["lr"] = 0.01 / (1 + loop.global_step)
+                loop.run(batch)
+
+
+@pattern(VARIABLES)
+def scheduler_on_a_loss_in_a_variable(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
+    with job.loop(state={"plateau": plateau}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            total = 0.0
+            for batch in loop.until_stop(loader):
+                total += loop.run(batch).item()
+            plateau.step(total)
+            job.saw(total)
+
+
 # -- what else the body does ------------------------------------------------------------------------------------------
 
 
@@ -833,6 +904,21 @@ def validation_per_epoch(job: Job) -> None:
 @pattern()
 def signal_in_validation(job: Job) -> None:
     late_signal(job, guard=False)
+
+
+@pattern()
+def signal_between_inner_loops(job: Job) -> None:
+    """The scheduler and a validation come between two inner loops, and the signal in the latter."""
+    job.signal_comes_late = True
+    one, other = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(one, limit=2):
+                loop.run(batch)
+            job.scheduler.step()
+            job.validate()
+            for batch in loop.until_stop(other, limit=2):
+                loop.run(batch)
 
 
 @pattern(GUARD)
@@ -918,6 +1004,58 @@ def average_in_body(job: Job) -> None:
             for batch in loop.until_stop(loader):
                 loop.run(batch)
                 average.update_parameters(job.model)
+
+
+@pattern()
+def adversary_in_body(job: Job) -> None:
+    """A second model, whose optimizer steps in the body before the run."""
+    loader, adversary = job.loader(shuffle=True), nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(adversary.parameters(), lr=0.01)
+    with job.loop(state={"adversary": adversary, "its optimizer": optimizer}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                optimizer.zero_grad()
+                loss = adversary(job.model(batch).detach()).mean() - adversary(batch).mean()
+                loss.backward()
+                optimizer.step()
+                loop.run(batch)
+
+
+@pattern()
+def teacher_copied_into_state(job: Job) -> None:
+    """Each epoch starts with a copy of the model, which the steps use."""
+    loader, teacher = job.loader(shuffle=True), copy.deepcopy(job.model).eval()
+
+    def step(batch: Tensor) -> Tensor:
+        return job.step(batch + teacher(batch).detach())
+
+    with job.loop(step, state={"teacher": teacher}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            teacher.load_state_dict(job.model.state_dict())
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+class Buffer:
+    """A replay buffer with a state."""
+
+    def __init__(self) -> None:
+        self.values: deque[Tensor] = deque(maxlen=3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values = deque(state["values"], maxlen=3)
+
+
+@pattern()
+def replay_buffer(job: Job) -> None:
+    buffer = Buffer()
+    with job.loop(state={"buffer": buffer}) as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            buffer.values.append(torch.randn(1))
+            loop.run(torch.stack([random.choice(buffer.values) for _ in range(2)]))
 
 
 @pattern()
@@ -1101,6 +1239,22 @@ def caught_and_continued(job: Job) -> None:
                     job.saw("caught", number)
 
 
+@pattern(steps=(2, 3, 4, 5), last=None)
+def caught_around_until_stop(job: Job) -> None:
+    """An error ends one epoch early."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            try:
+                for batch in loop.until_stop(loader):
+                    loop.run(batch)
+                    if loop.global_step == 3:
+                        raise ValueError("a bad epoch")
+            except ValueError:
+                job.saw("caught")
+            job.validate()
+
+
 @pattern(steps=(2, 3, 4), last=6)
 def held_generator(job: Job) -> None:
     """A variable holds the generator of until_stop after the ``break``."""
@@ -1128,6 +1282,39 @@ def taken_by_next(job: Job) -> None:
             job.validate()
 
 
+@pattern(last=None)
+def started_again_at_its_end(job: Job) -> None:
+    """The script calls next(), and until_stop again when the data have ended."""
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        batches = loop.until_stop(loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if loop.should_stop():
+                    break
+                job.scheduler.step()
+                batches = loop.until_stop(loader)
+                continue
+            loop.run(batch)
+
+
+@pattern()
+def generator_of_the_script(job: Job) -> None:
+    """The nested loops are in a generator function, and the runs outside of it."""
+    loader = job.loader(shuffle=True)
+
+    def batches(loop: Loop) -> Iterator[Tensor]:
+        for _ in loop.until_stop(range(EPOCHS)):
+            yield from loop.until_stop(loader)
+            job.scheduler.step()
+
+    with job.loop() as loop:
+        for batch in batches(loop):
+            loop.run(batch)
+
+
 # -- phases, and several runs -----------------------------------------------------------------------------------------
 
 
@@ -1140,6 +1327,30 @@ def two_phases(job: Job) -> None:
         job.model[0].requires_grad_(False)
         for batch in loop.until_stop(job.loader(shuffle=True)):
             loop.run(batch)
+
+
+@pattern(NOT_REACHED, steps=(6,), last=STEPS)
+def phase_skipped_by_hand(job: Job) -> None:
+    """The script skips the first phase itself, so the second one counts as the first."""
+    with job.loop() as loop:
+        if loop.global_step < BATCHES:
+            for batch in loop.until_stop(job.loader(shuffle=True)):
+                loop.run(batch)
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+
+
+@pattern(NOT_REACHED)
+def validation_at_some_epoch_starts(job: Job) -> None:
+    """Whether an until_stop begins depends on the step, which is another one when the epoch is yielded again."""
+    loader, validation = job.loader(shuffle=True), job.loader()
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            if loop.global_step % BATCHES == 0:
+                for batch in loop.until_stop(validation):
+                    job.saw(batch)
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
 
 
 @pattern(steps=(2, 4, 5, 6))
@@ -1287,6 +1498,17 @@ def while_not_should_stop(job: Job) -> None:
     with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
         while not loop.should_stop():
             loop.run(torch.randn(2, 1))
+
+
+@pattern(NO_POSITION, last=None)
+def while_not_should_stop_around_a_loader(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        while not loop.should_stop():
+            for batch in loader:
+                if loop.should_stop():
+                    break
+                loop.run(batch)
 
 
 @pattern(OUTSIDE, last=None)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 ARGUMENTS = {
     "checkpoint": ["--megabytes", "12", "--rounds", "1"],
+    "gpu": ["--device", "cpu", "--runs", "40", "--rounds", "1"],
     "histograms": ["--elements", "10000", "--rounds", "1"],
     "overhead": ["--runs", "200", "--rounds", "1"],
     "soak": ["--runs", "1000"],
@@ -54,6 +56,20 @@ def test_a_benchmark_prints_every_budget_and_whether_it_was_met(ran: Ran) -> Non
 
 def test_a_benchmark_records_the_machine(ran: Ran) -> None:
     assert {"cpu", "cores", "python", "torch"} <= ran.document["machine"].keys()
+
+
+def test_the_first_hour_on_a_gpu_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
+    parts = ["tests", "streams", "saving", "in_place", "lost"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "first_hour_on_a_gpu.py"), "--only", *parts]
+    options = ["--repeat", "0", "--gigabytes", "0.01", "--results", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in parts:
+        assert f"## {part}: " in done.stdout
+    assert (tmp_path / "first_hour_on_a_gpu.md").read_text() in done.stdout
+    if not torch.cuda.is_available():
+        assert "## tests: skipped" in done.stdout
+        assert "## streams: passed" in done.stdout
 
 
 def test_a_benchmark_prints_markdown_tables(ran: Ran) -> None:

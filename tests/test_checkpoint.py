@@ -1080,6 +1080,29 @@ def test_the_memory_of_the_copies_is_reused(tmp_path: Path) -> None:
     assert not {first, second} & {tensor.data_ptr() for tensor in tensors}
 
 
+@pytest.mark.parametrize("numel", [10, 1000])
+def test_the_copies_of_many_tensors_share_one_block_of_memory(numel: int, tmp_path: Path) -> None:
+    saver, tensors = Saver(async_save=True), [torch.full((numel,), float(number)) for number in range(50)]
+    with FakeDevice() as device:
+        for step in (1, 2):
+            path = saver.save(boxed(tensors), tmp_path / "model.ckpt", step)
+        saver.close()
+    assert len(device.allocations) == 1
+    assert 50 * 4 * numel <= device.allocations[0] <= 50 * (4 * numel + 64)
+    assert [value.tolist() for value in value_in(path)] == [tensor.tolist() for tensor in tensors]
+    assert os.path.getsize(path) < 50 * (4 * numel + 300) + 50_000  # each tensor is written on its own
+
+
+def test_a_block_of_memory_has_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchhooks.snapshot._BLOCK", 1000)
+    saver = Saver(async_save=True)
+    with FakeDevice() as device:
+        path = saver.save(boxed([torch.ones(numel) for numel in (100, 100, 100, 1000, 1)]), tmp_path / "model.ckpt", 1)
+        saver.close()
+    assert device.allocations == [896, 448, 4032, 64]
+    assert [value.numel() for value in value_in(path)] == [100, 100, 100, 1000, 1]
+
+
 def resident_megabytes() -> float:
     text = Path("/proc/self/status").read_text()
     (kilobytes,) = re.findall(r"VmRSS:\s+(\d+) kB", text)

@@ -502,6 +502,159 @@ def test_without_guards_no_checkpoint_is_refused() -> None:
     assert Session().why_no_checkpoint() is None
 
 
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+FAR = 1000
+"""A lag, in runs, that is longer than any test."""
+
+
+class Waiting(SessionRunHook):
+    """Passes the loss to a callback in every run, and records in which runs it arrived."""
+
+    def begin(self) -> None:
+        self.arrived: list[float] = []
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        value = torch.tensor(float(run_context.session.global_step))
+        run_context.when_ready(value, lambda value: self.arrived.append(value.item()))
+
+
+def save_on(device: FakeDevice, saver: Saver, folder: Path, *hooks: SessionRunHook, losses: list[float]) -> int:
+    """Run a loop with ``hooks`` that saves in every run; return how often it waited for the device until it closed."""
+    weight, pending = torch.nn.Linear(1, 1), iter(losses)
+    saving = CheckpointSaverHook(folder, save_steps=1, saver=saver)
+    with device:
+        loop = MonitoredLoop(lambda: torch.tensor(next(pending)), weight, hooks=[*hooks, saving], checkpoint_dir=folder)
+        with loop:
+            for _ in losses:
+                if not loop.should_stop():
+                    loop.run()
+            waits = device.waits
+    saver.close()
+    return waits
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_asynchronous_save_does_not_wait_for_the_device(guarded: bool, tmp_path: Path) -> None:
+    hooks = [Waiting(), *([NanTensorHook("loss")] if guarded else [])]
+    saver = Saver(async_save=True)
+    assert save_on(FakeDevice(FAR), saver, tmp_path, *hooks, losses=[0.5, 0.25, 0.125]) == 0
+    assert steps(tmp_path) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("saver_first", [True, False])
+@pytest.mark.parametrize("value", [NAN, [0.5, NAN]], ids=["a number", "a list"])
+def test_a_nan_that_is_still_on_the_device_is_not_committed(
+    saver_first: bool, value: Any, tmp_path: Path, lines: Lines
+) -> None:
+    hooks = [
+        CheckpointSaverHook(tmp_path, save_steps=1, saver=Saver(async_save=True)),
+        NanTensorHook("loss", fail_on_nan_loss=False),
+    ]
+    losses = iter([0.5, value, 0.5])
+    with (
+        FakeDevice(FAR),
+        MonitoredLoop(
+            lambda: torch.tensor(next(losses)), hooks=hooks if saver_first else hooks[::-1], checkpoint_dir=tmp_path
+        ) as loop,
+    ):
+        for _ in range(3):
+            if not loop.should_stop():
+                loop.run()
+    loop.session.wait_for_savers()
+    assert steps(tmp_path) == [0, 1]
+    assert warnings_in(lines).count("no checkpoint of step 2: loss is NaN at step 2") == 1
+
+
+@pytest.mark.parametrize("lag", [None, 0])
+def test_after_a_nan_that_is_known_nothing_is_handed_to_the_thread_that_writes(
+    lag: int | None, tmp_path: Path, lines: Lines
+) -> None:
+    listener = Listener()
+    hooks = [
+        NanTensorHook("loss", fail_on_nan_loss=False, max_lag_steps=lag),
+        CheckpointSaverHook(tmp_path, save_steps=1, saver=Saver(async_save=True), listeners=[listener]),
+    ]
+    losses = iter([0.5, NAN])
+    device = nullcontext() if lag is None else FakeDevice(FAR)
+    with device, MonitoredLoop(lambda: torch.tensor(next(losses)), hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in range(2):
+            loop.run()
+    assert saves(listener) == [0, 1]
+    assert "no checkpoint of step 2: loss is NaN at step 2" in warnings_in(lines)
+
+
+def test_a_later_checkpoint_than_the_nan_is_not_committed_either(tmp_path: Path, lines: Lines) -> None:
+    hooks = [
+        NanTensorHook("loss", fail_on_nan_loss=False),
+        CheckpointSaverHook(tmp_path, save_steps=3, saver=Saver(async_save=True)),
+    ]
+    losses = iter([0.5, NAN, 0.5])
+    with (
+        FakeDevice(FAR),
+        MonitoredLoop(lambda: torch.tensor(next(losses)), hooks=hooks, checkpoint_dir=tmp_path) as loop,
+    ):
+        for _ in range(3):
+            loop.run()
+    loop.session.wait_for_savers()
+    assert steps(tmp_path) == [0]
+    assert "no checkpoint of step 3: loss is NaN at step 2" in warnings_in(lines)
+
+
+def test_before_a_synchronous_save_every_callback_is_called(tmp_path: Path) -> None:
+    hook = Waiting()
+    with (
+        FakeDevice(FAR),
+        MonitoredLoop(
+            lambda: torch.tensor(0.5),
+            hooks=[hook, CheckpointSaverHook(tmp_path, save_steps=2)],
+            checkpoint_dir=tmp_path,
+        ) as loop,
+    ):
+        for _ in range(2):
+            loop.run()
+        assert hook.arrived == [1.0, 2.0]
+
+
+class Summing(Waiting):
+    """Has a state that the callbacks change."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"arrived": self.arrived}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.arrived = state["arrived"]
+
+
+def test_an_asynchronous_save_has_what_the_callbacks_of_a_hook_with_a_state_changed(tmp_path: Path) -> None:
+    saver = Saver(async_save=True)
+    save_on(FakeDevice(FAR), saver, tmp_path, Summing(), losses=[0.5, 0.25])
+    saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
+    assert [state["arrived"] for name, state in saved.items() if name.startswith("hooks.")] == [[1.0, 2.0]]
+
+
+def test_an_asynchronous_save_asks_a_guard_that_cannot_answer_later(tmp_path: Path, lines: Lines) -> None:
+    class Doubting(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            session.guard_checkpoints(lambda: "of doubts" if session.global_step == 1 else None)
+
+    saver = Saver(async_save=True)
+    save_on(FakeDevice(FAR), saver, tmp_path, Doubting(), NanTensorHook("loss"), losses=[0.5, 0.25])
+    assert steps(tmp_path) == [0, 2]
+    assert warnings_in(lines) == ["no checkpoint of step 1: of doubts"]
+
+
+def test_an_error_of_a_refusal_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    def refuse() -> str:
+        raise RuntimeError("the device is lost")
+
+    saver = Saver(async_save=True)
+    saver.save(Session(), tmp_path / "model.ckpt", 1, refusals=[refuse])
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        saver.wait()
+    assert steps(tmp_path) == []
+
+
 # -- hooks with a state -----------------------------------------------------------------------------------------------
 
 
@@ -707,3 +860,76 @@ def test_the_end_of_listeners_is_called_after_everything_is_written(own: bool, t
     loop.run()
     loop.close()
     assert seen == [[0, 1]]
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+class ClosedSaver(Saver):
+    """A Saver that counts how often it is closed, and raises ``error`` each time."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.closed = 0
+
+    def close(self) -> None:
+        super().close()
+        self.closed += 1
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_saver_that_several_hooks_use_is_closed_once_and_its_error_is_one(tmp_path: Path) -> None:
+    saver = ClosedSaver(CheckpointError("disk full"))
+    hooks = [
+        CheckpointSaverHook(tmp_path, save_steps=4, saver=saver, checkpoint_basename=name) for name in ("one", "two")
+    ]
+    loop = MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, scaffold=Scaffold(saver=saver))
+    with pytest.raises(CheckpointError) as raised:
+        loop.close()
+    assert (raised.value, saver.closed) == (saver.error, 1)
+
+
+def test_a_saver_is_waited_for_once_and_its_error_is_one(tmp_path: Path) -> None:
+    class Waiting(Saver):
+        def wait(self) -> None:
+            raise CheckpointError("disk full")
+
+    session, saver = Session(), Waiting()
+    session.savers += [saver, saver]
+    with pytest.raises(CheckpointError, match="disk full"):
+        session.wait_for_savers()
+
+
+def test_the_saver_of_a_session_that_failed_is_closed_even_if_the_next_one_cannot_be_created(tmp_path: Path) -> None:
+    class Unreadable(Saver):
+        restored = 0
+
+        def restore_latest(self, session: Any, directory: Any) -> str | None:
+            self.restored += 1
+            if self.restored > 1:
+                raise CheckpointError("the folder is gone")
+            return super().restore_latest(session, directory)
+
+    saver = ClosedSaver()
+    hook = CheckpointSaverHook(tmp_path, save_steps=4, saver=saver)
+
+    def step() -> None:
+        raise AbortedError
+
+    loop = MonitoredLoop(step, hooks=[hook], checkpoint_dir=tmp_path, scaffold=Scaffold(saver=Unreadable()))
+    with pytest.raises(CheckpointError, match="the folder is gone"), loop:
+        loop.run()
+    assert saver.closed == 1
+
+
+def test_an_interrupt_of_a_listener_at_the_end_is_not_part_of_a_group(tmp_path: Path) -> None:
+    interrupted = Listener(raises={"end": KeyboardInterrupt})
+    hook = CheckpointSaverHook(
+        tmp_path, save_steps=4, listeners=[interrupted], saver=ClosedSaver(CheckpointError("no"))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        MonitoredLoop(
+            lambda: None, hooks=[hook, RecordingHook(raises={"end": KeyError})], checkpoint_dir=tmp_path
+        ).close()

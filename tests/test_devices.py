@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from torchhooks import (
+    CheckpointSaverHook,
     Due,
     FinalOpsHook,
     LoggingTensorHook,
     MonitoredLoop,
     NanTensorHook,
+    Saver,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
@@ -241,6 +244,88 @@ def test_an_audit_uses_a_fake_device_that_is_entered() -> None:
 def test_an_audit_refuses_an_unknown_device(device: Any) -> None:
     with pytest.raises(ValueError, match=f"device={device!r}"), sync_audit(device):
         pass
+
+
+@pytest.mark.parametrize(
+    ("owner", "function", "operation"),
+    [
+        (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+        (torch.accelerator, "synchronize", "torch.accelerator.synchronize"),
+        (torch.cuda.Event, "synchronize", "torch.cuda.Event.synchronize"),
+        (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
+        (torch.Tensor, "pin_memory", "Tensor.pin_memory"),
+    ],
+    ids=str,
+)
+def test_a_function_that_torch_does_not_report_is_listed(
+    owner: Any, function: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, function, lambda *args: None, raising=False)
+    hook = Doing(lambda loss: getattr(owner, function)(loss))
+    assert audited(hook, losses=LOSSES[:1]) == [(hook, "after_run", 1, operation)]
+
+
+def test_the_audit_leaves_the_functions_as_they_were() -> None:
+    before = [torch.cuda.synchronize, torch.cuda.Event.synchronize, torch.Tensor.pin_memory]
+    audited()
+    assert [torch.cuda.synchronize, torch.cuda.Event.synchronize, torch.Tensor.pin_memory] == before
+    assert "pin_memory" not in vars(torch.Tensor)
+
+
+class Hurried(Doing):
+    """Requests the loss, to arrive by a deadline."""
+
+    def __init__(self, max_lag_runs: int) -> None:
+        super().__init__(lambda loss: None)
+        self.max_lag_runs = max_lag_runs
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        run_context.when_ready(run_values.results, self.do, max_lag_runs=self.max_lag_runs)
+
+
+def audited_on(device: FakeDevice, *hooks: SessionRunHook, losses: Any = LOSSES) -> list[Sync]:
+    """Return what the audit of a loop on ``device`` lists."""
+    with device:
+        return audited(*hooks, losses=losses)
+
+
+def test_a_wait_at_a_deadline_is_listed_with_the_hook_and_the_step_of_the_value() -> None:
+    hook = Hurried(max_lag_runs=1)
+    syncs = audited_on(FakeDevice(lag=1000), Later(), hook, losses=LOSSES * 2)
+    # When the device has completed the first copy, it has completed the second one too.
+    assert syncs == [(hook, "when_ready", step, "a wait for copies") for step in (1, 3)]
+
+
+def test_the_wait_of_a_nan_hook_without_a_lag_is_listed() -> None:
+    hook = NanTensorHook("loss", max_lag_steps=0)
+    assert {sync[:3] for sync in audited_on(FakeDevice(), hook)} == {(hook, "after_run", 1), (hook, "after_run", 2)}
+
+
+def test_a_value_that_cannot_be_copied_without_a_wait_is_listed() -> None:
+    class Sparse(Doing):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            run_context.when_ready(run_values.results.to_sparse(), lambda loss: None)
+
+    hook = Sparse(print)
+    assert ("a wait for a tensor that is read at once", hook) in {
+        (sync.operation, sync.hook) for sync in audited_on(FakeDevice(), hook)
+    }
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("driven", [True, False])
+def test_the_wait_before_a_synchronous_save_is_listed(async_save: bool, driven: bool, tmp_path: Path) -> None:
+    saving = CheckpointSaverHook(tmp_path, save_steps=2, saver=Saver(async_save=async_save))
+    with (
+        FakeDevice(1000),
+        sync_audit("cpu") as syncs,
+        MonitoredLoop(lambda: LOSSES[0], hooks=[Later(), saving], checkpoint_dir=tmp_path) as loop,
+    ):
+        for _ in loop.until_stop(range(3)) if driven else range(3):
+            loop.run()
+        listed = syncs.copy()
+    method = "after_item" if driven else "after_run"
+    assert listed == ([] if async_save else [(saving, method, 2, "a wait for copies")])
 
 
 class Small:

@@ -468,14 +468,18 @@ def test_errors_in_end_and_in_teardown_come_out_together() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_among_the_errors_at_the_end_comes_out_itself(
-    kind: type[BaseException], lines: list[tuple[str, str]]
+def test_an_interrupt_among_the_errors_at_the_end_comes_out_itself_with_the_others_as_its_cause(
+    kind: type[BaseException],
 ) -> None:
-    interrupt = kind()
-    assert close_with({"end": KeyError("lost?")}, {"end": interrupt}, {"end": ValueError("and this?")}) is interrupt
-    told = [note for note in interrupt.__notes__ if "while the loop was closed" in note]
-    assert ["KeyError: 'lost?'" in told[0], "ValueError: and this?" in told[1]] == [True, True]
-    assert [text for level, text in lines if level == "ERROR"] == ["while the loop was closed after an error"] * 2
+    interrupt, errors = kind(), [KeyError("first"), ValueError("last")]
+    assert close_with({"end": errors[0]}, {"end": interrupt}, {"teardown": errors[1]}) is interrupt
+    assert isinstance(interrupt.__cause__, ExceptionGroup)
+    assert list(interrupt.__cause__.exceptions) == errors
+
+
+def test_one_error_that_two_methods_raise_comes_out_once() -> None:
+    error = KeyError("one")
+    assert close_with({"end": error}, {"teardown": error}) is error
 
 
 @pytest.mark.parametrize("method", ["end", "teardown"])

@@ -21,9 +21,10 @@ ROOT = Path(__file__).parents[1]
 # From the ground up. A module imports only from floors below its own, so those on one floor do not know each other.
 FLOORS: list[set[str]] = [
     # values
-    {"closing", "errors", "log", "modules", "randomness", "stateful", "text"},
+    {"agreement", "closing", "errors", "log", "modules", "randomness", "stateful", "text"},
     {"checks", "files"},
     {"digest", "generators", "gradients", "items", "progress", "timer"},
+    {"place"},
     # mechanisms
     {
         "changes",
@@ -35,12 +36,13 @@ FLOORS: list[set[str]] = [
         "fetch",
         "position",
         "preemption",
+        "ranks",
         "recovery",
     },
     {"ending", "readback", "step", "watch"},
     {"histograms"},
     {"summary"},
-    {"jsonl", "snapshot", "state", "trackers", "writers"},
+    {"jsonl", "rollback", "snapshot", "state", "trackers", "writers"},
     {"checkpoint"},
     # the session and the contract
     {"session"},
@@ -49,6 +51,7 @@ FLOORS: list[set[str]] = [
     {"arguments", "schedule"},
     {"costs", "data"},
     {"run"},
+    {"peers"},
     {"sessions"},
     # the loop, and the hooks, which do not know it; "hooks" is each module of torchhooks/hooks/
     {"hooks", "loop"},
@@ -64,6 +67,8 @@ PRIVATE_ACCESS = {
     ("torchhooks.digest", "value._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.gradients", "grad._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.loop", "sys._getframe"): "CPython's only way to the frame of the caller",
+    ("torchhooks.ranks", "c10d._get_default_store"): "torch's only way to the store that the ranks share",
+    ("torchhooks.ranks", "os._exit"): "Python's only way to end a process whose main thread does not return",
     ("torchhooks.devices", "sys._getframe"): "CPython's only way to a frame of the stack",
     ("torchhooks.summary", "writer._get_file_writer"): "torch's SummaryWriter has no public way to add an event",
 }
@@ -141,9 +146,9 @@ def test_no_module_imports_by_a_relative_name() -> None:
     assert {module for module, names in relative.items() if names} == set()
 
 
-def test_only_distributed_knows_torch_distributed() -> None:
+def test_only_ranks_knows_torch_distributed() -> None:
     knows = {module for module in modules() if within("torch.distributed", names_reached(source(module)))}
-    assert knows - {"torchhooks.distributed"} == set()
+    assert knows - {"torchhooks.ranks"} == set()
 
 
 def test_an_import_inside_a_function_counts() -> None:

@@ -216,10 +216,17 @@ def failed(diary: Diary) -> bool:
     return any(type(error) is not StopIteration or where in creation for error, where in before_the_end.items())
 
 
+def came_out(diary: Diary) -> list[BaseException]:
+    """Return the errors that closing the loop raised: one, a group, or an interrupt with the others as its cause."""
+    cause = None if diary.out is None else diary.out.__cause__
+    raised = [diary.out, cause] if isinstance(cause, BaseExceptionGroup) else [diary.out]
+    groups = [error.exceptions if isinstance(error, BaseExceptionGroup) else [error] for error in raised if error]
+    return [error for group in groups for error in group]
+
+
 def heard_of(error: BaseException, where: str, diary: Diary) -> bool:
     """Return whether ``error`` was raised or logged, or requested a clean end."""
-    out = diary.out.exceptions if isinstance(diary.out, BaseExceptionGroup) else [diary.out]
-    told = any(error is other for other in (*out, *diary.logged, *diary.swallowed))
+    told = any(error is other for other in (*came_out(diary), *diary.logged, *diary.swallowed))
     return told or (type(error) is StopIteration and where not in ("end", "teardown"))
 
 
@@ -262,8 +269,7 @@ def test_no_error_is_lost(plans: list[Plan], body: Body) -> None:
 @settings(max_examples=300)
 def test_nothing_comes_out_that_nobody_raised(plans: list[Plan], body: Body) -> None:
     diary = live(plans, body)
-    out = diary.out.exceptions if isinstance(diary.out, BaseExceptionGroup) else [diary.out] if diary.out else []
-    assert {*out, *diary.logged} <= set(diary.raised)
+    assert {*came_out(diary), *diary.logged} <= set(diary.raised)
 
 
 @hooks_and_faults

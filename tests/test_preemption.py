@@ -486,8 +486,8 @@ def test_an_interrupt_by_the_delivery_comes_out_itself_after_other_errors(lines:
     hook = RecordingHook(raises={"end": ValueError("the end failed")})
     with pytest.raises(KeyboardInterrupt) as caught, MonitoredLoop(lambda: 0.5, hooks=[hook], signals=["SIGINT"]):
         signal.raise_signal(signal.SIGINT)
-    (note,) = caught.value.__notes__
-    assert note == "torchhooks: and while the loop was closed after this: ValueError: the end failed"
+    assert isinstance(caught.value.__cause__, BaseExceptionGroup)
+    assert [str(error) for error in caught.value.__cause__.exceptions] == ["the end failed"]
     assert [text for level, text in lines if level == "ERROR"] == ["before signal SIGINT is delivered"]
 
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhooks import (
     LifecycleError,
@@ -200,6 +201,70 @@ def test_an_earlier_request_without_a_deadline_is_answered_first(readback: Readb
         readback.request(on_device(0.5), lambda _: order.append("bounded"), max_lag_runs=0)
         readback.end_run()
     assert order == ["unbounded", "bounded"]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def megabyte(value: float = 0.5) -> torch.Tensor:
+    return as_snapshot(torch.full((1 << 18,), value))
+
+
+def test_large_values_do_not_wait_for_others_to_share_their_batch(device: FakeDevice, readback: Readback) -> None:
+    readback.request(megabyte(), lambda _: None)
+    readback.end_run()
+    assert device.batches == 1
+
+
+def test_values_share_a_batch_until_they_are_large_together(device: FakeDevice, readback: Readback) -> None:
+    sent: list[int] = []
+    for _ in range(9):
+        readback.request(as_snapshot(torch.zeros(1 << 16)), lambda _: None)
+        readback.end_run()
+        sent.append(device.batches)
+    assert sent == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+
+
+def test_the_memory_of_values_that_wait_is_bounded(readback: Readback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchhooks.readback.MAX_BYTES", 4 << 20)
+    got: list[float] = []
+    waiting: list[int] = []
+    with FakeClock(), FakeDevice(FAR) as device:
+        for run in range(1, 31):
+            readback.request(megabyte(float(run)), lambda value: got.append(value[0].item()))
+            readback.end_run()
+            waiting.append(run - len(got))
+        assert device.waits > 0
+        assert max(waiting) == 4
+        readback.drain()
+    assert got == list(range(1, 31))
+
+
+def test_a_value_that_is_larger_than_the_bound_is_waited_for_at_once(
+    readback: Readback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchhooks.readback.MAX_BYTES", 1000)
+    got: list[Any] = []
+    with FakeDevice(FAR) as device:
+        readback.request(megabyte(), got.append)
+        readback.end_run()
+        assert (device.waits, len(got)) == (1, 1)
+        for _ in range(3):
+            readback.request(on_device(0.5), got.append)
+            readback.end_run()
+        assert device.waits == 1
+
+
+def test_after_an_error_of_a_copy_its_bytes_do_not_count(readback: Readback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchhooks.readback.MAX_BYTES", 2 << 20)
+    with Breaking(FAR) as device:
+        readback.request([megabyte() for _ in range(3)], lambda _: None)
+        with pytest.raises(MemoryError):
+            readback.end_run()
+        readback.request(megabyte(), lambda _: None)
+        readback.end_run()
+        assert device.waits == 0
+        readback.drain()
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -805,6 +870,54 @@ def test_a_nan_in_the_last_run_logs_a_warning_in_stop_mode() -> None:
     _, why, lines = nan_trace(NanTensorHook("loss", fail_on_nan_loss=False), [0.1, NAN], FAR, [other])
     assert (why, lines) == ("data ended", ["loss is NaN at step 2: training stops"])
     assert ("end", 2) in other.calls
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that hooks call."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in ("detach", "alias"):  # views, which launch nothing
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def launched(*hooks: SessionRunHook, value: Any, runs: int = 4) -> tuple[list[str], int]:
+    """Return the operators that hooks call in the last of ``runs``, and how many tensors are copied for each run."""
+    values = [torch.tensor(value) for _ in range(runs)]
+    losses = iter(values)
+    with FakeClock(), FakeDevice(FAR) as device, MonitoredLoop(lambda: next(losses), hooks=hooks) as loop:
+        for _ in range(runs - 1):
+            loop.run()
+        with Operators() as operators:
+            loop.run()
+        names = operators.names.copy()
+    return names, device.copies // runs
+
+
+def test_a_number_is_checked_on_the_host_in_the_copy_that_other_hooks_request() -> None:
+    writing = SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op={"loss": "loss"})
+    assert launched(NanTensorHook("loss", also_inf=True), writing, value=0.5) == (["clone"], 1)
+
+
+def test_checking_a_number_that_nothing_else_requests_takes_one_kernel() -> None:
+    assert launched(NanTensorHook("loss", also_inf=True), value=0.5) == (["clone"], 1)
+
+
+def test_a_large_value_is_checked_on_the_device_without_a_copy_of_it() -> None:
+    names, copies = launched(NanTensorHook("loss"), value=[0.5, 0.5])
+    assert "clone" not in names
+    assert copies == 1
+
+
+def test_a_value_that_grows_and_shrinks_is_checked_in_every_run() -> None:
+    for where in range(6):
+        losses: list[Any] = [torch.tensor([0.5] * count) for count in (1, 1, 2, 2, 1, 1)]
+        losses[where][0] = NAN
+        assert nan_trace(NanTensorHook("loss"), losses)[1] == f"loss is NaN at step {where + 1}"
 
 
 @pytest.mark.parametrize(

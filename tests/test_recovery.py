@@ -650,6 +650,21 @@ POISONED = [
     "CUDA error: uncorrectable ECC error encountered",
     "CUDA error: uncorrectable NVLink error detected during the execution",
     "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`",
+    "CUDA error: context is destroyed",
+    "CUDA error: unknown error",
+    "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART",
+    "cuDNN error: CUDNN_STATUS_MAPPING_ERROR",
+    "cuDNN Frontend error: [cudnn_frontend] Error: CUDNN_STATUS_EXECUTION_FAILED",
+    "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnSgetrf(handle, m, n)`",
+    "CUDA error: kernel launch failure when calling `cusparseSpMM()`: CUSPARSE_STATUS_EXECUTION_FAILED",
+    "cuFFT error: CUFFT_EXEC_FAILED",
+    "CUDA driver error: an illegal memory access was encountered",
+    "Triton Error [CUDA]: misaligned address",
+    "[700] Call to cuMemcpyDtoH results in CUDA_ERROR_ILLEGAL_ADDRESS",
+    "cuModuleUnload failed: CUDA_ERROR_LAUNCH_FAILED",
+    "after reduction step 1: cudaErrorAssert",
+    "NCCL error: unhandled cuda error, Cuda failure 700 'an illegal memory access was encountered'",
 ]
 
 
@@ -666,12 +681,50 @@ def test_cuda_errors_that_invalidate_the_context_are_recognised(text: str) -> No
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
         "NCCL error: unhandled system error",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+        "CUDA driver error: out of memory",
+        "CUDA error: invalid device ordinal",
         "the file has an uncorrectable error",
         "",
     ],
 )
 def test_other_errors_do_not_invalidate_the_context(text: str) -> None:
     assert not is_poisoned(RuntimeError(text))
+
+
+class CodedError(RuntimeError):
+    """Stands for torch.AcceleratorError, which has a code, and a text that may be in another language."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("an error of the device")
+        self.error_code = code
+
+
+@pytest.mark.parametrize(("code", "poisoned"), [(700, True), (710, True), (719, True), (2, False), (100, False)])
+def test_the_code_of_an_error_says_whether_the_context_is_lost(
+    code: int, poisoned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchhooks.recovery._CODED", (CodedError,))
+    assert is_poisoned(CodedError(code)) is poisoned
+
+
+def test_the_code_of_an_error_of_another_library_says_nothing() -> None:
+    assert not is_poisoned(CodedError(700))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_error_in_a_group_is_recognised(depth: int) -> None:
+    error: Exception = RuntimeError(POISONED[0])
+    for _ in range(depth):
+        error = ExceptionGroup("several hooks failed", [ValueError("another one"), error])
+    assert is_poisoned(error)
+
+
+def test_the_cause_of_an_error_in_a_group_is_recognised() -> None:
+    error = ValueError("the metric")
+    error.__cause__ = RuntimeError(POISONED[0])
+    assert is_poisoned(ExceptionGroup("several", [KeyError("another one"), error]))
 
 
 def test_an_error_that_invalidates_the_context_is_not_recovered_from(tmp_path: Path) -> None:

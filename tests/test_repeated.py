@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -221,7 +222,32 @@ def test_a_change_in_the_run_is_not(tmp_path: Path, lines: Lines) -> None:
     assert [text for level, text in lines if level == "WARNING"] == []
 
 
-def test_where_the_data_continue_is_logged_once_and_that_counters_do_not(tmp_path: Path, lines: Lines) -> None:
+def test_a_checkpoint_without_a_position_in_the_data_is_reported_but_not_in_a_recovery(
+    tmp_path: Path, lines: Lines
+) -> None:
+    failed: list[int] = []
+
+    class FailsOnce(Job):
+        def step(self, value: float = 1.0) -> torch.Tensor:
+            if not failed:
+                failed.append(1)
+                raise ConnectionError("lost")
+            return super().step(value)
+
+    for stop in (2, 4):
+        lines.clear()
+        job = FailsOnce(tmp_path, stop=stop, recoverable_errors=(ConnectionError,))
+        with job.loop() as loop:
+            for value in [1.0, 2.0, 3.0]:
+                if not loop.should_stop():
+                    loop.run(value)
+            reported = [text for _, text in lines if "no position" in text]
+            assert len(reported) == (stop == 4)
+    path = tmp_path / "model.ckpt-2"
+    assert reported == [f"{path} has no position in the data: what is not in the loop's state starts over"]
+
+
+def test_where_the_data_continue_is_logged_once_and_that_variables_do_not(tmp_path: Path, lines: Lines) -> None:
     job = Job(tmp_path, stop=3)
     with job.loop() as loop:
         epochs(job, loop, lambda: None)
@@ -230,7 +256,92 @@ def test_where_the_data_continue_is_logged_once_and_that_counters_do_not(tmp_pat
     with job.loop() as loop:
         epochs(job, loop, lambda: None)
     assert [text for _, text in lines if "continues" in text] == [
-        "until_stop's list continues after item 1. A counter around it, such as enumerate(), starts at 0 again."
+        "until_stop's list continues after item 1. Variables of the script outside the loop's state, such as a "
+        "counter or another iterator, start over."
+    ]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_finished_loop_that_the_script_skips_by_hand_is_reported(nested: bool, tmp_path: Path, lines: Lines) -> None:
+    """The second loop counts as the first, so it yields nothing."""
+    for _ in range(2):
+        lines.clear()
+        job = Job(tmp_path, stop=4)
+        with job.loop() as loop:
+            for _ in loop.until_stop(range(2) if nested else [0]):
+                if loop.global_step < 3:
+                    for value in loop.until_stop([1.0, 2.0, 3.0]):
+                        loop.run(value)
+                for value in loop.until_stop([4.0, 5.0]):
+                    loop.run(value)
+    assert [text for level, text in lines if level == "WARNING" and "until_stop" in text] == [
+        "until_stop's list yielded nothing. Loops are told apart by their order, and the checkpoint was saved in a "
+        "later one, which this process has not begun. Begin the same loops in every process: one that had finished "
+        "yields nothing, so do not skip it by hand."
+    ]
+
+
+def test_a_stop_before_the_loop_that_is_to_be_resumed_is_not_reported(tmp_path: Path, lines: Lines) -> None:
+    for stops_between in (False, True):
+        job = Job(tmp_path, stop=4)
+        with job.loop() as loop:
+            for value in loop.until_stop([1.0, 2.0, 3.0]):
+                loop.run(value)
+            if stops_between:
+                loop.request_stop()
+            for value in loop.until_stop([4.0, 5.0]):
+                loop.run(value)
+    assert [text for level, text in lines if level == "WARNING"] == []
+
+
+@contextmanager
+def delivered() -> Iterator[None]:
+    """Ignore the SIGTERM that a closed loop delivers again."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # a schedule that steps before the first run
+@pytest.mark.parametrize("where", ["start", "between"])
+def test_what_the_body_does_before_a_loop_that_a_signal_cuts_short_is_undone(where: str, tmp_path: Path) -> None:
+    """The signal comes in the code before an inner loop, and the checkpoint contains what that code changed."""
+    rates, taken = [], []
+    for stops in (True, False):
+        job = Job(tmp_path, signals=["SIGTERM"])
+        with delivered(), job.loop() as loop:
+            for epoch in loop.until_stop(range(2)):
+                for value in loop.until_stop([1.0, 2.0] if where == "between" else []):
+                    taken.append(value)
+                    loop.run(value)
+                job.scheduler.step()
+                if stops and epoch == 1:
+                    signal.raise_signal(signal.SIGTERM)
+                for value in loop.until_stop([3.0, 4.0]):
+                    taken.append(value)
+                    loop.run(value)
+            rates.append(job.rate)
+    assert rates[-1] == 0.25
+    assert taken == ([1.0, 2.0, 3.0, 4.0] if where == "between" else [3.0, 4.0]) * 2
+
+
+def test_an_epoch_that_the_script_skips_by_hand_does_not_take_the_next_one_with_it(
+    tmp_path: Path, lines: Lines
+) -> None:
+    taken = []
+    for stop in (2, 100):
+        job = Job(tmp_path, stop=stop)
+        with job.loop() as loop:
+            for epoch in loop.until_stop(range(loop.global_step // 2, 2)):
+                for value in loop.until_stop([1.0, 2.0]):
+                    taken.append((epoch, value))
+                    loop.run(value)
+    assert taken == [(0, 1.0), (0, 2.0), (1, 1.0), (1, 2.0)]
+    assert [text for level, text in lines if level == "WARNING"] == [
+        "until_stop's range continues after the item that was in progress. That item cannot be yielded again, and may "
+        "have been processed only in part."
     ]
 
 

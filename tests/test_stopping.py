@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchhooks import (
     Coordinator,
@@ -27,7 +32,7 @@ from torchhooks import (
     SessionRunHook,
     StopAtStepHook,
 )
-from torchhooks.testing import RecordingHook, trace
+from torchhooks.testing import FakeDevice, RecordingHook, trace
 from torchhooks.timer import NEVER
 
 NAN, INF = math.nan, math.inf
@@ -337,6 +342,38 @@ def test_a_fed_value_takes_precedence_over_an_output_of_the_same_name() -> None:
         MonitoredLoop(lambda loss: 1.0, hooks=[feeds, NanTensorHook("loss")]) as loop,
     ):
         loop.run()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of two processes, of which the other one is simulated: it takes no part in any collective."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", [None, FakeDevice(lag=2)], ids=repr)
+@pytest.mark.parametrize("placement", [Shard(0), Partial(), Replicate()], ids=repr)
+@pytest.mark.parametrize("number", [True, False])
+def test_checking_distributed_tensors_calls_no_collective(
+    number: bool, placement: Any, device: FakeDevice | None, mesh: Any
+) -> None:
+    local = torch.tensor([0.5] if number else [0.5, 0.25])
+    outputs = {name: DTensor.from_local(local, mesh, [placement]) for name in "ab"}
+    hook = NanTensorHook(["a", "b"], also_inf=True)
+    with device or nullcontext(), CommDebugMode() as collectives:
+        trace(hook, losses=[outputs] * 4)
+    assert collectives.get_total_counts() == 0
+
+
+@pytest.mark.parametrize("device", [None, FakeDevice(lag=2)], ids=repr)
+def test_a_nan_in_the_local_part_of_a_distributed_tensor_is_noticed(device: FakeDevice | None, mesh: Any) -> None:
+    good, bad = (DTensor.from_local(torch.tensor([0.5, value]), mesh, [Shard(0)]) for value in (0.5, NAN))
+    with device or nullcontext():
+        traced = trace(NanTensorHook("loss"), losses=[good, bad] + [good] * 9, catch=NanLossDuringTrainingError)
+    assert str(traced.error).startswith("loss is NaN at step 2")
 
 
 # -- GlobalStepWaiterHook ---------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, 
     with MonitoredLoop(
         step, model, optimizer, hooks=hooks(folder), scaffold=scaffold, state={"scheduler": scheduler},
         step_unit="optimizer_step", stop_grace_period_secs=1.5, checkpoint_dir=folder,
-        recoverable_errors=[AbortedError], metadata={"lr": 0.1, "layers": [3, 4]},
+        recoverable_errors=[AbortedError], metadata={"lr": 0.1, "layers": [3, 4]}, ranks=Ranks(tick_secs=0.5),
     ) as loop:
         assert_type(loop, MonitoredLoop[Outputs])
         for epoch in loop.until_stop(range(3), resume=False):
@@ -180,6 +180,7 @@ def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, 
         assert_type(loop.should_stop(), bool)
         assert_type(loop.global_step, int)
         assert_type(loop.session, Session)
+        assert_type(loop.session.ranks.is_chief, bool)
     with MonitoredTrainingLoop(step, model, checkpoint_dir=folder, save_summaries_secs=None) as loop:
         assert_type(loop, MonitoredLoop[Outputs])
     SummaryWriterCache.get(folder).add_scalar("x", 1.0, 1)
@@ -196,6 +197,8 @@ def test_errors() -> None:
         assert_type(error, AbortedError | FeedError | NanLossDuringTrainingError | LifecycleError)
     except FetchError as error:
         known: TorchHooksError | LookupError = NoRunYetError(str(error))
+    except PeerError as error:
+        assert_type(error.rank, int | None)
 
 
 def test_a_hook() -> None:

@@ -31,6 +31,7 @@ from torchhooks.errors import (
     LifecycleError,
     NanLossDuringTrainingError,
     NoRunYetError,
+    PeerError,
     TorchHooksError,
 )
 from torchhooks.hook import (
@@ -49,6 +50,7 @@ from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.jsonl import JsonLinesWriter
 from torchhooks.loop import MonitoredLoop, StepContext
+from torchhooks.ranks import Ranks
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
@@ -81,6 +83,8 @@ __all__ = [
     "NanTensorHook",
     "NeverTriggerTimer",
     "NoRunYetError",
+    "PeerError",
+    "Ranks",
     "RunMetadata",
     "RunOptions",
     "Saver",

@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -31,14 +31,16 @@ from torchhooks.checkpoint_files import (
     Retention,
     Sink,
     has_checkpoints,
+    is_checkpoint_name,
     latest_checkpoint,
     list_checkpoints,
     verify,
 )
 from torchhooks.checks import seconds, whole_number
-from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief
+from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
+from torchhooks.rollback import Rollback
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
 from torchhooks.state import SessionLike, changed_metadata, collect, compare, parts_of
 from torchhooks.stateful import Stateful
@@ -72,8 +74,9 @@ class Saver:
             so many hours have passed.
         async_save: copy the state to CPU memory, return, and write the file in a background thread. The next call
             raises an error of that thread. The memory, one copy of the state, is kept for the next save until
-            :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, which torch
-            rounds up to a power of two for each tensor, and only the background thread waits for the device.
+            :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, in blocks of up
+            to 256 MB, or of one larger tensor, which torch rounds up to a power of two. Only the background thread
+            waits for the device.
         strict: whether a checkpoint that does not match the session is an error. Otherwise the parts that match are
             loaded, and a warning names the others.
     """
@@ -87,7 +90,8 @@ class Saver:
         strict: bool = True,
     ) -> None:
         self._retention = _checked_retention(max_to_keep, keep_checkpoint_every_n_hours)
-        self._async_save = async_save
+        self.async_save = async_save
+        """Whether a background thread writes the file."""
         self._strict = strict
         self.disk = Disk()
         """What files are written through. Tests replace it, to simulate failures."""
@@ -96,7 +100,15 @@ class Saver:
         self._error: BaseException | None = None
         self._held: Held = []
 
-    def save(self, session: SessionLike, path: _Path, global_step: int, *, score: float | None = None) -> str:
+    def save(
+        self,
+        session: SessionLike,
+        path: _Path,
+        global_step: int,
+        *,
+        score: float | None = None,
+        refusals: Iterable[Callable[[], str | None]] = (),
+    ) -> str:
         """Write the state of ``session`` as it is now. The folder is created if necessary.
 
         With ``async_save``, first wait for the previous save, so that there is one copy of the state at a time. If the
@@ -107,6 +119,8 @@ class Saver:
             path: the path of the checkpoint without the step, ``"run/model.ckpt"``.
             global_step: the number in the name of the checkpoint.
             score: how good the state is, higher is better. :func:`best_checkpoint` compares scores.
+            refusals: called before the file is written, with ``async_save`` in the background thread. If one of them
+                returns a reason, it is logged, and nothing is written. See ``Session.guard_checkpoints``.
 
         Returns:
             The path of the checkpoint, which with ``async_save`` may not be there yet: ``"run/model.ckpt-700"``.
@@ -118,15 +132,18 @@ class Saver:
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
         earlier = self._finish()
         try:
-            snapshot = Snapshot(self._held) if self._async_save else None
+            snapshot = Snapshot(self._held) if self.async_save else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
             state = collect(session, plain_tensor if snapshot is None else snapshot)
             if score is not None:
                 state["score"] = float(score)
-            self._start(state, snapshot, prefix, step)
+            self._start(state, snapshot, refusals, prefix, step)
         except Exception as error:
             if earlier is not None:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
+            raise
+        except BaseException:
+            self._error = earlier  # close() raises it
             raise
         if earlier is not None:
             raise earlier
@@ -136,7 +153,7 @@ class Saver:
         """Load the checkpoint at ``path``, as returned by ``save``. Everything is checked before anything is loaded.
 
         Tensors are loaded to the devices of those in the session, wherever they were saved from. Random states are set
-        too, on as many CUDA devices as there are.
+        too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
 
         Raises:
             DamagedCheckpointError: the file is not what was written. :meth:`restore_latest` falls back to an older one.
@@ -181,40 +198,82 @@ class Saver:
             self.wait()
         finally:
             self._held = []
+            for folder in self._folders.values():
+                folder.release()
 
-    def _start(self, state: dict[str, Any], snapshot: Snapshot | None, prefix: str, step: int) -> None:
+    def _start(
+        self,
+        state: dict[str, Any],
+        snapshot: Snapshot | None,
+        refusals: Iterable[Callable[[], str | None]],
+        prefix: str,
+        step: int,
+    ) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
         if snapshot is None:
-            self._write(state, folder, name, step)
+            self._write(state, refusals, folder, name, step)
             return
-        self._held = snapshot.end()
-        gate = threading.Lock()
+        held = snapshot.end()
+        gate, started = threading.Lock(), threading.Event()
         # Not a daemon: Python waits for it at the end of the process.
-        self._thread = threading.Thread(
-            target=self._write_later, args=(gate, snapshot, state, folder, name, step), name=f"save {name}-{step}"
+        thread = threading.Thread(
+            target=self._write_later,
+            args=(gate, started, snapshot, state, refusals, folder, name, step),
+            name=f"save {name}-{step}",
         )
         # The new thread blocks here at once. Otherwise start() would return only when Python next switches threads, up
         # to 5 ms later.
-        with gate:
-            self._thread.start()
+        gate.acquire()
+        try:
+            thread.start()
+            self._thread = thread  # only now: a thread that was not started cannot be joined
+            started.set()
+            gate.release()
+        except BaseException as error:
+            if gate.locked():
+                gate.release()
+            if not isinstance(error, RuntimeError):
+                raise
+            logger.warning(
+                "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
+            )
+            snapshot.wait()
+            self._write(state, refusals, folder, name, step)
+        self._held = held
 
-    def _write_later(self, gate: threading.Lock, snapshot: Snapshot, *args: Any) -> None:
+    def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
         try:
             with gate:
-                pass
+                if not started.is_set():
+                    return  # a Ctrl-C ended start() after the thread began: save() has raised it
             snapshot.wait()
             self._write(*args)
         except BaseException as error:
             self._error = error
 
-    def _write(self, state: dict[str, Any], folder: str, name: str, step: int) -> None:
+    def _write(
+        self,
+        state: dict[str, Any],
+        refusals: Iterable[Callable[[], str | None]],
+        folder: str,
+        name: str,
+        step: int,
+    ) -> None:
+        for refusal in refusals:
+            reason = refusal()
+            if reason is not None:
+                logger.warning("no checkpoint of step %d: %s", step, reason)
+                return
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
         message = f"{os.path.join(folder, name)}-{step} was not written"
         try:
             writer.add(name, step, partial(_save, state), self._retention)
-        except RuntimeError as error:
-            raise CheckpointError(f"{message}: {error}") from error
-        except OSError as error:
+        except (RuntimeError, OSError) as error:
+            interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
+            if interrupt is not None:
+                raise interrupt from None
+            if not isinstance(error, OSError):
+                raise CheckpointError(f"{message}: {error}") from error
             way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are unchanged.")
             raise CheckpointError(f"{message}: {error.strerror or error}. {way_out}") from error
 
@@ -234,19 +293,32 @@ class Saver:
                 raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
             logger.warning("%s\nThe rest is loaded.", report)
         position = session.position
-        for name, (part, state) in pairs.items():
-            # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
-            if position is None or not position.iterates(part):
-                self._load(name, part, state, path)
-        if session.gradients is not None:
-            session.gradients.load_state_dict(saved.get("gradients"))
+        # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
+        pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
+        rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
+        step = session.global_step
+        try:
+            self._load_all(session, saved, pairs, path)
+        except BaseException as error:
+            session.global_step = step
+            rollback.put_back(error)
+            raise
         changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
         if changes and "metadata" in saved:
             logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
+
+    def _load_all(
+        self, session: SessionLike, saved: dict[str, Any], pairs: dict[str, tuple[Stateful, Any]], path: str
+    ) -> None:
+        for name, (part, state) in pairs.items():
+            self._load(name, part, state, path)
+        if session.gradients is not None:
+            session.gradients.load_state_dict(saved.get("gradients"))
         session.global_step = saved["global_step"]
         set_random_states(saved["random"])
-        if position is not None:
-            position.load_state_dict(saved.get("position"), saved["random"], partial(self._mark_state, session, path))
+        if session.position is not None:
+            mark_state = partial(self._mark_state, session, path)
+            session.position.load_state_dict(saved.get("position"), saved["random"], mark_state)
 
     def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
         """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""
@@ -281,7 +353,7 @@ class Saver:
             else:
                 part.load_state_dict(state)
         except BaseException as error:
-            add_note(error, f"while loading {name!r} from {path}; what was loaded before it stays loaded")
+            add_note(error, f"while loading {name!r} from {path}; what was loaded before it is put back")
             raise
 
     def __repr__(self) -> str:
@@ -290,7 +362,7 @@ class Saver:
             self,
             max_to_keep=max_to_keep,
             keep_checkpoint_every_n_hours=every_n_hours,
-            async_save=self._async_save,
+            async_save=self.async_save,
             strict=self._strict,
         )
 
@@ -358,9 +430,11 @@ def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> 
 
 def _checked_path(path: _Path) -> str:
     prefix = os.fspath(path)
-    name = os.path.basename(prefix)
-    if not name or name.startswith("."):
-        raise ValueError(f"path={path!r}: must end in a name that does not begin with a dot, such as 'run/model.ckpt'")
+    if not is_checkpoint_name(os.path.basename(prefix)):
+        raise ValueError(
+            f"path={path!r}: must end in a name that does not begin with a dot and has no 'tfevents' in it, such as "
+            "'run/model.ckpt'"
+        )
     return prefix
 
 
@@ -392,6 +466,9 @@ def _read(path: str) -> dict[str, Any]:
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        interrupt = interrupt_in(error)
+        if interrupt is not None:
+            raise interrupt from None
         raise CheckpointError(
             f"{path} is not damaged, but torch does not load it with weights_only=True: "
             f"{brief(error).splitlines()[0]} Without weights_only it could run code, so it is not loaded."

@@ -21,11 +21,12 @@ How a checkpoint is written:
 
 A kill may leave a temporary file, or a checkpoint that was about to be removed. The next save removes either; until
 then the checkpoint can be used. A file that is incomplete, changed or copied is named in a warning, ignored, and left
-in place. Only one process at a time may write to a folder.
+in place. Only one process at a time may write to a folder; a second one logs a warning.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -36,13 +37,14 @@ import stat
 import struct
 import threading
 import time
+import weakref
 import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, ClassVar, NamedTuple
 
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, brief
 from torchhooks.log import logger
@@ -59,8 +61,13 @@ _SEAL = b'\n{"seal": 1, '
 _SEAL_LIMIT = 4096  # a name has at most 255 characters, of at most 12 bytes each in JSON
 _CHECKSUM_LENGTH = len(b"00000000\n")
 _HEADER = struct.Struct("<26xHH")  # of a zip record; it ends in the lengths of the name and the extra field after it
+_MAGIC = b"PK\x03\x04"  # of a zip record
+_FIRST_RECORD = b"archive/data.pkl"  # torch.save names it after the file, but a Saver's has no name
+_MOST_WARNINGS = 8  # in one look at a folder, which may have thousands of files that others have named like checkpoints
 _CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
-_WRITING = threading.Lock()  # two savers of one process may write to one folder
+# Two savers of one process may write to one folder. Reentrant, so that a thread in which a save was interrupted at an
+# odd moment can save again.
+_WRITING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,8 @@ class Disk:
     """The calls of the operating system that a save makes. Tests replace it, to have a save fail at any of them."""
 
     def create(self, path: str) -> BinaryIO:
-        return open(path, "x+b", buffering=_CHUNK)
+        """Create a file, and follow no link to another one."""
+        return open(path, "x+b", buffering=_CHUNK, opener=_no_link)
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         file.write(data)
@@ -190,8 +198,69 @@ class Sink:
             raise self._error
 
 
-_Seals = dict[str, tuple[tuple[int, ...], Checkpoint | None]]
+Seals = dict[str, tuple[tuple[int, ...], Checkpoint | None]]
 """By the name of a file, a stamp that changes with the file, and the checkpoint that it is, if it is one."""
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+class _Claim:
+    """A lock on a folder that tells other processes that this one saves into it. All savers of a process share it.
+
+    It is on the folder itself, so that nothing is written. The system releases it when the process ends, however that
+    happens. A forked process, such as a worker of a DataLoader, gives up its copy, or the lock would stay for as long
+    as the worker does.
+    """
+
+    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Claim]] = weakref.WeakValueDictionary()
+    _at_fork = False
+
+    def __init__(self, place: tuple[int, int], file: int) -> None:
+        self.place = place
+        self.close = weakref.finalize(self, os.close, file)
+        """Release the lock, if that has not been done."""
+        self._all[place] = self
+
+    @classmethod
+    def of(cls, folder: str) -> _Claim:
+        """Return the claim of this process to ``folder``.
+
+        Raises:
+            BlockingIOError: another process has it.
+            OSError: the file system has no locks.
+        """
+        status = os.stat(folder)
+        place = status.st_dev, status.st_ino
+        if place in cls._all:
+            return cls._all[place]
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(file)
+            raise
+        if not cls._at_fork:
+            os.register_at_fork(after_in_child=cls._give_up)
+            cls._at_fork = True
+        return cls(place, file)
+
+    def holds(self, folder: str) -> bool:
+        """Return whether it is for the folder that is now at the path ``folder``."""
+        status = os.stat(folder)
+        return self.close.alive and self.place == (status.st_dev, status.st_ino)
+
+    @classmethod
+    def _give_up(cls) -> None:
+        global _WRITING
+        _WRITING = threading.RLock()  # a thread of the parent process, which is not in this one, may have held it
+        for claim in list(cls._all.values()):
+            claim.close()
+        cls._all.clear()
+
+
+_without_locks: set[str] = set()  # folders that a warning was logged about
 
 
 class Folder:
@@ -201,7 +270,13 @@ class Folder:
         self._path = path
         self._disk = disk
         self._used = False
-        self._seals: _Seals = {}
+        self._seals: Seals = {}
+        self._claim: _Claim | None = None
+        self._warned = False
+
+    def release(self) -> None:
+        """Let other processes save into the folder without a warning, until the next :meth:`add`."""
+        self._claim = None
 
     def add(self, prefix: str, step: int, fill: Callable[[Sink], object], retention: Retention) -> None:
         """Write a checkpoint with what ``fill`` writes to the sink, then remove those that are no longer kept.
@@ -211,6 +286,7 @@ class Folder:
         with _WRITING:
             if not self._used:  # a folder that vanished is not created again: its checkpoints are missing
                 os.makedirs(self._path, exist_ok=True)
+            self._claim_folder()
             self._remove_leftovers()
             found, now = _survey(self._path, self._seals), self._disk.now()
             path = os.path.join(self._path, f"{prefix}-{step}")
@@ -228,7 +304,7 @@ class Folder:
         temporary = os.path.join(self._path, f".{new.name}.{secrets.token_hex(8)}.tmp")
         try:
             with self._disk.create(temporary) as file:
-                with suppress(OSError):  # on a file system without locks, what a kill leaves is never removed
+                with suppress(OSError):  # without locks, which were warned about
                     _lock(file)
                 sink = Sink(self._disk, file)
                 fill(sink)
@@ -241,13 +317,39 @@ class Folder:
             raise
         self._disk.sync_folder(self._path)
 
+    def _claim_folder(self) -> None:
+        """Log a warning if another process also saves into the folder, or if that cannot be found out."""
+        if fcntl is None or (self._claim is not None and self._claim.holds(self._path)):
+            return
+        try:
+            self._claim = _Claim.of(self._path)
+        except BlockingIOError:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "another process also saves checkpoints into %s, and each removes those of the other: give one of "
+                    "them another folder",
+                    self._path,
+                )
+        except FileNotFoundError:
+            raise  # the folder is gone
+        except OSError as error:
+            if self._path not in _without_locks:
+                _without_locks.add(self._path)
+                logger.warning(
+                    "the file system of %s has no locks (%s): a second process that saves into it is not noticed, and "
+                    "what a killed process leaves is not removed",
+                    self._path,
+                    error.strerror or error,
+                )
+
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of processes that were killed, and the index of an earlier version."""
         with os.scandir(self._path) as entries:
             leftovers = [entry for entry in entries if _LEFTOVER.fullmatch(entry.name)]
         for path in [entry.path for entry in leftovers if entry.is_file(follow_symlinks=False)]:
             with suppress(OSError):  # locked: another process is writing it
-                with open(path, "r+b") as file:
+                with open(path, "r+b", opener=_no_link) as file:
                     _lock(file)
                 self._disk.remove(path)
                 logger.warning("removed %s, left by a killed process or an earlier version", path)
@@ -271,8 +373,8 @@ def _seal(sink: Sink, new: Checkpoint) -> None:
     sink.check()
 
 
-def _survey(folder: str, seals: _Seals) -> list[Checkpoint]:
-    """Return the complete checkpoints in ``folder``, oldest first, and log a warning about each file that is not one.
+def _survey(folder: str, seals: Seals) -> list[Checkpoint]:
+    """Return the complete checkpoints in ``folder``, oldest first, and log a warning about each that is damaged.
 
     Sizes and seals are checked here; :func:`verify` checks contents. Files that have not changed since an earlier call
     with the same ``seals`` are not read again.
@@ -280,6 +382,7 @@ def _survey(folder: str, seals: _Seals) -> list[Checkpoint]:
     names = _names(folder)
     for name in seals.keys() - set(names):
         del seals[name]
+    damaged: dict[str, DamagedCheckpointError] = {}
     for name in names:
         path = os.path.join(folder, name)
         stamp = _stamp(path)
@@ -288,8 +391,14 @@ def _survey(folder: str, seals: _Seals) -> list[Checkpoint]:
         try:
             seals[name] = stamp, read_seal(path)
         except DamagedCheckpointError as error:
-            logger.warning("%s It is skipped.", error)
+            damaged[name] = error
             seals[name] = stamp, None
+    prefixes = _prefixes(seals)
+    told = [str(error) for name, error in damaged.items() if _may_be_ours(folder, name, prefixes)]
+    for text in told[:_MOST_WARNINGS]:
+        logger.warning("%s It is skipped.", text)
+    if len(told) > _MOST_WARNINGS:
+        logger.warning("%s has %d more such files. They are skipped.", folder, len(told) - _MOST_WARNINGS)
     found = [checkpoint for _, checkpoint in seals.values() if checkpoint is not None]
     # Two have one number if the newest was moved away and is put back after the next save.
     return sorted(found, key=attrgetter("order", "time"))
@@ -297,7 +406,41 @@ def _survey(folder: str, seals: _Seals) -> list[Checkpoint]:
 
 def _names(folder: str) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and not entry.is_dir())
+        return sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and not _is_folder(entry))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return whether ``entry`` is a folder, or a link that leads to itself, which is no file either."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+
+
+def _prefixes(seals: Seals) -> set[str]:
+    return {checkpoint.prefix for _, checkpoint in seals.values() if checkpoint is not None}
+
+
+def _may_be_ours(folder: str, name: str, prefixes: set[str]) -> bool:
+    """Return whether the file ``name``, which has no valid seal, may be a damaged checkpoint.
+
+    It may if it is named like one, by default or like the others in the folder, or if it begins like one.
+    """
+    return name.rpartition("-")[0].endswith(".ckpt") or name.rpartition("-")[0] in prefixes or _begins(folder, name)
+
+
+def _begins(folder: str, name: str, *, short: bool = False) -> bool:
+    """Return whether a file begins as ``torch.save`` begins a checkpoint; if ``short``, also if it ends before that."""
+    path = os.path.join(folder, name)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
+        with open(path, "rb") as file:
+            head = file.read(_HEADER.size + len(_FIRST_RECORD))
+    except OSError:
+        return short  # it cannot be read, so it may be a checkpoint
+    complete = head.startswith(_MAGIC) and head[_HEADER.size :] == _FIRST_RECORD
+    return complete or (short and len(head) < _HEADER.size + len(_FIRST_RECORD) and _MAGIC.startswith(head[:4]))
 
 
 def _stamp(path: str) -> tuple[int, ...]:
@@ -323,7 +466,7 @@ def read_seal(path: str) -> Checkpoint:
         text, checksum = tail[place + 1 :].decode().removesuffix("\n").rsplit(" ", 1)
         seal = json.loads(text)
         order, step, kept = seal["order"], seal["step"], seal.get("kept") is True
-        if not (isinstance(order, int) and isinstance(step, int)):
+        if not (type(order) is int and type(step) is int):  # true and false are of a subclass of int
             raise TypeError(f"order {order!r}, step {step!r}")
         checkpoint = Checkpoint(path, step, size, float(seal["time"]), order, checksum, kept)
         name, whole = seal["name"], seal["bytes"] == start + place and len(checksum) == 8 and tail.endswith(b"\n")
@@ -365,15 +508,19 @@ def _checksum(file: BinaryIO, records: list[zipfile.ZipInfo], end: int) -> str:
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the complete checkpoints in ``directory``, in the order in which they were written.
 
-    A folder that does not exist has none. Files that cannot be used are left out, with a warning. Sizes are checked
-    here; ``Saver.restore`` checks contents.
+    A folder that does not exist has none. Damaged checkpoints are left out, with a warning. Sizes are checked here;
+    ``Saver.restore`` checks contents. Files that no Saver wrote are ignored.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    folder = os.fspath(directory)
+    return list_again(os.fspath(directory), {})
+
+
+def list_again(folder: str, seals: Seals) -> list[Checkpoint]:
+    """Return what :func:`list_checkpoints` does, with a warning only about what changed since a call with ``seals``."""
     try:
-        return _survey(folder, {})
+        return _survey(folder, seals)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -394,7 +541,18 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     return checkpoints[-1].path if checkpoints else None
 
 
+def is_checkpoint_name(prefix: str) -> bool:
+    """Return whether checkpoints that are named ``prefix-700`` are found again in their folder."""
+    name = f"{prefix}-0"
+    return bool(prefix) and os.path.basename(name) == name and "\0" not in name and bool(_NAME.fullmatch(name))
+
+
 def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
-    """Return whether ``directory`` has files with names of checkpoints, complete or not."""
+    """Return whether ``directory`` has checkpoints, complete or not. Files of others that are named so do not count."""
     folder = os.fspath(directory)
-    return os.path.isdir(folder) and bool(_names(folder))
+    names = _names(folder) if os.path.isdir(folder) else []
+    for name in names:
+        with suppress(DamagedCheckpointError):
+            read_seal(os.path.join(folder, name))
+            return True
+    return any(_begins(folder, name, short=_may_be_ours(folder, name, set())) for name in names)

@@ -16,13 +16,14 @@ def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
     Raises:
         ValueError: it is not a whole number, or it is less than ``at_least``, or 2**63 or more.
     """
+    a_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if a_bool else operator.index(value)
     except TypeError:
         number = None
     if number is None or (at_least is not None and number < at_least):
         limit = "" if at_least is None else f", {at_least} or more"
-        raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}")
+        raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}{', not a bool' if a_bool else ''}")
     if number >= 1 << 63:  # event files and checkpoints hold steps of 64 bits
         raise ValueError(f"{name}={shown(number)}: must be less than 2**63, as every global step is")
     return number

@@ -24,14 +24,18 @@ class Attempts:
         except self._catch as error:
             self.errors.append(error)
 
-    @property
-    def interrupt(self) -> BaseException | None:
-        """The first error that is not an ``Exception``, such as KeyboardInterrupt."""
-        return next((error for error in self.errors if not isinstance(error, Exception)), None)
-
     def raise_errors(self, message: str) -> None:
-        """Raise the error if there is one; raise several as an ``ExceptionGroup`` with ``message``."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            raise BaseExceptionGroup(message, self.errors)
+        """Raise the error if there is one; raise several as an ``ExceptionGroup`` with ``message``.
+
+        The first that is not an ``Exception``, such as KeyboardInterrupt, is raised itself, with the others as its
+        cause: ``except KeyboardInterrupt`` does not see inside a group, and neither does the exit code of the process.
+        """
+        errors = list({id(error): error for error in self.errors}.values())  # two calls may raise the same one
+        interrupt = next((error for error in errors if not isinstance(error, Exception)), None)
+        if len(errors) == 1:
+            raise errors[0]
+        if interrupt is not None:
+            others = [error for error in errors if error is not interrupt]
+            raise interrupt from BaseExceptionGroup(message, others)
+        if errors:
+            raise BaseExceptionGroup(message, errors)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torchhooks.ending import Ending
 from torchhooks.errors import LifecycleError, brief
 from torchhooks.items import Items
 from torchhooks.log import logger
-from torchhooks.position import Place, Position
+from torchhooks.place import Place
+from torchhooks.position import Position
 from torchhooks.progress import DataWaits
 from torchhooks.schedule import Schedule
 
@@ -25,12 +26,25 @@ _LEFT_AT_GUARD = (
 )
 
 
+class OtherRanks(Protocol):
+    """The other ranks of a loop, as far as iterating over data concerns them: a ``Peers``."""
+
+    def enter(self, iterable: Iterable[Any], limit: int | None) -> int | None:
+        """Agree with the other ranks on the greatest number of items, and return it."""
+        ...
+
+    def data_ended(self) -> None:
+        """Wait until the data of the other ranks have ended too."""
+        ...
+
+
 class Data:
     """The ``until_stop`` loops of one monitored loop.
 
     Args:
         should_stop: handles news, and returns whether the loop stops.
         recovered_from: recovers from an error, or ends the loop; returns which.
+        others: the other ranks, if there are several.
     """
 
     def __init__(
@@ -42,6 +56,7 @@ class Data:
         ending: Ending,
         should_stop: Callable[[], bool],
         recovered_from: Callable[[BaseException], bool],
+        others: OtherRanks | None = None,
     ) -> None:
         self._schedule = schedule
         self._position = position
@@ -50,6 +65,7 @@ class Data:
         self._ending = ending
         self._should_stop = should_stop
         self._recovered_from = recovered_from
+        self._others = others
         self._stop_is_seen = False  # by the body of a loop, through should_stop()
         self._items_without_run = 0
         self._stop_is_settled = False  # the calls for it were made, and the data go no further
@@ -59,6 +75,9 @@ class Data:
     ) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end."""
         self._check_not_ended()
+        others = None if self._ending.busy or self._ending.stopping else self._others  # inside a run, not all iterate
+        if others is not None:
+            limit = others.enter(iterable, limit)
         if self._is_halted():  # before iter(), which may draw random numbers
             self._cut_short()
             return
@@ -94,6 +113,8 @@ class Data:
                             raise
                         continue  # settles the stop
                     if item is _DATA_ENDED:
+                        if others is not None:
+                            others.data_ended()
                         place.ended = True
                         if not schedule.runs:
                             self._note_items(place)
@@ -153,8 +174,10 @@ class Data:
         if place.counts and place.inner is None and place.taken > (place.resumed or 0):
             self._items_without_run = place.taken
 
-    def check_runs(self) -> None:
-        """Log a warning if the data ended, and the loop is closed without a run."""
+    def check_end(self) -> None:
+        """Log warnings when the loop is closed: the data ended without a run, or were not resumed where they should."""
+        if self._ending.reason in ("data ended", "closed"):  # a stop may come before the loop that is to be resumed
+            self._position.check_reached()
         if self._items_without_run and not self._schedule.runs:
             logger.warning(
                 "until_stop yielded %d items until the data ended, but there was no run, so no hook was called and no "

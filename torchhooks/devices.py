@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
@@ -14,12 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchhooks import cuda
 from torchhooks.cuda import pack, unpack
 from torchhooks.fetch import Evaluator
 from torchhooks.hook import SessionRunHook
+from torchhooks.items import make_call
 from torchhooks.loop import MonitoredLoop
-from torchhooks.readback import Copier, Readback, copiers
+from torchhooks.readback import Copier, Readback, Request, copiers
 from torchhooks.schedule import Schedule, Seat
+from torchhooks.session import Session
 
 
 class FakeDevice:
@@ -29,7 +34,8 @@ class FakeDevice:
             ...                                        # runs of a loop; values arrive three runs after they are sent
         assert device.waits == 0                       # and the host never waited for one
 
-    A copy has the values of the moment at which it was started, even if the tensor is updated before it completes. What
+    Work can be queued on several streams: see :meth:`on_stream`. A copy has the values of the moment at which it was
+    started, even if the tensor is updated before it completes. What
     has arrived on the host, such as the values of a ``when_ready`` callback, is an ordinary CPU tensor.
 
     Args:
@@ -40,7 +46,9 @@ class FakeDevice:
         copies: how many tensors were copied.
         batches: how many batches of copies were started.
         streams: the name of the stream on which each batch was copied, see :meth:`on_stream`.
-        waits: how many times the host waited for work that was not done.
+        allocations: the sizes, in bytes, of the memory on the host that was allocated for copies.
+        waits: how many times the thread that entered the device waited for work that was not done.
+        waits_elsewhere: the same of other threads, such as those that write checkpoints.
         progress: how far the device is, in runs. Each poll that finds unfinished work advances it by one, because a run
             that finds its oldest work unfinished polls nothing else.
     """
@@ -48,8 +56,12 @@ class FakeDevice:
     def __init__(self, lag: int = 1, speed: float = 1.0) -> None:
         self.lag = lag
         self.speed = speed
-        self.copies = self.batches = self.waits = self.progress = 0
+        self.copies = self.batches = self.waits = self.waits_elsewhere = self.progress = 0
+        self._thread = threading.get_ident()
+        self.on_wait: Callable[[str], object] | None = None
+        """Called at each wait of any thread, with what it is for."""
         self.streams: list[Hashable] = []
+        self.allocations: list[int] = []
         self._stream = "default"
         self._stream_lag: int | None = None
         self._replaced: list[Copier | None] = []
@@ -71,6 +83,13 @@ class FakeDevice:
 
     # The methods of a Copier:
 
+    def prepare(self, nbytes: int) -> None:
+        """Do nothing: copies need no memory that is allocated before."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        self.allocations.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def stream(self, device: torch.device) -> Hashable:
         return self._stream
 
@@ -87,10 +106,20 @@ class FakeDevice:
         return not hasattr(tensor, "is_on_fake_host")
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.waits += 1
+        self.note_wait("a tensor that is read at once")
         return _on_host(tensor.detach().clone())
 
+    def note_wait(self, what: str) -> None:
+        """Count a wait of the current thread for ``what``."""
+        if self.on_wait is not None:
+            self.on_wait(f"a wait for {what}")
+        if threading.get_ident() == self._thread:
+            self.waits += 1
+        else:
+            self.waits_elsewhere += 1
+
     def __enter__(self) -> FakeDevice:
+        self._thread = threading.get_ident()
         self._replaced.append(copiers.get("cpu"))
         copiers["cpu"] = self
         return self
@@ -105,6 +134,8 @@ class FakeDevice:
 
 
 class _FakeEvent:
+    what = "an event"
+
     def __init__(self, device: FakeDevice, lag: int) -> None:
         self._device = device
         self._done_at = device.progress + lag
@@ -118,7 +149,7 @@ class _FakeEvent:
 
     def wait(self) -> None:
         if self._device.progress < self._done_at:
-            self._device.waits += 1
+            self._device.note_wait(self.what)
             self._device.progress = self._done_at
 
     def secs_since(self, earlier: _FakeEvent) -> float:
@@ -128,6 +159,8 @@ class _FakeEvent:
 
 
 class _FakeTransfer(_FakeEvent):
+    what = "copies"
+
     def __init__(self, device: FakeDevice, lag: int, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(device, lag)
         self._packed = [(indexes, packed.clone()) for indexes, packed in pack(tensors)]
@@ -146,9 +179,11 @@ class Sync(NamedTuple):
 
     Args:
         hook: the hook that made the operation, or whose fetch did.
-        method: the hook's method, ``"fetch"`` for what it asked for in ``before_run``, or ``"Due.when"``.
+        method: the hook's method; ``"fetch"`` for what it asked for in ``before_run``; ``"Due.when"``;
+            ``"when_ready"`` for a value that was waited for at the deadline that the hook set; ``"after_item"`` for
+            what the hook did between two items of ``until_stop``.
         step: the global step at that moment.
-        operation: the name of the operator on the CPU, torch's warning on a GPU.
+        operation: the name of the operator or function, torch's warning on a GPU, or what was waited for.
     """
 
     hook: object
@@ -169,11 +204,20 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
                 loop.run(batch)
         assert not syncs, "\\n".join(map(str, syncs))
 
-    On a GPU, torch reports each operation that synchronizes (``torch.cuda.set_sync_debug_mode``). Without one, the
-    audit runs on a :class:`FakeDevice` and lists the operators that would synchronize on a GPU: ``item()``,
+    On a GPU, torch reports the operators and copies that synchronize (``torch.cuda.set_sync_debug_mode``). Without one,
+    the audit runs on a :class:`FakeDevice` and lists the operators that would synchronize on a GPU: ``item()``,
     ``nonzero()``, indexing with a mask and the like. There it does not see ``numpy()`` and ``tolist()``, which read
-    memory without an operator. Operations of the step are not listed, nor are those of ``when_ready`` callbacks, whose
-    values are on the host.
+    memory without an operator.
+
+    On both, the audit lists what torch does not report: calls of ``torch.cuda.synchronize()``,
+    ``torch.accelerator.synchronize()``, ``torch.cuda.Event.synchronize()``, ``torch.cuda.Stream.synchronize()`` and
+    ``Tensor.pin_memory()``, the pinned memory that torchhooks allocates, and the waits of torchhooks itself: for a
+    value whose deadline has come, and for everything that is pending before a checkpoint is saved.
+
+    It does not see ``torch.empty(..., pin_memory=True)`` on a GPU, ``torch.Event`` and ``torch.Stream``, waits inside
+    of C++ extensions, and allocations for which CUDA itself waits. It sees only the thread that runs the hook.
+    Operations of the step are not listed, nor are those of ``when_ready`` callbacks, whose values are on the host, nor
+    the wait for pending values when the loop closes.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``, for a test that has to do the same on every machine. The default is ``"cuda"``
@@ -190,12 +234,63 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
         if (sync := _attributed(operation)) is not None:
             syncs.append(sync)
 
-    if device == "cuda" or (device is None and torch.cuda.is_available()):
-        with _cuda_syncs(note):
-            yield syncs
-    else:
-        with nullcontext() if "cpu" in copiers else FakeDevice(), _SyncingOperators(note):
-            yield syncs
+    with _waiting_functions(note):
+        if device == "cuda" or (device is None and torch.cuda.is_available()):
+            with _cuda_syncs(note):
+                yield syncs
+        else:
+            with nullcontext() if "cpu" in copiers else FakeDevice(), _waits_for_fake(note), _SyncingOperators(note):
+                yield syncs
+
+
+@contextmanager
+def _waits_for_fake(note: Callable[[str], None]) -> Iterator[None]:
+    fake = copiers["cpu"]
+    if not isinstance(fake, FakeDevice):
+        yield
+        return
+    before, fake.on_wait = fake.on_wait, note
+    try:
+        yield
+    finally:
+        fake.on_wait = before
+
+
+_INHERITED: Any = object()
+_FUNCTIONS: list[tuple[Any, str, str]] = [
+    (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+    (torch.cuda.Event, "synchronize", "torch.cuda.Event.synchronize"),
+    (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
+    (torch.accelerator, "synchronize", "torch.accelerator.synchronize"),
+    (torch.Tensor, "pin_memory", "Tensor.pin_memory"),
+    (cuda, "pinned", "an allocation of pinned memory"),
+]
+"""Functions that wait for a device, or may, and that torch's debug mode does not report: owner, attribute, name."""
+
+
+@contextmanager
+def _waiting_functions(note: Callable[[str], None]) -> Iterator[None]:
+    """Call ``note`` for each call of one of ``_FUNCTIONS``."""
+    own = [vars(owner).get(attribute, _INHERITED) for owner, attribute, _ in _FUNCTIONS]
+    for owner, attribute, name in _FUNCTIONS:
+        setattr(owner, attribute, _noting(getattr(owner, attribute), name, note))
+    try:
+        yield
+    finally:
+        for (owner, attribute, _), before in zip(_FUNCTIONS, own, strict=True):
+            if before is _INHERITED:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
+
+
+def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note(name)
+        return function(*args, **kwargs)
+
+    return noting
 
 
 @contextmanager
@@ -250,15 +345,38 @@ def _indexes_with_mask(name: str, args: Sequence[Any]) -> bool:
 def _attributed(operation: str) -> Sync | None:
     """Return a :class:`Sync` for the hook that is running ``operation``; ``None`` if no hook or fetch is."""
     culprit: tuple[object, str] | None = None
+    session: Session | None = None
+    awaited: Request | None = None
+    waits = False  # whether it is a wait of torchhooks, not an operation of a hook
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        instance = frame.f_locals.get("self")
-        if culprit is None:
-            if isinstance(instance, Readback):
+        instance, module = frame.f_locals.get("self"), frame.f_globals.get("__name__")
+        if session is None and isinstance(found := frame.f_locals.get("session"), Session):
+            session = found
+        if isinstance(instance, MonitoredLoop):
+            return None if culprit is None else Sync(*culprit, instance.global_step, operation)
+        if culprit is not None:
+            continue
+        if isinstance(instance, (FakeDevice, _FakeEvent)) or module == cuda.__name__:
+            waits = True
+        elif isinstance(instance, Readback):
+            if not waits:
                 return None  # in a when_ready callback, whose values are on the host
+            awaited = awaited or _awaited(frame.f_locals)
+            if awaited is not None and frame.f_code is Readback.end_run.__code__:
+                return Sync(getattr(awaited.made_by, "hook", awaited.made_by), "when_ready", awaited.step, operation)
+        else:
             culprit = _culprit(frame, instance)
-        elif isinstance(instance, MonitoredLoop):
-            return Sync(*culprit, instance.global_step, operation)
-    return None
+    # Between two items, the caller is the user's for loop.
+    return None if culprit is None or session is None else Sync(*culprit, session.global_step, operation)
+
+
+def _awaited(variables: Mapping[str, Any]) -> Request | None:
+    """Return the request for which a method of Readback with these local ``variables`` waits, if it is one."""
+    if "batch" in variables:
+        requests: list[Request] = variables["batch"].requests
+        return min(requests, key=lambda request: request.deadline)
+    request = variables.get("request")
+    return request if isinstance(request, Request) else None
 
 
 def _culprit(frame: FrameType, instance: object) -> tuple[object, str] | None:
@@ -270,4 +388,6 @@ def _culprit(frame: FrameType, instance: object) -> tuple[object, str] | None:
         return variables["seat"].hook, "Due.when"
     if isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
         return instance, code.co_name
+    if code is make_call.__code__:
+        return variables["who"], "after_item"
     return None

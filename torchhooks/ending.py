@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torchhooks.errors import brief
+from torchhooks.log import logger
 from torchhooks.preemption import SignalWatch
 
 _LOST_WORKER_SECS = 2.0  # a batch system signals the processes of a job within milliseconds of each other
@@ -56,6 +57,8 @@ class Ending:
         """Whether a run is in progress."""
         self.run: Run | None = None
         """The run in progress, if a hook is called in it."""
+        self.propose: Callable[[str], object] | None = None
+        """With several ranks, what is called with the reason for a stop: it proposes the stop to the other ranks."""
         self.last_run_allowed = False
         """Whether one more run may be made: a thread can ask to stop after the caller looked at ``should_stop()``."""
 
@@ -86,7 +89,14 @@ class Ending:
             self.stop(f"signal {self.signal}")
 
     def stop(self, reason: str, *, by_thread: bool = False) -> None:
-        """Make no further run. Only the first reason counts."""
+        """Make no further run; with several ranks, propose it, and stop once all of them have agreed on the run."""
+        if self.propose is None or self.closed:
+            self.make_no_further_run(reason, by_thread=by_thread)
+        else:
+            self.propose(reason)
+
+    def make_no_further_run(self, reason: str, *, by_thread: bool = False) -> None:
+        """Stop here. Only the first reason counts."""
         self.last_run_allowed = by_thread and (self.last_run_allowed or not self.stopping)
         if not self.stopping:
             self.reason = reason
@@ -96,7 +106,7 @@ class Ending:
         """Stop because of ``error``; exactly ``StopIteration`` is a clean end."""
         if type(error) is not StopIteration:
             self.failure = error
-        self.stop(brief(error))
+        self.make_no_further_run(brief(error))
 
     @property
     def signal(self) -> str | None:
@@ -106,6 +116,17 @@ class Ending:
     def wait_for_signal(self, secs: float) -> None:
         """Wait for ``secs`` seconds, or until a signal arrives."""
         self._signals.wait(secs)
+
+    def log_before_delivery(self, error: BaseException | None, others: list[BaseException]) -> int:
+        """Log the errors if a signal is about to be delivered, because that may end the process.
+
+        Return how many of ``others`` were logged.
+        """
+        if not self._signals.undelivered:
+            return 0
+        for each in others if error is None else [error, *others]:
+            logger.error("before signal %s is delivered", self.signal, exc_info=each)
+        return len(others)
 
     def is_due_to_signal(self, error: BaseException) -> bool:
         """Return whether ``error``, out of iterating over the data, may be due to a signal, which ends the loop.

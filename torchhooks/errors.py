@@ -9,7 +9,8 @@
     │   ├── FetchError                      (also LookupError) a fetch has no value
     │   │   └── NoRunYetError               only a run could give it one, and there is none
     │   ├── LifecycleError                  (also RuntimeError) a call that is too late, too early or nested
-    │   └── NanLossDuringTrainingError      (also RuntimeError) a watched value is NaN or infinite
+    │   ├── NanLossDuringTrainingError      (also RuntimeError) a watched value is NaN or infinite
+    │   └── PeerError                       (also RuntimeError) another rank failed, or does not answer
     └── TypeError, ValueError               an invalid argument, as everywhere in Python
 
 Exceptions that a step, a hook or a closure raises are never wrapped: they keep their type and their traceback. Those
@@ -55,10 +56,48 @@ class NanLossDuringTrainingError(TorchHooksError, RuntimeError):
     """A value that a NanTensorHook watches is NaN or, if it looks for these, infinite. The name is TensorFlow's."""
 
 
+class PeerError(TorchHooksError, RuntimeError):
+    """The loop cannot continue because of another rank: it failed, it does not answer, or it ended too early.
+
+    It is not an :class:`AbortedError`: one process alone cannot recover. ``torchrun --max-restarts`` restarts all.
+
+    Args:
+        message: the whole message.
+        rank: the rank that caused it; ``None`` if that is unknown.
+        run: the number of the run in which, or after which, it happened.
+        reason: what happened on that rank.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, run: int = 0, reason: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.run = run
+        self.reason = reason
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Add ``note`` to ``error``. Does nothing if its class refuses, so that ``error`` is never replaced by another."""
     with contextlib.suppress(Exception):
         error.add_note(note)
+
+
+def interrupt_in(error: BaseException) -> BaseException | None:
+    """Return the first exception of the chain of ``error`` that is not an ``Exception``, such as KeyboardInterrupt.
+
+    A Ctrl-C that arrives in a callback is raised there, and the code that called it may replace it by an error about
+    the callback.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is None or id(link) in seen:
+            continue
+        if not isinstance(link, Exception):
+            return link
+        seen.add(id(link))
+        waiting += [link.__context__, link.__cause__]
+    return None
 
 
 def brief(error: BaseException) -> str:

@@ -215,7 +215,8 @@ class SessionRunContext:
         ``host_values`` has the structure of ``values``, with CPU tensors in place of device tensors. If everything is
         on the CPU already, the callback is called at once. Otherwise it is called after the copy has arrived, in the
         order of the requests, and at the latest before ``end``, before a checkpoint is written, and when the loop
-        closes, even after an error. An exception from ``callback`` propagates from the run in which it is called.
+        closes, even after an error. A Saver with ``async_save`` does not wait for it, unless a hook has a state, which
+        the callback may change. An exception from ``callback`` propagates from the run in which it is called.
 
         Args:
             values: what arrived in ``run_values.results``, or any other structure of tensors.

@@ -57,12 +57,12 @@ class Items:
         """Make the calls for a stop, except of those in ``made``, who have just been called."""
         for who, call in self._at_stop.items():
             if who not in made:
-                _call(who, call)
+                make_call(who, call)
 
     def _make(self, asked: list[object]) -> None:
         for who in asked:  # a call may ask again, for the next item
             if who in self.waiting:
-                _call(who, self.waiting.pop(who)[1])
+                make_call(who, self.waiting.pop(who)[1])
 
     def clear(self) -> None:
         """Forget every call: their session is closed."""
@@ -71,7 +71,8 @@ class Items:
         self._at_stop.clear()
 
 
-def _call(who: object, call: Callable[[], object]) -> None:
+def make_call(who: object, call: Callable[[], object]) -> None:
+    """Make ``call()`` for ``who``, which a note on an error names."""
     try:
         call()
     except BaseException as error:

@@ -22,10 +22,11 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar
 
 import torch
 
@@ -47,9 +48,11 @@ from torchhooks.gradients import Gradients, register_step_post_hook
 from torchhooks.hook import SessionRunHook
 from torchhooks.items import Items
 from torchhooks.log import logger, show_lines
+from torchhooks.peers import Peers
 from torchhooks.position import Position
 from torchhooks.preemption import SignalWatch
 from torchhooks.progress import NO_OUTPUTS, DataWaits
+from torchhooks.ranks import Ranks, checked_ranks
 from torchhooks.readback import Readback
 from torchhooks.recovery import Recovery
 from torchhooks.schedule import Schedule
@@ -94,6 +97,9 @@ class MonitoredLoop(Generic[R]):
         hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
         metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
             copied. :func:`torchhooks.read_metadata` reads it. A restored loop logs which values differ.
+        ranks: the processes that train together. ``None`` means those of ``torch.distributed``, if it is initialised;
+            False means this process alone. A :class:`torchhooks.Ranks` sets periods. With several ranks, each of them
+            creates the same loop, all make the same last run, and if one fails, the others raise PeerError.
 
     Raises:
         TypeError: an item of ``hooks`` is not a hook, or another argument has the wrong type.
@@ -119,13 +125,14 @@ class MonitoredLoop(Generic[R]):
         stop_grace_period_secs: float = 120,
         hook_costs: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        ranks: Ranks | Literal[False] | None = None,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, step_unit)
         if scaffold is not None and not isinstance(scaffold, Scaffold):
             raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold")
         about_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
-        checked_metadata = plain_metadata(metadata)
+        checked_metadata, used_ranks = plain_metadata(metadata), checked_ranks(ranks)
         check_methods(copied_hooks)
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         self._step = step
@@ -136,15 +143,17 @@ class MonitoredLoop(Generic[R]):
         self._thread_failed = False  # the loop recovered from a thread's error, and has made no run since
         self._begun = 0
         self._thread = threading.get_ident()
-        self._schedule = schedule = Schedule(copied_hooks)
+        self._schedule = schedule = Schedule(copied_hooks, used_ranks.size > 1)
         self._readback = Readback(schedule.wake)
         self._signals = SignalWatch(signals, schedule.wake)
         self._ending = Ending(self._signals, schedule.wake)
-        self._recovery = Recovery(recoverable_errors, max_recoveries)
+        self._peers = peers = Peers(used_ranks, schedule, self._ending) if used_ranks.size > 1 else None
+        self._recovery = Recovery(recoverable_errors, max_recoveries, ranks=used_ranks.size)
         self._costs = HookCosts(schedule, self._readback) if hook_costs else None
         position, waits = Position(schedule, checked_state), DataWaits()
         self._items = Items(lambda: position.depth)
-        self._data = Data(schedule, position, waits, self._items, self._ending, self._is_to_stop, self._recovered_from)
+        recover = self._recovered_from
+        self._data = Data(schedule, position, waits, self._items, self._ending, self._is_to_stop, recover, peers)
         saves = folder is not None or any(getattr(hook, "saves_checkpoints", False) for hook in copied_hooks)
         watched = saves and hasattr(optimizer, "register_step_post_hook")
         self._gradients = Gradients(optimizer) if optimizer is not None and watched else None
@@ -164,13 +173,17 @@ class MonitoredLoop(Generic[R]):
             about_step,
             self._steps_per_run,
             Mechanisms(
-                schedule, self._readback, position, waits, self._items, self._ending, self._recovery, self._costs
+                *(schedule, self._readback, position, waits, self._items, self._ending, self._recovery, self._costs),
+                *(used_ranks, peers),
             ),
             stop_grace_period_secs,
         )
         show_lines()
         try:
             self._signals.install()
+            if peers is not None:
+                weakref.finalize(self, peers.abandon).atexit = False
+                peers.start(step_unit)
             self._start()
         except BaseException as error:
             self._ending.failure = error
@@ -394,6 +407,8 @@ class MonitoredLoop(Generic[R]):
         """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
         if not self._ending.stopping and self._schedule.news:
             self._ending.notice()
+            if self._peers is not None:
+                self._peers.check()
             self._recover_from_thread()
         return self._ending.stopping
 
@@ -412,6 +427,8 @@ class MonitoredLoop(Generic[R]):
         self._ending.notice()
         if self._sessions.coord.should_stop():
             schedule.wake()
+        if self._peers is not None:
+            self._peers.end_run()
 
     def _recovered_from(self, error: BaseException) -> bool:
         """Recover from ``error``, which interrupted a run, or end the loop. Return whether to make the run again."""
@@ -454,6 +471,8 @@ class MonitoredLoop(Generic[R]):
     def _run_failed(self, error: BaseException) -> None:
         self._ending.busy = False
         self._ending.fail(error)
+        if self._peers is not None:
+            self._peers.failed(error)
 
     def _refuse(self) -> None:
         """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop."""
@@ -488,6 +507,9 @@ class MonitoredLoop(Generic[R]):
         ending = self._ending
         if ending.closed:
             return
+        if self._peers is not None and (failure := self._peers.close(error)) is not None:
+            self._close(failure)
+            raise failure
         ending.closed = True
         if type(error) is StopIteration:
             ending.stop(brief(error))
@@ -502,33 +524,18 @@ class MonitoredLoop(Generic[R]):
             self._close_everything(attempt)
             self._sessions.session.close()
             ending.void_run()
-            logged = self._log_before_delivery(error, attempt.errors)
+            logged = ending.log_before_delivery(error, attempt.errors)
         finally:  # also after an interrupt between two of the calls
             attempt(self._signals.restore)
-        cause = attempt.interrupt if error is None else error
-        if cause is None:
+        if error is None:
             attempt.raise_errors("several errors while the loop was closed")
             return
-        if error is not None:
-            error.with_traceback(traceback)  # joining the threads may have raised this very error once more
+        error.with_traceback(traceback)  # joining the threads may have raised this very error once more
         for index, other in enumerate(attempt.errors):
-            if other is not cause:
-                add_note(cause, f"torchhooks: and while the loop was closed after this: {brief(other)}")
+            if other is not error:
+                add_note(error, f"torchhooks: and while the loop was closed after this: {brief(other)}")
                 if index >= logged:
                     logger.error("while the loop was closed after an error", exc_info=other)
-        if error is None:
-            raise cause
-
-    def _log_before_delivery(self, error: BaseException | None, others: list[BaseException]) -> int:
-        """Log the errors if a signal is about to be delivered, because that may end the process.
-
-        Return how many of ``others`` were logged.
-        """
-        if not self._signals.undelivered:
-            return 0
-        for each in others if error is None else [error, *others]:
-            logger.error("before signal %s is delivered", self._ending.signal, exc_info=each)
-        return len(others)
 
     def _close_everything(self, attempt: Attempts) -> None:
         """Close every component, even if some fail, and collect the errors."""
@@ -536,16 +543,14 @@ class MonitoredLoop(Generic[R]):
         attempt(self._readback.drain)
         if self._ending.failure is None and not attempt.errors:
             attempt(self._items.finish)
-            self._data.check_runs()
+            self._data.check_end()
             for seat in seats:
                 attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
                 attempt(sessions.call, seat, "end", seat.end, sessions.session)
         attempt(self._readback.close)
         if self._costs is not None:
             attempt(self._costs.report)
-        for saver in sessions.session.savers:
-            if hasattr(saver, "close"):
-                attempt(saver.close)
+        sessions.session.call_savers("close", attempt)
         attempt(sessions.join_threads)
         for seat in seats[: self._begun]:
             attempt(sessions.call, seat, "teardown", seat.hook.teardown)
@@ -553,6 +558,8 @@ class MonitoredLoop(Generic[R]):
             self._step_counter.remove()
         if self._gradients is not None:
             self._gradients.close()
+        if self._peers is not None:
+            attempt(self._peers.leave, list(attempt.errors))
 
 
 class StepContext(Generic[R]):

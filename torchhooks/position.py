@@ -19,20 +19,18 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum, auto
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader
 
 from torchhooks.digest import Digest, differ, digest
 from torchhooks.errors import brief
-from torchhooks.generators import find_generators, generator_states, set_generator_state
+from torchhooks.generators import find_generators, generator_states, matched_generators, set_generator_state
 from torchhooks.log import logger
+from torchhooks.place import Place, Saved, Stage
 from torchhooks.randomness import random_states, same_random_states, set_random_states
 from torchhooks.stateful import Stateful, has_state
 
-_Saved = dict[str, Any]  # a part of a checkpoint
 Undo = Callable[[], object]
 
 
@@ -40,114 +38,6 @@ class RunCounter(Protocol):
     """What a :class:`Position` needs of the loop's schedule."""
 
     runs: int
-
-
-class Stage(Enum):
-    OPEN = auto()
-    ENDED = auto()  # its data ended
-    LEFT = auto()  # left early, for example by a break, while the loop continued
-    STOPPED = auto()  # left because the loop stopped
-
-
-class Place:
-    """How far one ``until_stop`` is. :class:`torchhooks.data.Data` updates it as it takes items."""
-
-    def __init__(self, iterable: object, outer: Place | None, runs: int, site: object = None) -> None:
-        self.iterable = iterable  # None once the data ended, and for an iterator, which cannot be iterated again
-        self.depth: int = 0 if outer is None else outer.depth + 1
-        self.number = 0  # how many others began before it in the same item of the outer one
-        self.item = 0 if outer is None else outer.taken  # the item of the outer one in which it began
-        self.taken: int = 0  # how many items were taken, including those of earlier processes
-        self.runs = runs  # how many runs had been made when the last item was taken
-        self.several = False  # whether some item had several runs, here or in the same place of an earlier outer item
-        self.cut = False  # whether another until_stop began in the current item, and yielded nothing because of a stop
-        self.ended = False  # whether the data ended
-        self.counts = outer is not None  # not inside a run, as in the evaluation of a hook
-        self.nests = self.counts  # whether an inner loop may begin in the next item, as one did in the last
-        self.finished = False  # whether the body of the user's loop is done with the current item
-        self.through = False  # whether until_stop ended because the loop stops, and not because the body left it
-        self.done = False  # whether the last item does not have to be yielded again; set by leave()
-        self.stage = Stage.OPEN
-        self.resumed: int | None = None  # how many items were done when it was resumed from a checkpoint
-        self.before: _Saved | None = None  # the random states before the iteration, if it may draw random numbers
-        self.last: Any = None  # the last value of a range
-        self.item_random: _Saved | None = None  # when the current item was yielded, if an inner loop may begin in it
-        self.between: _Saved | None = None  # the random states when the place before it in the same item ended
-        self.ended_inside: _Saved | None = None  # the random states when the last inner place of the item ended
-        self.held: Any = None  # the current item, no longer than until_stop has it in hand
-        self.left_at: Digest | None = None  # the digest of the item at which the loop was left
-        self.site, self.outer = site, outer
-        self._inner: Place | None = None
-
-    def add(self, inner: Place) -> None:
-        """Record that ``inner`` begins in the current item."""
-        inner.number = 0 if self.inner is None else self.inner.number + 1
-        inner.between = self.ended_inside
-        self.nests = True
-        self._inner = inner
-
-    @property
-    def inner(self) -> Place | None:
-        """The inner place that began last in the current item."""
-        return self._inner if self._inner is not None and self._inner.item == self.taken else None
-
-    @property
-    def key(self) -> str:
-        """The name of its loader in a checkpoint."""
-        return f"{self.depth}.{self.number}"
-
-    @property
-    def untouched(self) -> bool:
-        """Whether it was resumed from a checkpoint and has not taken an item since."""
-        return self.taken == self.resumed and not self.ended
-
-    def begin_item(self) -> None:
-        """Record the random states with which the body begins the item that was taken last.
-
-        Before an inner loop begins, the body may draw its order. Drawn again after a resume, it has to be the same.
-        """
-        self.nests = self._inner is not None and self._inner.item == self.taken - 1
-        self.item_random = random_states() if self.nests or self.taken == (self.resumed or 0) + 1 else None
-        self.ended_inside = None
-
-    def is_done(self, runs: int) -> bool:
-        """Return whether the current item is done after ``runs`` runs of the loop."""
-        if self.finished and self.stage is Stage.OPEN:
-            return True
-        if self.stage is not Stage.OPEN or not self.taken:
-            return self.done or not self.taken
-        return self.inner is None and self._is_single(runs - self.runs)
-
-    def leave(self, runs: int, stopping: bool) -> None:
-        """Record that no further item is taken."""
-        self.left_at, self.held = None if self.ended else digest(self.held), None
-        if self.ended:
-            self.stage = Stage.ENDED
-            self.note_last()
-            self.iterable = None
-            return
-        made = runs - self.runs
-        if not self.through:
-            self.done = self._inner_stage in (None, Stage.ENDED) and self._is_single(made)
-        elif self._inner_stage is not None:
-            self.done = self._inner_stage is not Stage.STOPPED
-        else:
-            self.done = self.finished or (made == 0 and not self.several and not self.cut) or self._is_single(made)
-        self.stage = Stage.STOPPED if stopping else Stage.LEFT
-
-    def note_last(self) -> None:
-        """Update :attr:`last`."""
-        fresh = self.taken - (self.resumed or 0)
-        if isinstance(self.iterable, range) and fresh:
-            self.last = self.iterable[fresh - 1]
-
-    def _is_single(self, made: int) -> bool:
-        """Return whether ``made`` runs are all that belong to the current item, as far as one can tell."""
-        return made == 1 and not self.several and not self.cut
-
-    @property
-    def _inner_stage(self) -> Stage | None:
-        return None if self.inner is None else self.inner.stage
 
 
 class Position:
@@ -162,12 +52,12 @@ class Position:
         self._several: set[str] = set()
         """The keys of the places in which some item had more than one run."""
         # From the restored checkpoint:
-        self._path: list[_Saved] = []
-        self._random: _Saved = {}
-        self._saved_loaders: dict[str, _Saved] = {}
+        self._path: list[Saved] = []
+        self._random: Saved = {}
+        self._saved_loaders: dict[str, Saved] = {}
         self._mark_state: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
-
+        self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
         self._warned = False
@@ -217,6 +107,10 @@ class Position:
         entry = self._restored_in(self._open[-2] if len(self._open) > 1 else self._root)
         loader = self._saved_loaders.pop(place.key, {})
         self._remember(place.key, iterable)
+        if entry is None:
+            self.check_reached()
+        elif entry["number"] == place.number:
+            self._unreached = None
         if not resume:
             place.resumed = 0 if entry is not None and entry["number"] == place.number else None
             return _started(place, iterable)
@@ -228,8 +122,14 @@ class Position:
         if entry["number"] == place.number:
             self._undo_repeated(place)
             self._warn_of_runs_before(iterable)
+            if entry["taken"] == 0 and entry["before"] is None:  # it was cut short before it began
+                set_random_states(self._random)
+                self._restore_loader(iterable, loader)
+                return _started(place, iterable)
             iterator = self._resumed(place, iterable, entry, loader, halted)
             random, place.between = place.item_random, random
+        else:
+            self._unreached = _name(iterable)
         # Iterating and skipping drew random numbers. From here on they continue as in the checkpoint.
         self._restore_loader(iterable, loader, again=True)
         set_random_states(random or self._random)
@@ -246,10 +146,27 @@ class Position:
             if place.several or self._schedule.runs - place.runs > 1:
                 self._several.add(place.key)
 
+    def check_reached(self) -> None:
+        """Log a warning if the ``until_stop`` in which the checkpoint was saved should have begun by now."""
+        if self._unreached is not None:
+            logger.warning("%s yielded nothing. %s", self._unreached, _NOT_REACHED)
+            self._unreached = None
+
     def cut_short(self) -> None:
         """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""
-        if self._open:
-            self._open[-1].cut = True
+        outer = self._open[-1] if self._open else self._root
+        first = outer.inner is None and self._schedule.runs == outer.runs
+        between = outer.inner is not None and outer.inner.stage in (Stage.ENDED, Stage.LEFT)
+        if self._open and (first or between) and self._restored_in(outer) is None:
+            # A checkpoint that is saved now contains what the body did on its way here, to be undone when it resumes.
+            place = Place(None, outer, self._schedule.runs)
+            place.stage, place.was_cut = Stage.STOPPED, True
+            outer.add(place)
+        outer.cut = True
+        if self._undo is not None and not self._schedule.runs:  # the body repeats what the restored checkpoint contains
+            self._undo()
+            self._undo = None
+            set_random_states(self._random)
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
@@ -259,7 +176,7 @@ class Position:
 
     # -- for checkpoints ----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> _Saved | None:
+    def state_dict(self) -> Saved | None:
         """Return the position as it is now; ``None`` if there was no ``until_stop``."""
         path, current = self._current_path()
         if not path:
@@ -272,7 +189,7 @@ class Position:
         return {"path": path, "loaders": {**self._saved_loaders, **loaders}}
 
     def load_state_dict(
-        self, state: Mapping[str, Any] | None, random: _Saved, mark_state: Callable[[], Undo] | None = None
+        self, state: Mapping[str, Any] | None, random: Saved, mark_state: Callable[[], Undo] | None = None
     ) -> None:
         """Resume ``state`` with the next ``until_stop``; ``random`` are the random states of the checkpoint.
 
@@ -296,9 +213,9 @@ class Position:
 
     # -- the current position -----------------------------------------------------------------------------------------
 
-    def _current_path(self) -> tuple[list[_Saved], set[str]]:
+    def _current_path(self) -> tuple[list[Saved], set[str]]:
         """Return the path, and the keys of the places whose loaders are to be resumed by their own state."""
-        path: list[_Saved] = []
+        path: list[Saved] = []
         current: set[str] = set()
         outer = self._root
         while True:
@@ -315,10 +232,10 @@ class Position:
             if entry["ended"]:
                 return path, current
             if entry["done"]:
-                return path, {*current, place.key}
+                return path, current if place.was_cut else {*current, place.key}
             outer = place
 
-    def _entry(self, place: Place, outer: Place) -> _Saved:
+    def _entry(self, place: Place, outer: Place) -> Saved:
         place.note_last()
         done = place.is_done(self._schedule.runs)
         return {
@@ -338,7 +255,7 @@ class Position:
             "between": place.between,
         }
 
-    def _restored_in(self, outer: Place) -> _Saved | None:
+    def _restored_in(self, outer: Place) -> Saved | None:
         """Return the restored entry of a place inside ``outer``, if its current item is the one that had it."""
         same_item = outer is self._root or (outer.resumed is not None and outer.taken == outer.resumed + 1)
         return self._path[outer.depth] if same_item and outer.depth < len(self._path) else None
@@ -355,8 +272,8 @@ class Position:
             except TypeError:  # no weak references to classes with __slots__
                 self._loaders[key] = lambda: iterable
 
-    def _loader_state(self, loader: Any, current: bool) -> _Saved:
-        state: _Saved = {"generators": generator_states(loader)}
+    def _loader_state(self, loader: Any, current: bool) -> Saved:
+        state: Saved = {"generators": generator_states(loader)}
         # The state of a DataLoader is a position within an epoch. Between epochs its generators are enough.
         if has_state(loader) and not self._is_in_state(loader) and (current or not isinstance(loader, DataLoader)):
             state |= self._own_state(loader)
@@ -388,7 +305,7 @@ class Position:
                 if self._own_state(loader):
                     raise
                 accepted = False
-        for generator, state in _matched(loader, saved.get("generators", {})):
+        for generator, state in matched_generators(loader, saved.get("generators", {})):
             if again or not any(generator is other for other in self._restored_generators):
                 set_generator_state(generator, state)
                 self._restored_generators.append(generator)
@@ -400,7 +317,7 @@ class Position:
     # -- resuming -----------------------------------------------------------------------------------------------------
 
     def _resumed(
-        self, place: Place, iterable: Iterable[Any], entry: _Saved, loader: _Saved, halted: Callable[..., bool]
+        self, place: Place, iterable: Iterable[Any], entry: Saved, loader: Saved, halted: Callable[..., bool]
     ) -> Iterator[Any]:
         """Return what is left of ``iterable`` according to the restored ``entry``."""
         done: bool = entry["done"] or entry["ended"]
@@ -419,9 +336,11 @@ class Position:
                 logger.info("%s had already ended. %s", _name(iterable), _AGAIN)
             return iter(())
         if place.resumed and len(self._path) == place.depth and not _is_plain_iterator(iterable):
-            hint = _AFTER_A_BREAK if entry.get("left") else _COUNTERS
+            hint = _AFTER_A_BREAK if entry.get("left") else _VARIABLES
             logger.info("%s continues after item %d. %s", _name(iterable), place.resumed, hint)
         if isinstance(iterable, range) and entry["last"] is not None:
+            if not done and entry["last"] not in iterable:
+                self._give_up_item(place, entry, iterable)
             place.iterable = rest = _rest_of_range(iterable, entry["last"], done)
             return iter(rest)
         if _is_plain_iterator(iterable):
@@ -431,11 +350,16 @@ class Position:
         own = has_state(iterable) and ("state" in loader or self._is_in_state(iterable))
         if own and self._restore_loader(iterable, loader):
             if not done:
-                place.taken = place.resumed = entry["taken"]
-                self._path = self._path[: place.depth]
-                logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
+                self._give_up_item(place, entry, iterable)
             return iter(iterable)
         return self._skipped(place, iterable, done, entry.get("digest"), halted)
+
+    def _give_up_item(self, place: Place, entry: Saved, iterable: object) -> None:
+        """Continue after the item that was in progress, whose inner places are then not resumed."""
+        place.taken = place.resumed = entry["taken"]
+        place.item_random = None
+        self._path = self._path[: place.depth]
+        logger.warning("%s continues after the item that was in progress. %s", _name(iterable), _IN_PROGRESS)
 
     def _mark_before(self, place: Place) -> None:
         """Mark the training state before the body repeats what it did in the process that saved the checkpoint.
@@ -476,11 +400,11 @@ class Position:
             if place.before["persistent"] and getattr(iterable, "_iterator", None) is None:
                 iter(iterable)  # creates the persistent workers, which draws a number and had been done before
             set_random_states(place.before["random"])  # so that the items come in the same order
-            for generator, state in _matched(iterable, place.before["generators"]):
+            for generator, state in matched_generators(iterable, place.before["generators"]):
                 set_generator_state(generator, state)
         iterator = iter(iterable)
         skipped, item = 0, _NOTHING
-        fetching: _Saved = {}  # the random states before the item to compare
+        fetching: Saved = {}  # the random states before the item to compare
         while skipped < place.taken:
             if halted():
                 return iterator
@@ -504,8 +428,8 @@ class Position:
         # If the data set draws random numbers for each item, the skipped ones have other noise: nothing was run.
         noisy = bool(fetching) and not same_random_states(fetching, random_states())
         if item is not _NOTHING and differ(last, digest(item), noisy):
-            number = skipped + (not done)
-            logger.warning("item %d of %s is not the one it was before. %s", number, _name(iterable), _ANOTHER_ORDER)
+            which = skipped + (not done), _name(iterable)
+            logger.warning("item %d of %s is not the one it was before. %s", *which, _ANOTHER_ORDER)
         if skipped < place.taken:
             expected = f"the checkpoint was saved after {place.taken} items of {_name(iterable)}"
             logger.warning("%s, which now has only %d: it is treated as ended", expected, skipped)
@@ -522,10 +446,14 @@ _NOT_AN_ITERATOR = (
     "To have it resumed, pass until_stop an iterable, such as the loader itself or a list, and write epochs as "
     "until_stop(range(...)) around it."
 )
-_COUNTERS = "A counter around it, such as enumerate(), starts at 0 again."
+_VARIABLES = "Variables of the script outside the loop's state, such as a counter or another iterator, start over."
 _AFTER_A_BREAK = (
     "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
     "it again."
+)
+_NOT_REACHED = (
+    "Loops are told apart by their order, and the checkpoint was saved in a later one, which this process has not "
+    "begun. Begin the same loops in every process: one that had finished yields nothing, so do not skip it by hand."
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
 _ANOTHER_ORDER = (
@@ -560,14 +488,6 @@ def _rest_of_range(values: range, last: int, done: bool) -> range:
     """Return those of ``values`` that come after ``last``, and ``last`` itself if it is not ``done``."""
     passed, between = divmod(last - values.start, values.step)
     return values[max(passed + (done or between != 0), 0) :]
-
-
-def _matched(loader: object, states: Any) -> list[tuple[Any, Any]]:
-    """Return the generators of ``loader`` that are among the saved ``states``, with their state."""
-    found = find_generators(loader)
-    if isinstance(states, list):  # of an earlier version, which saved torch's only, by their order
-        return list(zip((each for each in found.values() if isinstance(each, torch.Generator)), states, strict=False))
-    return [(found[path], state) for path, state in states.items() if path in found]
 
 
 def _is_plain_iterator(iterable: object) -> bool:

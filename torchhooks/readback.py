@@ -1,9 +1,10 @@
 """Values on their way from a device to the host, for ``when_ready`` callbacks.
 
 The values that a hook passes to ``when_ready`` are copied without blocking the host. A copy is queued on the stream
-that the step uses, so that it follows the kernels that compute the values. An event marks its completion, and later
-runs poll that event. The requests of a few runs share one batch, and small tensors of one dtype and shape share one
-copy, so that reading back one value per step costs little more than the snapshot of the value.
+that is current at the request, so that it follows the kernels that compute the values. An event marks its completion,
+and later runs poll that event. The requests of a few runs share one batch, and small tensors of one dtype and shape
+share one copy, so that reading back one value per step costs little more than the snapshot of the value. The bytes in
+flight are bounded by :data:`MAX_BYTES`.
 
 :data:`copiers` has the device types for which this works. On others, such as ``mps`` and ``xpu``, the copy is made at
 once and the host waits for it.
@@ -34,6 +35,16 @@ BATCH_RUNS = 16
 BATCH_SECS = 0.05
 """How many seconds a request waits for others to share its batch. Steps that long hide the cost of another copy."""
 
+BATCH_BYTES = 1 << 20
+"""How many bytes at most wait for others to share their batch. Copying so many hides the cost of another copy."""
+
+MAX_BYTES = 1 << 25
+"""How many bytes at most wait on devices. With more, the host waits for the oldest batch at the end of a run.
+
+So much pinned memory is allocated, once per process, when the first loop is created after CUDA is initialized; set it
+before that.
+"""
+
 _NEVER = sys.maxsize
 
 
@@ -63,6 +74,12 @@ class DeviceEvent(Pending, Protocol):
 
 class Copier(Protocol):
     """What a type of device has to offer for copies that do not block the host."""
+
+    def prepare(self, nbytes: int) -> None:
+        """Allocate memory for ``nbytes`` bytes of copies, unless there is some. Called before the device is busy."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Allocate ``nbytes`` bytes on the host, into which copies from the device do not block. May block itself."""
 
     def stream(self, device: torch.device) -> Hashable:
         """Return the stream on which work for ``device`` is queued at present."""
@@ -138,6 +155,7 @@ class Request(NamedTuple):
 
 class _Batch(NamedTuple):
     requests: list[Request]
+    nbytes: int
     transfers: list[tuple[Transfer, list[torch.Tensor]]]  # with the originals, which must outlive their copies
     pending: list[Pending]
     deadline: int
@@ -159,12 +177,15 @@ class Readback:
         """Whether any callback is waiting for its values."""
         self._runs = 0
         self._send_by_run, self._send_by_time = 0, 0.0  # the queued requests are sent once either is reached
+        self._queued_bytes = self._bytes = 0  # of queued requests, and of all that have not arrived
         self._queued: list[Request] = []
         self._in_flight: deque[_Batch] = deque()
         self._arrived: deque[tuple[Request, dict[int, torch.Tensor]]] = deque()
         self._delivering: Request | None = None
         self._closed = False
         self._call: Callable[[Request, Any], object] = lambda request, values: request.callback(values)
+        for copier in copiers.values():
+            copier.prepare(MAX_BYTES)
 
     def request(
         self,
@@ -208,6 +229,11 @@ class Readback:
             deadline = self._runs + max_lag_runs
             # Half of the time is for filling the batch, the other half for the copy to arrive without blocking.
             self._send_by_run = min(self._send_by_run, self._runs + max_lag_runs // 2)
+        nbytes = sum(tensor.nbytes for tensor in needs.tensors)
+        self._queued_bytes += nbytes
+        self._bytes += nbytes
+        if self._queued_bytes >= BATCH_BYTES:
+            self._send_by_run = self._runs
         routes = _routes_of(needs.tensors)
         self._queued.append(Request(values, callback, needs.tensors, needs.events, routes, made_by, step, deadline))
         self.waiting = True
@@ -220,11 +246,14 @@ class Readback:
     def end_run(self) -> None:
         """Send the queued requests if it is time, and call the callbacks of those that have arrived.
 
-        Called at the end of a run. Blocks only for a request whose deadline is this run.
+        Called at the end of a run. Blocks only for a request whose deadline is this run, and while more than
+        :data:`MAX_BYTES` are waiting.
         """
         if self._queued and (self._runs >= self._send_by_run or time.monotonic() >= self._send_by_time):
-            self._send()
-        while self._in_flight and (self._in_flight[0].done() or self._is_overdue()):
+            while self._in_flight and self._bytes > MAX_BYTES:  # so that there is memory for the copies
+                self._receive()
+            self.send()
+        while self._in_flight and (self._in_flight[0].done() or self._is_overdue() or self._bytes > MAX_BYTES):
             self._receive()
         self._runs += 1
         self._deliver()
@@ -234,7 +263,7 @@ class Readback:
         """Wait for all values, call every callback that is waiting for them, and then raise the errors of callbacks."""
         attempt = Attempts(Exception)
         while self._queued or self._in_flight or self._arrived:
-            attempt(self._send)
+            attempt(self.send)
             while self._in_flight:
                 attempt(self._receive)
             attempt(self._deliver)
@@ -253,8 +282,11 @@ class Readback:
 
     # Each of these removes items from its queue before it handles them, so an error costs only the item that raised it.
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Start the copies of the queued requests. Never blocks."""
         queued, self._queued = self._queued, []
+        nbytes, self._queued_bytes = self._queued_bytes, 0
+        self._bytes -= nbytes  # until they are in flight: after an error, they are lost
         groups: dict[tuple[torch.device, Hashable], tuple[Copier, dict[int, torch.Tensor]]] = {}
         for request in queued:
             for tensor in request.tensors:
@@ -264,15 +296,19 @@ class Readback:
         transfers = []
         for (_, stream), (copier, originals) in groups.items():
             tensors = list(originals.values())
+            copier.prepare(MAX_BYTES)
             transfers.append((copier.start(tensors, stream), tensors))
         if queued:
             events = [event for request in queued for event in request.events]
             pending: list[Pending] = [*(transfer for transfer, _ in transfers), *events]
-            self._in_flight.append(_Batch(queued, transfers, pending, min(request.deadline for request in queued)))
+            deadline = min(request.deadline for request in queued)
+            self._in_flight.append(_Batch(queued, nbytes, transfers, pending, deadline))
+            self._bytes += nbytes
 
     def _receive(self) -> None:
         """Move the requests of the oldest batch to those that have arrived. Blocks if the batch is not done."""
         batch = self._in_flight.popleft()
+        self._bytes -= batch.nbytes
         batch.wait()
         copies = {
             id(original): copy
@@ -293,6 +329,23 @@ class Readback:
                 raise
             finally:
                 self._delivering = None
+
+
+class Arrival:
+    """Values of this moment on their way to the host, for another thread to wait for. Copies are queued at once."""
+
+    def __init__(self, values: Any) -> None:
+        self._got: list[Any] = []
+        self._readback = Readback()
+        self._readback.request(values, self._got.append)
+        self._readback.send()
+        self.on_host = bool(self._got)
+        """Whether all of the values were on the host, so that :meth:`wait` does not block."""
+
+    def wait(self) -> Any:
+        """Block until the values have arrived, and return them, with CPU tensors in place of device tensors."""
+        self._readback.drain()
+        return self._got[0]
 
 
 def is_remote(value: Any) -> bool:

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
+
 from torchhooks.checks import exception_types, whole_number
 from torchhooks.errors import AbortedError, add_note, brief
 from torchhooks.log import logger
@@ -13,8 +15,12 @@ from torchhooks.log import logger
 _FIRST_PAUSE_SECS = 1.0
 _LONGEST_PAUSE_SECS = 60.0
 
-# Parts of the messages of CUDA errors after which no code in this process can use the device again: those for which
-# CUDA's documentation says that the process must be terminated, uncorrectable errors, and how cuBLAS reports them.
+# The codes and messages of CUDA errors after which no code in this process can use the device again: those for which
+# CUDA's documentation (driver_types.h) says that the process must be terminated, a destroyed context, uncorrectable
+# errors, and how the libraries on top of CUDA report them. CUDNN_STATUS_INTERNAL_ERROR is not among them, because it
+# is also reported for a lack of memory.
+_POISONED_CODES = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999})
+_LIBRARIES = ("cuda", "cublas", "cudnn", "cufft", "cusolver", "cusparse")
 _POISONED = (
     "device-side assert",
     "illegal memory access",
@@ -27,8 +33,30 @@ _POISONED = (
     "hardware stack error",
     "peer gpu memory over nvlink or a hardware error",
     "uncorrectable",
-    "cublas_status_execution_failed",
+    "context is destroyed",
+    "tensor memory not completely freed",
+    "mps client has been terminated",
+    "async error has occured in external entity",
+    "cuda error: unknown error",
+    "status_execution_failed",
+    "cufft_exec_failed",
+    "cudnn_status_mapping_error",
+    # The names of the errors, as CUDA's driver and runtime spell them, without underscores.
+    "cudaerrorassert",
+    "cudaerrorcontextisdestroyed",
+    "cudaerrorhardwarestackerror",
+    "cudaerrorillegaladdress",
+    "cudaerrorillegalinstruction",
+    "cudaerrorinvalidaddressspace",
+    "cudaerrorinvalidpc",
+    "cudaerrorlaunchfailed",
+    "cudaerrorlaunchfailure",
+    "cudaerrorlaunchtimeout",
+    "cudaerrormisalignedaddress",
 )
+
+# The errors of which error_code is one of CUDA. torch has the class since 2.8.
+_CODED: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
 
 
 class Recovery:
@@ -36,7 +64,7 @@ class Recovery:
 
     Unlike TensorFlow, which retries forever and without a pause, at most ``max_recoveries`` are made within
     ``window_secs``. The first one after a successful run is made at once, the second after one second, and each further
-    one after twice the previous pause, up to one minute.
+    one after twice the previous pause, up to one minute. If there are several ``ranks``, none is made.
     """
 
     def __init__(
@@ -44,10 +72,12 @@ class Recovery:
         errors: Iterable[type[BaseException]] = (AbortedError,),
         max_recoveries: int = 10,
         window_secs: float = 3600.0,
+        ranks: int = 1,
     ) -> None:
         self._errors = exception_types(errors, "recoverable_errors", "(AbortedError,)")
         self._max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
         self._window_secs = window_secs
+        self._ranks = ranks
         self._made: deque[float] = deque()
         self._in_a_row = 0
         self._last_pause = 0.0
@@ -67,7 +97,9 @@ class Recovery:
         now, made = time.monotonic(), self._made
         while made and made[0] <= now - self._window_secs:
             made.popleft()
-        if is_poisoned(error):
+        if self._ranks > 1:  # the others are in calls that need this one
+            why = f"{self._ranks} ranks cannot restore in the middle of a run: torchrun --max-restarts restarts them"
+        elif is_poisoned(error):
             why = "this process has lost its CUDA context: restart it"
         elif len(made) >= self._max_recoveries:
             limit = f"max_recoveries={self._max_recoveries}"
@@ -93,17 +125,30 @@ class Recovery:
 
 
 def is_poisoned(error: BaseException) -> bool:
-    """Return whether ``error`` or an error in its chain is a CUDA error that makes the device unusable."""
-    texts = [brief(link).lower() for link in _chain(error)]
-    return any("cuda" in text and any(words in text for words in _POISONED) for text in texts)
+    """Return whether ``error``, or one in its chain or in a group, is a CUDA error that makes the device unusable."""
+    return any(map(_is_poisoned, _chain(error)))
+
+
+def _is_poisoned(error: BaseException) -> bool:
+    if isinstance(error, _CODED) and getattr(error, "error_code", None) in _POISONED_CODES:
+        return True
+    text = brief(error).lower()
+    if not any(library in text for library in _LIBRARIES):
+        return False
+    names = text.replace("_", "")  # CUDA_ERROR_ILLEGAL_ADDRESS of the driver is cudaErrorIllegalAddress of the runtime
+    return any(words in text or words in names for words in _POISONED)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error``, the error it was raised from or while handling, and so on, like a printed traceback."""
+    """Yield ``error``, the errors of a group, what it was raised from or while handling, like a printed traceback."""
     seen: set[int] = set()  # a chain can be a cycle
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
+    links = [error]
+    for link in links:
+        if id(link) in seen:
+            continue
         seen.add(id(link))
         yield link
         shows_context = link.__cause__ is None and not link.__suppress_context__
-        link = link.__context__ if shows_context else link.__cause__
+        before = link.__context__ if shows_context else link.__cause__
+        links += [] if before is None else [before]  # extends the list that the loop iterates over
+        links += link.exceptions if isinstance(link, BaseExceptionGroup) else []

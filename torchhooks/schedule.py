@@ -80,6 +80,18 @@ class Seat:
         return f"{name} (hook {self.index})"
 
 
+class CollectiveSeat(Seat):
+    """The place of a hook that all ranks have to call in the same run, so that the chief's clock decides for all."""
+
+    chief_moment = math.inf
+    """When the hook is due by the clock. Ranks other than the chief ignore it."""
+
+    def ask(self, runs: int) -> None:
+        """Ask the hook when it is next due, and keep the moment apart, where no run looks at it."""
+        super().ask(runs)
+        self.chief_moment, self.due_moment = self.due_moment, math.inf
+
+
 class Look:
     """One point of a run at which hooks are chosen: before the step, or after it.
 
@@ -132,8 +144,13 @@ class Schedule:
 
     """
 
-    def __init__(self, hooks: Iterable[SessionRunHook]) -> None:
-        self.all_seats = [Seat(index, hook) for index, hook in enumerate(hooks)]
+    def __init__(self, hooks: Iterable[SessionRunHook], several_ranks: bool = False) -> None:
+        def seat(index: int, hook: SessionRunHook) -> Seat:
+            return (CollectiveSeat if several_ranks and getattr(hook, "collective", False) else Seat)(index, hook)
+
+        self.all_seats = [seat(index, hook) for index, hook in enumerate(hooks)]
+        self.collective = [seat for seat in self.all_seats if isinstance(seat, CollectiveSeat)]
+        """The hooks that all ranks call in the same run, if there are several ranks."""
         before = [seat for seat in self.all_seats if overrides(seat.hook, "before_run")]
         after = [seat for seat in self.all_seats if seat not in before and overrides(seat.hook, "after_run")]
         self.before = Look(before)
@@ -149,6 +166,19 @@ class Schedule:
     def wake(self) -> None:
         """Have the end of the run handled. Safe to call from a signal handler or another thread."""
         self.news = True
+
+    def interrupt(self) -> None:
+        """Have the next run, or the end of the one in progress, handled like one with hooks. Any thread may call it."""
+        self.idle_step = self.idle_runs = -1
+        self.news = True
+
+    def trigger(self, seat: Seat) -> None:
+        """Have the hook in ``seat`` called in the next run, whatever it said when it was asked."""
+        seat.due_run = self.runs + 1
+        trigger = getattr(seat.hook, "trigger", None)
+        if trigger is not None:
+            trigger()
+        self._update()
 
     def _update(self) -> None:
         """Find the earliest step, run and moment at which a hook is due, at either look."""

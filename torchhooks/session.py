@@ -18,9 +18,13 @@ from torchhooks.items import Items
 from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.progress import NO_OUTPUTS, DataWaits, Progress
+from torchhooks.ranks import Ranks
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.stateful import Stateful
 from torchhooks.text import shown
+
+Refusal = Callable[[], str | None]
+"""Returns why the state must not be saved, or ``None``."""
 
 _LEFT_OUT: Any = type("LeftOut", (), {})()
 _CPU = torch.device("cpu")
@@ -49,6 +53,7 @@ class Session:
         inputs: the names of the step's parameters, which have values only during a run.
         drain: makes every pending ``when_ready`` call, and waits for the device.
         interrupted: whether a signal asked the loop to stop.
+        ranks: which of several processes this is; by default, of the initialised ``torch.distributed``.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Session:
         inputs: Collection[str] = (),
         drain: Callable[[], object] = bool,
         interrupted: Callable[[], bool] = bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -83,6 +89,8 @@ class Session:
         self.warned = set() if warned is None else warned
         self.position = position
         self.gradients = gradients
+        self.ranks = Ranks() if ranks is None else ranks
+        """Which of several processes this is: ``rank``, ``size``, ``is_chief``."""
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
         self._progress = Progress() if progress is None else progress
@@ -91,7 +99,7 @@ class Session:
         self._inputs = inputs
         self._drain = drain
         self._interrupted = interrupted
-        self._refusals: list[Callable[[], str | None]] = []
+        self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._closed = False
@@ -138,21 +146,41 @@ class Session:
         """Call ``listener`` with the length of each pause when it ends. The length is a value for ``when_ready``."""
         self._pause_listeners.append(listener)
 
-    def guard_checkpoints(self, refusal: Callable[[], str | None]) -> None:
-        """Ask ``refusal()`` before each checkpoint. It returns why the state must not be saved, or ``None``."""
-        self._refusals.append(refusal)
+    def guard_checkpoints(
+        self, refusal: Refusal, *, refusal_later: Callable[[], str | Refusal | None] | None = None
+    ) -> None:
+        """Ask ``refusal()`` before each checkpoint. It returns why the state must not be saved, or ``None``.
 
-    def why_no_checkpoint(self) -> str | None:
+        Before a checkpoint that a background thread writes, ``refusal_later()`` is called instead, if given. It must
+        not wait for the device. If the reason is still on the device, it returns a function, which the background
+        thread calls before it commits the checkpoint, and which may wait.
+        """
+        self._guards.append((refusal, refusal_later))
+
+    def why_no_checkpoint(self, later: list[Refusal] | None = None) -> str | None:
         """Return the reason not to save a checkpoint now, or ``None``.
 
         Makes the pending ``when_ready`` calls first, because one of them may find the reason. This waits for the
         device.
+
+        Args:
+            later: for a checkpoint that a background thread writes. The refusals that the thread has to ask before it
+                commits the checkpoint are appended. The host then waits for the device only if a guard has no
+                ``refusal_later``, or if a hook has a state, which a ``when_ready`` call may change.
         """
-        self._drain()
-        for refusal in self._refusals:  # not a generator, which would turn a StopIteration into a RuntimeError
-            reason = refusal()
-            if reason is not None:
-                return reason
+        if later is None or self.hooks or any(asked_later is None for _, asked_later in self._guards):
+            self._drain()
+            for refusal, _ in self._guards:  # not a generator, which would turn a StopIteration into a RuntimeError
+                reason = refusal()
+                if reason is not None:
+                    return reason
+            return None
+        for _, asked_later in self._guards:
+            answer = asked_later() if asked_later is not None else None
+            if isinstance(answer, str):
+                return answer
+            if answer is not None:
+                later.append(answer)
         return None
 
     def at_stop(self, who: object, callback: Callable[[], object]) -> None:
@@ -170,10 +198,14 @@ class Session:
             CheckpointError: an asynchronous save failed; several errors are raised as an ExceptionGroup.
         """
         attempt = Attempts(Exception)
-        for saver in self.savers:
-            if hasattr(saver, "wait"):
-                attempt(saver.wait)
+        self.call_savers("wait", attempt)
         attempt.raise_errors("several checkpoints were not written")
+
+    def call_savers(self, method: str, attempt: Attempts) -> None:
+        """Call ``method`` of each saver that has it, once even if several hooks use the saver."""
+        for saver in {id(saver): saver for saver in self.savers}.values():
+            if hasattr(saver, method):
+                attempt(getattr(saver, method))
 
     @property
     def interrupted(self) -> bool:

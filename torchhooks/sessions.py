@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -19,8 +20,10 @@ from torchhooks.gradients import Gradients
 from torchhooks.hook import RunServices
 from torchhooks.items import Items
 from torchhooks.log import logger
+from torchhooks.peers import Peers
 from torchhooks.position import Position
 from torchhooks.progress import DataWaits, Progress
+from torchhooks.ranks import Ranks
 from torchhooks.readback import Readback
 from torchhooks.recovery import Recovery
 from torchhooks.run import Lifecycle, note_hook
@@ -55,6 +58,8 @@ class Mechanisms(NamedTuple):
     ending: Ending
     recovery: Recovery
     costs: HookCosts | None
+    ranks: Ranks
+    peers: Peers | None
 
 
 class Sessions:
@@ -79,11 +84,13 @@ class Sessions:
         grace_secs: float,
     ) -> None:
         self._training = training
+        # A script may change the current directory while it trains.
+        self._folder = None if training.checkpoint_dir is None else os.path.abspath(training.checkpoint_dir)
         self._scaffold = scaffold
         self._step = step
         self._steps_per_run = steps_per_run
         self._schedule, self._readback, self._position, self._data_waits, self._items = mechanisms[:5]
-        self._ending, self._recovery, self._costs = mechanisms[5:]
+        self._ending, self._recovery, self._costs, self._ranks, self._peers = mechanisms[5:]
         self._grace_secs = seconds(grace_secs, "stop_grace_period_secs")  # checked here, not at the end of the run
         self._renew()
 
@@ -95,18 +102,27 @@ class Sessions:
             note_hook(error, seat, name, self.progress)
             raise
 
-    def create(self) -> None:
+    def create(self, recovers: bool = False) -> None:
         """Restore or initialise the current session, and call every hook's ``after_create_session``."""
         session, restored = self.session, None
-        if self._training.checkpoint_dir is not None:
-            restored = session.saver.restore_latest(session, self._training.checkpoint_dir)
+        if self._folder is not None:
+            restored = session.saver.restore_latest(session, self._folder)
         if restored is not None:
-            logger.info("restored step %d from %s", session.global_step, restored)
+            path = self._as_given(restored)
+            logger.info("restored step %d from %s", session.global_step, path)
+            if session.global_step and not recovers and self._position.state_dict() is None:
+                logger.info("%s has no position in the data: what is not in the loop's state starts over", path)
         self._scaffold.prepare(session, restored is not None)
         self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
         for seat in self._schedule.all_seats:
             self.call(seat, "after_create_session", seat.hook.after_create_session, session, self.coord)
         self._schedule.start()
+
+    def _as_given(self, path: str) -> str:
+        """Return ``path`` as the user writes it, if it is in the loop's ``checkpoint_dir``."""
+        folder, name = os.path.split(path)
+        given = self._training.checkpoint_dir
+        return path if given is None or folder != self._folder else os.path.join(given, name)
 
     def may_recover(self, error: BaseException) -> bool:
         """Return whether to recover from ``error``, which a run or the creation of a session raised.
@@ -119,8 +135,7 @@ class Sessions:
             add_note(error, f"torchhooks: not recovered from, because signal {self._ending.signal} arrived")
             return False
         self.session.wait_for_savers()  # the newest checkpoint may still be being written
-        folder = self._training.checkpoint_dir
-        if folder is None or latest_checkpoint(folder) is None:
+        if self._folder is None or latest_checkpoint(self._folder) is None:
             add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
             return False
         return True
@@ -137,7 +152,7 @@ class Sessions:
                 self._recovery.pause(error, self._ending.wait_for_signal)
                 if self._ending.signal is not None:
                     raise error
-                self.create()
+                self.create(recovers=True)  # in this process the data continue where they are
             except BaseException as another:
                 if not self.may_recover(another):
                     raise
@@ -152,8 +167,9 @@ class Sessions:
         coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
 
     def _renew(self) -> None:
-        model, optimizer, state, hooks, hooks_elsewhere, checkpoint_dir, gradients, metadata, warned = self._training
+        model, optimizer, state, hooks, hooks_elsewhere, _, gradients, metadata, warned = self._training
         self.progress = Progress()
+        earlier = {id(saver): saver for saver in self.session.savers} if hasattr(self, "session") else {}
         self.session = Session(
             model,
             optimizer,
@@ -161,7 +177,7 @@ class Sessions:
             self._scaffold.saver,
             hooks=hooks,
             hooks_elsewhere=hooks_elsewhere,
-            checkpoint_dir=checkpoint_dir,
+            checkpoint_dir=self._folder,
             metadata=metadata,
             warned=warned,
             position=self._position,
@@ -172,10 +188,17 @@ class Sessions:
             inputs=self._step.parameters,
             drain=self._readback.drain,
             interrupted=lambda: self._ending.signal is not None,
+            ranks=self._ranks,
         )
+        # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
+        self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self.coord = Coordinator()
         services = RunServices(self.session, self._step, self._readback, self._ending, self._items)
-        self.lifecycle = Lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
+        lifecycle: Callable[..., Lifecycle] = Lifecycle
+        if self._peers is not None:
+            lifecycle = self._peers.lifecycle
+            self.session.guard_checkpoints(self._peers.why_no_checkpoint)
+        self.lifecycle = lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
 
     def _leave(self, error: BaseException) -> None:
         """Replace the session that failed with ``error`` by a new one, and wait for its threads.

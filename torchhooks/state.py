@@ -6,6 +6,7 @@ A checkpoint is a dict with these entries:
 * each entry of ``session.state`` under its own name;
 * each entry of ``session.hooks`` as ``"hooks.<name>"``;
 * ``"global_step"``;
+* ``"classes"``: the names of the classes of optimizers and schedulers, by the name of their entry;
 * ``"metadata"``: the loop's ``metadata``, if there is any;
 * ``"random"``: the random states of Python, NumPy and torch;
 * ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.position`);
@@ -34,7 +35,7 @@ from torchhooks.randomness import random_states
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
-_OWN = ("global_step", "gradients", "metadata", "position", "random", "score")
+_OWN = ("classes", "global_step", "gradients", "metadata", "position", "random", "score")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
@@ -110,11 +111,14 @@ def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) 
     if position is not None:
         state["position"] = {**position, "loaders": plain(position["loaders"], ("position", "loaders"))}
     if plain.problems:
-        raise CheckpointError(
-            f"This cannot be saved, because loading it could run code: {shortened(plain.problems, 8)}. Have "
-            "state_dict() return tensors, numbers, strings and None, in dicts, lists, tuples and sets."
-        )
-    return {**state, "global_step": session.global_step, "random": random_states()}
+        raise CheckpointError(f"This cannot be saved: {shortened(plain.problems, 8)}.{plain.way_out}")
+    classes = {name: _class_name(part) for name, part in parts.items() if isinstance(part, _OF_ONE_CLASS)}
+    return {
+        **state,
+        **({"classes": classes} if classes else {}),
+        "global_step": session.global_step,
+        "random": random_states(),
+    }
 
 
 def compare(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, tuple[Stateful, Any]], list[str]]:
@@ -130,8 +134,8 @@ def compare(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, t
         if name not in saved:
             continue
         if isinstance(part, torch.nn.Module):
-            misfits += [f"{name}: {misfit}" for misfit in _compare_module(part, saved[name])]
-        elif isinstance(part, torch.optim.Optimizer) and (misfit := _compare_groups(part, saved[name])):
+            misfits += [f"{name}: {misfit}" for misfit in _compare_module(name, part, saved[name])]
+        elif isinstance(part, _OF_ONE_CLASS) and (misfit := _compare_class(name, part, saved)):
             misfits.append(f"{name}: {misfit}")
             continue
         pairs[name] = part, saved[name]
@@ -202,6 +206,8 @@ class _PlainCopy:
 
     def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.problems: list[str] = []
+        self.way_out = ""
+        """What to return instead of an object of another type, if a problem is one."""
         self._copy = copy
         self._inside: set[int] = set()
 
@@ -212,6 +218,11 @@ class _PlainCopy:
         if problem is None and id(value) in self._inside:
             problem = "part of itself"
         if problem is not None:
+            if problem == _type_of(value):
+                self.way_out = (
+                    " Loading an object of another type could run code: have state_dict() return tensors, numbers, "
+                    "strings and None, in dicts, lists, tuples and sets."
+                )
             self.problems.append(f"{keys[0]}{''.join(f'[{key!r}]' for key in keys[1:])} is {problem}")
             return None
         if isinstance(value, torch.Tensor):
@@ -254,15 +265,18 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
         return "without a shape yet: call the model first"
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"{_type_of(tensor)}, a subclass of Tensor: convert it to a plain tensor"
-    return "on the meta device, where it has no values" if tensor.is_meta else None
+    return "on the meta device, where it has no values: give it some with to_empty()" if tensor.is_meta else None
 
 
 def _type_of(value: object) -> str:
     return "of type " + f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def _compare_module(module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
-    """Return what does not match, and remove tensors of another shape from ``state``: torch never loads them."""
+def _compare_module(name: str, module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
+    """Return what does not match, and remove from ``state`` the tensors that cannot be loaded as they are.
+
+    torch does not load tensors of another shape, loads nothing into the meta device, and rounds to the module's dtype.
+    """
     if any(getattr(part, "_load_state_dict_pre_hooks", None) for part in module.modules()):
         return []  # the module rewrites the state before it is loaded, so only torch can tell
     own = module.state_dict()
@@ -271,19 +285,83 @@ def _compare_module(module: torch.nn.Module, state: dict[str, Any]) -> list[str]
     if reshaped:
         shown = [f"{key!r} {_shape(own[key])} instead of {_shape(state[key])}" for key in reshaped]
         misfits.append(f"of another shape than in the file: {shortened(shown)}")
-    for key in reshaped:
+    tensors = [key for key in own if key in state and key not in reshaped and isinstance(own[key], torch.Tensor)]
+    without_values = [key for key in tensors if own[key].is_meta]
+    if without_values:
+        listed = shortened([repr(key) for key in without_values])
+        misfits.append(f"on the meta device, where nothing can be loaded, so call to_empty() first: {listed}")
+    others = [key for key in tensors if key not in without_values and own[key].dtype != state[key].dtype]
+    rounded = [key for key in others if not _converts(state[key].dtype, own[key].dtype)]
+    if rounded:
+        misfits.append(f"of a dtype that cannot hold what is in the file: {_dtypes(own, state, rounded)}")
+    widened = [key for key in others if key not in rounded]
+    if widened:
+        logger.warning("%s: of another dtype than in the file: %s", name, _dtypes(own, state, widened))
+    for key in (*reshaped, *without_values, *rounded):
         del state[key]
     return misfits
+
+
+def _dtypes(own: Mapping[str, Any], state: Mapping[str, Any], keys: list[str]) -> str:
+    return shortened([f"{key!r} {own[key].dtype} instead of {state[key].dtype}" for key in keys])
+
+
+def _converts(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Return whether every value of ``dtype`` is one of ``to``."""
+    if not dtype.is_floating_point and not dtype.is_complex and (to.is_floating_point or to.is_complex):
+        return dtype == torch.bool or torch.iinfo(dtype).max <= 2 / torch.finfo(to).eps
+    try:
+        return torch.promote_types(dtype, to) == to
+    except RuntimeError:  # not defined for these two
+        return False
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
+_OF_ONE_CLASS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""Classes whose ``load_state_dict()`` takes over the state of another subclass, which then makes other steps."""
+# torch sets these itself where an older version has not saved them, and a scheduler the last one.
+_SET_LATER = frozenset(
+    {
+        *("params", "param_names", "initial_lr"),
+        *("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"),
+    }
+)
+
+
+def _class_name(part: Any) -> str:
+    while isinstance(part, torch.optim.Optimizer) and isinstance(vars(part).get("optimizer"), torch.optim.Optimizer):
+        part = vars(part)["optimizer"]  # Accelerate's wrapper, whose state is that of the optimizer in it
+    return type(part).__name__
+
+
+def _compare_class(name: str, part: Any, saved: Mapping[str, Any]) -> str | None:
+    """Return how the optimizer or scheduler ``part`` differs from the one whose state is in the file."""
+    own, other = _class_name(part), saved.get("classes", {}).get(name)  # an earlier version did not save the names
+    if other not in (None, own):
+        return f"is of the class {own}, in the file it is of the class {other}"
+    return _compare_groups(part, saved[name]) if isinstance(part, torch.optim.Optimizer) else None
+
+
 def _compare_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    return None if saved == own else f"has groups of {own} parameters, those in the file have {saved}"
+    groups, saved_groups = optimizer.param_groups, state["param_groups"]
+    saved, own = [len(group["params"]) for group in saved_groups], [len(group["params"]) for group in groups]
+    if saved != own:
+        return f"has groups of {own} parameters, those in the file have {saved}"
+    for number, (group, other) in enumerate(zip(groups, saved_groups, strict=True)):
+        names, other_names = group.get("param_names"), other.get("param_names")
+        if names and other_names and names != other_names:
+            return f"group {number} has the parameters {shortened(names)}, in the file {shortened(other_names)}"
+        # Some optimizers add to a group in their first step, so later only what they were created with is required.
+        required = [key for key in (optimizer.defaults if optimizer.state else group) if key not in _SET_LATER]
+        missing = [repr(key) for key in required if key not in other]
+        if missing:
+            surplus = [repr(key) for key in other if key not in group and key not in _SET_LATER]
+            found = f"; only in the file: {shortened(surplus)}" if surplus else ""
+            return f"group {number} has other hyperparameters, missing in the file: {shortened(missing)}{found}"
+    return None
 
 
 def _compare_names(own: Collection[str], saved: Collection[str], ignored: Collection[str] = ()) -> list[str]:

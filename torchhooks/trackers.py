@@ -243,7 +243,7 @@ class WandbWriter(_TrackerWriter):
 
     def _send(self, step: int, points: _Points) -> None:
         values = {tag: self._logged(value) for tag, value in points.values.items()}
-        self._run.log({**values, "global_step": step})
+        self._run.log({**values, "global_step": step, "_timestamp": points.walltime})
 
     def _send_config(self, config: dict[str, Any]) -> None:
         self._run.config.update(summary.flat_config(config), allow_val_change=True)

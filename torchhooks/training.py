@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchhooks.arguments import check_hook_states, check_hooks
-from torchhooks.checkpoint import latest_checkpoint
+from torchhooks.checkpoint_files import Seals, list_again
 from torchhooks.checks import seconds
 from torchhooks.errors import CheckpointError, add_note
 from torchhooks.hook import SessionRunHook
@@ -34,6 +34,7 @@ from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.saving import CheckpointSaverHook, SummarySaverHook
 from torchhooks.log import logger, show_lines
 from torchhooks.loop import MonitoredLoop
+from torchhooks.ranks import checked_ranks
 from torchhooks.session import Scaffold
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.timer import SecondOrStepTimer
@@ -100,7 +101,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
             Unlike TensorFlow, whose workers get their variables from a server, a worker waits for the chief's first
-            checkpoint in ``checkpoint_dir`` and starts from it. Without ``checkpoint_dir``, it starts at once.
+            checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``, and as
+            one of several ranks that ``torch.distributed`` connects, which create their loops together.
         max_wait_secs: how long a worker waits at most, in seconds.
         loop_arguments: further arguments of the MonitoredLoop, such as ``step_unit`` and ``recoverable_errors``.
 
@@ -134,7 +136,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         if checkpoints and checkpoint_dir is not None:
             defaults.append(CheckpointSaverHook(checkpoint_dir, **checkpoints, scaffold=scaffold))
         given = _states_first([*chief_only, *defaults, *given])
-    elif checkpoint_dir is not None:
+    elif checkpoint_dir is not None and checked_ranks(loop_arguments.get("ranks")).size == 1:
+        # With several ranks, the chief creates its loop, and saves in it, only together with this one.
         _wait_for_chief(os.fspath(checkpoint_dir), longest_wait)
     return _Loop(
         elsewhere,
@@ -187,8 +190,10 @@ def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
 def _wait_for_chief(checkpoint_dir: str, max_wait_secs: float) -> None:
     """Wait until there is a checkpoint in ``checkpoint_dir``, polling with growing pauses."""
     show_lines()
+    folder = os.path.abspath(checkpoint_dir)
+    seals: Seals = {}
     begin, pause = time.monotonic(), _FIRST_PAUSE_SECS
-    while latest_checkpoint(checkpoint_dir) is None:
+    while not list_again(folder, seals):
         left = begin + max_wait_secs - time.monotonic()
         if left <= 0:
             raise CheckpointError(

@@ -127,7 +127,8 @@ class BestCheckpointHook(SessionRunHook):
         async_save: write in a background thread, as ``Saver(async_save=True)`` does.
 
     Raises:
-        ValueError: not exactly one period, or another ``mode``; from ``begin``, another hook uses the same folder.
+        ValueError: not exactly one period, another ``mode``, or a ``name`` outside of ``checkpoint_dir``; from
+            ``begin``, another hook uses the same folder.
         TypeError: from the run, the metric is not one number.
     """
 
@@ -162,7 +163,11 @@ class BestCheckpointHook(SessionRunHook):
             "async_save": async_save,
         }
         self._checkpoint_dir = os.fspath(checkpoint_dir)
-        self._folder = os.path.join(self._checkpoint_dir, name)
+        if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (".", ".."):
+            raise ValueError(f"name={name!r}: must name a folder in {self._checkpoint_dir}, such as 'best'")
+        self._folder = os.path.join(self._checkpoint_dir, name)  # for messages
+        # A script may change the current directory while it trains.
+        self._resolved = os.path.abspath(self._folder)
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
         self._timer = SecondOrStepTimer.named(save_secs=save_secs, save_steps=save_steps)
@@ -176,7 +181,7 @@ class BestCheckpointHook(SessionRunHook):
 
     def begin(self) -> None:
         self._timer.reset()
-        folder = os.path.realpath(self._folder)
+        folder = os.path.realpath(self._resolved)
         with self._lock:
             other = self._in_use.setdefault(folder, self)
         if other is not self:
@@ -193,7 +198,7 @@ class BestCheckpointHook(SessionRunHook):
         self._to_save: float | None = None
         self._saver.wait()
         self._kept: dict[str, _Kept] = {}
-        for score, checkpoint in scored_checkpoints(self._folder):
+        for score, checkpoint in scored_checkpoints(self._resolved):
             if _PLACE.fullmatch(checkpoint.prefix):
                 self._put(checkpoint.prefix, _Kept(score, checkpoint.step))
         self._note_evaluation(session.global_step)
@@ -262,7 +267,7 @@ class BestCheckpointHook(SessionRunHook):
             "%s = %g: saving a checkpoint of step %d into %s", describe(self._metric), metric, step, self._folder
         )
         with session.paused():
-            self._saver.save(session, os.path.join(self._folder, place), step, score=score)
+            self._saver.save(session, os.path.join(self._resolved, place), step, score=score)
         self._put(place, _Kept(score, step))
 
     def _number(self, value: Any) -> float:

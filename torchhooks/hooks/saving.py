@@ -10,10 +10,11 @@ from typing import Any
 
 from torchhooks import summary
 from torchhooks.changes import StateMark
+from torchhooks.checkpoint_files import is_checkpoint_name
 from torchhooks.coordinator import Coordinator
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
-from torchhooks.session import Scaffold, Session
+from torchhooks.session import Refusal, Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr, shortened
 from torchhooks.timer import NEVER, NOW, Due, SecondOrStepTimer
@@ -148,7 +149,8 @@ class CheckpointSaverHook(SessionRunHook):
     is lost if the process is then killed.
 
     Unlike TensorFlow, nothing is saved from a run in which a NanTensorHook sees NaN, or from a later one, wherever the
-    two are in the list. Listeners are not called then.
+    two are in the list. Listeners are not called then. With ``async_save``, a NaN that is still on a device is found by
+    the thread that writes. It writes no file then, but the listeners have been called.
 
     Args:
         checkpoint_dir: the folder. Give the same one to the loop, which restores from it.
@@ -161,7 +163,8 @@ class CheckpointSaverHook(SessionRunHook):
         listeners: called for every checkpoint, all of them even if one asks to stop.
 
     Raises:
-        ValueError: not exactly one period, or both ``saver`` and ``scaffold``.
+        ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
+            the name of a file.
     """
 
     saves_checkpoints = True
@@ -190,9 +193,17 @@ class CheckpointSaverHook(SessionRunHook):
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = SecondOrStepTimer.named(save_secs=save_secs, save_steps=save_steps)
         self._given_saver, self._scaffold = saver, scaffold
-        self._path = os.path.join(self._checkpoint_dir, checkpoint_basename)
+        self._saver: Any = None
+        if not is_checkpoint_name(checkpoint_basename):
+            raise ValueError(
+                f"checkpoint_basename={checkpoint_basename!r}: no checkpoint of this name would be found in "
+                f"{self._checkpoint_dir} again: give a name without '/' and 'tfevents', that does not begin with a dot"
+            )
+        # The folder as it was given is for messages. A script may change the current directory while it trains.
+        folder = os.path.abspath(self._checkpoint_dir)
+        self._path = os.path.join(folder, checkpoint_basename)
         self._listeners = tuple(listeners or ())
-        self._target = WriterTarget(self._checkpoint_dir, None)
+        self._target = WriterTarget(folder, None)
 
     def begin(self) -> None:
         self._timer.reset()
@@ -256,7 +267,8 @@ class CheckpointSaverHook(SessionRunHook):
     def _save(self, session: Session) -> bool:
         """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop."""
         step = session.global_step
-        reason = session.why_no_checkpoint()
+        later: list[Refusal] | None = [] if getattr(self._saver, "async_save", False) else None
+        reason = session.why_no_checkpoint(later)
         if reason is not None:
             logger.warning("no checkpoint of step %d: %s", step, reason)
             return False
@@ -265,7 +277,9 @@ class CheckpointSaverHook(SessionRunHook):
             for listener in self._listeners:
                 listener.before_save(session, step)
             logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
-            path = self._saver.save(session, self._path, step)
+            # Other savers than those that write later need not have the argument.
+            options = {"refusals": later} if later else {}
+            path = self._saver.save(session, self._path, step, **options)
             summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
             # A list, not a generator for any(): every listener is called, even after one asked to stop.
             answers = [listener.after_save(session, step) for listener in self._listeners]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import cmath
 import functools
+import itertools
 import math
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +15,39 @@ import torch
 from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
-from torchhooks.fetch import ComposedFetch, as_snapshot, describe, leaves, named_outputs, watched_names
+from torchhooks.fetch import (
+    ComposedFetch,
+    as_snapshot,
+    copied,
+    describe,
+    is_snapshot,
+    leaves,
+    named_outputs,
+    watched_names,
+)
 from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
-from torchhooks.readback import copiers, is_remote, to_host
-from torchhooks.session import Session
+from torchhooks.readback import Arrival, copiers, is_remote, to_host
+from torchhooks.session import Refusal, Session
 from torchhooks.text import call_repr, shown
 from torchhooks.timer import NEVER, Due
 
 _POLL_SECS = 0.1
+
+
+class _Found(NamedTuple):
+    """What the check of a value that is not known to be finite needs to have read on the host.
+
+    Args:
+        flags: for ``"NaN"``, and with ``also_inf`` for ``"infinite"``, flags of which one is true if the value is that.
+        numbers: tensors of one element each, which are on a device, for the host to check.
+    """
+
+    flags: dict[str, list[Any]]
+    numbers: list[torch.Tensor]
+
+
+_Finding = tuple[int, _Found]  # with the global step of its run
 
 
 class StopAtStepHook(SessionRunHook):
@@ -75,10 +100,16 @@ class StopAtStepHook(SessionRunHook):
 class NanTensorHook(SessionRunHook):
     """Fails or stops the loop when a value is NaN (``tf.train.NanTensorHook``). Checks the value of every run.
 
-    Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. The host never waits
-    for it, so the loop ends a few runs after the NaN. The message still names the step at which the value was NaN.
+    Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. A single number is
+    itself read back, and checked on the host. The host never waits for it, so the loop ends a few runs after the NaN.
+    The message still names the step at which the value was NaN.
 
-    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed.
+    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed. A
+    Saver with ``async_save`` does not wait for the device: the thread that writes looks at the results of the checks,
+    and writes no file if one of them is a NaN.
+
+    Of a ``DTensor``, each process checks the part that it has, so that no collective is called out of order. A NaN in
+    the part of one process is noticed by that process alone.
 
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
@@ -109,18 +140,24 @@ class NanTensorHook(SessionRunHook):
         self._max_lag_steps = max_lag_steps
         self._check = _NonFiniteCheck(loss_tensor, also_inf)
         self._request = SessionRunArgs(self._check)
+        self._findings = itertools.count()  # never restarts: a late callback must not report on another run
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         # A recovery restores a state from before the NaN.
         self._message: str | None = None
         self._check.found = None
+        # What was found in runs that have not been reported on yet: the run's step and flags, by the number of the run.
+        self._unreported: dict[int, _Finding] = {}
         # A subclass that overrides a run method expects it to be called in every run.
         cls = type(self)
         overrides = (cls.before_run, cls.after_run) != (NanTensorHook.before_run, NanTensorHook.after_run)
         # Only an output of the step that is fetched by name can be examined without joining the run.
         is_output_name = type(self._loss_tensor) is str and not watched_names(self._loss_tensor)
         self._joins_every_run = overrides or not is_output_name
-        session.guard_checkpoints(functools.partial(self._why_no_checkpoint, session))
+        session.guard_checkpoints(
+            functools.partial(self._why_no_checkpoint, session),
+            refusal_later=functools.partial(self._why_no_checkpoint_later, session),
+        )
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return self._request
@@ -130,9 +167,12 @@ class NanTensorHook(SessionRunHook):
         if found is not None:
             if self._max_lag_steps == 0:
                 found = to_host(found)
-            # Bound to this step, because the callback may run several steps later.
-            report = functools.partial(self._report, run_context, run_context.session.global_step)
-            run_context.when_ready(found, report, max_lag_runs=self._max_lag_steps)
+            # With the step of this run, because the callback may run several steps later.
+            number, finding = next(self._findings), (run_context.session.global_step, found)
+            self._unreported[number] = finding
+            self._check.found = None
+            report = functools.partial(self._report, run_context, number)
+            run_context.when_ready(finding, report, max_lag_runs=self._max_lag_steps)
 
     def next_due(self) -> Due | None:
         return None if self._joins_every_run else Due(when=self._needs_check)
@@ -154,12 +194,24 @@ class NanTensorHook(SessionRunHook):
 
     def _why_no_checkpoint(self, session: Session) -> str | None:
         """Return why the current state must not be saved, or ``None``."""
-        # A saver before this hook in the list asks before after_run, when only the check knows of the NaN.
-        return self._message or self._problem(to_host(self._check.found), session.global_step)
+        return self._message or self._problem(to_host(self._all_unreported(session)))
 
-    def _report(self, run_context: SessionRunContext, step: int, found: dict[str, Any]) -> None:
-        """Fail or stop the loop if ``found``, which is on the host now, has a problem and none was reported yet."""
-        message = self._problem(found, step)
+    def _why_no_checkpoint_later(self, session: Session) -> str | Refusal | None:
+        """Return why the current state must not be saved, or ``None``, or a function that waits to find out."""
+        if self._message is not None:
+            return self._message
+        arrival = Arrival(self._all_unreported(session))
+        return self._problem(arrival.wait()) if arrival.on_host else lambda: self._problem(arrival.wait())
+
+    def _all_unreported(self, session: Session) -> list[_Finding]:
+        findings = list(self._unreported.values())
+        # A saver before this hook in the list asks before after_run, when only the check knows of the NaN.
+        return findings if self._check.found is None else [*findings, (session.global_step, self._check.found)]
+
+    def _report(self, run_context: SessionRunContext, number: int, finding: _Finding) -> None:
+        """Fail or stop the loop if ``finding``, which is on the host now, is a problem and none was reported yet."""
+        self._unreported.pop(number, None)
+        message = self._problem([finding])
         if message is None or self._message is not None:
             return
         self._message = message
@@ -171,10 +223,12 @@ class NanTensorHook(SessionRunHook):
         logger.warning("%s: training stops", message)
         run_context.request_stop(message)
 
-    def _problem(self, found: dict[str, Any] | None, step: int) -> str | None:
-        for kind, flags in (found or {}).items():
-            if any(flags):
-                return f"{describe(self._loss_tensor)} is {kind} at step {step}"
+    def _problem(self, findings: list[_Finding]) -> str | None:
+        """Return a message about the first of ``findings`` that is a problem. All of them are on the host."""
+        for step, found in findings:
+            for kind, flags in found.flags.items():
+                if any(flags) or any(_passes(number, _TESTS[kind]) for number in found.numbers):
+                    return f"{describe(self._loss_tensor)} is {kind} at step {step}"
         return None
 
     def __repr__(self) -> str:
@@ -187,46 +241,65 @@ class NanTensorHook(SessionRunHook):
         )
 
 
-class _NonFiniteCheck(ComposedFetch):
-    """The result of checking the value of a fetch: ``None`` if it is finite.
+_TESTS = {"NaN": "isnan", "infinite": "isinf"}
 
-    Otherwise the result maps "NaN", and with ``also_inf`` "infinite", to the flags that :func:`_flags` returns.
-    :attr:`found` keeps it from the evaluation on, so that it is known before the first ``after_run`` of the run.
+
+class _NonFiniteCheck(ComposedFetch):
+    """The result of checking the value of a fetch: ``None`` if it is finite, or what has to be read on the host first.
+
+    :attr:`found` keeps it from the evaluation to ``after_run``, so that a hook that saves before that can ask.
     """
 
-    copies = False  # the check only reads the value, and keeps nothing of it
     fetch: Any = None
 
     def __init__(self, fetch: Any, also_inf: bool) -> None:
         self.fetch = fetch
-        self.found: dict[str, Any] | None = None
-        self._tests = {"NaN": "isnan", "infinite": "isinf"} if also_inf else {"NaN": "isnan"}
+        self.found: _Found | None = None
+        self.copies = False
+        """Whether the value consists of numbers on a device. Their copies are those that other hooks request.
 
-    def compose(self, value: Any) -> dict[str, Any] | None:
+        Known from the previous evaluation. A larger value is only read, without a copy.
+        """
+        self._kinds = tuple(_TESTS) if also_inf else ("NaN",)
+
+    def compose(self, value: Any) -> _Found | None:
         self.found = None
         if type(value) is torch.Tensor and not is_remote(value) and value.numel() == 1:
             value = value.item()
         if type(value) is float and math.isfinite(value):
             return None  # fast path: nearly every run on a CPU
-        parts = list(leaves(value))
-        found = {kind: _flags(parts, test) for kind, test in self._tests.items()}
-        if any(found.values()):  # any flag at all, whatever it says: those on a device cannot be read yet
-            self.found = found
+        here: list[Any] = []
+        there: list[torch.Tensor] = []
+        numbers: list[torch.Tensor] = []
+        for leaf in (value,) if type(value) is torch.Tensor else leaves(value):
+            # Of a DTensor, the local part: any operation on the whole may be a collective, and this process may be the
+            # only one that makes it.
+            part = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+            if not is_remote(part):
+                here.append(part)
+            elif type(leaf) is torch.Tensor and leaf.numel() == 1:
+                # Copying a number takes one kernel fewer than checking it, and none if another hook requests it too.
+                numbers.append(part if is_snapshot(part) else copied(part))
+            else:
+                there.append(part)
+        self.copies = bool(numbers) and not there and not here
+        flags = {kind: _flags(here, there, _TESTS[kind]) for kind in self._kinds}
+        if numbers or any(flags.values()):  # any flag at all, whatever it says: those on a device cannot be read yet
+            self.found = _Found(flags, numbers)
         return self.found
 
 
-def _flags(parts: list[Any], test: str) -> list[Any]:
-    """Return flags of which one is true if an element of ``parts`` passes ``test``.
+def _flags(here: list[Any], there: list[torch.Tensor], test: str) -> list[Any]:
+    """Return flags of which one is true if an element of ``here``, on the host, or ``there`` passes ``test``.
 
     That is ``[True]`` if a part on the host passes, or else one boolean tensor per device, computed without waiting.
     """
-    if any(_passes(part, test) for part in parts if not is_remote(part)):
+    if any(_passes(part, test) for part in here):
         return [True]
     flags: dict[torch.device, torch.Tensor] = {}
-    for part in parts:
-        if is_remote(part):
-            flag = getattr(part.detach(), test)().any()
-            flags[part.device] = flag if part.device not in flags else flags[part.device].logical_or(flag)
+    for part in there:
+        flag = getattr(part.detach(), test)().any()
+        flags[part.device] = flag if part.device not in flags else flags[part.device].logical_or(flag)
     return [as_snapshot(flag) for flag in flags.values()]
 
 

@@ -1,0 +1,193 @@
+"""How several ranks agree on the run after which they stop: the rules, without threads and without communication.
+
+Every rank sends one :class:`Row` in each tick and receives those of all ranks, its own included. An :class:`Agreement`
+derives from these tables alone what happens, so all ranks come to the same result:
+
+1. A rank asks: for a stop, or for a collective hook that is due. The next tick tells all ranks.
+2. Each rank promises the number of the run in progress, and holds at the end of that run.
+3. The largest promise is the last run of the round. Every rank continues to it and then does what was asked.
+
+A rank that cannot promise, because its data ended or because it leaves the loop, arrives at a *meeting* between two
+runs. A meeting is over once all ranks have arrived at it after the same number of runs. If one of them is in a later
+run, it will never arrive, and that is an error on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LIVE, LEFT, FAILED, FAILED_LATER = range(4)
+"""What a rank is: in its loop, out of it after a clean end, failed, or failed in a call that needed another rank."""
+
+STOP = 1
+"""The bit that asks for a stop. The higher bits ask for collective hooks."""
+
+ENTER, END, CLOSE = range(1, 4)
+"""Where a meeting is: at the start of ``until_stop``, at the end of its data, or where the loop closes."""
+
+UNKNOWN_LENGTH = -1
+
+WHERE = {ENTER: "entered until_stop()", END: "came to the end of its data", CLOSE: "left the loop"}
+
+
+class Row(NamedTuple):
+    """What one rank says in one tick.
+
+    Args:
+        status: one of LIVE, LEFT, FAILED and FAILED_LATER.
+        asked: the bits that the rank asks for.
+        promise: the number of the run after which the rank holds; only read in the tick after one with new bits.
+        made: how many runs the rank has made.
+        begun: the number of the last run that the rank has certainly begun.
+        meeting: at how many meetings the rank has arrived.
+        kind: the kind of the last of them.
+        value: at ENTER, the number of items, or UNKNOWN_LENGTH.
+    """
+
+    status: int = LIVE
+    asked: int = 0
+    promise: int = 0
+    made: int = 0
+    begun: int = 0
+    meeting: int = 0
+    kind: int = 0
+    value: int = UNKNOWN_LENGTH
+
+
+class Promise(NamedTuple):
+    """A rank asked for something: all ranks have to promise in the next tick."""
+
+
+class Decided(NamedTuple):
+    """What was asked for in ``bits`` happens after run number ``last``, on all ranks. ``askers`` asked for a stop."""
+
+    last: int
+    bits: int
+    askers: tuple[int, ...]
+
+
+class Met(NamedTuple):
+    """All ranks arrived at the meeting.
+
+    Args:
+        least: at ENTER, the smallest number of items on a rank; UNKNOWN_LENGTH if no rank knows its number.
+        all_known: whether every rank knows its number of items.
+        leaver: the first rank that leaves the loop, if there is one.
+        stop: whether the loop ends here, on all ranks.
+    """
+
+    least: int
+    all_known: bool
+    leaver: int | None
+    stop: bool
+
+
+class Conflict(NamedTuple):
+    """``rank`` is at a meeting of this ``kind`` after ``run``, and ``other`` at ``other_run`` will not arrive at it."""
+
+    rank: int
+    run: int
+    kind: int
+    other: int
+    other_run: int
+
+
+class Failed(NamedTuple):
+    """``rank`` failed in run number ``run``. ``ranks`` are all that failed."""
+
+    rank: int
+    run: int
+    ranks: tuple[int, ...]
+
+
+class Finished(NamedTuple):
+    """All ranks have left."""
+
+
+Event = Promise | Decided | Met | Conflict | Failed | Finished
+
+_OPEN, _PROMISING, _SETTLED = range(3)
+
+_PATIENCE_TICKS = 10
+
+
+class Agreement:
+    """What the tables of all ticks add up to. Equal on all ranks after each tick."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        """The last run of the round that was decided last."""
+        self.bits = 0
+        """What happens after it."""
+        self.meetings = 0
+        """How many meetings are over."""
+        self.stopped = False
+        """Whether every rank has made the last run."""
+        self._phase = _OPEN
+        self._patience = _PATIENCE_TICKS
+
+    @property
+    def promising(self) -> bool:
+        """Whether the next row has to contain a promise."""
+        return self._phase == _PROMISING
+
+    def settle(self, table: Sequence[Row]) -> list[Event]:
+        """Take in the rows of one tick, in the order of the ranks, and return what follows from them."""
+        failed = tuple(rank for rank, row in enumerate(table) if row.status >= FAILED)
+        if failed:
+            first = min(failed, key=lambda rank: (table[rank].status, rank))
+            if table[first].status == FAILED_LATER and len(failed) < len(table) and self._patience:
+                self._patience -= 1  # the rank that failed first will say so, or contact with it will be lost
+                return []
+            return [Failed(first, table[first].begun, failed)]
+        if all(row.status == LEFT for row in table):
+            return [Finished()]
+        if self.stopped:
+            return []
+        events = self._settle_round(table)
+        return events if self.stopped else events + self._settle_meeting(table)
+
+    def _settle_round(self, table: Sequence[Row]) -> list[Event]:
+        events: list[Event] = []
+        if self._phase == _PROMISING:
+            self._phase = _SETTLED
+            self.last, self.bits = max(row.promise for row in table), 0
+            for row in table:
+                self.bits |= row.asked
+            askers = tuple(rank for rank, row in enumerate(table) if row.asked & STOP)
+            return [Decided(self.last, self.bits, askers)]
+        # Judged from one table, so that no rank begins a round while another is still on its way to the last run.
+        if self._phase == _SETTLED and all(row.made >= self.last for row in table):
+            self._phase = _OPEN
+            self.stopped = bool(self.bits & STOP)
+        if self._phase == _OPEN and not self.stopped and any(row.asked for row in table):
+            self._phase = _PROMISING
+            events.append(Promise())
+        return events
+
+    def _settle_meeting(self, table: Sequence[Row]) -> list[Event]:
+        waiting = [rank for rank, row in enumerate(table) if row.meeting > self.meetings]
+        if not waiting:
+            return []
+        first = min(waiting, key=lambda rank: (table[rank].made, -table[rank].kind, rank))
+        run, kind = table[first].made, table[first].kind
+        # A rank in a later run is in calls that need the one that waits here, and will not come back from them.
+        for rank, row in enumerate(table):
+            if max(row.made, row.begun) > run:
+                return [Conflict(first, run, kind, rank, max(row.made, row.begun))]
+        if len(waiting) < len(table):
+            return []
+        kinds = {row.kind for row in table}
+        if kinds == {ENTER, END}:
+            other = next(rank for rank, row in enumerate(table) if row.kind != kind)
+            return [Conflict(first, run, kind, other, run)]
+        self.meetings += 1
+        leaver = next((rank for rank, row in enumerate(table) if row.kind == CLOSE), None)
+        asked = self._phase == _SETTLED and bool(self.bits & STOP)
+        # Without data there is no further run, so a stop that was decided for a later one takes effect here.
+        self.stopped = leaver is not None or (asked and kinds == {END})
+        if self.stopped:
+            self._phase = _OPEN  # nothing is left to promise
+        known = [row.value for row in table if row.value != UNKNOWN_LENGTH]
+        return [Met(min(known, default=UNKNOWN_LENGTH), len(known) == len(table), leaver, self.stopped)]
