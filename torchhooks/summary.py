@@ -424,7 +424,7 @@ def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path 
             add_session_log(one, status, step, checkpoint_path)
         return
     takes_logs = callable(getattr(writer, "add_session_log", None))
-    if not takes_logs and not _takes_walltime(writer, "_get_file_writer"):
+    if not takes_logs and not _has_events(writer):
         return
     events = _tensorboard("tensorboard.compat.proto.event_pb2")
     log = events.SessionLog(status=status, checkpoint_path=checkpoint_path and os.fspath(checkpoint_path))
@@ -446,7 +446,7 @@ def write_config(writer: Any, config: Mapping[str, Any]) -> None:
             write_config(one, config)
     elif callable(getattr(writer, "add_config", None)):
         writer.add_config(config)
-    elif _takes_walltime(writer, "_get_file_writer"):
+    elif _has_events(writer):
         hparams = _tensorboard("torch.utils.tensorboard.summary").hparams
         # Without the first part, which has a list of metrics, TensorBoard's dashboard lists all curves. The last part
         # says that the training run is over. torch's add_hparams would write all of it into a folder of its own.
@@ -573,6 +573,11 @@ def _takes_walltime(writer: Any, method: str) -> bool:
     # override the method with one that takes fewer arguments.
     torchs = getattr(sys.modules.get("torch.utils.tensorboard.writer"), "SummaryWriter", None)
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
+
+
+def _has_events(writer: Any) -> bool:
+    """Return whether ``writer`` is torch's, or one of ours that derives from it, so that it takes events."""
+    return hasattr(writer, "_get_file_writer") and _takes_walltime(writer, "_get_file_writer")
 
 
 def shared_name(logdir: _Path) -> str:

@@ -121,7 +121,13 @@ class _TrackerWriter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._close(failed=kind is not None)
+        if kind is None:
+            self.close()
+            return
+        try:
+            self._close(failed=True)
+        except Exception:  # must not replace the error that the body of the with block raised
+            logger.exception("%r could not send all of its points", self)
 
     def _send(self, step: int, points: _Points) -> None:
         """Write the points of ``step``. Called in the background, like all methods that follow."""
@@ -259,7 +265,7 @@ class WandbWriter(_TrackerWriter):
             return self._wandb.Histogram(np_histogram=value.value)
         if value.kind == "text":
             return self._wandb.Html(f"<pre>{html.escape(value.value)}</pre>")
-        return self._wandb.Image(value.value)
+        return self._wandb.Image(_drawn(value.value) if value.kind == "figure" else value.value)
 
     def __repr__(self) -> str:
         return f"WandbWriter({self._place})"
@@ -386,6 +392,13 @@ def _keep_id(folder: str | os.PathLike[str], name: str, run_id: str) -> None:
     with open(f"{path}.tmp", "w", encoding="utf-8") as file:
         file.write(run_id + "\n")
     os.replace(f"{path}.tmp", path)
+
+
+def _drawn(figure: Any) -> Any:
+    """Return a matplotlib figure as pixels. Unlike pyplot, this may be called from any thread."""
+    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())
 
 
 def _mlflow_name(tag: str) -> str:
