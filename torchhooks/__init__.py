@@ -50,6 +50,7 @@ from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.jsonl import JsonLinesWriter
 from torchhooks.loop import MonitoredLoop, StepContext
+from torchhooks.norms import grad_norm, param_norm
 from torchhooks.ranks import Ranks
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
@@ -105,8 +106,10 @@ __all__ = [
     "TorchHooksError",
     "WandbWriter",
     "best_checkpoint",
+    "grad_norm",
     "latest_checkpoint",
     "list_checkpoints",
+    "param_norm",
     "read_metadata",
     "summary",
 ]
