@@ -8,6 +8,7 @@ import re
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,9 @@ def test_wandb_gets_one_call_a_step_with_the_global_step_and_resumes_its_run(tmp
                     loop.run()
 
     train(2, 0)
+    second = int(time.time())  # W&B names the folder of an offline run by it, and two runs must not share one
+    while int(time.time()) == second:
+        time.sleep(0.05)
     train(1, 2)
     logged = history(tmp_path)
     assert [values["global_step"] for values in logged] == [1, 2, 3]
