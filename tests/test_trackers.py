@@ -363,7 +363,12 @@ def records(folder: Path) -> Iterator[Any]:
                 yield record
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
+def history(folder: Path, runs: int) -> list[dict[str, Any]]:
+    """What was logged in ``runs`` processes, or as many writers. W&B's own process may still be writing it."""
+    deadline = time.monotonic() + NEEDED_SECS
+    while [record.WhichOneof("record_type") for record in records(folder)].count("exit") < runs:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     return [
         {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         for record in records(folder)
@@ -399,7 +404,7 @@ def test_wandb_gets_one_call_a_step_with_the_global_step_and_resumes_its_run(tmp
     while int(time.time()) == second:
         time.sleep(0.05)
     train(1, 2)
-    logged = history(tmp_path)
+    logged = history(tmp_path, 2)
     assert [values["global_step"] for values in logged] == [1, 2, 3]
     assert all({"loss", "w.values", "w.bins", "i.path", "_timestamp"} <= values.keys() for values in logged)
     assert sum(logged[0]["w.values"]) == 2
@@ -421,7 +426,7 @@ def test_wandb_gets_nan_text_and_figures_and_a_failed_run_says_so(tmp_path: Path
 
     with pytest.raises(KeyError):
         fail()
-    (logged,) = history(tmp_path)
+    (logged,) = history(tmp_path, 1)
     assert math.isnan(float(logged["loss"]))
     assert {"note.path", "figure.path"} <= logged.keys()
     (ended,) = [record.exit for record in records(tmp_path) if record.WhichOneof("record_type") == "exit"]
