@@ -120,6 +120,10 @@ scheduler: Stateful = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 curves: SummaryWriter = Curves()
 curves = RecordingWriter()
 curves = JsonLinesWriter(Path("curves.jsonl"))
+wandb_writer: SummaryWriter = WandbWriter(Path("run"), project="mnist")
+mlflow_writer: SummaryWriter = MlflowWriter("run", tracking_uri="sqlite:///mlflow.db", experiment="mnist")
+norms = StepCounterHook(tokens_per_step="tokens", flops_per_step="measure", summary_writer=[wandb_writer, curves])
+norm_ops = {"grad": grad_norm(), "param": param_norm()}
 
 
 def step(inputs: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> Outputs:

@@ -60,11 +60,13 @@ from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.jsonl import JsonLinesWriter
 from torchhooks.loop import MonitoredLoop, StepContext
+from torchhooks.norms import grad_norm, param_norm
 from torchhooks.ranks import Ranks
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
 from torchhooks.timer import Due, EverySteps, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.trackers import MlflowWriter, WandbWriter
 from torchhooks.training import MonitoredTrainingLoop
 
 __all__ = [
@@ -88,6 +90,7 @@ __all__ = [
     "LifecycleError",
     "LoggingTensorHook",
     "LooperThread",
+    "MlflowWriter",
     "MonitoredLoop",
     "MonitoredTrainingLoop",
     "NanLossDuringTrainingError",
@@ -120,9 +123,12 @@ __all__ = [
     "SummaryWriter",
     "SummaryWriterCache",
     "TorchHooksError",
+    "WandbWriter",
     "best_checkpoint",
+    "grad_norm",
     "latest_checkpoint",
     "list_checkpoints",
+    "param_norm",
     "read_metadata",
     "summary",
 ]

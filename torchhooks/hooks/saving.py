@@ -37,7 +37,7 @@ class SummarySaverHook(SessionRunHook):
         save_steps: the number of steps from one summary to the next.
         save_secs: the number of seconds from one summary to the next; give exactly one period.
         output_dir: the folder of the event file.
-        summary_writer: the writer; give at most one of it and ``output_dir``.
+        summary_writer: the writer, or a list of several; give at most one of it and ``output_dir``.
         scaffold: the scaffold whose ``summary_op`` is written.
         summary_op: what to write: a mapping of tags to fetches, :func:`torchhooks.summary.histogram` and its siblings,
             or a list of these; give exactly one of it and ``scaffold``.
@@ -81,17 +81,19 @@ class SummarySaverHook(SessionRunHook):
         self._due = False
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
-        # By its own period, the hook has TensorFlow's rule, which decides before the step.
-        self._due_ops = None if self._arguments["timer"] is None else IfDue(self._ops, self._timer)
-        self._request = SessionRunArgs(self._ops if self._due_ops is None else self._due_ops)
         writer = self._target.open()
+        ops = summary.requests(self._ops, writer)
+        # By its own period, the hook has TensorFlow's rule, which decides before the step.
+        self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
+        self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
         if writer is None:
             logger.warning("%r has neither output_dir nor summary_writer: it writes nothing", self)
         else:
             summary.check_writer(writer, self._ops)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
+        last_step = self._timer.last_triggered_step()
+        if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
         self._timer.start_at(session.global_step)
         if self._due_ops is not None:
