@@ -17,6 +17,7 @@ import torch
 
 from torchhooks import (
     CheckpointSaverHook,
+    Due,
     LoggingTensorHook,
     MonitoredLoop,
     NanLossDuringTrainingError,
@@ -31,6 +32,9 @@ from torchhooks import (
     StopAtStepHook,
     SummarySaverHook,
     list_checkpoints,
+    running_max,
+    running_mean,
+    running_sum,
     summary,
 )
 from torchhooks.checkpoint_files import Disk
@@ -669,3 +673,73 @@ def test_the_audit_leaves_torch_as_it_was() -> None:
     before = torch.cuda.get_sync_debug_mode()
     audited()
     assert torch.cuda.get_sync_debug_mode() == before
+
+
+# -- running fetches ----------------------------------------------------------------------------------------------
+
+
+class Reporter(Reader):
+    """Requests a value in every tenth run."""
+
+    def __init__(self, fetches: Any) -> None:
+        super().__init__(fetches)
+        self.request = SessionRunArgs(fetches)
+
+    def next_due(self) -> Due:
+        return Due(runs=10)
+
+    def values_of_pairs(self) -> list[Any]:
+        return [tuple(value.tolist() for value in values) for _, values in self.read]
+
+
+def test_running_fetches_are_right_and_never_wait() -> None:
+    training = Training()
+    fetches = running_mean("loss"), running_max("loss"), running_sum(lambda loss: loss.bfloat16())
+    hook = Reporter(fetches)
+    with MonitoredLoop(training.step, training.model, training.optimizer, hooks=[hook]) as loop:
+        loop.run()
+        with no_syncs():
+            for _ in range(39):
+                loop.run()
+    losses = torch.stack(training.losses).double().cpu().split(10)
+    assert [step for step, _ in hook.read] == [10, 20, 30, 40]
+    for (_, (mean, largest, total)), expected in zip(hook.read, losses, strict=True):
+        assert mean.item() == pytest.approx(expected.mean().item(), rel=1e-6)
+        assert largest.item() == expected.max().item()
+        assert total.item() == pytest.approx(expected.sum().item(), rel=0.01)
+
+
+def test_running_fetches_of_a_cuda_graph_that_reuses_its_memory() -> None:
+    inputs = torch.zeros((), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    (inputs * 2)  # initialised before the capture
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outputs = {"double": inputs * 2, "vector": inputs * torch.ones(3, device="cuda")}
+
+    def step(number: int) -> dict[str, torch.Tensor]:
+        inputs.fill_(number)
+        graph.replay()
+        return outputs
+
+    hook = Reporter((running_mean("double"), running_max("vector")))
+    with MonitoredLoop(step, hooks=[hook]) as loop:
+        for number in range(1, 21):
+            keep_busy(100_000)
+            loop.run(number)
+    assert hook.values_of_pairs() == [(11.0, [10.0] * 3), (31.0, [20.0] * 3)]
+
+
+def test_one_launch_in_a_run_for_the_means_of_one_dtype() -> None:
+    outputs = {str(index): torch.ones((), device="cuda", dtype=torch.bfloat16) for index in range(20)}
+    hook = Reporter({name: running_mean(name) for name in outputs})
+    with MonitoredLoop(lambda: outputs, hooks=[hook]) as loop:
+        for _ in range(2):
+            loop.run()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(5):
+                loop.run()
+            torch.cuda.synchronize()
+    kernels = [event for event in profile.events() if "CUDA" in str(event.device_type)]
+    assert len(kernels) == 5, [event.name for event in kernels]

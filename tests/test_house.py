@@ -39,10 +39,10 @@ FLOORS: list[set[str]] = [
         "ranks",
         "recovery",
     },
-    {"ending", "evaluating", "lines", "readback", "step", "watch"},
+    {"accumulators", "ending", "evaluating", "lines", "readback", "step", "watch"},
     {"histograms"},
     {"summary"},
-    {"jsonl", "rollback", "snapshot", "state", "trackers", "writers"},
+    {"jsonl", "rollback", "running", "snapshot", "state", "trackers", "writers"},
     {"checkpoint"},
     # the session and the contract
     {"session"},
@@ -64,6 +64,8 @@ FLOORS: list[set[str]] = [
 
 # Private attributes that another class may touch, by module and expression, with the reason.
 PRIVATE_ACCESS = {
+    ("torchhooks.accumulators", "torch._foreach_add_"): "torch's only way to add several tensors in one launch",
+    ("torchhooks.accumulators", "torch._foreach_maximum_"): "torch's only way to compare several tensors in one launch",
     ("torchhooks.digest", "value._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.gradients", "grad._version"): "torch's own name for how often a tensor was changed in place",
     ("torchhooks.loop", "sys._getframe"): "CPython's only way to the frame of the caller",

@@ -62,6 +62,7 @@ from torchhooks.jsonl import JsonLinesWriter
 from torchhooks.loop import MonitoredLoop, StepContext
 from torchhooks.norms import grad_norm, param_norm
 from torchhooks.ranks import Ranks
+from torchhooks.running import running_max, running_mean, running_sum
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
@@ -130,5 +131,8 @@ __all__ = [
     "list_checkpoints",
     "param_norm",
     "read_metadata",
+    "running_max",
+    "running_mean",
+    "running_sum",
     "summary",
 ]

@@ -23,6 +23,7 @@ from torchhooks.hook import SessionRunHook
 from torchhooks.items import make_call
 from torchhooks.loop import MonitoredLoop
 from torchhooks.readback import Copier, Readback, Request, copiers
+from torchhooks.running import RunningValues
 from torchhooks.schedule import Schedule, Seat
 from torchhooks.session import Session
 
@@ -386,6 +387,8 @@ def _culprit(frame: FrameType, instance: object) -> tuple[object, str] | None:
         return variables["requester"].hook, "fetch"
     if code is Schedule.noticed_by.__code__:
         return variables["seat"].hook, "Due.when"
+    if isinstance(instance, RunningValues) and (source := variables.get("source")) is not None:
+        return source.requester.hook, "fetch"
     if isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
         return instance, code.co_name
     if code is make_call.__code__:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchhooks.fetch import ComposedFetch, watched_names
+from torchhooks.fetch import ComposedFetch, running_parts, watched_names
 from torchhooks.randomness import random_states, set_random_states
 from torchhooks.timer import Timer
 
@@ -61,6 +61,7 @@ class IfDue(ComposedFetch):
 
     def __init__(self, fetch: Any, timer: Timer) -> None:
         self.watched_names = watched_names(fetch)
+        self.running_parts = running_parts(fetch)
         self.evaluated = False
         """Whether the fetch was evaluated in the last run that requested it."""
         self._fetch = fetch

@@ -16,6 +16,8 @@ fetch                                     value
 a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
 an object with ``compute()``              what ``compute()`` returns: a torchmetrics metric, for example
 a tensor                                  its value after this run
+``running_mean("loss")``                  the mean over all runs since the hook's last report; also ``running_sum`` and
+                                          ``running_max``
 a :class:`ComposedFetch`                  a value computed from another fetch: a summary op, for example
 a list, tuple, dict, dataclass of these   the same structure, with values in place of fetches
 ========================================  ============================================================================
@@ -70,11 +72,20 @@ class ComposedFetch:
 
     copies: bool = True
     """Whether :meth:`compose` gets copies. One that keeps no part of the value does not need them."""
+    accumulates: bool = False
+    """Whether the value is accumulated from run to run, by ``session.running``; :meth:`compose` is not called then."""
+    fits_every_run: bool = False
+    """Whether it can be evaluated in every run: it takes little time, and no other rank has to take part."""
 
     @functools.cached_property
     def watched_names(self) -> list[str]:
         """The names in :attr:`fetch` for which a submodule has to be watched during the step."""
         return watched_names(self.fetch)
+
+    @functools.cached_property
+    def running_parts(self) -> list[Any]:
+        """The parts of :attr:`fetch` that are accumulated from run to run."""
+        return running_parts(self.fetch)
 
     @property
     def fetch(self) -> Any:
@@ -187,6 +198,20 @@ def watched_names(fetches: Any) -> list[str]:
     if type(fetches) is str and ":" not in fetches:
         return []
     return [leaf for leaf in leaves(fetches) if isinstance(leaf, str) and leaf.rpartition(":")[1:] in _WATCHED_SUFFIXES]
+
+
+def running_parts(fetches: Any) -> list[Any]:
+    """Return the parts of ``fetches`` that are accumulated from run to run."""
+    if type(fetches) is str:
+        return []
+    found: list[Any] = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, ComposedFetch):
+            found.extend(leaf.running_parts)
+
+    map_leaves(look, fetches)
+    return found
 
 
 def snapshot(value: Any) -> Any:
@@ -349,6 +374,8 @@ class Evaluator:
     """The names that exist only during a run: the parameters of the step."""
     detaches = False
     """Whether closures get detached outputs, as outside of a run."""
+    copies = True
+    """Whether what closures and objects return is copied. If it is used at once and not kept, it need not be."""
     _requester: object = ""
 
     def __init__(
@@ -373,6 +400,11 @@ class Evaluator:
         if type(fetch) is str:
             return self._named(fetch)
         return self._composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
+
+    def evaluate_uncopied(self, fetch: Any, requester: object) -> Any:
+        """Return the value of ``fetch`` for a use in which it is neither kept nor changed."""
+        self._requester = requester
+        return self._leaf_uncopied(fetch)
 
     def is_given(self, name: str) -> bool:
         """Return whether ``name`` is that of a feed or of an output of the step."""
@@ -412,7 +444,7 @@ class Evaluator:
 
     def _once(self, fetch: Any, value: Callable[[], Any]) -> Any:
         if id(fetch) not in self._values:
-            self._values[id(fetch)] = fetch, snapshot(value())  # with the fetch, so that its id stays its own
+            self._values[id(fetch)] = fetch, self._kept(value())  # with the fetch, so that its id stays its own
         return self._values[id(fetch)][1]
 
     def _closure(self, closure: Callable[..., Any]) -> Any:
@@ -421,8 +453,11 @@ class Evaluator:
         except TypeError:  # not hashable: identified by id instead
             return self._once(closure, lambda: self._call_by_name(closure))
         if closure not in self._values:
-            self._values[closure] = snapshot(self._call_by_name(closure))
+            self._values[closure] = self._kept(self._call_by_name(closure))
         return self._values[closure]
+
+    def _kept(self, value: Any) -> Any:
+        return snapshot(value) if self.copies else value
 
     def _call_by_name(self, closure: Callable[..., Any]) -> Any:
         args: list[Any] = []
@@ -451,6 +486,8 @@ class Evaluator:
         raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name")
 
     def _composed(self, fetch: ComposedFetch) -> Any:
+        if fetch.accumulates:
+            return self.session.running.report(fetch, self._requester)
         evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch
         value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
         try:

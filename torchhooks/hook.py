@@ -207,6 +207,13 @@ class SessionRunContext:
 
         self._services.items.after_item(callback if caller is None else caller.hook, call)
 
+    def not_reported(self) -> None:
+        """Do not count this run as a report of this hook: its running fetches continue as if it had not asked for them.
+
+        For a hook that finds out in ``after_run`` that it does not use the values. Called in ``after_run``.
+        """
+        self.session.running.keep(self.caller.hook if self.caller is not None else None)
+
     def before_next_run(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when the next run begins, if a hook is due in it, before the ``before_run`` of any."""
         self._services.items.before_run.append(callback)

@@ -54,6 +54,7 @@ class Lifecycle:
         self._function = services.step.function
         self._progress = progress
         self._schedule = schedule
+        self._running = schedule.running
         self._steps_per_run = steps_per_run
         self._costs = costs
 
@@ -73,7 +74,8 @@ class Lifecycle:
             seats, made = [], _PLAIN
         if schedule.watchers:
             self._call_watchers(context, requests, seats, outputs, made)
-        values = self._evaluate(context, requests, outputs, made) if requests else _NO_VALUES
+        evaluates = requests or schedule.running.sources
+        values = self._evaluate(context, requests, outputs, made) if evaluates else _NO_VALUES
         planned = self._after_run(context, seats, values, number)
         ending.run = None
         if ending.requests:
@@ -103,6 +105,7 @@ class Lifecycle:
                 if request is not None:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
+                        self._running.declare(seat.hook, seat, request.fetches, number)
                     requests.append((seat, request))
                 if progress.global_step != step:  # the hooks after this one are due by the step that it set
                     step = progress.global_step
@@ -166,6 +169,7 @@ class Lifecycle:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
                         _check_late(seat, request, outputs)
+                        self._running.declare(seat.hook, seat, request.fetches, schedule.runs + 1)
                     requests.append((seat, request))
         except BaseException as error:
             self._note(error, context.caller, "before_run")
@@ -178,8 +182,10 @@ class Lifecycle:
     ) -> Mapping[Seat, SessionRunValues]:
         """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
         fed, watched, options, metadata = made
-        evaluate: Callable[[Any, Any], Any]
-        evaluate = Evaluator(self._session, outputs, fed, context.inputs, watched).evaluate
+        evaluator = Evaluator(self._session, outputs, fed, context.inputs, watched)
+        if self._running.sources:
+            self._running.add(outputs, (), {}, evaluator)
+        evaluate: Callable[[Any, Any], Any] = evaluator.evaluate
         if self._costs is not None:
             evaluate = self._costs.timed_evaluation(evaluate)
         values: dict[Seat, SessionRunValues] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchhooks.errors import add_note
 from torchhooks.hook import SessionRunHook, overrides
+from torchhooks.running import RunningValues
 from torchhooks.text import shown
 from torchhooks.timer import Due
 
@@ -159,6 +160,8 @@ class Schedule:
         """The hooks with a run method. The others cost nothing."""
         self.runs = 0
         """How many runs reached their ``after_run``."""
+        self.running = RunningValues()
+        """What is accumulated for the hooks in every run."""
         self.news = False
         """Whether the end of the run has something to handle: the only thing that an idle run checks."""
         self._update()
@@ -191,13 +194,16 @@ class Schedule:
         self.idle_runs = min(before.run, after.run) - 1
         self.moment, self.moment_after = before.moment, after.moment
         self.watchers = [seat for seat in self.seats if seat.when is not None]
-        self.looks_after = bool(self.watchers) or after.moment is not None
+        self.accumulates = bool(self.running.sources)
+        """Whether values are added to :attr:`running` in every run."""
+        self.looks_after = bool(self.watchers) or after.moment is not None or self.accumulates
         """Whether there is more to check after the step than the global step."""
 
     def start(self) -> None:
         """Ask every hook when it is due: a session was created."""
         for seat in self.seats:
             seat.catch_up(self.runs)
+        self.running.find_in((seat.hook, seat) for seat in self.all_seats)
         self.ask(self.seats)
 
     def ask(self, seats: Iterable[Seat]) -> None:

@@ -21,6 +21,7 @@ from torchhooks.position import Position
 from torchhooks.progress import NO_OUTPUTS, DataWaits, Progress
 from torchhooks.ranks import Ranks
 from torchhooks.readback import Elapsed, Moment
+from torchhooks.running import RunningValues
 from torchhooks.stateful import Stateful
 from torchhooks.text import shown
 
@@ -55,6 +56,7 @@ class Session:
         drain: makes every pending ``when_ready`` call, and waits for the device.
         interrupted: whether a signal asked the loop to stop.
         ranks: which of several processes this is; by default, of the initialised ``torch.distributed``.
+        running: what is accumulated for the hooks in every run.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Session:
         drain: Callable[[], object] = bool,
         interrupted: Callable[[], bool] = bool,
         ranks: Ranks | None = None,
+        running: RunningValues | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -92,6 +95,8 @@ class Session:
         self.gradients = gradients
         self.ranks = Ranks() if ranks is None else ranks
         """Which of several processes this is: ``rank``, ``size``, ``is_chief``."""
+        self.running = RunningValues() if running is None else running
+        """What running fetches accumulate: for evaluating them and for checkpoints."""
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
         self._progress = Progress() if progress is None else progress
@@ -247,7 +252,7 @@ class Session:
         """
         return self._data_waits.innermost()
 
-    def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Any:
+    def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = "Session.run") -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
 
         Names of outputs refer to the last run.
@@ -255,12 +260,13 @@ class Session:
         Args:
             fetches: any fetch; see :mod:`torchhooks.fetch`.
             feed_dict: values for names, and thereby for parameters of closures, in this call.
+            who: the hook that asks, whose running fetches can then be evaluated. Errors name it.
 
         Raises:
             FetchError: an unknown name, or one that has a value only during a run.
             LifecycleError: the loop is closed.
         """
-        return self._evaluator(fetches, feed_dict).evaluate(fetches, "Session.run")
+        return self._evaluator(fetches, feed_dict).evaluate(fetches, who)
 
     def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` like :meth:`run`, but leave out what needs a run if there was none.

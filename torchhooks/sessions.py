@@ -189,7 +189,9 @@ class Sessions:
             drain=self._readback.drain,
             interrupted=lambda: self._ending.signal is not None,
             ranks=self._ranks,
+            running=self._schedule.running,
         )
+        self._schedule.running.begin_session(self.session, self.progress, self._step)
         # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
         self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self.coord = Coordinator()

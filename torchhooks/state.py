@@ -10,6 +10,7 @@ A checkpoint is a dict with these entries:
 * ``"metadata"``: the loop's ``metadata``, if there is any;
 * ``"random"``: the random states of Python, NumPy and torch;
 * ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.position`);
+* ``"running_values"``: what running fetches have accumulated since their last reports (:mod:`torchhooks.running`);
 * ``"score"``, if one was passed to ``Saver.save``.
 
 Checkpoints are always loaded with ``weights_only=True``, so that no file can run code. State that could not be loaded
@@ -35,10 +36,17 @@ from torchhooks.randomness import random_states
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
-_OWN = ("classes", "global_step", "gradients", "metadata", "position", "random", "score")
+_OWN = ("classes", "global_step", "gradients", "metadata", "position", "random", "running_values", "score")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+
+
+class RunningState(Protocol):
+    """What running fetches have accumulated; ``None`` stands for nothing."""
+
+    def state_dict(self) -> Mapping[str, Any] | None: ...
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> object: ...
 
 
 class SessionLike(Protocol):
@@ -64,6 +72,8 @@ class SessionLike(Protocol):
     def position(self) -> Position | None: ...
     @property
     def gradients(self) -> Gradients | None: ...
+    @property
+    def running(self) -> RunningState: ...
 
 
 def parts_of(session: SessionLike) -> dict[str, Stateful]:
@@ -107,6 +117,9 @@ def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) 
     gradients = None if session.gradients is None else session.gradients.state_dict()
     if gradients is not None:
         state["gradients"] = plain(gradients, ("gradients",))
+    running = session.running.state_dict()
+    if running is not None:
+        state["running_values"] = plain(running, ("running_values",))
     position = None if session.position is None else session.position.state_dict()
     if position is not None:
         state["position"] = {**position, "loaders": plain(position["loaders"], ("position", "loaders"))}

@@ -122,7 +122,7 @@ class SummaryOp(ComposedFetch):
         self.kind = type(self).__name__
         self.method = f"add_{self.kind}"
         self.tag = _checked_tag(tag, self.kind)
-        if fetch is None or isinstance(fetch, (ComposedFetch, Mapping, list, tuple, set)):
+        if fetch is None or isinstance(fetch, (SummaryOp, Mapping, list, tuple, set)):
             raise TypeError(f"{self.kind}({tag!r}, {fetch!r}): give one fetch; for several values, create several ops")
         self._fetch = fetch
 

@@ -209,7 +209,7 @@ class BestCheckpointHook(SessionRunHook):
     def _evaluate_at_end(self, session: Session) -> None:
         before = Undisturbed(session)
         try:
-            value = session.run(self._metric)
+            value = session.run(self._metric, who=self)
         except FetchError as error:
             logger.warning("the last state, of step %d, is not compared with the best: %s", session.global_step, error)
         else:

@@ -114,6 +114,7 @@ class SummarySaverHook(SessionRunHook):
         if not self._due or (self._due_ops is not None and not self._due_ops.evaluated):
             return
         if step == self._timer.last_triggered_step() or 0 < step == self._step_before == session.begun_at:
+            run_context.not_reported()
             return  # no step was made since the last point, in this process or before a restore
         self._timer.update_last_triggered_step(step)
         now = time.time()
