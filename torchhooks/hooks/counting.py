@@ -132,7 +132,7 @@ class StepCounterHook(SessionRunHook):
             "tokens_per_step": tokens_per_step,
             "flops_per_step": flops_per_step,
             "peak_flops": peak_flops,
-            "memory": memory or None,
+            "memory": memory,
         }
         if timer is not None and every_n_steps == _DEFAULT_STEPS:
             every_n_steps = None  # not given, as far as the hook can tell
