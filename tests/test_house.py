@@ -51,6 +51,7 @@ FLOORS: list[set[str]] = [
     {"run"},
     {"peers"},
     {"sessions"},
+    {"body"},
     # the loop, and the hooks, which do not know it; "hooks" is each module of torchhooks/hooks/
     {"hooks", "loop"},
     # the roof

@@ -54,7 +54,7 @@ def test_a_loop_whose_data_ended_without_a_run_warns(lines: Lines) -> None:
             half()
     assert no_run(lines) == [
         "until_stop yielded 3 items until the data ended, but there was no run, so no hook was called and no step was "
-        "counted: call loop.run(...) instead of the step"
+        "counted: call loop.run(...) instead of the step, or put the step into with loop.step()"
     ]
 
 
