@@ -240,14 +240,17 @@ class MonitoredLoop(Generic[R]):
                 return outputs
             self._end_run()
         except BaseException as error:
-            if not self._recovered_for_next_run(error):
+            if not self._recovered_from(error):
                 raise
         else:
             ending.busy = False
             if schedule.news:
                 self._recover_from_thread()
             return outputs
-        return self.run(*args, **kwargs)
+        outputs = self.run(*args, **kwargs)
+        self._recovery.run_went_well()
+        ending.notice()
+        return outputs
 
     def step(self) -> Body:
         """Return the context manager of a run whose step is the body: ``with loop.step() as outputs: ...``
