@@ -180,7 +180,8 @@ class Way(NamedTuple):
 
 WAYS = [
     Way(unit, calls_all, unwatched, body)
-    for unit, calls_all, unwatched, body in itertools.product(("run", "optimizer_step"), *[(False, True)] * 3)
+    for unit in ("run", "optimizer_step")
+    for calls_all, unwatched, body in itertools.product((False, True), repeat=3)
     if not (calls_all and (unwatched or body))
 ]
 
