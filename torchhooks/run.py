@@ -126,16 +126,13 @@ class Lifecycle:
         """
         ending, schedule = self._ending, self._schedule
         number = schedule.runs + 1
-        if begun is not None:
-            context, requests, seats, made = self._count_body(begun, outputs)
-        else:
+        if outputs is NOT_MADE:
             context = ending.run = SessionRunContext(self._services, args, kwargs)
-            requests = []
-            if outputs is NOT_MADE:
-                seats = self._before_run(context, requests, number)
-                outputs, made = self._make_step(requests, args, kwargs)
-            else:
-                seats, made = [], _PLAIN
+            requests: list[Request] = []
+            seats = self._before_run(context, requests, number)
+            outputs, made = self._make_step(requests, args, kwargs)
+        else:
+            context, requests, seats, made = self._made_before(args, kwargs, outputs, begun)
         if schedule.watchers:
             self._call_watchers(context, requests, seats, outputs, made)
         values = self._evaluate(context, requests, outputs, made) if requests else _NO_VALUES
@@ -223,8 +220,13 @@ class Lifecycle:
         self._progress.global_step += self._steps_per_run
         return outputs, recording.made(outputs)
 
-    def _count_body(self, begun: Begun, outputs: Any) -> tuple[SessionRunContext, list[Request], list[Seat], _Made]:
-        """Count the step that the caller made after :meth:`begin`, and return what is known of its run."""
+    def _made_before(
+        self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any], outputs: Any, begun: Begun | None
+    ) -> tuple[SessionRunContext, list[Request], list[Seat], _Made]:
+        """Return what is known of a run whose step was made already; count that step if :meth:`begin` was called."""
+        if begun is None:
+            context = self._ending.run = SessionRunContext(self._services, args, kwargs)
+            return context, [], [], _PLAIN
         context, requests, seats, recording = begun
         if recording is not None:
             recording.stop()
