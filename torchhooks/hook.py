@@ -22,7 +22,7 @@ Order of calls (``tf.train.MonitoredSession``'s)
     for hook in hooks: hook.after_create_session(session, coord)
     while the body of the `with` calls loop.run(...):
         for hook in hooks: requests += hook.before_run(context)
-        outputs = step(...)                              # the user's own function
+        outputs = step(...)                              # the user's function, or the body of `with loop.step()`
         values = evaluate(requests)                      # each distinct fetch once
         for hook in hooks: hook.after_run(context, values for this hook)
         stop, if a hook requested it in this run

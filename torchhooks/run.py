@@ -154,8 +154,15 @@ class Lifecycle:
         requests: list[Request] = []
         seats = self._before_run(context, requests, self._schedule.runs + 1)
         self._progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
-        if all(request is seat.plain_request for seat, request in requests):
-            return Begun(context, requests, seats, None)
+        recording = None
+        for seat, request in requests:
+            if request is not seat.plain_request:
+                recording = self._start_recording(requests)
+                break
+        begun: Begun = _new_tuple(Begun, (context, requests, seats, recording))
+        return begun
+
+    def _start_recording(self, requests: list[Request]) -> Recording:
         recording = Recording(requests)
         for name, feeder in recording.feeders.items():
             raise FeedError(
@@ -163,7 +170,7 @@ class Lifecycle:
                 "pass that to MonitoredLoop(step, ...), and call loop.run(...)"
             )
         recording.start(self._session.model)
-        return Begun(context, requests, seats, recording)
+        return recording
 
     def _before_run(self, context: SessionRunContext, requests: list[Request], number: int) -> list[Seat]:
         """Call ``before_run`` of the hooks that are due, append what they request, and return them."""
