@@ -70,6 +70,9 @@ TIMED = {
     for when in ("before", "after", "before and after")
     for number in (5, 50)
 }
+BODY = {number: f"loop.step(), {number} standard hooks, none due" for number in (0, 5, 50)}
+BODY_USER = "loop.step(), a user's hook, called in every run"
+BODY_NAN = "loop.step(), NaN check in every run, NanTensorHook"
 NO_RUN_METHODS = "50 hooks without a run method"
 CALLS = "the two calls of a user's hook, by hand"
 USER = "a user's hook, called in every run"
@@ -205,6 +208,17 @@ def due(loop: MonitoredLoop[Tensor], batch: Tensor, writer: SummaryWriter) -> Dr
     return drive_and_flush
 
 
+def with_body(loop: MonitoredLoop[Any], step: Step, batch: Tensor) -> Drive:
+    """Make the step in the body of ``loop.step()``."""
+
+    def drive(runs: int) -> None:
+        for _ in range(runs):
+            with loop.step() as outputs:
+                outputs["loss"] = step(batch)
+
+    return drive
+
+
 def idle_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[str, Drive]:
     """Return the candidates for runs in which there is nothing to report."""
     step, batch = training.step, training.batch
@@ -212,6 +226,10 @@ def idle_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[
     def loop(hooks: Sequence[SessionRunHook]) -> Drive:
         loop = stack.enter_context(MonitoredLoop(step, training.model, training.optimizer, hooks=hooks))
         return repeat(loop.run, batch)
+
+    def body(hooks: Sequence[SessionRunHook]) -> Drive:
+        loop: MonitoredLoop[Any] = MonitoredLoop(model=training.model, optimizer=training.optimizer, hooks=hooks)
+        return with_body(stack.enter_context(loop), step, batch)
 
     return {
         BARE: repeat(step, batch),
@@ -224,6 +242,9 @@ def idle_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[
         USER_AND_50: loop([UsersHook(), *standard_hooks(50, folder)]),
         NAN_BY_HAND: with_nan_check(step, batch),
         NAN: loop([NanTensorHook("loss")]),
+        **{name: body(standard_hooks(number, folder)) for number, name in BODY.items()},
+        BODY_USER: body([UsersHook()]),
+        BODY_NAN: body([NanTensorHook("loss")]),
     }
 
 
@@ -342,6 +363,15 @@ def budgets(idle: Rounds, due: Rounds) -> list[Budget]:
             for number, loop in loops.items()
         ),
         Budget("slowest of these relative to the fastest", max(medians) / min(medians), 1.1, "x"),
+        *(
+            Budget(
+                f"idle run of loop.step() with {number} standard hooks, relative to the smallest wrapper",
+                median_ratio(beyond(idle, name, BARE), wrapper),
+                6,
+                "x",
+            )
+            for number, name in BODY.items()
+        ),
         *(
             Budget(
                 f"{name}, relative to the smallest wrapper", median_ratio(beyond(idle, name, BARE), wrapper), 2.5, "x"

@@ -1328,6 +1328,61 @@ def generator_of_the_script(job: Job) -> None:
             loop.run(batch)
 
 
+# -- the step in the body of loop.step() ------------------------------------------------------------------------------
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def step_in_body(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                with loop.step() as outputs:
+                    outputs["loss"] = job.step(batch)
+                    job.saw("stepped", outputs["loss"])
+            job.scheduler.step()
+            job.validate()
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def step_in_body_left_by_break(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for number, batch in enumerate(loop.until_stop(loader), loop.global_step % 3 + 1):
+                with loop.step() as outputs:
+                    outputs["loss"] = job.step(batch)
+                    if number == 3:
+                        break
+            job.validate()
+
+
+@pattern()
+def step_in_body_then_scheduler(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                with loop.step():
+                    job.step(batch)
+                job.scheduler.step()
+
+
+@pattern(steps=(1, 2, 3), last=4)
+def step_in_body_accumulated(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop(step_unit="optimizer_step") as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for number, batch in enumerate(loop.until_stop(loader)):
+                with loop.step() as outputs:
+                    job.saw(batch)
+                    outputs["loss"] = loss = job.loss(batch)
+                    loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+                    if number % 2:
+                        job.optimizer.step()
+                        job.optimizer.zero_grad()
+
+
 # -- phases, and several runs -----------------------------------------------------------------------------------------
 
 

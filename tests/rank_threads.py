@@ -195,6 +195,8 @@ class Schedule:
     epochs: int = 1
     loop: str = "until_stop"
     period_secs: float | None = None
+    uses_body: bool = False
+    """Whether the step is made in the body of ``loop.step()``."""
 
     @classmethod
     def drawn(cls, seed: int) -> Schedule:
@@ -216,6 +218,7 @@ class Schedule:
             schedule.uneven = rng.randrange(schedule.size), rng.randint(0, schedule.items)
         if rng.random() < 0.4:
             schedule.period_secs = rng.choice([0.0, 0.001, 0.01])
+        schedule.uses_body = rng.random() < 0.5
         return schedule
 
 
@@ -283,6 +286,10 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
         assert len(set(runs)) == 1, f"ranks make different runs: {runs}"
         return 1.0
 
+    def run_body() -> None:
+        with loop.step() as outputs:
+            outputs["loss"] = step()
+
     recorder, periodic = Recorder(), Periodic(schedule.period_secs or 0.0)
     hooks: list[SessionRunHook] = [recorder]
     hooks += [StopAtStepHook(last_step=schedule.stop_at)] if schedule.stop_at else []
@@ -292,11 +299,12 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
     ranks = ThreadRanks(hub, rank, rng, tick_delay_secs, tick_secs=schedule.tick_secs, stuck_secs=HANG_SECS)
     result.calls, result.periodic = recorder.calls, periodic.steps
     with MonitoredLoop(step, hooks=hooks, ranks=ranks) as loop:
+        run: Callable[[], object] = run_body if schedule.uses_body else loop.run
         try:
             if asks_at and how == "thread":
                 threading.Timer(rng.random() * 0.02, loop.request_stop, ["asked"]).start()
             for _ in _items(schedule, loop, rank):
-                loop.run()
+                run()
                 pause(rng, slow_secs)
                 if asks_at == loop.global_step and how == "body":
                     loop.request_stop("asked")

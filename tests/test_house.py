@@ -53,6 +53,7 @@ FLOORS: list[set[str]] = [
     {"run"},
     {"peers"},
     {"sessions"},
+    {"body"},
     # the loop, and the hooks, which do not know it; "hooks" is each module of torchhooks/hooks/
     {"hooks", "loop"},
     # the roof

@@ -54,7 +54,7 @@ def test_a_loop_whose_data_ended_without_a_run_warns(lines: Lines) -> None:
             half()
     assert no_run(lines) == [
         "until_stop yielded 3 items until the data ended, but there was no run, so no hook was called and no step was "
-        "counted: call loop.run(...) instead of the step"
+        "counted: call loop.run(...) instead of the step, or put the step into with loop.step()"
     ]
 
 
@@ -248,6 +248,7 @@ def error_of_fetch(fetch: Any, outputs: Any, model: nn.Module | None = None, opt
         ((0.5, 0.25), " The step returned a tuple, whose items are named '0', '1'."),
         ([0.5], " The step returned a list, whose items are named '0'."),
         ("done", " The step returned 'done', of type str, which has no names: return a dict instead."),
+        ({}, ' The outputs are an empty dict: put what hooks ask for into it, such as outputs["loss"] = loss.'),
         ((), " The step returned (), of type tuple, which has no names: return a dict instead."),
         (nn.Linear(1, 1), " The step returned Linear(...), of type Linear, which has no names: return a dict instead."),
     ],
@@ -257,7 +258,7 @@ def test_the_error_says_what_the_step_returned(fetch: Any, outputs: Any, said: s
     assert error_of_fetch(fetch, outputs).endswith(said)
 
 
-@pytest.mark.parametrize("outputs", [{"score": 0.5}, {}, Scores(0.5), torch.ones(()), 3])
+@pytest.mark.parametrize("outputs", [{"score": 0.5}, Scores(0.5), torch.ones(()), 3])
 def test_outputs_with_names_of_their_own_are_listed_and_not_explained(outputs: Any) -> None:
     assert error_of_fetch("weight", outputs).endswith("global_step.")
 

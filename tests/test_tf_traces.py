@@ -164,29 +164,34 @@ class Way(NamedTuple):
         step_unit: the loop's.
         calls_all: every hook is called in every run, due or not.
         unwatched: without the recorders that only watch, which are due in every run, so that there are idle runs.
+        body: with ``loop.step()`` in place of ``loop.run()``.
     """
 
     step_unit: str
     calls_all: bool = False
     unwatched: bool = False
+    body: bool = False
 
     def __str__(self) -> str:
         words = ["all-called" if self.calls_all else "idle-skipped"] + ["unwatched"] * self.unwatched
+        words += ["body"] * self.body
         return "-".join([self.step_unit, *words])
 
 
 WAYS = [
-    Way(unit, calls_all, unwatched)
-    for unit, calls_all, unwatched in itertools.product(("run", "optimizer_step"), (False, True), (False, True))
-    if not (calls_all and unwatched)
+    Way(unit, calls_all, unwatched, body)
+    for unit in ("run", "optimizer_step")
+    for calls_all, unwatched, body in itertools.product((False, True), repeat=3)
+    if not (calls_all and (unwatched or body))
 ]
 
 
 def ways(scenario: Scenario) -> Iterator[Way]:
     several_steps = any("inc" in turn for turn in scenario["steps"])
     watched = any(map(only_watches, scenario["hooks"]))
+    fed = any(hook["type"] == "FeedFnHook" for hook in scenario["hooks"])
     for way in WAYS:
-        if (way.step_unit == "run" and several_steps) or (way.unwatched and not watched):
+        if (way.body and fed) or (way.step_unit == "run" and several_steps) or (way.unwatched and not watched):
             continue
         yield way
 
@@ -209,7 +214,17 @@ def make_loop(scenario: Scenario, way: Way, training: Training, hooks: list[Sess
     )
 
 
-def drive(loop: Loop, training: Training, scenario: Scenario, clock: FakeClock, runs: list[int]) -> None:
+def run_body(loop: Loop, training: Training, x: float, y: float = 0.0) -> None:
+    """Make a run with the step in a body, again after each recovery, as ``loop.run()`` does by itself."""
+    session = None
+    while session is not loop.session:
+        with loop.step() as outputs:
+            session = loop.session  # which the loop replaces when it recovers
+            outputs["loss"] = training.step(x, y)
+
+
+def drive(loop: Loop, way: Way, training: Training, scenario: Scenario, clock: FakeClock, runs: list[int]) -> None:
+    run = functools.partial(run_body, loop, training) if way.body else loop.run
     for turn in scenario["steps"]:
         if loop.should_stop():
             break
@@ -217,7 +232,7 @@ def drive(loop: Loop, training: Training, scenario: Scenario, clock: FakeClock, 
             raise ERRORS[turn["raise"]]
         clock.advance(turn["secs"])
         training.inc = turn.get("inc", 1)
-        loop.run(float(turn["x"]), **({"y": turn["feed_y"]} if "feed_y" in turn else {}))
+        run(float(turn["x"]), **({"y": turn["feed_y"]} if "feed_y" in turn else {}))
         runs.append(loop.global_step)
 
 
@@ -234,7 +249,7 @@ def replay(scenario: Scenario, way: Way, directory: str) -> dict[str, Any]:
     with FakeClock() as clock, log_lines() as lines:
         try:
             with make_loop(scenario, way, training, hooks, directory) as loop:
-                drive(loop, training, scenario, clock, runs)
+                drive(loop, way, training, scenario, clock, runs)
                 stopped.append(loop.should_stop())
         except Exception as caught:
             error = caught

@@ -193,12 +193,17 @@ def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, 
             for inputs, targets in loop.until_stop(zip([torch.ones(2)], [torch.ones(1)])):
                 assert_type(inputs, torch.Tensor)
                 assert_type(loop.run(inputs, targets=targets).accuracy, float)
+        with loop.step() as outputs:
+            outputs["loss"] = torch.ones(())
+            assert_type(outputs, dict[str, Any])
         assert_type(loop.run_step_fn(step_fn), int)
         assert_type(loop.run_step_fn(lambda context: context.run_with_hooks()), Outputs)
         assert_type(loop.should_stop(), bool)
         assert_type(loop.global_step, int)
         assert_type(loop.session, Session)
         assert_type(loop.session.ranks.is_chief, bool)
+    with MonitoredLoop(model=model) as bodies:
+        assert_type(bodies, MonitoredLoop[Any])
     with MonitoredTrainingLoop(step, model, checkpoint_dir=folder, save_summaries_secs=None) as loop:
         assert_type(loop, MonitoredLoop[Outputs])
     SummaryWriterCache.get(folder).add_scalar("x", 1.0, 1)
@@ -255,6 +260,7 @@ class IsNoHook:
 
 
 loop = MonitoredLoop(step)
+loop.step(1)  # E: call-arg
 MonitoredLoop(3)  # E: arg-type
 MonitoredLoop(step, "model")  # E: arg-type
 MonitoredLoop(step, None, None, [StopAtStepHook(3)])  # E: call-arg

@@ -181,7 +181,7 @@ class Data:
         if self._items_without_run and not self._schedule.runs:
             logger.warning(
                 "until_stop yielded %d items until the data ended, but there was no run, so no hook was called and no "
-                "step was counted: call loop.run(...) instead of the step",
+                "step was counted: call loop.run(...) instead of the step, or put the step into with loop.step()",
                 self._items_without_run,
             )
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhooks import cuda
+from torchhooks.body import Body
 from torchhooks.cuda import pack, unpack
 from torchhooks.fetch import Evaluator
 from torchhooks.hook import SessionRunHook
@@ -353,7 +354,7 @@ def _attributed(operation: str) -> Sync | None:
         instance, module = frame.f_locals.get("self"), frame.f_globals.get("__name__")
         if session is None and isinstance(found := frame.f_locals.get("session"), Session):
             session = found
-        if isinstance(instance, MonitoredLoop):
+        if isinstance(instance, (MonitoredLoop, Body)):
             return None if culprit is None else Sync(*culprit, instance.global_step, operation)
         if culprit is not None:
             continue

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torchhooks.errors import brief
+from torchhooks.errors import LifecycleError, brief
 from torchhooks.log import logger
 from torchhooks.preemption import SignalWatch
 
@@ -107,6 +107,41 @@ class Ending:
         if type(error) is not StopIteration:
             self.failure = error
         self.make_no_further_run(brief(error))
+
+    def refuse(self, call: str, raise_thread_error: Callable[[], object], in_step_fn: bool) -> None:
+        """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop.
+
+        Args:
+            call: what the error names: ``"run()"``.
+            raise_thread_error: raises the error of a background thread, if one failed.
+            in_step_fn: whether the run is one of a function passed to ``run_step_fn``, which may make several.
+
+        Raises:
+            LifecycleError: a run is in progress, or the loop has stopped, failed or is closed.
+        """
+        if self.busy:
+            raise LifecycleError(
+                f"{call} was called inside a run: a step, a hook or the body of step() cannot start another; "
+                "session.run(fetches) evaluates fetches without a step"
+            )
+        if self.closed:
+            raise LifecycleError(f"{call} was called on a closed loop: make a new one")
+        if self.failure is not None:
+            raise LifecycleError(
+                f"{call} was called after a run that failed with {brief(self.failure)}: the loop has ended, "
+                "make a new one"
+            ) from self.failure
+        try:
+            raise_thread_error()
+        except BaseException as error:
+            self.failure = error
+            raise
+        if not self.last_run_allowed:
+            raise LifecycleError(
+                f"{call} was called after a stop ({self.reason}): check should_stop() first, or iterate with "
+                "until_stop()"
+            )
+        self.last_run_allowed = in_step_fn
 
     @property
     def signal(self) -> str | None:

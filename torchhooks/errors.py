@@ -5,7 +5,7 @@
     │   ├── AbortedError                    raise it in a run to ask for recovery
     │   ├── CheckpointError                 a checkpoint cannot be written, read or loaded
     │   │   └── DamagedCheckpointError      its file is missing, truncated or modified
-    │   ├── FeedError                       (also RuntimeError) two feeds for one parameter
+    │   ├── FeedError                       (also RuntimeError) two feeds for one parameter, or none to feed
     │   ├── FetchError                      (also LookupError) a fetch has no value
     │   │   └── NoRunYetError               only a run could give it one, and there is none
     │   ├── LifecycleError                  (also RuntimeError) a call that is too late, too early or nested
@@ -37,7 +37,10 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class FeedError(TorchHooksError, RuntimeError):
-    """A parameter of the step is fed twice: by two hooks, or by a hook and the caller of ``run``."""
+    """A parameter of the step is fed twice: by two hooks, or by a hook and the caller of ``run``.
+
+    Or a hook feeds the body of ``loop.step()``, which has no parameters.
+    """
 
 
 class FetchError(TorchHooksError, LookupError):

@@ -255,6 +255,8 @@ def named_outputs(outputs: Any) -> Mapping[str, Any]:
     number is ``"loss"``. The items of any other tuple or list are ``"0"``, ``"1"`` and so on. Anything else has no
     name.
     """
+    if type(outputs) is dict:  # before the checks of abstract classes, because it is the type of a body's outputs
+        return outputs
     if type(outputs) is torch.Tensor or isinstance(outputs, (torch.Tensor, numbers.Number, np.generic, np.ndarray)):
         return {"loss": outputs}
     if isinstance(outputs, Mapping):
@@ -524,6 +526,8 @@ class Evaluator:
     def _unnamed_outputs(self) -> str:
         """Return what to know of the outputs if they have no names of the user's choice, after a space."""
         outputs = self.outputs
+        if type(outputs) is dict and not outputs:
+            return ' The outputs are an empty dict: put what hooks ask for into it, such as outputs["loss"] = loss.'
         if outputs is None:
             return " The step returned None: return what hooks ask for, such as the loss."
         kind = type(outputs).__name__

@@ -22,7 +22,7 @@ Order of calls (``tf.train.MonitoredSession``'s)
     for hook in hooks: hook.after_create_session(session, coord)
     while the body of the `with` calls loop.run(...):
         for hook in hooks: requests += hook.before_run(context)
-        outputs = step(...)                              # the user's own function
+        outputs = step(...)                              # the user's function, or the body of `with loop.step()`
         values = evaluate(requests)                      # each distinct fetch once
         for hook in hooks: hook.after_run(context, values for this hook)
         stop, if a hook requested it in this run
@@ -153,9 +153,9 @@ class SessionRunContext:
     void: bool = False
     """Whether the run failed, so that a stop requested in it does not count."""
 
-    def __init__(self, services: RunServices, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, services: RunServices, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> None:
         self._services = services
-        self._args = args
+        self._args = args  # None in a run of loop.step(), which has none
         self._kwargs = kwargs
 
     @property
@@ -165,12 +165,15 @@ class SessionRunContext:
 
     @property
     def original_args(self) -> SessionRunArgs:
-        """What the caller of ``run`` passed: ``SessionRunArgs(step, the run's inputs by parameter name)``."""
-        return SessionRunArgs(self._services.step.function, self.inputs())
+        """What the caller of ``run`` passed: ``SessionRunArgs(step, the run's inputs by parameter name)``.
+
+        ``SessionRunArgs(None, {})`` in a run of ``loop.step()``.
+        """
+        return SessionRunArgs(None if self._args is None else self._services.step.function, self.inputs())
 
     def inputs(self) -> dict[str, Any]:
         """Return what the caller of ``run`` passed, by parameter name, with the step's defaults."""
-        return self._services.step.inputs(self._args, self._kwargs)
+        return {} if self._args is None else self._services.step.inputs(self._args, self._kwargs)
 
     @property
     def finished(self) -> bool:

@@ -26,9 +26,10 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar
+from typing import Any, Generic, Literal, NoReturn, Self
 
 import torch
+from typing_extensions import TypeVar
 
 from torchhooks.arguments import (
     check_hook_states,
@@ -38,6 +39,7 @@ from torchhooks.arguments import (
     check_optimizer,
     check_state,
 )
+from torchhooks.body import Body
 from torchhooks.checks import whole_number
 from torchhooks.closing import Attempts
 from torchhooks.costs import HookCosts
@@ -63,7 +65,7 @@ from torchhooks.stateful import Stateful
 from torchhooks.step import Step, takes_one_argument
 from torchhooks.text import shown
 
-R = TypeVar("R")
+R = TypeVar("R", default=Any)  # the default is that of a loop without a step function
 T = TypeVar("T")
 
 
@@ -74,7 +76,7 @@ class MonitoredLoop(Generic[R]):
 
     Args:
         step: the user's function. It may take and return anything; :func:`torchhooks.fetch.named_outputs` says under
-            which names hooks can fetch what it returns.
+            which names hooks can fetch what it returns. Without it, runs are made with :meth:`step`.
         model: the module whose parameters, buffers and submodules hooks can fetch.
         optimizer: the source of ``"lr"``; with ``step_unit="optimizer_step"``, also what counts.
         hooks: any iterable of hooks. It is copied; its order is the order of every call.
@@ -110,7 +112,7 @@ class MonitoredLoop(Generic[R]):
 
     def __init__(
         self,
-        step: Callable[..., R],
+        step: Callable[..., R] | None = None,
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         *,
@@ -135,12 +137,14 @@ class MonitoredLoop(Generic[R]):
         checked_metadata, used_ranks = plain_metadata(metadata), checked_ranks(ranks)
         check_methods(copied_hooks)
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
-        self._step = step
+        self._step: Callable[..., R] = about_step.function
+        if step is None:  # replaces the method, so that a run does not have to check
+            self.run = self._step  # type: ignore[method-assign]
         self._optimizer = optimizer
         self._steps_per_run = 1 if step_unit == "run" else 0
         self._step_counter: Any = None
         self._in_step_fn = False
-        self._thread_failed = False  # the loop recovered from a thread's error, and has made no run since
+        self._awaits_success = False  # the loop recovered, and has made no run since
         self._begun = 0
         self._thread = threading.get_ident()
         self._schedule = schedule = Schedule(copied_hooks, used_ranks.size > 1)
@@ -178,6 +182,10 @@ class MonitoredLoop(Generic[R]):
             ),
             stop_grace_period_secs,
         )
+        self._body = Body(
+            *(self._ending, schedule, self._sessions, self._steps_per_run),
+            *(self._refuse, self._end_run, self._recovered_for_next_run, self._recover_from_thread),
+        )
         show_lines()
         try:
             self._signals.install()
@@ -196,7 +204,7 @@ class MonitoredLoop(Generic[R]):
         """Make one step with the hooks around it, and return what the step returned, untouched.
 
         Raises:
-            LifecycleError: the loop has stopped or is closed, or ``run`` was called inside a run.
+            LifecycleError: the loop has stopped or is closed, has no step function, or ``run`` was called inside a run.
             FetchError: a hook requested something that does not exist.
             FeedError: a parameter was fed twice.
         """
@@ -241,8 +249,27 @@ class MonitoredLoop(Generic[R]):
                 self._recover_from_thread()
             return outputs
         outputs = self.run(*args, **kwargs)
-        self._went_well()
+        self._recovery.run_went_well()
+        ending.notice()
         return outputs
+
+    def step(self) -> Body:
+        """Return the context manager of a run whose step is the body: ``with loop.step() as outputs: ...``
+
+        ``outputs`` is a new dict. What the body puts into it, ``outputs["loss"] = loss``, hooks can fetch by name. The
+        run counts if the body ends without an exception, also by ``break``, ``continue`` or ``return``. Apart from
+        that, everything is as in :meth:`run`, except what only a function allows:
+
+        * The body has no parameters. A hook that feeds one causes a FeedError.
+        * The body cannot be called again. If it or a hook raises one of ``recoverable_errors``, the session is
+          restored, but the loop continues after the ``with`` statement, with a warning. Variables of the body may then
+          be unset, or those of an earlier run.
+
+        Raises:
+            LifecycleError, FetchError, FeedError: as in :meth:`run`, or the returned object was entered twice.
+        """
+        self._body.offered = True
+        return self._body
 
     def run_step_fn(self, step_fn: Callable[[StepContext[R]], T]) -> T:
         """Call ``step_fn(step_context)``, which decides what to run with hooks and what without.
@@ -270,7 +297,8 @@ class MonitoredLoop(Generic[R]):
                     raise
             else:
                 self._in_step_fn = inside
-                self._went_well()
+                self._recovery.run_went_well()
+                ending.notice()
                 self._recover_from_thread()
                 return result
             finally:
@@ -372,14 +400,17 @@ class MonitoredLoop(Generic[R]):
             LifecycleError: ``close`` was called inside a run.
         """
         if self._ending.busy:
-            raise LifecycleError("close() was called inside a run: to end the loop, a hook calls request_stop()")
+            raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
         self._close(None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        self._close(error)
+        unfinished = self._body.abandon(error)
+        self._close(error if unfinished is None else unfinished)
+        if unfinished is not None:
+            raise unfinished
         return kind is StopIteration
 
     # -- start --------------------------------------------------------------------------------------------------------
@@ -422,8 +453,8 @@ class MonitoredLoop(Generic[R]):
             readback.end_run()
         if self._items.waiting and not self._items.depth():
             self._items.finish()
-        if self._thread_failed:
-            self._thread_failed = False
+        if self._awaits_success:
+            self._awaits_success = False
             self._recovery.run_went_well()
         self._ending.notice()
         if self._sessions.coord.should_stop():
@@ -447,6 +478,12 @@ class MonitoredLoop(Generic[R]):
         self._ending.busy = False
         return False
 
+    def _recovered_for_next_run(self, error: BaseException) -> bool:
+        """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""
+        self._awaits_success = recovered = self._recovered_from(error)
+        self._schedule.wake()
+        return recovered
+
     def _recover_from_thread(self) -> None:
         """Recover from a background thread's error between two runs, if it is one to recover from."""
         coord = self._sessions.coord
@@ -458,16 +495,9 @@ class MonitoredLoop(Generic[R]):
             if not self._recovery.covers(error):
                 return  # the thread's stop request ends the loop
             self._data.make_waiting_calls()
-            if not self._recovered_from(error):
+            if not self._recovered_for_next_run(error):
                 self._sessions.coord.clear_stop()  # or joining the threads would raise it a second time
                 raise
-            self._thread_failed = True
-            self._schedule.wake()  # the end of the next run counts as a success
-
-    def _went_well(self) -> None:
-        """Note that a run, or a step function, succeeded after it may have been tried again."""
-        self._recovery.run_went_well()
-        self._ending.notice()
 
     def _run_failed(self, error: BaseException) -> None:
         self._ending.busy = False
@@ -475,32 +505,9 @@ class MonitoredLoop(Generic[R]):
         if self._peers is not None:
             self._peers.failed(error)
 
-    def _refuse(self) -> None:
+    def _refuse(self, call: str = "run()") -> None:
         """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop."""
-        ending = self._ending
-        if ending.busy:
-            raise LifecycleError(
-                "run() was called inside a run: a step or a hook cannot start another; session.run(fetches) evaluates "
-                "fetches without a step"
-            )
-        if ending.closed:
-            raise LifecycleError("run() was called on a closed loop: make a new one")
-        if ending.failure is not None:
-            raise LifecycleError(
-                f"run() was called after a run that failed with {brief(ending.failure)}: the loop has ended, "
-                "make a new one"
-            ) from ending.failure
-        try:
-            self._sessions.coord.raise_requested_exception()
-        except BaseException as error:
-            ending.failure = error
-            raise
-        if not ending.last_run_allowed:
-            raise LifecycleError(
-                f"run() was called after a stop ({ending.reason}): check should_stop() first, or iterate with "
-                "until_stop()"
-            )
-        ending.last_run_allowed = self._in_step_fn
+        self._ending.refuse(call, self._sessions.coord.raise_requested_exception, self._in_step_fn)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 

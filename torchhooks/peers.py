@@ -43,7 +43,7 @@ from torchhooks.errors import LifecycleError, PeerError, add_note, brief
 from torchhooks.log import logger
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.ranks import ContactLostError, Ranks, Transport, end_process, is_communication_error
-from torchhooks.run import NOT_MADE, Lifecycle
+from torchhooks.run import NOT_MADE, Begun, Lifecycle
 from torchhooks.schedule import Schedule
 
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
@@ -463,11 +463,23 @@ class _LifecycleOverRanks(Lifecycle):
         super().__init__(*parts)
         self._peers = peers
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any = NOT_MADE) -> Any:
+    def begin(self) -> Begun:
+        self._peers.check()
+        self._peers.begin_run(self._schedule.runs + 1)
+        return super().begin()
+
+    def run(
+        self,
+        args: tuple[Any, ...] | None,
+        kwargs: Mapping[str, Any],
+        outputs: Any = NOT_MADE,
+        begun: Begun | None = None,
+    ) -> Any:
         peers = self._peers
-        peers.check()
-        peers.begin_run(self._schedule.runs + 1)
-        outputs = super().run(args, kwargs, outputs)
+        if begun is None:
+            peers.check()
+            peers.begin_run(self._schedule.runs + 1)
+        outputs = super().run(args, kwargs, outputs, begun)
         peers.run_number = 0  # not after an error: the run was not made
         return outputs
 

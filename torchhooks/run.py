@@ -1,13 +1,16 @@
 """The lifecycle of one run with hooks: ``before_run``, the step, the fetches, ``after_run``.
 
 :meth:`Lifecycle.run` reads as :mod:`torchhooks.hook` describes it. A run in which no hook is due never gets here: see
-:meth:`torchhooks.MonitoredLoop.run`.
+:meth:`torchhooks.MonitoredLoop.run`, and :class:`torchhooks.body.Body` for a step that is not a function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
+
+import torch
 
 from torchhooks.costs import HookCosts
 from torchhooks.errors import FeedError, LifecycleError, add_note
@@ -31,6 +34,58 @@ class _Made(NamedTuple):
     watched: Mapping[str, Any]
     options: RunOptions
     metadata: RunMetadata
+
+
+class Recording:
+    """What hooks feed, watch and trace in one step."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.fed: dict[str, Any] = {}
+        self.feeders: dict[str, object] = {}
+        """The hook that feeds each parameter."""
+        self._names: list[tuple[str, object]] = []
+        trace = memory = False
+        for seat, (fetches, feed_dict, options) in requests:
+            self.fed.update(feed_dict or {})
+            self.feeders.update(dict.fromkeys(feed_dict or (), seat))
+            self._names += [(name, seat) for name in watched_names(fetches)]
+            if options is not None:
+                trace, memory = trace or options.trace, memory or options.memory
+        self._options = RunOptions(trace, memory)
+        self._watch = NO_WATCH
+        self._profile: Any = None
+        self._started = ExitStack()
+
+    def start(self, model: torch.nn.Module | None) -> None:
+        """Watch submodules of ``model``, and trace, until :meth:`stop`."""
+        with ExitStack() as stack:
+            if self._names:
+                self._watch = ModuleWatch(model, self._names)
+                stack.callback(self._watch.close)
+            if self._options.trace:
+                from torch.profiler import profile
+
+                self._profile = stack.enter_context(profile(profile_memory=self._options.memory))
+            self._started = stack.pop_all()
+
+    def stop(self) -> None:
+        """Remove what :meth:`start` added."""
+        self._started.close()
+
+    def made(self, outputs: Any) -> _Made:
+        """Return what is known of the step now that it has returned ``outputs``."""
+        caught = self._watch.caught(self.fed, outputs)
+        metadata = RunMetadata(self._profile) if self._options.trace else _PLAIN.metadata
+        return _Made(self.fed, caught, self._options, metadata)
+
+
+class Begun(NamedTuple):
+    """A run whose hooks were called before a step that is not a function."""
+
+    context: SessionRunContext
+    requests: list[Request]
+    seats: list[Seat]
+    recording: Recording | None
 
 
 _PLAIN = _Made({}, {}, RunOptions(), RunMetadata())
@@ -58,20 +113,28 @@ class Lifecycle:
         self._steps_per_run = steps_per_run
         self._costs = costs
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any = NOT_MADE) -> Any:
+    def run(
+        self,
+        args: tuple[Any, ...] | None,
+        kwargs: Mapping[str, Any],
+        outputs: Any = NOT_MADE,
+        begun: Begun | None = None,
+    ) -> Any:
         """Make one run, and return what the step returned.
 
         ``outputs`` is given if the step was made already, because no hook was due before it, but one is due after it.
+        ``begun`` is what :meth:`begin` returned before that step, if it was called. ``args`` is ``None`` if the step is
+        the body of a ``with`` statement, which has no arguments.
         """
         ending, schedule = self._ending, self._schedule
         number = schedule.runs + 1
-        context = ending.run = SessionRunContext(self._services, args, kwargs)
-        requests: list[Request] = []
         if outputs is NOT_MADE:
+            context = ending.run = SessionRunContext(self._services, args, kwargs)
+            requests: list[Request] = []
             seats = self._before_run(context, requests, number)
             outputs, made = self._make_step(requests, args, kwargs)
         else:
-            seats, made = [], _PLAIN
+            context, requests, seats, made = self._made_before(args, kwargs, outputs, begun)
         if schedule.watchers:
             self._call_watchers(context, requests, seats, outputs, made)
         evaluates = requests or schedule.running.sources
@@ -83,6 +146,34 @@ class Lifecycle:
         if planned:
             schedule.ask(seats)
         return outputs
+
+    def begin(self) -> Begun:
+        """Make the part of a run that comes before a step that the caller makes; :meth:`run` makes the rest.
+
+        Raises:
+            FeedError: a hook feeds the step, which has no parameters.
+        """
+        context = self._ending.run = SessionRunContext(self._services, None, {})
+        requests: list[Request] = []
+        seats = self._before_run(context, requests, self._schedule.runs + 1)
+        self._progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+        recording = None
+        for seat, request in requests:
+            if request is not seat.plain_request:
+                recording = self._start_recording(requests)
+                break
+        begun: Begun = _new_tuple(Begun, (context, requests, seats, recording))
+        return begun
+
+    def _start_recording(self, requests: list[Request]) -> Recording:
+        recording = Recording(requests)
+        for name, feeder in recording.feeders.items():
+            raise FeedError(
+                f"{feeder} feeds {name!r}, but the body of step() has no parameters: put its lines into a function, "
+                "pass that to MonitoredLoop(step, ...), and call loop.run(...)"
+            )
+        recording.start(self._session.model)
+        return recording
 
     def _before_run(self, context: SessionRunContext, requests: list[Request], number: int) -> list[Seat]:
         """Call ``before_run`` of the hooks that are due, append what they request, and return them."""
@@ -128,28 +219,31 @@ class Lifecycle:
         return outputs, _PLAIN
 
     def _make_special_step(self, requests: list[Request], args: Any, kwargs: Any) -> tuple[Any, _Made]:
-        fed: dict[str, Any] = {}
-        feeders: dict[str, object] = {}
-        names: list[tuple[str, object]] = []
-        trace = memory = False
-        for seat, (fetches, feed_dict, options) in requests:
-            fed.update(feed_dict or {})
-            feeders.update(dict.fromkeys(feed_dict or (), seat))
-            names += [(name, seat) for name in watched_names(fetches)]
-            if options is not None:
-                trace, memory = trace or options.trace, memory or options.memory
-        if fed:
-            self._step.check_feeds(feeders, args, kwargs)
-        merged = RunOptions(trace, memory)
-        watch = ModuleWatch(self._session.model, names) if names else NO_WATCH
+        recording = Recording(requests)
+        if recording.feeders:
+            self._step.check_feeds(recording.feeders, args, kwargs)
+        recording.start(self._session.model)
         try:
-            outputs, metadata = _traced(self._function, args, {**kwargs, **fed}, merged)
+            outputs = self._function(*args, **{**kwargs, **recording.fed})
         finally:
-            watch.close()
+            recording.stop()
         self._progress.outputs = outputs
         self._progress.global_step += self._steps_per_run
-        caught = watch.caught(fed, outputs)
-        return outputs, _Made(fed, caught, merged, metadata)
+        return outputs, recording.made(outputs)
+
+    def _made_before(
+        self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any], outputs: Any, begun: Begun | None
+    ) -> tuple[SessionRunContext, list[Request], list[Seat], _Made]:
+        """Return what is known of a run whose step was made already; count that step if :meth:`begin` was called."""
+        if begun is None:
+            context = self._ending.run = SessionRunContext(self._services, args, kwargs)
+            return context, [], [], _PLAIN
+        context, requests, seats, recording = begun
+        if recording is not None:
+            recording.stop()
+        self._progress.outputs = outputs
+        self._progress.global_step += self._steps_per_run
+        return context, requests, seats, _PLAIN if recording is None else recording.made(outputs)
 
     def _call_watchers(
         self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
@@ -229,17 +323,6 @@ class Lifecycle:
 def note_hook(error: BaseException, seat: object, method: str, progress: Progress) -> None:
     """Add a note to ``error`` that names the hook, its method and the global step."""
     add_note(error, f"torchhooks: in {method} of {seat}, at global step {progress.global_step}")
-
-
-def _traced(function: Callable[..., Any], args: Any, kwargs: Any, options: RunOptions) -> tuple[Any, RunMetadata]:
-    """Call the step, in torch's profiler if a hook requested a ``trace``."""
-    if not options.trace:
-        return function(*args, **kwargs), _PLAIN.metadata
-    from torch.profiler import profile
-
-    with profile(profile_memory=options.memory) as recorded:
-        outputs = function(*args, **kwargs)
-    return outputs, RunMetadata(recorded)
 
 
 def _check_request(requests: list[Request], seat: Seat, request: Any) -> None:

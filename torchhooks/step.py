@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from torchhooks.errors import FeedError
+from torchhooks.errors import FeedError, LifecycleError
 from torchhooks.text import shortened, shown
 
 
@@ -16,17 +16,18 @@ class Step:
     """The user's function, and what its signature says.
 
     Args:
-        function: any callable. For a module, the signature is that of its ``forward``.
+        function: any callable; ``None`` for a loop without one, which has :func:`no_step`. For a module, the signature
+            is that of its ``forward``.
 
     Raises:
         TypeError: ``function`` is not callable.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        if not callable(function):
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        if function is not None and not callable(function):
             raise TypeError(f"step={shown(function)}: must be a function, called as step(*args, **kwargs)")
-        self.function = function
-        self._signature = _signature(function)
+        self.function = no_step if function is None else function
+        self._signature = None if function is None else _signature(function)
         parameters = {} if self._signature is None else self._signature.parameters
         self.parameters = frozenset(parameters)
         """The names of its parameters."""
@@ -75,6 +76,14 @@ class Step:
             return None if self._signature is None else self._signature.bind_partial(*args, **kwargs)
         except TypeError:  # functools.wraps shows the signature of the wrapped function, which may take other arguments
             return None
+
+
+def no_step(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise an error: the step function of a loop that has none."""
+    raise LifecycleError(
+        "run() was called on a loop without a step function: make the step in the body of with loop.step(), or pass a "
+        "function to MonitoredLoop(step, ...)"
+    )
 
 
 def takes_one_argument(function: Callable[..., Any]) -> bool:

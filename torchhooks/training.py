@@ -21,9 +21,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from typing_extensions import TypeVar
 
 from torchhooks.arguments import check_hook_states, check_hooks
 from torchhooks.checkpoint_files import Seals, list_again
@@ -39,7 +40,7 @@ from torchhooks.session import Scaffold
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.timer import SecondOrStepTimer
 
-R = TypeVar("R")
+R = TypeVar("R", default=Any)
 
 _Folder = str | os.PathLike[str]
 
@@ -57,7 +58,7 @@ USE_DEFAULT: Any = _UseDefault()
 
 
 def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTrainingSession, which it replaces)
-    step: Callable[..., R],
+    step: Callable[..., R] | None = None,
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -83,7 +84,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
     TensorFlow, steps per second are logged even if there is no folder to write them to.
 
     Args:
-        step: the training step, a function.
+        step: the training step, a function. Without it, runs are made with ``loop.step()``.
         model: the module to save and restore, whose parameters and submodules hooks can fetch.
         optimizer: the optimizer to save and restore, whose learning rate hooks can fetch.
         checkpoint_dir: the folder that checkpoints are restored from and saved to. Without it, neither is done.
