@@ -41,6 +41,7 @@ FLOORS: list[set[str]] = [
     },
     {"ending", "readback", "step", "summary", "watch"},
     {"jsonl", "rollback", "snapshot", "state", "writers"},
+    {"rank_checkpoints"},
     {"checkpoint"},
     # the session and the contract
     {"session"},

@@ -40,9 +40,10 @@ from torchhooks.checks import seconds, whole_number
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
+from torchhooks.rank_checkpoints import collect_of_all, leads, read_for_all, together
 from torchhooks.rollback import Rollback
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
-from torchhooks.state import SessionLike, changed_metadata, collect, compare, parts_of
+from torchhooks.state import SessionLike, changed_metadata, compare, of_rank, parts_of
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr, shortened
 
@@ -64,6 +65,10 @@ class Saver:
 
     A checkpoint is written atomically, at whatever moment the process is killed, and older ones are removed only after
     that. Checkpoints that an earlier process wrote to the folder count towards the number to keep.
+
+    With the session of a loop of several ranks, every rank has to make each call, in its training thread. The chief
+    writes and chooses the files, the other ranks read them, and an error on one rank is raised on all. Only
+    :meth:`close` may be called by one rank alone.
 
     Unlike TensorFlow, the first checkpoint is among those kept for good, the hours between them continue when a
     training run is resumed, and checkpoints of another name in the same folder are counted separately.
@@ -132,21 +137,26 @@ class Saver:
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
         earlier = self._finish()
         try:
-            snapshot = Snapshot(self._held) if self.async_save else None
+            snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
-            state = collect(session, plain_tensor if snapshot is None else snapshot)
+            state = collect_of_all(session, plain_tensor if snapshot is None else snapshot)
             if score is not None:
                 state["score"] = float(score)
-            self._start(state, snapshot, refusals, prefix, step)
+
+            def write() -> None:
+                if leads(session.ranks):
+                    self._start(state, snapshot, refusals, prefix, step)
+                if earlier is not None:
+                    raise earlier
+
+            together(session.ranks, write)
         except Exception as error:
-            if earlier is not None:
+            if earlier is not None and error is not earlier:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
             raise
         except BaseException:
             self._error = earlier  # close() raises it
             raise
-        if earlier is not None:
-            raise earlier
         return f"{prefix}-{step}"
 
     def restore(self, session: SessionLike, path: _Path) -> None:
@@ -159,8 +169,9 @@ class Saver:
             DamagedCheckpointError: the file is not what was written. :meth:`restore_latest` falls back to an older one.
             CheckpointError: it does not match the session, or could run code.
         """
-        self.wait()
-        self._restore(session, os.fspath(path))
+        checkpoint = os.fspath(path)
+        self.wait_for_all(session)
+        self._restore(session, lambda: (checkpoint, _read(checkpoint)))
 
     def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each one that is.
@@ -171,23 +182,15 @@ class Saver:
         Raises:
             CheckpointError: there are checkpoints and all are damaged, or the newest undamaged one does not match.
         """
-        self.wait()
-        for checkpoint in reversed(list_checkpoints(directory)):
-            try:
-                self._restore(session, checkpoint.path)
-            except DamagedCheckpointError as error:
-                logger.warning("%s It is skipped.", error)
-            else:
-                return checkpoint.path
-        if has_checkpoints(directory):
-            raise CheckpointError(
-                f"{os.fspath(directory)} has checkpoints, but all of them are damaged; the log says how. To start over,"
-                " move them away, or choose another folder."
-            )
-        return None
+        self.wait_for_all(session)
+        return self._restore(session, partial(_newest, directory))
+
+    def wait_for_all(self, session: SessionLike) -> None:
+        """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
+        together(session.ranks, self.wait)
 
     def wait(self) -> None:
-        """Wait for a checkpoint that is being written, and raise the error if it failed."""
+        """Wait for a checkpoint that is being written by this process, and raise the error if it failed."""
         error = self._finish()
         if error is not None:
             raise error
@@ -284,21 +287,21 @@ class Saver:
         error, self._error = self._error, None
         return error
 
-    def _restore(self, session: SessionLike, path: str) -> None:
-        saved = _read(path)
-        pairs, misfits = compare(session, saved)
-        if misfits:
-            report = "\n  ".join([f"{path} does not match this session:", *misfits])
-            if self._strict:
-                raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
-            logger.warning("%s\nThe rest is loaded.", report)
+    def _restore(self, session: SessionLike, choose: Callable[[], tuple[str, dict[str, Any]] | None]) -> str | None:
+        """Load the checkpoint that ``choose()`` returns, with its path, and return the path."""
+        found = read_for_all(session, choose, _load_file)
+        if found is None:
+            return None
+        path, saved, is_whole = found
+        pairs: dict[str, tuple[Stateful, Any]] = {}
+        together(session.ranks, lambda: pairs.update(self._compared(session, path, saved, is_whole)))
         position = session.position
         # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
         pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
         rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
         step = session.global_step
         try:
-            self._load_all(session, saved, pairs, path)
+            together(session.ranks, lambda: self._load_all(session, saved, pairs, path))
         except BaseException as error:
             session.global_step = step
             rollback.put_back(error)
@@ -306,6 +309,19 @@ class Saver:
         changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
         if changes and "metadata" in saved:
             logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
+        return path
+
+    def _compared(
+        self, session: SessionLike, path: str, saved: dict[str, Any], is_whole: bool
+    ) -> dict[str, tuple[Stateful, Any]]:
+        """Return each object of ``session`` and the state to load into it; raise or warn about what does not match."""
+        pairs, misfits = compare(session, saved, without_own=not is_whole)
+        if misfits:
+            report = "\n  ".join([f"{path} does not match this session:", *misfits])
+            if self._strict:
+                raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
+            logger.warning("%s\nThe rest is loaded.", report)
+        return pairs
 
     def _load_all(
         self, session: SessionLike, saved: dict[str, Any], pairs: dict[str, tuple[Stateful, Any]], path: str
@@ -315,6 +331,8 @@ class Saver:
         if session.gradients is not None:
             session.gradients.load_state_dict(saved.get("gradients"))
         session.global_step = saved["global_step"]
+        if "random" not in saved:
+            return  # saved by another number of ranks
         set_random_states(saved["random"])
         if session.position is not None:
             mark_state = partial(self._mark_state, session, path)
@@ -332,7 +350,7 @@ class Saver:
         if not changed:
             return
         try:
-            saved = _read(path)
+            saved, _ = of_rank(session, _read(path))
             pairs, misfits = compare(session, saved)
             if misfits:
                 raise CheckpointError(f"{path} does not match any more: {shortened(misfits)}")
@@ -461,8 +479,27 @@ def _save(state: dict[str, Any], sink: Sink) -> None:
         torch.serialization.set_crc32_options(sums)
 
 
+def _newest(directory: _Path) -> tuple[str, dict[str, Any]] | None:
+    """Return the path and the contents of the newest checkpoint that is not damaged, ``None`` if there is none."""
+    for checkpoint in reversed(list_checkpoints(directory)):
+        try:
+            return checkpoint.path, _read(checkpoint.path)
+        except DamagedCheckpointError as error:
+            logger.warning("%s It is skipped.", error)
+    if has_checkpoints(directory):
+        raise CheckpointError(
+            f"{os.fspath(directory)} has checkpoints, but all of them are damaged; the log says how. To start over,"
+            " move them away, or choose another folder."
+        )
+    return None
+
+
 def _read(path: str) -> dict[str, Any]:
     verify(path)
+    return _load_file(path)
+
+
+def _load_file(path: str) -> dict[str, Any]:
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

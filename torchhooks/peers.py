@@ -138,6 +138,12 @@ class Peers:
             self._ending.fail(failure)
             raise failure
 
+    @property
+    def is_stop_decided(self) -> bool:
+        """Whether the ranks have agreed on the last run, and this one has not made it yet."""
+        decision = self._decision
+        return decision is not None and bool(decision.bits & STOP)
+
     def why_no_checkpoint(self) -> str | None:
         """Return why nothing may be saved any more, or ``None``."""
         return None if self.failure is None or self._stopped else str(self.failure)

@@ -107,6 +107,11 @@ class Ranks:
         """Whether this process is the one that writes and reports: rank 0."""
         return self.rank == 0
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a loop has connected several ranks, so that :meth:`gather` communicates."""
+        return self._transport is not None
+
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, in the order of the ranks.
 

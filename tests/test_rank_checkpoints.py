@@ -1,0 +1,396 @@
+"""Checkpoints of several ranks: whole on all of them or not there, and restored on any number of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed
+from rank_processes import run_ranks
+from rank_threads import Hub, ThreadRanks
+from test_ranks import in_threads
+
+from torchhooks import (
+    CheckpointError,
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+    GlobalStepWaiterHook,
+    MonitoredLoop,
+    PeerError,
+    Ranks,
+    Saver,
+    Session,
+    SessionRunHook,
+    StopAtStepHook,
+    latest_checkpoint,
+    list_checkpoints,
+)
+from torchhooks.checkpoint_files import Disk
+from torchhooks.rank_checkpoints import together
+from torchhooks.testing import log_lines
+
+QUICK = {"tick_secs": 0.01}
+
+
+# -- ranks that are threads, which share the random states of their process -------------------------------------------
+
+
+class Counter:
+    """A loader with a position of its own, which differs between ranks."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number = state["number"]
+
+
+class Shared(Counter):
+    """An object of which every rank has the same state."""
+
+    __iter__: Any = None
+
+
+class PerRank(Shared):
+    per_rank = True
+
+
+class HookWithState(SessionRunHook):
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def make_session(ranks: Any, number: int = 0) -> Session:
+    """Return a session in which everything is filled with ``number``."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(model.weight, number)
+    state = {"shared": Shared(number), "loader": Counter(number), "own": PerRank(number)}
+    return Session(model, state=state, hooks={"hook": HookWithState(number)}, ranks=ranks)
+
+
+def numbers(session: Session) -> list[float]:
+    model, hook = session.model, session.hooks["hook"]
+    assert isinstance(model, torch.nn.Linear)
+    return [model.weight[0, 0].item(), *(part.number for part in (*session.state.values(), hook))]  # type: ignore[attr-defined]
+
+
+def connected(ranks: ThreadRanks) -> ThreadRanks:
+    ranks.connect(lambda: None)
+    return ranks
+
+
+def save_on(size: int, folder: Path, **options: Any) -> list[Any]:
+    def main(ranks: ThreadRanks, hub: Hub) -> str:
+        session = make_session(connected(ranks), ranks.rank + 1)
+        saver = Saver(**options)
+        path = saver.save(session, folder / "model.ckpt", 3)
+        saver.wait_for_all(session)
+        saver.close()
+        return path
+
+    return in_threads(size, main)
+
+
+def restore_on(size: int, folder: Path, **options: Any) -> list[Any]:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[float]:
+        session = make_session(connected(ranks))
+        assert Saver(**options).restore_latest(session, folder) is not None
+        return numbers(session)
+
+    return in_threads(size, main)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_chief_writes_one_file_for_all(tmp_path: Path, async_save: bool) -> None:
+    assert save_on(3, tmp_path, async_save=async_save) == [str(tmp_path / "model.ckpt-3")] * 3
+    assert [each.name for each in list_checkpoints(tmp_path)] == ["model.ckpt-3"]
+    saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
+    assert saved["model"]["weight"].tolist() == [[1, 1]]
+    assert [sorted(part) for part in saved["ranks"]] == [["hooks.hook", "loader", "own", "random"]] * 2
+
+
+def test_each_rank_gets_back_what_is_its_own(tmp_path: Path) -> None:
+    save_on(3, tmp_path)
+    # The model and the shared object of the chief, and the loader, the object and the hook of each rank.
+    assert restore_on(3, tmp_path) == [[1, 1, 1, 1, 1], [1, 1, 2, 2, 2], [1, 1, 3, 3, 3]]
+
+
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(2, 3), (3, 2), (1, 2)])
+def test_another_number_of_ranks_restores_what_all_have_in_common(
+    tmp_path: Path, saved_by: int, restored_by: int, lines: list[tuple[str, str]]
+) -> None:
+    save_on(saved_by, tmp_path)
+    assert restore_on(restored_by, tmp_path) == [[1, 1, 0, 0, 0]] * restored_by
+    by = "1 process" if saved_by == 1 else f"{saved_by} ranks"
+    assert [text for level, text in lines if level == "WARNING"] == [
+        f"{tmp_path}/model.ckpt-3 was saved by {by} and is restored by {restored_by} ranks: random states, gradients, "
+        "the position in the data, and the states of hooks and loaders start as the script set them"
+    ]
+
+
+def test_one_process_restores_what_all_ranks_have_in_common(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    save_on(2, tmp_path)
+    session, before = make_session(None), torch.get_rng_state()
+    Saver().restore_latest(session, tmp_path)
+    assert numbers(session) == [1, 1, 0, 0, 0]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "was saved by 2 ranks and is restored by 1 process" in lines[-1][1]
+
+
+def test_one_process_restores_its_own_checkpoint_whole(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    Saver().save(make_session(None, 5), tmp_path / "model.ckpt", 1)
+    session = make_session(None)
+    Saver().restore_latest(session, tmp_path)
+    assert numbers(session) == [5] * 5
+    assert lines == []
+
+
+class FullDisk(Disk):
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_on_the_chief_raises_on_all(tmp_path: Path, async_save: bool) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        saver = Saver(async_save=async_save)
+        saver.disk = FullDisk()
+        session = make_session(connected(ranks))
+        saver.save(session, tmp_path / "model.ckpt", 3)
+        saver.wait_for_all(session)
+
+    chief, other = in_threads(2, main)
+    message = f"{tmp_path}/model.ckpt-3 was not written: No space left on device. Free some space, or keep fewer with "
+    assert isinstance(chief, CheckpointError)
+    assert isinstance(other, CheckpointError)
+    assert str(chief) == f"{message}max_to_keep."
+    assert str(other) == f"on rank 0: {message}max_to_keep."
+    assert list_checkpoints(tmp_path) == []
+
+
+class FullOnce(Disk):
+    """A disk on which there is no space for the first checkpoint."""
+
+    full = True
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        super().write(file, data)
+
+    def remove(self, path: str) -> None:
+        self.full = False
+        super().remove(path)
+
+
+def test_a_failed_write_in_the_background_raises_on_all_in_the_next_save(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        saver, session = Saver(async_save=True), make_session(connected(ranks))
+        saver.disk = FullOnce()
+        saver.save(session, tmp_path / "model.ckpt", 3)
+        try:
+            saver.save(session, tmp_path / "model.ckpt", 4)
+        finally:
+            saver.close()
+
+    assert all("model.ckpt-3 was not written" in str(error) for error in in_threads(2, main))
+    assert [each.step for each in list_checkpoints(tmp_path)] == [4]
+
+
+class Unsaveable(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no state")
+
+
+def test_a_state_that_one_rank_cannot_save_raises_on_all(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        session = make_session(connected(ranks))
+        if ranks.rank == 1:
+            session.state["loader"] = Unsaveable()  # type: ignore[index]
+        Saver().save(session, tmp_path / "model.ckpt", 3)
+
+    chief, other = in_threads(2, main)
+    assert (str(chief), repr(other)) == ("on rank 1: ValueError: no state", "ValueError('no state')")
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_state_that_one_rank_cannot_load_is_put_back_on_all(tmp_path: Path) -> None:
+    class Unloadable(Counter):
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            raise ValueError("no")
+
+    def main(ranks: ThreadRanks, hub: Hub) -> list[float] | str:
+        session = make_session(connected(ranks))
+        if ranks.rank == 1:
+            session.state["own"] = Unloadable()  # type: ignore[index]
+            session.state["own"].per_rank = True  # type: ignore[attr-defined]
+        try:
+            Saver().restore_latest(session, tmp_path)
+        except (CheckpointError, ValueError) as error:
+            assert numbers(session) == [0] * 5
+            return str(error)
+        return numbers(session)
+
+    save_on(2, tmp_path)
+    assert in_threads(2, main) == ["on rank 1: ValueError: no", "no"]
+
+
+def test_a_damaged_checkpoint_is_skipped_by_all(tmp_path: Path) -> None:
+    save_on(2, tmp_path)
+    newest = tmp_path / "model.ckpt-9"
+    Saver().save(make_session(None, 9), tmp_path / "model.ckpt", 9)
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    with log_lines():
+        assert restore_on(2, tmp_path) == [[1] * 5, [1, 1, 2, 2, 2]]
+
+
+def test_a_checkpoint_that_is_asked_for_and_damaged_raises_on_all(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        Saver().restore(make_session(connected(ranks)), tmp_path / "model.ckpt-3")
+
+    names = [type(error).__name__ for error in in_threads(2, main)]
+    assert names == ["DamagedCheckpointError"] * 2
+
+
+def test_all_ranks_start_at_0_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> str | None:
+        return Saver().restore_latest(make_session(connected(ranks)), tmp_path)
+
+    assert in_threads(2, main) == [None, None]
+
+
+def test_an_error_of_another_rank_is_not_hidden_by_an_outcome() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        def call() -> None:
+            raise PeerError("rank 1 failed", 1)
+
+        together(connected(ranks), call)
+
+    assert [type(error) for error in in_threads(2, main)] == [PeerError] * 2
+
+
+def test_a_session_without_a_loop_saves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    ranks.rank, ranks.size = 1, 2
+    Saver().save(make_session(ranks, 4), tmp_path / "model.ckpt", 1)
+    assert torch.load(tmp_path / "model.ckpt-1", weights_only=True)["model"]["weight"].tolist() == [[4, 4]]
+
+
+# -- loops ----------------------------------------------------------------------------------------------------------
+
+
+class Steps(CheckpointSaverListener):
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def after_save(self, session: Session, step: int) -> None:
+        self.saved.append(step)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_the_clock_of_the_chief_decides_when_all_save(tmp_path: Path, guided: bool) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[int]:
+        steps = Steps()
+        # On rank 1 every run would be due by its own clock, or none.
+        secs = 0.005 if ranks.is_chief else (0.0 if guided else 1e6)
+        hook = CheckpointSaverHook(tmp_path, save_secs=secs, listeners=[steps])
+        with MonitoredLoop(lambda: hub.gather("step", ranks.rank, 0), hooks=[hook], ranks=ranks) as loop:
+            while not loop.should_stop():
+                loop.run()
+                if len(steps.saved) == 4 and ranks.is_chief:
+                    loop.request_stop()
+        return steps.saved
+
+    first, second = in_threads(2, main)
+    assert first == second
+    assert len(first) >= 4
+
+
+def test_a_hook_that_refuses_on_one_rank_refuses_for_all(tmp_path: Path) -> None:
+    class Refuses(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Any) -> None:
+            session.guard_checkpoints(lambda: "it is bad" if session.ranks.rank == 1 else None)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        hooks = [Refuses(), CheckpointSaverHook(tmp_path, save_steps=1), StopAtStepHook(2)]
+        with MonitoredLoop(lambda: hub.gather("step", ranks.rank, 0), hooks=hooks, ranks=ranks) as loop:
+            while not loop.should_stop():
+                loop.run()
+        return loop.global_step
+
+    with log_lines() as lines:
+        assert in_threads(2, main) == [2, 2]
+    assert lines.count(("WARNING", "no checkpoint of step 1: it is bad")) == 2
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_hook_that_waits_for_a_step_waits_no_longer_than_the_other_ranks_run() -> None:
+    waits, over = threading.Event(), threading.Event()
+
+    class Waits(GlobalStepWaiterHook):
+        def after_create_session(self, session: Session, coord: Any) -> None:
+            super().after_create_session(session, coord)
+            thread = threading.Thread(target=over.wait)
+            coord.register_thread(thread)
+            thread.start()
+
+        def before_run(self, run_context: Any) -> None:
+            waits.set()
+            super().before_run(run_context)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> tuple[int, str | None]:
+        with MonitoredLoop(lambda: None, hooks=[Waits(100)] if ranks.rank == 1 else [], ranks=ranks) as loop:
+            if ranks.is_chief:
+                waits.wait(60)
+                loop.request_stop("enough")
+            while not loop.should_stop():
+                loop.run()
+            over.set()
+        return loop.global_step, loop.stop_reason
+
+    first, second = in_threads(2, main)
+    assert first == second
+    assert first[1] == "request_stop: enough (rank 0)"
+
+
+def test_a_hook_that_waits_for_a_step_raises_when_another_rank_fails() -> None:
+    waits = threading.Event()
+
+    class Waits(SessionRunHook):
+        def before_run(self, run_context: Any) -> None:
+            waits.set()
+            while not run_context.session.interrupted:
+                time.sleep(0.001)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: None, hooks=[Waits()] if ranks.rank == 1 else [], ranks=ranks) as loop:
+            if ranks.is_chief:
+                waits.wait(60)
+                raise ValueError("boom")
+            loop.run()
+
+    error, peer = in_threads(2, main)
+    assert isinstance(error, ValueError)
+    assert isinstance(peer, PeerError)

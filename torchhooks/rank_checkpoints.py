@@ -1,0 +1,115 @@
+"""Checkpoints of several ranks: every step of saving and restoring is made by all of them, or fails on all of them.
+
+Without DTensors, all ranks have the same model, so a checkpoint is one file, as with one process. The chief writes it,
+and what belongs to another rank alone is gathered into it (:mod:`torchhooks.state`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from torchhooks.errors import CheckpointError, DamagedCheckpointError, PeerError, brief
+from torchhooks.log import logger
+from torchhooks.ranks import Ranks
+from torchhooks.snapshot import plain_tensor
+from torchhooks.state import SessionLike, collect, of_rank
+
+T = TypeVar("T")
+
+
+def together(ranks: Ranks, call: Callable[[], T]) -> list[T]:
+    """Call ``call()`` on every rank, and return what it returned on each; raise on all ranks if it raised on one.
+
+    Each rank has to call this at the same point. What is returned is pickled.
+
+    Raises:
+        CheckpointError: ``call`` raised on another rank; a DamagedCheckpointError if it raised one.
+    """
+    if not ranks.is_connected:
+        return [call()]
+    value: T | None = None
+    error: Exception | None = None
+    try:
+        value = call()
+    except PeerError:
+        raise
+    except Exception as caught:
+        error = caught
+    failure = None
+    if error is not None:
+        text = str(error) if isinstance(error, CheckpointError) else brief(error)
+        failure = isinstance(error, DamagedCheckpointError), text
+    outcomes = ranks.gather((value, failure))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            is_damaged, text = failure
+            raise (DamagedCheckpointError if is_damaged else CheckpointError)(f"on rank {rank}: {text}")
+    return [value for value, _ in outcomes]
+
+
+def leads(ranks: Ranks) -> bool:
+    """Return whether this process reads and writes for all ranks: the chief, and any process that is alone."""
+    return ranks.is_chief or not ranks.is_connected
+
+
+def collect_of_all(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """Return the contents of a checkpoint on the chief, with the parts of the other ranks; elsewhere ``{}``."""
+    state: dict[str, Any] = {}
+
+    def collect_here() -> dict[str, Any] | None:
+        if leads(session.ranks):
+            state.update(collect(session, copy))
+            return None
+        # On the CPU, because the chief would otherwise load it to the device with the same number.
+        return collect(session, lambda tensor: plain_tensor(tensor).cpu(), of_rank_only=True)
+
+    _, *others = together(session.ranks, collect_here)
+    return {**state, "ranks": others} if others and state else state
+
+
+def read_for_all(
+    session: SessionLike, choose: Callable[[], tuple[str, dict[str, Any]] | None], read: Callable[[str], dict[str, Any]]
+) -> tuple[str, dict[str, Any], bool] | None:
+    """Have the chief choose and check a checkpoint, and the others read it.
+
+    Args:
+        session: what it will be loaded into.
+        choose: returns the path of a checkpoint that is not damaged, and its contents; ``None`` if there is none.
+        read: returns the contents of a checkpoint.
+
+    Returns:
+        The path, what the rank of ``session`` loads, and whether that includes what belongs to this rank alone.
+    """
+    ranks = session.ranks
+    saved: dict[str, Any] = {}
+
+    def choose_here() -> str | None:
+        chosen = choose() if leads(ranks) else None
+        if chosen is None:
+            return None
+        saved.update(chosen[1])
+        return chosen[0]
+
+    path = together(ranks, choose_here)[0]
+    if path is None:
+        return None
+    together(ranks, lambda: None if leads(ranks) else saved.update(read(path)))
+    own, is_whole = of_rank(session, saved)
+    if not is_whole and leads(ranks):
+        logger.warning(
+            "%s was saved by %s and is restored by %s: random states, gradients, the position in the data, and the "
+            "states of hooks and loaders start as the script set them",
+            path,
+            _number(1 + len(saved.get("ranks", []))),
+            _number(ranks.size),
+        )
+    return path, own, is_whole
+
+
+def _number(size: int) -> str:
+    return "1 process" if size == 1 else f"{size} ranks"
