@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed
 from rank_processes import run_ranks
 from rank_threads import Hub, ThreadRanks
+from rank_training import train
 from test_ranks import in_threads
 
 from torchhooks import (
@@ -30,7 +32,6 @@ from torchhooks import (
     Session,
     SessionRunHook,
     StopAtStepHook,
-    latest_checkpoint,
     list_checkpoints,
 )
 from torchhooks.checkpoint_files import Disk
@@ -361,9 +362,12 @@ def test_a_hook_that_waits_for_a_step_waits_no_longer_than_the_other_ranks_run()
             super().before_run(run_context)
 
     def main(ranks: ThreadRanks, hub: Hub) -> tuple[int, str | None]:
-        with MonitoredLoop(lambda: None, hooks=[Waits(100)] if ranks.rank == 1 else [], ranks=ranks) as loop:
+        def step() -> None:
+            hub.gather("step", ranks.rank, 0)
+
+        with MonitoredLoop(step, hooks=[Waits(100)] if ranks.rank == 1 else [], ranks=ranks) as loop:
             if ranks.is_chief:
-                waits.wait(60)
+                assert waits.wait(60)
                 loop.request_stop("enough")
             while not loop.should_stop():
                 loop.run()
@@ -394,3 +398,139 @@ def test_a_hook_that_waits_for_a_step_raises_when_another_rank_fails() -> None:
     error, peer = in_threads(2, main)
     assert isinstance(error, ValueError)
     assert isinstance(peer, PeerError)
+
+
+# -- real processes -------------------------------------------------------------------------------------------------
+
+CALLS = [
+    ("create", 1, "before"),
+    ("write", 1, "after"),
+    ("write", 3, "after"),
+    ("sync", 1, "before"),
+    ("rename", 1, "before"),
+    ("rename", 1, "after"),
+    ("sync_folder", 1, "after"),
+    ("remove", 1, "before"),
+    ("remove", 1, "after"),
+]
+
+
+def in_folder(folder: Path, name: str) -> Path:
+    """Return a new folder for the processes of one attempt, whose process group has a store in it."""
+    (folder / name).mkdir()
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    ended = run_ranks(folder, 2, train, str(folder / "run"))
+    assert [each.code for each in ended] == [0, 0], ended
+    return [each.value for each in ended]
+
+
+@pytest.mark.parametrize(("async_save", "calls"), [(False, CALLS), (True, CALLS[1:6:2])], ids=["sync", "async"])
+def test_a_training_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
+    tmp_path: Path, uninterrupted: list[Any], async_save: bool, calls: list[Any]
+) -> None:
+    run = str(tmp_path / "run")
+    for number, call in enumerate(calls):
+        ended = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, async_save, call)
+        assert [each.code for each in ended] == [-signal.SIGKILL] * 2, (call, ended)
+    ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, async_save)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert [each.value for each in ended] == uninterrupted
+    assert "restored step" in ended[1].output
+    left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
+    assert left == [f"model.ckpt-{step}" for step in (14, 16, 18)]
+
+
+def test_random_states_differ_between_ranks_after_a_resume(uninterrupted: list[Any]) -> None:
+    first, second = uninterrupted
+    assert first["random"] != second["random"]
+    assert not set(first["seen"]) & set(second["seen"])
+
+
+# -- torchrun -------------------------------------------------------------------------------------------------------
+
+
+def start_torchrun(folder: Path, way: str, *options: str, **environment: str) -> subprocess.Popen[str]:
+    script = str(Path(__file__).with_name("rank_training.py"))
+    environment |= {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see docs/ranks.md
+    }
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*agent, *options, script, way, str(folder)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_torchrun_restarts_from_the_newest_checkpoint_and_ends_with_the_same_bits(
+    tmp_path: Path, uninterrupted: list[Any]
+) -> None:
+    agent = start_torchrun(tmp_path, "train", "--max-restarts", "1", DIES_AT="1 7 0")
+    output, _ = agent.communicate(timeout=120)
+    assert agent.returncode == 0, output
+    assert "restored step 6 from" in output
+    assert [(tmp_path / f"result-{rank}").read_text() for rank in range(2)] == [repr(each) for each in uninterrupted]
+
+
+def test_a_signal_to_torchrun_ends_with_a_whole_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
+    agent = start_torchrun(tmp_path, "signal")
+    deadline = time.monotonic() + 120
+    while not all((tmp_path / f"begun-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        assert agent.poll() is None, agent.communicate()
+        time.sleep(0.02)
+    agent.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    output, _ = agent.communicate(timeout=60)
+    assert time.monotonic() - begun < 30, output  # after which the agent kills its workers
+    steps = [(tmp_path / f"stopped-{rank}").read_text().split(" ", 1) for rank in range(2)]
+    assert steps[0] == steps[1]
+    assert steps[0][1].startswith("signal SIGTERM (")
+    newest = list_checkpoints(tmp_path / "run")[-1]
+    assert newest.step == int(steps[0][0])
+    session = Session(torch.nn.Linear(1, 1))
+    Saver().restore(session, newest.path)
+    assert session.global_step == newest.step
+
+
+class FullLater(Disk):
+    """A disk on which there is space for one checkpoint."""
+
+    saves = 0
+
+    def create(self, path: str) -> BinaryIO:
+        self.saves += 1
+        if self.saves > 1:
+            raise OSError(28, "No space left on device")
+        return super().create(path)
+
+
+def train_on_a_full_disk(rank: int, folder: str) -> str:
+    saver = Saver()
+    saver.disk = FullLater()
+    hook = CheckpointSaverHook(folder, save_steps=2, saver=saver)
+    try:
+        with MonitoredLoop(lambda: None, torch.nn.Linear(1, 1), hooks=[hook], ranks=Ranks(**QUICK)) as loop:
+            while not loop.should_stop():
+                loop.run()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_full_disk_of_the_chief_ends_the_loop_on_all_ranks(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, train_on_a_full_disk, str(tmp_path / "run"))
+    assert [each.code for each in ended] == [0, 0], ended
+    message = f"{tmp_path}/run/model.ckpt-2 was not written: No space left on device. Free some space, or keep fewer "
+    assert [each.value for each in ended] == [f"{message}with max_to_keep.", f"on rank 0: {message}with max_to_keep."]
+    assert [each.step for each in list_checkpoints(tmp_path / "run")] == [0]
