@@ -534,3 +534,98 @@ def test_a_full_disk_of_the_chief_ends_the_loop_on_all_ranks(tmp_path: Path) -> 
     message = f"{tmp_path}/run/model.ckpt-2 was not written: No space left on device. Free some space, or keep fewer "
     assert [each.value for each in ended] == [f"{message}with max_to_keep.", f"on rank 0: {message}with max_to_keep."]
     assert [each.step for each in list_checkpoints(tmp_path / "run")] == [0]
+
+
+# -- sharded states -------------------------------------------------------------------------------------------------
+
+
+def make_model(wrapped: str) -> tuple[Any, Any]:
+    """Return a model and its optimizer, as FSDP2, DistributedDataParallel or nothing wraps it."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    if wrapped == "fsdp":
+        model = torch.distributed.fsdp.fully_shard(model)
+    elif wrapped == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def whole(tensor: Any) -> Any:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).tolist()
+
+
+def train_as(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any]:
+    """Train to ``last_step`` from the newest checkpoint in ``folder``, on the same data in every rank."""
+    model, optimizer = make_model(wrapped)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        data = torch.arange(12.0).reshape(4, 3) * (loop.global_step + 1) / 10
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    hooks = [CheckpointSaverHook(folder, save_steps=100), StopAtStepHook(last_step)]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
+        begun = {name: whole(value) for name, value in optimizer.state_dict()["state"].get(0, {}).items()}
+        while not loop.should_stop():
+            loop.run()
+        ended = [whole(each) for each in model.state_dict().values()]
+        moments = [whole(value) for each in optimizer.state.values() for value in each.values()]
+    return {"begun": begun, "step": loop.global_step, "weights": ended, "moments": moments}
+
+
+def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any]:
+    torch.distributed.destroy_process_group()
+    return train_as(rank, folder, wrapped, last_step)
+
+
+def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    kinds = [(2, "fsdp"), (3, "fsdp"), (2, "ddp"), (1, "bare"), (3, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, "bare")]
+    for number, (size, wrapped) in enumerate(kinds):
+        function = alone if size == 1 else train_as
+        ended = run_ranks(in_folder(tmp_path, str(number)), size, function, run, wrapped, 2 * number + 2)
+        assert [each.code for each in ended] == [0] * size, (number, wrapped, ended)
+        assert [each.value["step"] for each in ended] == [2 * number + 2] * size, (number, ended)
+    (tmp_path / "once").mkdir()
+    once = run_ranks(tmp_path / "once", 1, alone, str(tmp_path / "other"), "bare", 2 * len(kinds))
+    for name in ("weights", "moments"):
+        # Not the same bits: the ranks add up gradients in another order.
+        for one, other in zip(ended[0].value[name], once[0].value[name], strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_fsdp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    ended = run_ranks(folder, 2, train, str(folder / "run"), False, None, True)
+    assert [each.code for each in ended] == [0, 0], ended
+    return [each.value for each in ended]
+
+
+SHARDED_CALLS = [
+    ("create", 1, "before"),  # of the rank's file
+    ("sync", 1, "after"),
+    ("create", 2, "before"),  # of the manifest
+    ("sync_folder", 1, "after"),
+    ("rename", 1, "before"),
+    ("rename", 1, "after"),
+    ("sync_folder", 2, "after"),
+]
+
+
+def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
+    tmp_path: Path, uninterrupted_fsdp: list[Any]
+) -> None:
+    run = str(tmp_path / "run")
+    for number, call in enumerate(SHARDED_CALLS):
+        ended = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, False, call, True)
+        assert [each.code for each in ended] == [-signal.SIGKILL] * 2, (call, ended)
+    ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, False, None, True)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert [each.value for each in ended] == uninterrupted_fsdp
+    left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
+    assert left == [f"model.ckpt-{step}" for step in (14, 16, 18)]
+    assert sorted(os.listdir(f"{run}/model.ckpt-18")) == [
+        *(".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "rank-0.pt", "rank-1.pt")
+    ]

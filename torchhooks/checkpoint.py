@@ -15,11 +15,12 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shutil
 import threading
 import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 
@@ -34,14 +35,16 @@ from torchhooks.checkpoint_files import (
     is_checkpoint_name,
     latest_checkpoint,
     list_checkpoints,
+    take_back,
     verify,
 )
 from torchhooks.checks import seconds, whole_number
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
-from torchhooks.rank_checkpoints import collect_of_all, leads, read_for_all, together
+from torchhooks.rank_checkpoints import collect_of_all, leads, read_folder, read_for_all, together, write_shards
 from torchhooks.rollback import Rollback
+from torchhooks.sharded import like_own, sharded_parts
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
 from torchhooks.state import SessionLike, changed_metadata, compare, of_rank, parts_of
 from torchhooks.stateful import Stateful
@@ -57,6 +60,7 @@ __all__ = [
     "scored_checkpoints",
 ]
 
+T = TypeVar("T")
 _Path = str | os.PathLike[str]
 
 
@@ -136,6 +140,10 @@ class Saver:
         """
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
         earlier = self._finish()
+        sharded = sharded_parts(parts_of(session))
+        if sharded:
+            self._save_shards(session, sharded, prefix, step, score, refusals)
+            return f"{prefix}-{step}"
         try:
             snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
@@ -171,7 +179,7 @@ class Saver:
         """
         checkpoint = os.fspath(path)
         self.wait_for_all(session)
-        self._restore(session, lambda: (checkpoint, _read(checkpoint)))
+        self._restore(session, lambda: (checkpoint, _read(checkpoint, session)))
 
     def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each one that is.
@@ -183,7 +191,7 @@ class Saver:
             CheckpointError: there are checkpoints and all are damaged, or the newest undamaged one does not match.
         """
         self.wait_for_all(session)
-        return self._restore(session, partial(_newest, directory))
+        return self._restore(session, partial(_newest, directory, session))
 
     def wait_for_all(self, session: SessionLike) -> None:
         """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
@@ -203,6 +211,36 @@ class Saver:
             self._held = []
             for folder in self._folders.values():
                 folder.release()
+
+    def _save_shards(
+        self,
+        session: SessionLike,
+        parts: dict[str, Any],
+        prefix: str,
+        step: int,
+        score: float | None,
+        refusals: Iterable[Callable[[], str | None]],
+    ) -> None:
+        ranks, (folder, name) = session.ranks, os.path.split(os.path.abspath(prefix))
+        reasons = together(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
+        for reason in [reason for each in reasons for reason in each][:1]:
+            logger.warning("no checkpoint of step %d: %s", step, reason)
+            return
+        writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        message = f"{prefix}-{step} was not written"
+        temporary = ""
+
+        def call(method: Callable[[], T]) -> T | None:
+            return self._reported(message, method) if leads(ranks) else None
+
+        try:
+            temporary = together(ranks, lambda: call(lambda: writer.begin_folder(name, step)))[0] or ""
+            files = self._reported(message, lambda: write_shards(session, parts, temporary, self.disk, score))
+            together(ranks, lambda: call(lambda: writer.commit_folder(name, step, temporary, files, self._retention)))
+        except BaseException:
+            if temporary and leads(ranks):
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
     def _start(
         self,
@@ -269,8 +307,14 @@ class Saver:
                 return
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
         message = f"{os.path.join(folder, name)}-{step} was not written"
+        self._reported(message, lambda: writer.add(name, step, partial(_save, state), self._retention))
+
+    def _reported(self, message: str, write: Callable[[], T]) -> T:
+        """Return ``write()``; turn an error of the operating system into a CheckpointError."""
         try:
-            writer.add(name, step, partial(_save, state), self._retention)
+            return write()
+        except CheckpointError:
+            raise
         except (RuntimeError, OSError) as error:
             interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
             if interrupt is not None:
@@ -289,7 +333,7 @@ class Saver:
 
     def _restore(self, session: SessionLike, choose: Callable[[], tuple[str, dict[str, Any]] | None]) -> str | None:
         """Load the checkpoint that ``choose()`` returns, with its path, and return the path."""
-        found = read_for_all(session, choose, _load_file)
+        found = read_for_all(session, choose, partial(_load_file, session=session))
         if found is None:
             return None
         path, saved, is_whole = found
@@ -350,7 +394,7 @@ class Saver:
         if not changed:
             return
         try:
-            saved, _ = of_rank(session, _read(path))
+            saved, _ = of_rank(session, _read(path, session))
             pairs, misfits = compare(session, saved)
             if misfits:
                 raise CheckpointError(f"{path} does not match any more: {shortened(misfits)}")
@@ -366,6 +410,7 @@ class Saver:
 
     def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
         try:
+            state = like_own(part, state)
             if isinstance(part, torch.nn.Module):
                 part.load_state_dict(state, strict=self._strict)
             else:
@@ -479,11 +524,12 @@ def _save(state: dict[str, Any], sink: Sink) -> None:
         torch.serialization.set_crc32_options(sums)
 
 
-def _newest(directory: _Path) -> tuple[str, dict[str, Any]] | None:
+def _newest(directory: _Path, session: SessionLike) -> tuple[str, dict[str, Any]] | None:
     """Return the path and the contents of the newest checkpoint that is not damaged, ``None`` if there is none."""
+    take_back(os.fspath(directory))
     for checkpoint in reversed(list_checkpoints(directory)):
         try:
-            return checkpoint.path, _read(checkpoint.path)
+            return checkpoint.path, _read(checkpoint.path, session)
         except DamagedCheckpointError as error:
             logger.warning("%s It is skipped.", error)
     if has_checkpoints(directory):
@@ -494,13 +540,15 @@ def _newest(directory: _Path) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str, session: SessionLike | None = None) -> dict[str, Any]:
     verify(path)
-    return _load_file(path)
+    return _load_file(path, session)
 
 
-def _load_file(path: str) -> dict[str, Any]:
+def _load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
     try:
+        if os.path.isdir(path):
+            return read_folder(session, path)
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         interrupt = interrupt_in(error)

@@ -1,21 +1,27 @@
 """Checkpoints of several ranks: every step of saving and restoring is made by all of them, or fails on all of them.
 
 Without DTensors, all ranks have the same model, so a checkpoint is one file, as with one process. The chief writes it,
-and what belongs to another rank alone is gathered into it (:mod:`torchhooks.state`).
+and what belongs to another rank alone is gathered into it (:mod:`torchhooks.state`). With DTensors, a checkpoint is a
+folder (:mod:`torchhooks.manifest`), into which all ranks write.
 """
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
+from torchhooks.checkpoint_files import Disk
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, PeerError, brief
 from torchhooks.log import logger
+from torchhooks.manifest import Files, file_sums
 from torchhooks.ranks import Ranks
+from torchhooks.sharded import ShardWriter, files_of, read_tensors, split
 from torchhooks.snapshot import plain_tensor
-from torchhooks.state import SessionLike, collect, of_rank
+from torchhooks.state import SessionLike, collect, of_rank, parts_of
 
 T = TypeVar("T")
 
@@ -70,6 +76,59 @@ def collect_of_all(session: SessionLike, copy: Callable[[torch.Tensor], torch.Te
 
     _, *others = together(session.ranks, collect_here)
     return {**state, "ranks": others} if others and state else state
+
+
+def write_shards(session: SessionLike, parts: dict[str, Any], folder: str, disk: Disk, score: float | None) -> Files:
+    """Have every rank write its share of a checkpoint into ``folder``; return all files.
+
+    ``parts`` are those that have DTensors, by name.
+    """
+    ranks = session.ranks
+    tensors, rest = split(parts)
+    writer = ShardWriter(tensors, folder, leads(ranks))
+
+    def write_rest(plan: Any) -> Any:
+        state = collect(session, plain_tensor, of_rank_only=not leads(ranks), given=rest)
+        if leads(ranks):
+            state |= {} if score is None else {"score": float(score)}
+            state |= {"size": ranks.size, "sharded": list(parts)}
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        with disk.create(os.path.join(folder, f"rank-{ranks.rank}.pt")) as file:
+            disk.write(file, buffer.getbuffer())
+            disk.sync(file)
+        return writer.write(plan)
+
+    plans = together(ranks, writer.plan)
+    plans = together(ranks, lambda: writer.plan_for_all(plans) if leads(ranks) else None)[0] or []
+    results = together(ranks, lambda: write_rest(plans[ranks.rank if ranks.is_connected else 0]))
+
+    def sum_up() -> Files:
+        if leads(ranks):
+            writer.finish(results)
+        return file_sums(folder, files_of(ranks.rank, folder))
+
+    return {name: about for files in together(ranks, sum_up) for name, about in files.items()}
+
+
+def read_folder(session: SessionLike | None, folder: str) -> dict[str, Any]:
+    """Return the contents of the checkpoint ``folder``, with the shards that the rank of ``session`` loads.
+
+    Without a session, and for parts that are not sharded in it, tensors are whole.
+    """
+    saved = _load_part(folder, 0)
+    size, names = saved.pop("size"), saved.pop("sharded")
+    parts = {} if session is None else {name: part for name, part in parts_of(session).items() if name in names}
+    read_tensors(folder, saved, parts)
+    if size > 1:
+        saved["ranks"] = [_load_part(folder, rank) for rank in range(1, size)]
+    return saved
+
+
+def _load_part(folder: str, rank: int) -> dict[str, Any]:
+    path = os.path.join(folder, f"rank-{rank}.pt")
+    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return loaded
 
 
 def read_for_all(

@@ -36,6 +36,7 @@ from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
 from torchhooks.ranks import Ranks
+from torchhooks.sharded import renamed
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
@@ -119,12 +120,16 @@ def of_rank(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, A
 
 
 def collect(
-    session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor], *, of_rank_only: bool = False
+    session: SessionLike,
+    copy: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    of_rank_only: bool = False,
+    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the contents of a checkpoint, each tensor passed through ``copy``.
 
-    With ``of_rank_only``, leave out what all ranks have in common. If something could not be loaded again, raise a
-    CheckpointError that lists all of it.
+    With ``of_rank_only``, leave out what all ranks have in common. The states in ``given``, by name, are used instead
+    of asking for them. If something could not be loaded again, raise a CheckpointError that lists all of it.
     """
     plain = _PlainCopy(copy)
     state: dict[str, Any] = {}
@@ -133,7 +138,7 @@ def collect(
         parts = {name: part for name, part in parts.items() if belongs_to_rank(name, part)}
     for name, part in parts.items():
         try:
-            own = part.state_dict()
+            own = given[name] if given is not None and name in given else part.state_dict()
         except BaseException as error:
             add_note(error, f"while saving {name!r}")
             raise
@@ -181,6 +186,7 @@ def compare(
         if name not in saved:
             continue
         if isinstance(part, torch.nn.Module):
+            saved = {**saved, name: renamed(part, saved[name])}
             misfits += [f"{name}: {misfit}" for misfit in _compare_module(name, part, saved[name])]
         elif isinstance(part, _OF_ONE_CLASS) and (misfit := _compare_class(name, part, saved)):
             misfits.append(f"{name}: {misfit}")
