@@ -564,14 +564,18 @@ def train_as(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, 
         model(data).square().mean().backward()
         optimizer.step()
 
-    hooks = [CheckpointSaverHook(folder, save_steps=100), StopAtStepHook(last_step)]
+    hooks = [CheckpointSaverHook(folder, save_steps=100), StopAtStepHook(last_step=last_step)]
     with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
-        begun = {name: whole(value) for name, value in optimizer.state_dict()["state"].get(0, {}).items()}
+        begun = contents(model, optimizer)
         while not loop.should_stop():
             loop.run()
-        ended = [whole(each) for each in model.state_dict().values()]
-        moments = [whole(value) for each in optimizer.state.values() for value in each.values()]
-    return {"begun": begun, "step": loop.global_step, "weights": ended, "moments": moments}
+        ended = contents(model, optimizer)
+    return {"begun": begun, "step": loop.global_step, "ended": ended}
+
+
+def contents(model: Any, optimizer: Any) -> list[Any]:
+    moments = [optimizer.state[parameter] for parameter in model.parameters()]
+    return [whole(each) for state in (model.state_dict(), *moments) for each in state.values()]
 
 
 def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any]:
@@ -581,18 +585,17 @@ def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any
 
 def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    kinds = [(2, "fsdp"), (3, "fsdp"), (2, "ddp"), (1, "bare"), (3, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, "bare")]
+    before = None
+    kinds = [(2, "fsdp"), (3, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, "bare"), (2, "fsdp")]
     for number, (size, wrapped) in enumerate(kinds):
         function = alone if size == 1 else train_as
         ended = run_ranks(in_folder(tmp_path, str(number)), size, function, run, wrapped, 2 * number + 2)
         assert [each.code for each in ended] == [0] * size, (number, wrapped, ended)
         assert [each.value["step"] for each in ended] == [2 * number + 2] * size, (number, ended)
-    (tmp_path / "once").mkdir()
-    once = run_ranks(tmp_path / "once", 1, alone, str(tmp_path / "other"), "bare", 2 * len(kinds))
-    for name in ("weights", "moments"):
-        # Not the same bits: the ranks add up gradients in another order.
-        for one, other in zip(ended[0].value[name], once[0].value[name], strict=True):
-            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-3, atol=1e-4)
+        if before is not None:
+            assert [each.value["begun"] for each in ended] == [before] * size, (number, wrapped)
+        before = ended[0].value["ended"]
+        assert len(before) > 20
 
 
 @pytest.fixture(scope="module")

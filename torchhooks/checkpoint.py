@@ -35,14 +35,22 @@ from torchhooks.checkpoint_files import (
     is_checkpoint_name,
     latest_checkpoint,
     list_checkpoints,
-    take_back,
     verify,
 )
 from torchhooks.checks import seconds, whole_number
+from torchhooks.claim import take_back
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
-from torchhooks.rank_checkpoints import collect_of_all, leads, read_folder, read_for_all, together, write_shards
+from torchhooks.rank_checkpoints import (
+    collect_of_all,
+    leads,
+    load_part,
+    read_folder,
+    read_for_all,
+    together,
+    write_shards,
+)
 from torchhooks.rollback import Rollback
 from torchhooks.sharded import like_own, sharded_parts
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
@@ -56,6 +64,7 @@ __all__ = [
     "best_checkpoint",
     "latest_checkpoint",
     "list_checkpoints",
+    "read_checkpoint",
     "read_metadata",
     "scored_checkpoints",
 ]
@@ -467,7 +476,19 @@ def read_metadata(path: _Path) -> dict[str, Any]:
     return cast("dict[str, Any]", saved.get("metadata", {}))
 
 
+def read_checkpoint(path: _Path) -> dict[str, Any]:
+    """Return the contents of the checkpoint at ``path``, a file or a folder, with whole tensors on the CPU.
+
+    Raises:
+        DamagedCheckpointError: it is not what was written.
+        CheckpointError: it could run code.
+    """
+    return _read(os.fspath(path))
+
+
 def _read_without_tensors(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):
+        return load_part(path, 0)  # only small data that is not sharded
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if name.endswith("/data.pkl"):

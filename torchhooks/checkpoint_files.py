@@ -36,17 +36,16 @@ import secrets
 import shutil
 import stat
 import struct
-import threading
 import time
-import weakref
 import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import BinaryIO, ClassVar, NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from torchhooks.claim import Claim, take_back, writing
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, brief
 from torchhooks.log import logger
 from torchhooks.manifest import NAME as MANIFEST
@@ -60,7 +59,6 @@ except ImportError:  # Windows, where an open file cannot be removed anyway
 _NAME = re.compile(r"(?!.*tfevents)[^.].*-\d+", re.DOTALL)
 # Earlier versions kept an index of the folder in checkpoints.json.
 _LEFTOVER = re.compile(r"checkpoints\.json|\.(?:.+-\d+|checkpoints\.json)\.[0-9a-f]{16}\.tmp", re.DOTALL)
-_ASIDE = re.compile(r"\.(.+-\d+)\.[0-9a-f]{16}\.old", re.DOTALL)
 _SEAL = b'\n{"seal": 1, '
 _SEAL_LIMIT = 4096  # a name has at most 255 characters, of at most 12 bytes each in JSON
 _CHECKSUM_LENGTH = len(b"00000000\n")
@@ -69,9 +67,6 @@ _MAGIC = b"PK\x03\x04"  # of a zip record
 _FIRST_RECORD = b"archive/data.pkl"  # torch.save names it after the file, but a Saver's has no name
 _MOST_WARNINGS = 8  # in one look at a folder, which may have thousands of files that others have named like checkpoints
 _CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
-# Two savers of one process may write to one folder. Reentrant, so that a thread in which a save was interrupted at an
-# odd moment can save again.
-_WRITING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -210,60 +205,6 @@ def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-class _Claim:
-    """A lock on a folder that tells other processes that this one saves into it. All savers of a process share it.
-
-    It is on the folder itself, so that nothing is written. The system releases it when the process ends, however that
-    happens. A forked process, such as a worker of a DataLoader, gives up its copy, or the lock would stay for as long
-    as the worker does.
-    """
-
-    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Claim]] = weakref.WeakValueDictionary()
-    _at_fork = False
-
-    def __init__(self, place: tuple[int, int], file: int) -> None:
-        self.place = place
-        self.close = weakref.finalize(self, os.close, file)
-        """Release the lock, if that has not been done."""
-        self._all[place] = self
-
-    @classmethod
-    def of(cls, folder: str) -> _Claim:
-        """Return the claim of this process to ``folder``.
-
-        Raises:
-            BlockingIOError: another process has it.
-            OSError: the file system has no locks.
-        """
-        status = os.stat(folder)
-        place = status.st_dev, status.st_ino
-        if place in cls._all:
-            return cls._all[place]
-        file = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(file)
-            raise
-        if not cls._at_fork:
-            os.register_at_fork(after_in_child=cls._give_up)
-            cls._at_fork = True
-        return cls(place, file)
-
-    def holds(self, folder: str) -> bool:
-        """Return whether it is for the folder that is now at the path ``folder``."""
-        status = os.stat(folder)
-        return self.close.alive and self.place == (status.st_dev, status.st_ino)
-
-    @classmethod
-    def _give_up(cls) -> None:
-        global _WRITING
-        _WRITING = threading.RLock()  # a thread of the parent process, which is not in this one, may have held it
-        for claim in list(cls._all.values()):
-            claim.close()
-        cls._all.clear()
-
-
 _without_locks: set[str] = set()  # folders that a warning was logged about
 
 
@@ -275,7 +216,7 @@ class Folder:
         self._disk = disk
         self._used = False
         self._seals: Seals = {}
-        self._claim: _Claim | None = None
+        self._claim: Claim | None = None
         self._warned = False
 
     def release(self) -> None:
@@ -287,13 +228,13 @@ class Folder:
 
         If it raises an OSError, the older ones are unchanged.
         """
-        with _WRITING:
+        with writing():
             self._prepare()
             self._add(prefix, step, lambda new: self._write(new, fill), retention)
 
     def begin_folder(self, prefix: str, step: int) -> str:
         """Create a temporary folder for a checkpoint that is one, and return its path."""
-        with _WRITING:
+        with writing():
             self._prepare()
             temporary = self._temporary(f"{prefix}-{step}", "tmp")
             os.mkdir(temporary)
@@ -310,7 +251,7 @@ class Folder:
             self._disk.sync_folder(temporary)
             self._replace(temporary, new.path)
 
-        with _WRITING:
+        with writing():
             self._add(prefix, step, write, retention)
 
     def _prepare(self) -> None:
@@ -384,7 +325,7 @@ class Folder:
         if fcntl is None or (self._claim is not None and self._claim.holds(self._path)):
             return
         try:
-            self._claim = _Claim.of(self._path)
+            self._claim = Claim.of(self._path)
         except BlockingIOError:
             if not self._warned:
                 self._warned = True
@@ -419,19 +360,6 @@ class Folder:
         for path in [entry.path for entry in folders if self._claim is not None]:
             shutil.rmtree(path, ignore_errors=True)
             logger.warning("removed %s, left by a killed process", path)
-
-
-def take_back(folder: str) -> None:
-    """Give checkpoints that a killed process had moved aside their names again, if nothing has replaced them."""
-    for name in os.listdir(folder) if os.path.isdir(folder) else []:
-        if match := _ASIDE.fullmatch(name):
-            path, aside = os.path.join(folder, match[1]), os.path.join(folder, name)
-            if not os.path.lexists(path):
-                os.rename(aside, path)
-            elif os.path.isdir(aside):
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                os.remove(aside)
 
 
 def _lock(file: BinaryIO) -> None:

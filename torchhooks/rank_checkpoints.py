@@ -116,16 +116,17 @@ def read_folder(session: SessionLike | None, folder: str) -> dict[str, Any]:
 
     Without a session, and for parts that are not sharded in it, tensors are whole.
     """
-    saved = _load_part(folder, 0)
+    saved = load_part(folder, 0)
     size, names = saved.pop("size"), saved.pop("sharded")
     parts = {} if session is None else {name: part for name, part in parts_of(session).items() if name in names}
     read_tensors(folder, saved, parts)
     if size > 1:
-        saved["ranks"] = [_load_part(folder, rank) for rank in range(1, size)]
+        saved["ranks"] = [load_part(folder, rank) for rank in range(1, size)]
     return saved
 
 
-def _load_part(folder: str, rank: int) -> dict[str, Any]:
+def load_part(folder: str, rank: int) -> dict[str, Any]:
+    """Return what ``rank`` wrote into the checkpoint ``folder`` that is not sharded."""
     path = os.path.join(folder, f"rank-{rank}.pt")
     loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return loaded
