@@ -265,11 +265,13 @@ class Folder:
         return os.path.join(self._path, f".{name}.{secrets.token_hex(8)}.{kind}")
 
     def _replace(self, temporary: str, path: str) -> None:
-        """Rename ``temporary`` to ``path``, and sync. What is there is first moved aside if it is a folder, or if
-        ``temporary`` is: the system replaces only a file by a file. :func:`take_back` undoes it after a kill.
+        """Rename ``temporary`` to ``path``, and sync.
+
+        A checkpoint at ``path`` is first moved aside if one of the two is a folder, because the system replaces only a
+        file by a file. After a kill, :func:`take_back` gives it its name again.
         """
         aside = None
-        if os.path.lexists(path) and (os.path.isdir(path) or os.path.isdir(temporary)):
+        if has_manifest(path) or (os.path.isdir(temporary) and os.path.isfile(path)):
             aside = self._temporary(os.path.basename(path), "old")
             self._disk.rename(path, aside)
         try:

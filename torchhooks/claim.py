@@ -1,4 +1,4 @@
-"""Which process saves checkpoints into a folder."""
+"""Which process saves checkpoints into a folder, and what a killed one had moved aside there."""
 
 from __future__ import annotations
 

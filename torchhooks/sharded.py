@@ -189,8 +189,6 @@ def read_tensors(folder: str, saved: dict[str, Any], parts: Mapping[str, Any]) -
     dcp = _dcp()
     with open(os.path.join(folder, _METADATA), "rb") as file:
         metadata: Any = _Unpickler(file).load()
-    reader = dcp.FileSystemReader(folder)
-    reader.read_metadata = lambda *_, **__: metadata  # torch would unpickle whatever is in the file
     names = _names_of(parts)
     own: dict[tuple[str, ...], Any] = {}
     for part_name, part in parts.items():
@@ -209,7 +207,12 @@ def read_tensors(folder: str, saved: dict[str, Any], parts: Mapping[str, Any]) -
             tensor = torch.empty(about.size, dtype=about.properties.dtype)
         wanted[key] = tensor
         paths.append(path)
-    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    # What dcp.load() does, which would unpickle whatever is in the file of the metadata.
+    planner, reader = dcp.DefaultLoadPlanner(), dcp.FileSystemReader(folder)
+    planner.set_up_planner(wanted, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
     for path, tensor in zip(paths, wanted.values(), strict=True):
         entry = saved[path[0]]
         if len(path) == 2:
