@@ -632,3 +632,34 @@ def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_sam
     assert sorted(os.listdir(f"{run}/model.ckpt-18")) == [
         *(".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "rank-0.pt", "rank-1.pt")
     ]
+
+
+class NoSpaceForRank1(Disk):
+    def create(self, path: str) -> BinaryIO:
+        if path.endswith("rank-1.pt"):
+            raise OSError(28, "No space left on device")
+        return super().create(path)
+
+
+def save_shards_on_a_full_disk(rank: int, folder: str) -> str:
+    model, optimizer = make_model("fsdp")
+    saver = Saver()
+    saver.disk = NoSpaceForRank1()
+    try:
+        with MonitoredLoop(
+            lambda: None, model, optimizer, hooks=[CheckpointSaverHook(folder, save_steps=2, saver=saver)]
+        ):
+            pass
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_full_disk_of_another_rank_raises_on_all(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, save_shards_on_a_full_disk, str(tmp_path / "run"))
+    message = f"{tmp_path}/run/model.ckpt-0 was not written: No space left on device. Free some space, or keep fewer "
+    assert [each.value for each in ended] == [
+        "on rank 1: OSError: [Errno 28] No space left on device",
+        f"{message}with max_to_keep.",
+    ], ended
+    assert [name for name in os.listdir(tmp_path / "run") if "tfevents" not in name] == []
