@@ -617,14 +617,17 @@ SHARDED_CALLS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("async_save", "calls"), [(False, SHARDED_CALLS), (True, SHARDED_CALLS[1:6:2])], ids=["sync", "async"]
+)
 def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
-    tmp_path: Path, uninterrupted_fsdp: list[Any]
+    tmp_path: Path, uninterrupted_fsdp: list[Any], async_save: bool, calls: list[Any]
 ) -> None:
     run = str(tmp_path / "run")
-    for number, call in enumerate(SHARDED_CALLS):
-        ended = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, False, call, True)
+    for number, call in enumerate(calls):
+        ended = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, async_save, call, True)
         assert [each.code for each in ended] == [-signal.SIGKILL] * 2, (call, ended)
-    ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, False, None, True)
+    ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, async_save, None, True)
     assert [each.code for each in ended] == [0, 0], ended
     assert [each.value for each in ended] == uninterrupted_fsdp
     left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
@@ -641,9 +644,9 @@ class NoSpaceForRank1(Disk):
         return super().create(path)
 
 
-def save_shards_on_a_full_disk(rank: int, folder: str) -> str:
+def save_shards_on_a_full_disk(rank: int, folder: str, async_save: bool) -> str:
     model, optimizer = make_model("fsdp")
-    saver = Saver()
+    saver = Saver(async_save=async_save)
     saver.disk = NoSpaceForRank1()
     try:
         with MonitoredLoop(
@@ -655,8 +658,9 @@ def save_shards_on_a_full_disk(rank: int, folder: str) -> str:
     return "no error"
 
 
-def test_a_full_disk_of_another_rank_raises_on_all(tmp_path: Path) -> None:
-    ended = run_ranks(tmp_path, 2, save_shards_on_a_full_disk, str(tmp_path / "run"))
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_of_another_rank_raises_on_all(tmp_path: Path, async_save: bool) -> None:
+    ended = run_ranks(tmp_path, 2, save_shards_on_a_full_disk, str(tmp_path / "run"), async_save)
     message = f"{tmp_path}/run/model.ckpt-0 was not written: No space left on device. Free some space, or keep fewer "
     assert [each.value for each in ended] == [
         "on rank 1: OSError: [Errno 28] No space left on device",

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -74,11 +75,16 @@ def contents(session: Session) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("from_shards", [True, False])
 @pytest.mark.parametrize("to_shards", [True, False])
-def test_a_state_is_restored_sharded_or_whole(tmp_path: Path, from_shards: bool, to_shards: bool) -> None:
+def test_a_state_is_restored_sharded_or_whole(
+    tmp_path: Path, from_shards: bool, to_shards: bool, async_save: bool
+) -> None:
     before = make_session(3, from_shards)
-    path = Saver().save(before, tmp_path / "model.ckpt", 3)
+    saver = Saver(async_save=async_save)
+    path = saver.save(before, tmp_path / "model.ckpt", 3)
+    saver.close()
     assert os.path.isdir(path) == from_shards
     after = make_session(0, to_shards)
     assert Saver().restore_latest(after, tmp_path) == path
@@ -222,6 +228,42 @@ def test_a_refusal_writes_no_folder(tmp_path: Path, lines: list[tuple[str, str]]
     assert list_checkpoints(tmp_path) == []
 
 
+def test_a_background_save_has_the_values_of_its_time(tmp_path: Path) -> None:
+    session, saver, disk = make_session(3), Saver(async_save=True), Waits()
+    saver.disk = disk
+    before = contents(session)
+    saver.save(session, tmp_path / "model.ckpt", 3)
+    with torch.no_grad():
+        assert session.model is not None
+        for parameter in session.model.parameters():
+            parameter.fill_(7)
+    disk.may_write.set()
+    saver.close()
+    after = make_session(0)
+    Saver().restore_latest(after, tmp_path)
+    assert contents(after) == before
+
+
+class Waits(Disk):
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+
+    def create(self, path: str) -> BinaryIO:
+        assert self.may_write.wait(60)
+        return super().create(path)
+
+
+def test_the_error_of_a_background_save_is_raised_by_the_next(tmp_path: Path) -> None:
+    saver = Saver(async_save=True)
+    saver.disk = NoSpaceAt("rank-0.pt")
+    saver.save(make_session(3), tmp_path / "model.ckpt", 3)
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-3 was not written: No space left on device"):
+        saver.save(make_session(4), tmp_path / "model.ckpt", 4)
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-4 was not written: No space left on device"):
+        saver.close()
+    assert os.listdir(tmp_path) == []
+
+
 def test_score_and_metadata_are_in_the_folder(tmp_path: Path) -> None:
     session = make_session(1, metadata={"width": 3})
     path = Saver().save(session, tmp_path / "model.ckpt", 1, score=0.5)
@@ -285,7 +327,7 @@ def test_the_command_lists_and_exports(tmp_path: Path, shards: bool, capsys: pyt
     assert second.endswith("  intact")
     assert f"  {'folder' if shards else 'file'}  " in second
     assert exported == f"{weights}: the model of {tmp_path}/model.ckpt-2"
-    bare = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    bare: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     bare.load_state_dict(torch.load(weights, weights_only=True))
     assert bare[0].weight.tolist() == [[2, 2]] * 3
     assert not (tmp_path / "weights.pt.tmp").exists()

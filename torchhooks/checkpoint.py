@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import shutil
 import threading
 import zipfile
 from collections.abc import Callable, Iterable
@@ -43,13 +42,15 @@ from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note,
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
 from torchhooks.rank_checkpoints import (
+    Share,
     collect_of_all,
+    commit_shards,
     leads,
     load_part,
     read_folder,
     read_for_all,
+    share_of,
     together,
-    write_shards,
 )
 from torchhooks.rollback import Rollback
 from torchhooks.sharded import like_own, sharded_parts
@@ -150,23 +151,25 @@ class Saver:
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
         earlier = self._finish()
         sharded = sharded_parts(parts_of(session))
-        if sharded:
-            self._save_shards(session, sharded, prefix, step, score, refusals)
-            return f"{prefix}-{step}"
         try:
+            if sharded:
+                shares: list[Share] = []
+                together(session.ranks, lambda: shares.append(share_of(session, sharded, score, self.async_save)))
+                self._save_shards(session, shares[0], refusals, prefix, step)
+                together(session.ranks, partial(_raise, earlier))
+                return f"{prefix}-{step}"
             snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
             state = collect_of_all(session, plain_tensor if snapshot is None else snapshot)
             if score is not None:
                 state["score"] = float(score)
 
-            def write() -> None:
+            def start() -> None:
                 if leads(session.ranks):
                     self._start(state, snapshot, refusals, prefix, step)
-                if earlier is not None:
-                    raise earlier
+                _raise(earlier)
 
-            together(session.ranks, write)
+            together(session.ranks, start)
         except Exception as error:
             if earlier is not None and error is not earlier:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
@@ -224,32 +227,34 @@ class Saver:
     def _save_shards(
         self,
         session: SessionLike,
-        parts: dict[str, Any],
+        share: Share,
+        refusals: Iterable[Callable[[], str | None]],
         prefix: str,
         step: int,
-        score: float | None,
-        refusals: Iterable[Callable[[], str | None]],
     ) -> None:
-        ranks, (folder, name) = session.ranks, os.path.split(os.path.abspath(prefix))
-        reasons = together(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
-        for reason in [reason for each in reasons for reason in each][:1]:
-            logger.warning("no checkpoint of step %d: %s", step, reason)
-            return
+        folder, name = os.path.split(os.path.abspath(prefix))
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
-        message = f"{prefix}-{step} was not written"
-        temporary = ""
+        ranks = session.ranks.for_saving() if self.async_save else session.ranks
 
-        def call(method: Callable[[], T]) -> T | None:
-            return self._reported(message, method) if leads(ranks) else None
+        def write() -> None:
+            reasons = together(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
+            for reason in [reason for each in reasons for reason in each][:1]:
+                logger.warning("no checkpoint of step %d: %s", step, reason)
+                return
+            commit = partial(commit_shards, ranks, share, writer, name, step, self.disk, self._retention)
+            self._reported(f"{prefix}-{step} was not written", commit)
 
-        try:
-            temporary = together(ranks, lambda: call(lambda: writer.begin_folder(name, step)))[0] or ""
-            files = self._reported(message, lambda: write_shards(session, parts, temporary, self.disk, score))
-            together(ranks, lambda: call(lambda: writer.commit_folder(name, step, temporary, files, self._retention)))
-        except BaseException:
-            if temporary and leads(ranks):
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        def write_later() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._error = error
+
+        if self.async_save:
+            self._thread = threading.Thread(target=write_later, name=f"save {name}-{step}")
+            self._thread.start()
+        else:
+            write()
 
     def _start(
         self,
@@ -543,6 +548,11 @@ def _save(state: dict[str, Any], sink: Sink) -> None:
         torch.save(state, cast(BinaryIO, sink))
     finally:
         torch.serialization.set_crc32_options(sums)
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _newest(directory: _Path, session: SessionLike) -> tuple[str, dict[str, Any]] | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchhooks.checkpoint_files import Disk
+from torchhooks.checkpoint_files import Disk, Folder, Retention
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, PeerError, brief
 from torchhooks.log import logger
 from torchhooks.manifest import Files, file_sums
@@ -78,22 +79,43 @@ def collect_of_all(session: SessionLike, copy: Callable[[torch.Tensor], torch.Te
     return {**state, "ranks": others} if others and state else state
 
 
-def write_shards(session: SessionLike, parts: dict[str, Any], folder: str, disk: Disk, score: float | None) -> Files:
-    """Have every rank write its share of a checkpoint into ``folder``; return all files.
+class Share(NamedTuple):
+    """What one rank contributes to a sharded checkpoint: tensors, and a state that is not sharded."""
 
-    ``parts`` are those that have DTensors, by name.
+    tensors: dict[str, Any]
+    state: dict[str, Any]
+
+
+def share_of(session: SessionLike, parts: dict[str, Any], score: float | None, copies: bool) -> Share:
+    """Return the share of this rank. ``parts`` are those that have DTensors, by name.
+
+    With ``copies``, training may continue while the share is written.
     """
     ranks = session.ranks
     tensors, rest = split(parts)
-    writer = ShardWriter(tensors, folder, leads(ranks))
+    state = collect(session, _copied if copies else plain_tensor, of_rank_only=not leads(ranks), given=rest)
+    if leads(ranks):
+        state |= {"size": ranks.size, "sharded": list(parts)} | ({} if score is None else {"score": float(score)})
+    return Share(_copies_in(tensors) if copies else tensors, state)
 
-    def write_rest(plan: Any) -> Any:
-        state = collect(session, plain_tensor, of_rank_only=not leads(ranks), given=rest)
-        if leads(ranks):
-            state |= {} if score is None else {"score": float(score)}
-            state |= {"size": ranks.size, "sharded": list(parts)}
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return plain_tensor(tensor).to("cpu", copy=True)
+
+
+def _copies_in(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _copies_in(value) for key, value in tree.items()}
+    return tree.detach().to("cpu", copy=True)
+
+
+def write_shards(ranks: Ranks, share: Share, folder: str, disk: Disk) -> Files:
+    """Have every rank write its share of a checkpoint into ``folder``; return all files."""
+    writer = ShardWriter(share.tensors, folder, leads(ranks))
+
+    def write(plan: Any) -> Any:
         buffer = io.BytesIO()
-        torch.save(state, buffer)
+        torch.save(share.state, buffer)
         with disk.create(os.path.join(folder, f"rank-{ranks.rank}.pt")) as file:
             disk.write(file, buffer.getbuffer())
             disk.sync(file)
@@ -101,7 +123,7 @@ def write_shards(session: SessionLike, parts: dict[str, Any], folder: str, disk:
 
     plans = together(ranks, writer.plan)
     plans = together(ranks, lambda: writer.plan_for_all(plans) if leads(ranks) else None)[0] or []
-    results = together(ranks, lambda: write_rest(plans[ranks.rank if ranks.is_connected else 0]))
+    results = together(ranks, lambda: write(plans[ranks.rank if ranks.is_connected else 0]))
 
     def sum_up() -> Files:
         if leads(ranks):
@@ -109,6 +131,29 @@ def write_shards(session: SessionLike, parts: dict[str, Any], folder: str, disk:
         return file_sums(folder, files_of(ranks.rank, folder))
 
     return {name: about for files in together(ranks, sum_up) for name, about in files.items()}
+
+
+def commit_shards(
+    ranks: Ranks, share: Share, writer: Folder, name: str, step: int, disk: Disk, retention: Retention
+) -> None:
+    """Have every rank write its share of the checkpoint ``name-step`` with ``writer``, whole or not at all."""
+
+    def begin() -> str:
+        return writer.begin_folder(name, step) if leads(ranks) else ""
+
+    def commit() -> None:
+        if leads(ranks):
+            writer.commit_folder(name, step, temporary, files, retention)
+
+    temporary = ""
+    try:
+        temporary = together(ranks, begin)[0]
+        files = write_shards(ranks, share, temporary, disk)
+        together(ranks, commit)
+    except BaseException:
+        if temporary and leads(ranks):
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def read_folder(session: SessionLike | None, folder: str) -> dict[str, Any]:
