@@ -41,14 +41,14 @@ class KillingDisk(Disk):
     """Kills all processes of the training run before or after some call of the operating system.
 
     Args:
-        call: the name of the call, and in a save, which one of these calls it is; ``after`` or ``before``.
-        save: in which save.
+        call: the name of the call, and in a save, which one of these calls it is; ``after`` or ``before``; and in which
+            save, 2 by default.
         pids: the processes to kill, this one included.
     """
 
-    def __init__(self, call: tuple[str, int, str], save: int, pids: list[int]) -> None:
-        self._name, self._number, self._when = call
-        self._save, self._pids = save, pids
+    def __init__(self, call: tuple[Any, ...], pids: list[int]) -> None:
+        self._name, self._number, self._when, self._save = (*call, 2)[:4]
+        self._pids = pids
         self._saves = self._calls = 0
 
     def create(self, path: str) -> BinaryIO:
@@ -133,7 +133,7 @@ def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sh
         pids: list[int] = [0] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(pids, os.getpid())
         if rank == 0:
-            saver.disk = KillingDisk(call, 2, pids)
+            saver.disk = KillingDisk(call, pids)
     hook = CheckpointSaverHook(folder, save_steps=2, saver=saver)
     with MonitoredLoop(
         *(step, model, optimizer),

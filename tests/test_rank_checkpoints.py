@@ -607,18 +607,18 @@ def uninterrupted_fsdp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 SHARDED_CALLS = [
-    ("create", 1, "before"),  # of the rank's file
-    ("sync", 1, "after"),
+    ("sync", 1, "after"),  # of the rank's file
     ("create", 2, "before"),  # of the manifest
     ("sync_folder", 1, "after"),
-    ("rename", 1, "before"),
     ("rename", 1, "after"),
-    ("sync_folder", 2, "after"),
+    # In the first save of a resumed process, which replaces the checkpoint that was restored:
+    ("rename", 1, "after", 1),
+    ("rename", 2, "after", 1),
 ]
 
 
 @pytest.mark.parametrize(
-    ("async_save", "calls"), [(False, SHARDED_CALLS), (True, SHARDED_CALLS[1:6:2])], ids=["sync", "async"]
+    ("async_save", "calls"), [(False, SHARDED_CALLS), (True, SHARDED_CALLS[1:5:3])], ids=["sync", "async"]
 )
 def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
     tmp_path: Path, uninterrupted_fsdp: list[Any], async_save: bool, calls: list[Any]
