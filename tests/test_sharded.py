@@ -290,6 +290,22 @@ def test_another_module_in_the_state_is_sharded_too(tmp_path: Path) -> None:
     assert after.state["average"].state_dict()["weight"].full_tensor().tolist() == [[2, 2]]
 
 
+def test_a_failed_restore_puts_shards_back(tmp_path: Path) -> None:
+    class Fails:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("no")
+
+    Saver().save(make_session(2, state={"fails": Fails()}), tmp_path / "model.ckpt", 2)
+    after = make_session(3, state={"fails": Fails()})
+    before = contents(after)
+    with pytest.raises(ValueError, match="no"):
+        Saver().restore_latest(after, tmp_path)
+    assert contents(after) == before
+
+
 # -- names ----------------------------------------------------------------------------------------------------------
 
 

@@ -150,8 +150,8 @@ class Saver:
         """
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
         earlier = self._finish()
-        sharded = sharded_parts(parts_of(session))
         try:
+            sharded = sharded_parts(parts_of(session))
             if sharded:
                 shares: list[Share] = []
                 together(session.ranks, lambda: shares.append(share_of(session, sharded, score, self.async_save)))

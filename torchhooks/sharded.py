@@ -35,13 +35,18 @@ _PICKLED = {
 
 def is_sharded(value: object) -> bool:
     """Return whether ``value`` is a DTensor."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # without which there is none
-    return tensors is not None and isinstance(value, tensors.DTensor)
+    return _may_be_sharded() and isinstance(value, sys.modules["torch.distributed.tensor"].DTensor)
+
+
+def _may_be_sharded() -> bool:
+    return hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor")  # loaded by whatever creates DTensors
 
 
 def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of ``parts``, by name, that have DTensors: modules, and optimizers of their parameters."""
-    found = {}
+    found: dict[str, Any] = {}
+    if not _may_be_sharded():
+        return found
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module):
             tensors: list[Any] = [*part.parameters(), *part.buffers()]
@@ -78,6 +83,8 @@ def renamed(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 def like_own(part: Any, state: Any) -> Any:
     """Return ``state``, in which whole tensors are replaced by DTensors where ``part`` has these. Not a collective."""
+    if not _may_be_sharded():
+        return state
     if isinstance(part, torch.nn.Module):
         own = part.state_dict()
         if not any(map(is_sharded, own.values())):
