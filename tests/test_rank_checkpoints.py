@@ -17,9 +17,10 @@ import torch
 import torch.distributed
 from rank_processes import run_ranks
 from rank_threads import Hub, ThreadRanks
-from rank_training import train
+from rank_training import KillingDisk, train
 from test_ranks import in_threads
 
+import torchhooks.checkpoint
 from torchhooks import (
     CheckpointError,
     CheckpointSaverHook,
@@ -35,7 +36,7 @@ from torchhooks import (
     list_checkpoints,
 )
 from torchhooks.checkpoint_files import Disk
-from torchhooks.rank_checkpoints import together
+from torchhooks.rank_checkpoints import read_for_all, together
 from torchhooks.testing import log_lines
 
 QUICK = {"tick_secs": 0.01}
@@ -273,6 +274,22 @@ def test_a_checkpoint_that_is_asked_for_and_damaged_raises_on_all(tmp_path: Path
 
     names = [type(error).__name__ for error in in_threads(2, main)]
     assert names == ["DamagedCheckpointError"] * 2
+
+
+def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
+    read: Any = vars(torchhooks.checkpoint)["_load_file"]
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        path = str(tmp_path / "model.ckpt-3")
+        session = make_session(connected(ranks))
+        read_for_all(session, lambda: (path, {}), lambda path: read(f"{path} elsewhere"))
+
+    chief, other = in_threads(2, main)
+    message = (
+        f"{tmp_path}/model.ckpt-3 elsewhere cannot be read: No such file or directory. With several ranks, all of "
+    )
+    assert str(other) == f"{message}them have to see its folder."
+    assert str(chief) == f"on rank 1: {other}"
 
 
 def test_all_ranks_start_at_0_where_there_is_no_checkpoint(tmp_path: Path) -> None:
@@ -656,6 +673,32 @@ def save_shards_on_a_full_disk(rank: int, folder: str, async_save: bool) -> str:
     except CheckpointError as error:
         return str(error)
     return "no error"
+
+
+def chief_is_killed_in_a_save(rank: int, folder: str, wrapped: str, async_save: bool) -> str:
+    model, optimizer = make_model(wrapped)
+    saver = Saver(async_save=async_save)
+    if rank == 0:
+        saver.disk = KillingDisk(("create", 1, "after"), [os.getpid()])
+    hook = CheckpointSaverHook(folder, save_steps=1, saver=saver)
+    try:
+        with MonitoredLoop(lambda: None, model, optimizer, hooks=[hook], ranks=Ranks(**QUICK)) as loop:
+            while not loop.should_stop():
+                loop.run()
+    except PeerError as error:
+        return f"PeerError of rank {error.rank}"
+    return "no error"
+
+
+@pytest.mark.parametrize(("wrapped", "async_save"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
+def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
+    tmp_path: Path, wrapped: str, async_save: bool
+) -> None:
+    run = tmp_path / "run"
+    ended = run_ranks(tmp_path, 2, chief_is_killed_in_a_save, str(run), wrapped, async_save)
+    assert [each.code for each in ended] == [-signal.SIGKILL, 0], ended
+    assert ended[1].value == "PeerError of rank 0"
+    assert [each.step for each in list_checkpoints(run)] == [0]
 
 
 @pytest.mark.parametrize("async_save", [False, True])

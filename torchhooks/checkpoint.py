@@ -38,7 +38,7 @@ from torchhooks.checkpoint_files import (
 )
 from torchhooks.checks import seconds, whole_number
 from torchhooks.claim import take_back
-from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
+from torchhooks.errors import CheckpointError, DamagedCheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
 from torchhooks.rank_checkpoints import (
@@ -327,7 +327,7 @@ class Saver:
         """Return ``write()``; turn an error of the operating system into a CheckpointError."""
         try:
             return write()
-        except CheckpointError:
+        except (CheckpointError, PeerError):  # the second is a RuntimeError too
             raise
         except (RuntimeError, OSError) as error:
             interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
@@ -581,6 +581,10 @@ def _load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
         if os.path.isdir(path):
             return read_folder(session, path)
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}. With several ranks, all of them have to see its folder."
+        ) from error
     except Exception as error:
         interrupt = interrupt_in(error)
         if interrupt is not None:

@@ -415,11 +415,8 @@ def _survey(folder: str, seals: Seals) -> list[Checkpoint]:
 
 def _names(folder: str) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and _may_be_one(entry))
-
-
-def _may_be_one(entry: os.DirEntry[str]) -> bool:
-    return not _is_folder(entry) or has_manifest(entry.path)
+        found = [entry for entry in entries if _NAME.fullmatch(entry.name)]
+        return sorted(entry.name for entry in found if not _is_folder(entry) or has_manifest(entry.path))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
