@@ -18,7 +18,10 @@ import torch
 DEADLINE_SECS = 40.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torchhooks", "rank_processes"])
+# torch._dynamo is imported by the first optimizer, which takes a second in each process.
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "torchhooks", "rank_processes", "rank_training"]
+)
 
 
 class Ended(NamedTuple):

@@ -6,6 +6,7 @@ are simulated: each is a gathering of values in memory, with a random delay befo
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
@@ -78,6 +79,7 @@ class ThreadTransport:
     def __init__(self, hub: Hub, rank: int, rng: random.Random, delay_secs: float, failure: Callable[[], Any]) -> None:
         self._hub, self._rank, self._rng, self._delay_secs = hub, rank, rng, delay_secs
         self._failure = failure
+        self._channel = "training"
         self.aborts = False
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
@@ -100,7 +102,12 @@ class ThreadTransport:
             if self._failure() is not None:
                 raise self._failure()
 
-        return self._hub.gather("training", self._rank, value, stop)
+        return self._hub.gather(self._channel, self._rank, value, stop)
+
+    def for_saving(self) -> ThreadTransport:
+        another = copy.copy(self)
+        another._channel = "saving"
+        return another
 
     def missing(self) -> list[int]:
         return [] if self._rank in self._hub.killed else self._hub.missing(self._rank)

@@ -394,6 +394,24 @@ def test_gather_raises_when_another_rank_fails_instead() -> None:
     assert isinstance(in_threads(2, main)[0], PeerError)
 
 
+def test_gather_on_a_rank_that_has_failed_raises_instead_of_waiting() -> None:
+    class Gathers(SessionRunHook):
+        def after_create_session(self, session: Any, coord: Any) -> None:
+            self.ranks = session.ranks
+
+        def teardown(self) -> None:
+            self.ranks.gather(1)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: 1.0, hooks=[Gathers()] if ranks.rank == 1 else [], ranks=ranks):
+            if ranks.rank == 1:
+                raise ValueError("boom")
+
+    _, error = in_threads(2, main)
+    assert repr(error) == "ValueError('boom')"
+    assert "PeerError: this rank failed: ValueError: boom" in "".join(error.__notes__)
+
+
 class _FailsInEnd(SessionRunHook):
     def end(self, session: Any) -> None:
         raise OSError("disk full")
@@ -596,6 +614,11 @@ def test_gloo_gathers_objects(two_transports: list[Any]) -> None:
         lambda each: each.gather({"rank": each._ranks.rank, "data": "x" * each._ranks.rank}), two_transports
     )
     assert gathered == [[{"rank": 0, "data": ""}, {"rank": 1, "data": "x"}]] * 2
+
+
+def test_a_thread_that_saves_has_a_group_of_its_own(two_transports: list[Any]) -> None:
+    saving = both(lambda each: each.for_saving(), two_transports)
+    assert both(lambda each: each.gather(each._ranks.rank), saving) == [[0, 1], [0, 1]]
 
 
 def test_a_rank_that_does_not_answer_is_lost(two_transports: list[Any]) -> None:

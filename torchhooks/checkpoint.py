@@ -19,7 +19,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 
@@ -37,12 +37,25 @@ from torchhooks.checkpoint_files import (
     verify,
 )
 from torchhooks.checks import seconds, whole_number
-from torchhooks.errors import CheckpointError, DamagedCheckpointError, add_note, brief, interrupt_in
+from torchhooks.claim import take_back
+from torchhooks.errors import CheckpointError, DamagedCheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
+from torchhooks.rank_checkpoints import (
+    Share,
+    collect_of_all,
+    commit_shards,
+    leads,
+    load_part,
+    read_folder,
+    read_for_all,
+    share_of,
+    together,
+)
 from torchhooks.rollback import Rollback
+from torchhooks.sharded import like_own, sharded_parts
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
-from torchhooks.state import SessionLike, changed_metadata, collect, compare, parts_of
+from torchhooks.state import SessionLike, changed_metadata, compare, of_rank, parts_of
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr, shortened
 
@@ -52,10 +65,12 @@ __all__ = [
     "best_checkpoint",
     "latest_checkpoint",
     "list_checkpoints",
+    "read_checkpoint",
     "read_metadata",
     "scored_checkpoints",
 ]
 
+T = TypeVar("T")
 _Path = str | os.PathLike[str]
 
 
@@ -64,6 +79,10 @@ class Saver:
 
     A checkpoint is written atomically, at whatever moment the process is killed, and older ones are removed only after
     that. Checkpoints that an earlier process wrote to the folder count towards the number to keep.
+
+    With the session of a loop of several ranks, every rank has to make each call, in its training thread. The chief
+    writes and chooses the files, the other ranks read them, and an error on one rank is raised on all. Only
+    :meth:`close` may be called by one rank alone.
 
     Unlike TensorFlow, the first checkpoint is among those kept for good, the hours between them continue when a
     training run is resumed, and checkpoints of another name in the same folder are counted separately.
@@ -132,21 +151,32 @@ class Saver:
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
         earlier = self._finish()
         try:
-            snapshot = Snapshot(self._held) if self.async_save else None
+            sharded = sharded_parts(parts_of(session))
+            if sharded:
+                shares: list[Share] = []
+                together(session.ranks, lambda: shares.append(share_of(session, sharded, score, self.async_save)))
+                self._save_shards(session, shares[0], refusals, prefix, step)
+                together(session.ranks, partial(_raise, earlier))
+                return f"{prefix}-{step}"
+            snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
-            state = collect(session, plain_tensor if snapshot is None else snapshot)
+            state = collect_of_all(session, plain_tensor if snapshot is None else snapshot)
             if score is not None:
                 state["score"] = float(score)
-            self._start(state, snapshot, refusals, prefix, step)
+
+            def start() -> None:
+                if leads(session.ranks):
+                    self._start(state, snapshot, refusals, prefix, step)
+                _raise(earlier)
+
+            together(session.ranks, start)
         except Exception as error:
-            if earlier is not None:
+            if earlier is not None and error is not earlier:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
             raise
         except BaseException:
             self._error = earlier  # close() raises it
             raise
-        if earlier is not None:
-            raise earlier
         return f"{prefix}-{step}"
 
     def restore(self, session: SessionLike, path: _Path) -> None:
@@ -159,8 +189,9 @@ class Saver:
             DamagedCheckpointError: the file is not what was written. :meth:`restore_latest` falls back to an older one.
             CheckpointError: it does not match the session, or could run code.
         """
-        self.wait()
-        self._restore(session, os.fspath(path))
+        checkpoint = os.fspath(path)
+        self.wait_for_all(session)
+        self._restore(session, lambda: (checkpoint, _read(checkpoint, session)))
 
     def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each one that is.
@@ -171,23 +202,15 @@ class Saver:
         Raises:
             CheckpointError: there are checkpoints and all are damaged, or the newest undamaged one does not match.
         """
-        self.wait()
-        for checkpoint in reversed(list_checkpoints(directory)):
-            try:
-                self._restore(session, checkpoint.path)
-            except DamagedCheckpointError as error:
-                logger.warning("%s It is skipped.", error)
-            else:
-                return checkpoint.path
-        if has_checkpoints(directory):
-            raise CheckpointError(
-                f"{os.fspath(directory)} has checkpoints, but all of them are damaged; the log says how. To start over,"
-                " move them away, or choose another folder."
-            )
-        return None
+        self.wait_for_all(session)
+        return self._restore(session, partial(_newest, directory, session))
+
+    def wait_for_all(self, session: SessionLike) -> None:
+        """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
+        together(session.ranks, self.wait)
 
     def wait(self) -> None:
-        """Wait for a checkpoint that is being written, and raise the error if it failed."""
+        """Wait for a checkpoint that is being written by this process, and raise the error if it failed."""
         error = self._finish()
         if error is not None:
             raise error
@@ -200,6 +223,38 @@ class Saver:
             self._held = []
             for folder in self._folders.values():
                 folder.release()
+
+    def _save_shards(
+        self,
+        session: SessionLike,
+        share: Share,
+        refusals: Iterable[Callable[[], str | None]],
+        prefix: str,
+        step: int,
+    ) -> None:
+        folder, name = os.path.split(os.path.abspath(prefix))
+        writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        ranks = session.ranks.for_saving() if self.async_save else session.ranks
+
+        def write() -> None:
+            reasons = together(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
+            for reason in [reason for each in reasons for reason in each][:1]:
+                logger.warning("no checkpoint of step %d: %s", step, reason)
+                return
+            commit = partial(commit_shards, ranks, share, writer, name, step, self.disk, self._retention)
+            self._reported(f"{prefix}-{step} was not written", commit)
+
+        def write_later() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._error = error
+
+        if self.async_save:
+            self._thread = threading.Thread(target=write_later, name=f"save {name}-{step}")
+            self._thread.start()
+        else:
+            write()
 
     def _start(
         self,
@@ -266,8 +321,14 @@ class Saver:
                 return
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
         message = f"{os.path.join(folder, name)}-{step} was not written"
+        self._reported(message, lambda: writer.add(name, step, partial(_save, state), self._retention))
+
+    def _reported(self, message: str, write: Callable[[], T]) -> T:
+        """Return ``write()``; turn an error of the operating system into a CheckpointError."""
         try:
-            writer.add(name, step, partial(_save, state), self._retention)
+            return write()
+        except (CheckpointError, PeerError):  # the second is a RuntimeError too
+            raise
         except (RuntimeError, OSError) as error:
             interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
             if interrupt is not None:
@@ -284,21 +345,21 @@ class Saver:
         error, self._error = self._error, None
         return error
 
-    def _restore(self, session: SessionLike, path: str) -> None:
-        saved = _read(path)
-        pairs, misfits = compare(session, saved)
-        if misfits:
-            report = "\n  ".join([f"{path} does not match this session:", *misfits])
-            if self._strict:
-                raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
-            logger.warning("%s\nThe rest is loaded.", report)
+    def _restore(self, session: SessionLike, choose: Callable[[], tuple[str, dict[str, Any]] | None]) -> str | None:
+        """Load the checkpoint that ``choose()`` returns, with its path, and return the path."""
+        found = read_for_all(session, choose, partial(_load_file, session=session))
+        if found is None:
+            return None
+        path, saved, is_whole = found
+        pairs: dict[str, tuple[Stateful, Any]] = {}
+        together(session.ranks, lambda: pairs.update(self._compared(session, path, saved, is_whole)))
         position = session.position
         # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
         pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
         rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
         step = session.global_step
         try:
-            self._load_all(session, saved, pairs, path)
+            together(session.ranks, lambda: self._load_all(session, saved, pairs, path))
         except BaseException as error:
             session.global_step = step
             rollback.put_back(error)
@@ -306,6 +367,19 @@ class Saver:
         changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
         if changes and "metadata" in saved:
             logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
+        return path
+
+    def _compared(
+        self, session: SessionLike, path: str, saved: dict[str, Any], is_whole: bool
+    ) -> dict[str, tuple[Stateful, Any]]:
+        """Return each object of ``session`` and the state to load into it; raise or warn about what does not match."""
+        pairs, misfits = compare(session, saved, without_own=not is_whole)
+        if misfits:
+            report = "\n  ".join([f"{path} does not match this session:", *misfits])
+            if self._strict:
+                raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
+            logger.warning("%s\nThe rest is loaded.", report)
+        return pairs
 
     def _load_all(
         self, session: SessionLike, saved: dict[str, Any], pairs: dict[str, tuple[Stateful, Any]], path: str
@@ -315,6 +389,8 @@ class Saver:
         if session.gradients is not None:
             session.gradients.load_state_dict(saved.get("gradients"))
         session.global_step = saved["global_step"]
+        if "random" not in saved:
+            return  # saved by another number of ranks
         set_random_states(saved["random"])
         if session.position is not None:
             mark_state = partial(self._mark_state, session, path)
@@ -333,7 +409,7 @@ class Saver:
         if not changed:
             return
         try:
-            saved = _read(path)
+            saved, _ = of_rank(session, _read(path, session))
             pairs, misfits = compare(session, saved)
             if misfits:
                 raise CheckpointError(f"{path} does not match any more: {shortened(misfits)}")
@@ -349,6 +425,7 @@ class Saver:
 
     def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
         try:
+            state = like_own(part, state)
             if isinstance(part, torch.nn.Module):
                 part.load_state_dict(state, strict=self._strict)
             else:
@@ -405,7 +482,19 @@ def read_metadata(path: _Path) -> dict[str, Any]:
     return cast("dict[str, Any]", saved.get("metadata", {}))
 
 
+def read_checkpoint(path: _Path) -> dict[str, Any]:
+    """Return the contents of the checkpoint at ``path``, a file or a folder, with whole tensors on the CPU.
+
+    Raises:
+        DamagedCheckpointError: it is not what was written.
+        CheckpointError: it could run code.
+    """
+    return _read(os.fspath(path))
+
+
 def _read_without_tensors(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):
+        return load_part(path, 0)  # only small data that is not sharded
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if name.endswith("/data.pkl"):
@@ -462,10 +551,41 @@ def _save(state: dict[str, Any], sink: Sink) -> None:
         torch.serialization.set_crc32_options(sums)
 
 
-def _read(path: str) -> dict[str, Any]:
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _newest(directory: _Path, session: SessionLike) -> tuple[str, dict[str, Any]] | None:
+    """Return the path and the contents of the newest checkpoint that is not damaged, ``None`` if there is none."""
+    take_back(os.fspath(directory))
+    for checkpoint in reversed(list_checkpoints(directory)):
+        try:
+            return checkpoint.path, _read(checkpoint.path, session)
+        except DamagedCheckpointError as error:
+            logger.warning("%s It is skipped.", error)
+    if has_checkpoints(directory):
+        raise CheckpointError(
+            f"{os.fspath(directory)} has checkpoints, but all of them are damaged; the log says how. To start over,"
+            " move them away, or choose another folder."
+        )
+    return None
+
+
+def _read(path: str, session: SessionLike | None = None) -> dict[str, Any]:
     verify(path)
+    return _load_file(path, session)
+
+
+def _load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
     try:
+        if os.path.isdir(path):
+            return read_folder(session, path)
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}. With several ranks, all of them have to see its folder."
+        ) from error
     except Exception as error:
         interrupt = interrupt_in(error)
         if interrupt is not None:

@@ -33,21 +33,23 @@ import math
 import os
 import re
 import secrets
+import shutil
 import stat
 import struct
-import threading
 import time
-import weakref
 import zipfile
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import BinaryIO, ClassVar, NamedTuple
+from typing import BinaryIO, NamedTuple
 
+from torchhooks.claim import Claim, take_back, writing
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, brief
 from torchhooks.log import logger
+from torchhooks.manifest import NAME as MANIFEST
+from torchhooks.manifest import Files, damaged_file, encoded, has_manifest, read_manifest
 
 try:
     import fcntl
@@ -65,9 +67,6 @@ _MAGIC = b"PK\x03\x04"  # of a zip record
 _FIRST_RECORD = b"archive/data.pkl"  # torch.save names it after the file, but a Saver's has no name
 _MOST_WARNINGS = 8  # in one look at a folder, which may have thousands of files that others have named like checkpoints
 _CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
-# Two savers of one process may write to one folder. Reentrant, so that a thread in which a save was interrupted at an
-# odd moment can save again.
-_WRITING = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -206,60 +205,6 @@ def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-class _Claim:
-    """A lock on a folder that tells other processes that this one saves into it. All savers of a process share it.
-
-    It is on the folder itself, so that nothing is written. The system releases it when the process ends, however that
-    happens. A forked process, such as a worker of a DataLoader, gives up its copy, or the lock would stay for as long
-    as the worker does.
-    """
-
-    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Claim]] = weakref.WeakValueDictionary()
-    _at_fork = False
-
-    def __init__(self, place: tuple[int, int], file: int) -> None:
-        self.place = place
-        self.close = weakref.finalize(self, os.close, file)
-        """Release the lock, if that has not been done."""
-        self._all[place] = self
-
-    @classmethod
-    def of(cls, folder: str) -> _Claim:
-        """Return the claim of this process to ``folder``.
-
-        Raises:
-            BlockingIOError: another process has it.
-            OSError: the file system has no locks.
-        """
-        status = os.stat(folder)
-        place = status.st_dev, status.st_ino
-        if place in cls._all:
-            return cls._all[place]
-        file = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(file)
-            raise
-        if not cls._at_fork:
-            os.register_at_fork(after_in_child=cls._give_up)
-            cls._at_fork = True
-        return cls(place, file)
-
-    def holds(self, folder: str) -> bool:
-        """Return whether it is for the folder that is now at the path ``folder``."""
-        status = os.stat(folder)
-        return self.close.alive and self.place == (status.st_dev, status.st_ino)
-
-    @classmethod
-    def _give_up(cls) -> None:
-        global _WRITING
-        _WRITING = threading.RLock()  # a thread of the parent process, which is not in this one, may have held it
-        for claim in list(cls._all.values()):
-            claim.close()
-        cls._all.clear()
-
-
 _without_locks: set[str] = set()  # folders that a warning was logged about
 
 
@@ -271,7 +216,7 @@ class Folder:
         self._disk = disk
         self._used = False
         self._seals: Seals = {}
-        self._claim: _Claim | None = None
+        self._claim: Claim | None = None
         self._warned = False
 
     def release(self) -> None:
@@ -283,25 +228,86 @@ class Folder:
 
         If it raises an OSError, the older ones are unchanged.
         """
-        with _WRITING:
-            if not self._used:  # a folder that vanished is not created again: its checkpoints are missing
-                os.makedirs(self._path, exist_ok=True)
-            self._claim_folder()
-            self._remove_leftovers()
-            found, now = _survey(self._path, self._seals), self._disk.now()
-            path = os.path.join(self._path, f"{prefix}-{step}")
-            new = Checkpoint(path, step, 0, now, found[-1].order + 1 if found else 1, "")
-            alike = [other for other in found if other.prefix == prefix and other.path != path] + [new]
-            self._write(replace(new, kept=new in retention.kept(alike)), fill)
-            self._used = True
-            for old in retention.surplus(alike):
-                try:
-                    self._disk.remove(old.path)
-                except OSError as error:
-                    logger.warning("%s could not be removed: %s. The next save tries again.", old.path, error)
+        with writing():
+            self._prepare()
+            self._add(prefix, step, lambda new: self._write(new, fill), retention)
+
+    def begin_folder(self, prefix: str, step: int) -> str:
+        """Create a temporary folder for a checkpoint that is one, and return its path."""
+        with writing():
+            self._prepare()
+            temporary = self._temporary(f"{prefix}-{step}", "tmp")
+            os.mkdir(temporary)
+            return temporary
+
+    def commit_folder(self, prefix: str, step: int, temporary: str, files: Files, retention: Retention) -> None:
+        """Make the folder ``temporary``, whose ``files`` are synced, a checkpoint; remove those that are not kept."""
+
+        def write(new: Checkpoint) -> None:
+            about = {"name": new.name, "order": new.order, "step": step, "time": new.time, "kept": new.kept}
+            with self._disk.create(os.path.join(temporary, MANIFEST)) as file:
+                self._disk.write(file, encoded({**about, "files": files}))
+                self._disk.sync(file)
+            self._disk.sync_folder(temporary)
+            self._replace(temporary, new.path)
+
+        with writing():
+            self._add(prefix, step, write, retention)
+
+    def _prepare(self) -> None:
+        if not self._used:  # a folder that vanished is not created again: its checkpoints are missing
+            os.makedirs(self._path, exist_ok=True)
+        self._claim_folder()
+        take_back(self._path)
+        self._remove_leftovers()
+
+    def _temporary(self, name: str, kind: str) -> str:
+        return os.path.join(self._path, f".{name}.{secrets.token_hex(8)}.{kind}")
+
+    def _replace(self, temporary: str, path: str) -> None:
+        """Rename ``temporary`` to ``path``, and sync.
+
+        A checkpoint at ``path`` is first moved aside if one of the two is a folder, because the system replaces only a
+        file by a file. After a kill, :func:`take_back` gives it its name again.
+        """
+        aside = None
+        if has_manifest(path) or (os.path.isdir(temporary) and os.path.isfile(path)):
+            aside = self._temporary(os.path.basename(path), "old")
+            self._disk.rename(path, aside)
+        try:
+            self._disk.rename(temporary, path)
+        except BaseException:
+            if aside is not None:
+                self._disk.rename(aside, path)
+            raise
+        self._disk.sync_folder(self._path)
+        if aside is not None:
+            self._remove(aside)
+
+    def _remove(self, path: str) -> None:
+        """Remove a checkpoint; a folder only after it has a name that is none of a checkpoint."""
+        if not os.path.isdir(path):
+            self._disk.remove(path)
+            return
+        temporary = self._temporary(os.path.basename(path), "tmp")
+        self._disk.rename(path, temporary)
+        shutil.rmtree(temporary)
+
+    def _add(self, prefix: str, step: int, write: Callable[[Checkpoint], None], retention: Retention) -> None:
+        found, now = _survey(self._path, self._seals), self._disk.now()
+        path = os.path.join(self._path, f"{prefix}-{step}")
+        new = Checkpoint(path, step, 0, now, found[-1].order + 1 if found else 1, "")
+        alike = [other for other in found if other.prefix == prefix and other.path != path] + [new]
+        write(replace(new, kept=new in retention.kept(alike)))
+        self._used = True
+        for old in retention.surplus(alike):
+            try:
+                self._remove(old.path)
+            except OSError as error:
+                logger.warning("%s could not be removed: %s. The next save tries again.", old.path, error)
 
     def _write(self, new: Checkpoint, fill: Callable[[Sink], object]) -> None:
-        temporary = os.path.join(self._path, f".{new.name}.{secrets.token_hex(8)}.tmp")
+        temporary = self._temporary(new.name, "tmp")
         try:
             with self._disk.create(temporary) as file:
                 with suppress(OSError):  # without locks, which were warned about
@@ -310,19 +316,18 @@ class Folder:
                 fill(sink)
                 _seal(sink, new)
                 self._disk.sync(file)
-            self._disk.rename(temporary, new.path)
+            self._replace(temporary, new.path)
         except BaseException:
             with suppress(OSError):
                 self._disk.remove(temporary)
             raise
-        self._disk.sync_folder(self._path)
 
     def _claim_folder(self) -> None:
         """Log a warning if another process also saves into the folder, or if that cannot be found out."""
         if fcntl is None or (self._claim is not None and self._claim.holds(self._path)):
             return
         try:
-            self._claim = _Claim.of(self._path)
+            self._claim = Claim.of(self._path)
         except BlockingIOError:
             if not self._warned:
                 self._warned = True
@@ -353,6 +358,10 @@ class Folder:
                     _lock(file)
                 self._disk.remove(path)
                 logger.warning("removed %s, left by a killed process or an earlier version", path)
+        folders = [entry for entry in leftovers if entry.name[0] == "." and entry.is_dir(follow_symlinks=False)]
+        for path in [entry.path for entry in folders if self._claim is not None]:
+            shutil.rmtree(path, ignore_errors=True)
+            logger.warning("removed %s, left by a killed process", path)
 
 
 def _lock(file: BinaryIO) -> None:
@@ -406,7 +415,8 @@ def _survey(folder: str, seals: Seals) -> list[Checkpoint]:
 
 def _names(folder: str) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and not _is_folder(entry))
+        found = [entry for entry in entries if _NAME.fullmatch(entry.name)]
+        return sorted(entry.name for entry in found if not _is_folder(entry) or has_manifest(entry.path))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -445,13 +455,19 @@ def _begins(folder: str, name: str, *, short: bool = False) -> bool:
 
 def _stamp(path: str) -> tuple[int, ...]:
     with suppress(OSError):
-        status = os.stat(path)
+        status = os.stat(os.path.join(path, MANIFEST) if os.path.isdir(path) else path)
         return status.st_size, status.st_mtime_ns, status.st_ino
     return ()
 
 
 def read_seal(path: str) -> Checkpoint:
-    """Return what the seal at the end of a file says; raise DamagedCheckpointError if there is no valid seal."""
+    """Return what the seal at the end of a file says, or the manifest of a folder.
+
+    Raises:
+        DamagedCheckpointError: there is no valid one.
+    """
+    if os.path.isdir(path):
+        return _read_folder(path)[0]
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe would block
             raise DamagedCheckpointError(f"{path} is not a regular file.")
@@ -479,9 +495,31 @@ def read_seal(path: str) -> Checkpoint:
     return checkpoint
 
 
+def _read_folder(path: str) -> tuple[Checkpoint, Files]:
+    try:
+        about, checksum = read_manifest(path)
+        files: Files = about["files"]
+        size, kept = sum(size for size, _ in files.values()), about["kept"] is True
+        checkpoint = Checkpoint(path, about["step"], size, about["time"], about["order"], checksum, kept)
+        name = about["name"]
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path} has a damaged {MANIFEST}: {brief(error)}.") from error
+    if name != checkpoint.name:
+        raise DamagedCheckpointError(f"{path} is a copy of {name}: to use it, rename it to that.")
+    return checkpoint, files
+
+
 def verify(path: str) -> None:
     """Read all of the checkpoint at ``path``; raise DamagedCheckpointError if its checksums do not match."""
     checkpoint = read_seal(path)
+    if os.path.isdir(path):
+        try:
+            damaged = damaged_file(path, _read_folder(path)[1])
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path} is damaged, or cannot be read: {brief(error)}.") from error
+        if damaged is not None:
+            raise DamagedCheckpointError(f"{path} is damaged: {damaged} is not what was written.")
+        return
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             checksum = _checksum(file, archive.infolist(), checkpoint.bytes - _CHECKSUM_LENGTH)
@@ -555,4 +593,6 @@ def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
         with suppress(DamagedCheckpointError):
             read_seal(os.path.join(folder, name))
             return True
+        if os.path.isdir(os.path.join(folder, name)):
+            return True  # a damaged one
     return any(_begins(folder, name, short=_may_be_ours(folder, name, set())) for name in names)

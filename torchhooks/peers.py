@@ -110,7 +110,7 @@ class Peers:
         Raises:
             LifecycleError: another rank did not create its loop in time, or created a different one.
         """
-        self._transport = transport = self._ranks.connect(lambda: self.failure)
+        self._transport = transport = self._ranks.connect(self._why_no_exchange)
         threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
         mine = {"step_unit": step_unit, "collective hooks": [type(s.hook).__name__ for s in self._schedule.collective]}
         for rank, other in enumerate(self._ranks.gather(mine)):
@@ -138,9 +138,21 @@ class Peers:
             self._ending.fail(failure)
             raise failure
 
+    @property
+    def is_stop_decided(self) -> bool:
+        """Whether the ranks have agreed on the last run, and this one has not made it yet."""
+        decision = self._decision
+        return decision is not None and bool(decision.bits & STOP)
+
     def why_no_checkpoint(self) -> str | None:
         """Return why nothing may be saved any more, or ``None``."""
         return None if self.failure is None or self._stopped else str(self.failure)
+
+    def _why_no_exchange(self) -> PeerError | None:
+        """Return why no other rank will answer any more, or ``None``."""
+        if self.failure is None and self._status >= FAILED:
+            return PeerError(f"this rank failed: {self._reason}", self._ranks.rank, self._failed_in, self._reason)
+        return self.failure
 
     def end_run(self) -> None:
         """Hold here if this rank promised to, and stop or trigger hooks if this run is the last one of a round."""

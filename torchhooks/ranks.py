@@ -6,6 +6,7 @@ The only module that knows ``torch.distributed``, including its private parts. I
 from __future__ import annotations
 
 import atexit
+import copy
 import ctypes
 import datetime
 import faulthandler
@@ -54,6 +55,10 @@ class Transport(Protocol):
         """Return the ``value`` of all ranks; in the training thread."""
         ...
 
+    def for_saving(self) -> Transport:
+        """Return a transport whose :meth:`gather` is for the thread that writes checkpoints; on every rank."""
+        ...
+
     def missing(self) -> list[int]:
         """Return the ranks that do not answer, as far as that can be found out."""
         ...
@@ -98,6 +103,7 @@ class Ranks:
         self.stuck_secs = seconds(stuck_secs, "stuck_secs")
         self.join_secs = seconds(join_secs, "join_secs")
         self._transport: Transport | None = None
+        self._saving: Ranks | None = None
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
@@ -106,6 +112,11 @@ class Ranks:
     def is_chief(self) -> bool:
         """Whether this process is the one that writes and reports: rank 0."""
         return self.rank == 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a loop has connected several ranks, so that :meth:`gather` communicates."""
+        return self._transport is not None
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, in the order of the ranks.
@@ -117,6 +128,15 @@ class Ranks:
             PeerError: a rank failed, left or does not answer.
         """
         return [value] if self._transport is None else self._transport.gather(value)
+
+    def for_saving(self) -> Ranks:
+        """Return ranks for the thread that writes checkpoints. Every rank has to call this, in the training thread."""
+        if self._transport is None:
+            return self
+        if self._saving is None:
+            self._saving = copy.copy(self)
+            self._saving._transport = self._transport.for_saving()
+        return self._saving
 
     def connect(self, failure: Callable[[], PeerError | None]) -> Transport:
         """Reach the other ranks; each of them has to call this. ``failure()`` says if a rank has failed since.
@@ -210,6 +230,11 @@ class _GlooTransport:
                 _pause(_LONGEST_POLL_SECS)
             raise PeerError(f"another rank did not take part in Ranks.gather: {error}", reason=str(error)) from error
         return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+    def for_saving(self) -> Transport:
+        another = copy.copy(self)
+        another._training = _create_group("saving", self._store, self._ranks, time.monotonic() + self._ranks.join_secs)
+        return another
 
     def missing(self) -> list[int]:
         """Write a key of this rank into the store, and return the ranks that have not written theirs after a while.
@@ -308,15 +333,17 @@ def _create_groups(token: str, ranks: Ranks, deadline: float) -> tuple[Any, Any,
     c10d = torch.distributed.distributed_c10d
     store = c10d.PrefixStore(f"torchhooks/{token}", c10d._get_default_store())
     atexit.register(_park, os.getpid())
-    groups = []
-    for name in ("ticks", "training"):
-        timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1))
-        if hasattr(c10d, "ProcessGroupGloo"):
-            group: Any = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), ranks.rank, ranks.size, timeout)
-        else:  # pragma: no cover  # a torch whose private names have changed
-            group = torch.distributed.new_group(backend="gloo", timeout=timeout)
-        groups.append(group)
-    return groups[0], groups[1], store
+    ticks, training = (_create_group(name, store, ranks, deadline) for name in ("ticks", "training"))
+    return ticks, training, store
+
+
+def _create_group(name: str, store: Any, ranks: Ranks, deadline: float) -> Any:
+    c10d = torch.distributed.distributed_c10d
+    timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+    if hasattr(c10d, "ProcessGroupGloo"):
+        return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), ranks.rank, ranks.size, timeout)
+    # A torch whose private names have changed.
+    return torch.distributed.new_group(backend="gloo", timeout=timeout)  # pragma: no cover
 
 
 _exiting = threading.Event()

@@ -241,7 +241,11 @@ class Session:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal asked the loop to stop. A hook that waits inside a run has to check it."""
+        """Whether a signal, or another rank, asked the loop to stop. A hook that waits inside a run has to check it.
+
+        Raises:
+            PeerError: another rank has failed.
+        """
         return self._interrupted()
 
     @property

@@ -187,7 +187,7 @@ class Sessions:
             items=self._items,
             inputs=self._step.parameters,
             drain=self._readback.drain,
-            interrupted=lambda: self._ending.signal is not None,
+            interrupted=self._is_interrupted,
             ranks=self._ranks,
             running=self._schedule.running,
         )
@@ -201,6 +201,18 @@ class Sessions:
             lifecycle = self._peers.lifecycle
             self.session.guard_checkpoints(self._peers.why_no_checkpoint)
         self.lifecycle = lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
+
+    def _is_interrupted(self) -> bool:
+        """Return whether a hook that waits has to give up.
+
+        Raises:
+            PeerError: another rank has failed.
+        """
+        if self._peers is not None:
+            self._peers.check()
+            if self._peers.is_stop_decided:
+                return True
+        return self._ending.signal is not None
 
     def _leave(self, error: BaseException) -> None:
         """Replace the session that failed with ``error`` by a new one, and wait for its threads.

@@ -11,7 +11,10 @@ A checkpoint is a dict with these entries:
 * ``"random"``: the random states of Python, NumPy and torch;
 * ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.position`);
 * ``"running_values"``: what running fetches have accumulated since their last reports (:mod:`torchhooks.running`);
-* ``"score"``, if one was passed to ``Saver.save``.
+* ``"score"``, if one was passed to ``Saver.save``;
+* ``"ranks"``: with several ranks, what belongs to each of the others alone, from rank 1 on: its ``"random"``,
+  ``"position"`` and ``"gradients"``, the states of its hooks, and those of the loaders in ``session.state``. The other
+  entries are those of rank 0.
 
 Checkpoints are always loaded with ``weights_only=True``, so that no file can run code. State that could not be loaded
 this way is refused when it is saved, with its name. It may consist of tensors, numbers, strings, bytes, ``None``, and
@@ -21,7 +24,7 @@ torch's dtypes, devices, layouts and sizes, in dicts, lists, tuples and sets. Nu
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import NoneType
 from typing import Any, Protocol
 
@@ -33,10 +36,13 @@ from torchhooks.gradients import Gradients
 from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
+from torchhooks.ranks import Ranks
+from torchhooks.sharded import renamed
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
-_OWN = ("classes", "global_step", "gradients", "metadata", "position", "random", "running_values", "score")
+_OWN = ("classes", "global_step", "gradients", "metadata", "position", "random", "ranks", "running_values", "score")
+_OF_EACH_RANK = ("gradients", "position", "random", "running_values")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
@@ -74,6 +80,8 @@ class SessionLike(Protocol):
     def gradients(self) -> Gradients | None: ...
     @property
     def running(self) -> RunningState: ...
+    @property
+    def ranks(self) -> Ranks: ...
 
 
 def parts_of(session: SessionLike) -> dict[str, Stateful]:
@@ -96,23 +104,58 @@ def parts_of(session: SessionLike) -> dict[str, Stateful]:
     return parts
 
 
-def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+def belongs_to_rank(name: str, part: object) -> bool:
+    """Return whether each rank has a state of its own of the ``part`` called ``name``.
+
+    A hook has, and so has anything that can be iterated, such as a loader or a sampler. Any other object, of which all
+    ranks have the same state, can have a true attribute ``per_rank`` to say otherwise.
+    """
+    if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+        return False
+    return name.startswith(_HOOKS) or bool(getattr(part, "per_rank", isinstance(part, Iterable)))
+
+
+def of_rank(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return what the rank of ``session`` loads from ``saved``, and whether that includes what belongs to it alone.
+
+    It does not if another number of ranks saved the checkpoint: one part of the data of one of them is none of another.
+    """
+    rank, others = session.ranks.rank, saved.get("ranks", [])
+    own = {name for name in saved if name in _OF_EACH_RANK or name.startswith(_HOOKS)}.union(*others)
+    own |= {name for name, part in parts_of(session).items() if belongs_to_rank(name, part)}
+    shared = {name: value for name, value in saved.items() if name not in own and name != "ranks"}
+    if len(others) + 1 != session.ranks.size:
+        return shared, False
+    return {**shared, **(others[rank - 1] if rank else {name: saved[name] for name in own if name in saved})}, True
+
+
+def collect(
+    session: SessionLike,
+    copy: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    of_rank_only: bool = False,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the contents of a checkpoint, each tensor passed through ``copy``.
 
-    If something could not be loaded again, raise a CheckpointError that lists all of it.
+    With ``of_rank_only``, leave out what all ranks have in common. The states in ``given``, by name, are used instead
+    of asking for them. If something could not be loaded again, raise a CheckpointError that lists all of it.
     """
     plain = _PlainCopy(copy)
     state: dict[str, Any] = {}
     parts = parts_of(session)
+    if of_rank_only:
+        parts = {name: part for name, part in parts.items() if belongs_to_rank(name, part)}
     for name, part in parts.items():
         try:
-            own = part.state_dict()
+            own = given[name] if given is not None and name in given else part.state_dict()
         except BaseException as error:
             add_note(error, f"while saving {name!r}")
             raise
         state[name] = plain(own, (name,))
-    _check_schedulers(session, parts, state)
-    if session.metadata:
+    if not of_rank_only:
+        _check_schedulers(session, parts, state)
+    if session.metadata and not of_rank_only:
         state["metadata"] = plain(session.metadata, ("metadata",))
     gradients = None if session.gradients is None else session.gradients.state_dict()
     if gradients is not None:
@@ -125,6 +168,8 @@ def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) 
         state["position"] = {**position, "loaders": plain(position["loaders"], ("position", "loaders"))}
     if plain.problems:
         raise CheckpointError(f"This cannot be saved: {shortened(plain.problems, 8)}.{plain.way_out}")
+    if of_rank_only:
+        return {**state, "random": random_states()}
     classes = {name: _class_name(part) for name, part in parts.items() if isinstance(part, _OF_ONE_CLASS)}
     return {
         **state,
@@ -134,9 +179,16 @@ def collect(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) 
     }
 
 
-def compare(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, tuple[Stateful, Any]], list[str]]:
-    """Return, by name, each object of ``session`` and the state to load into it; and a list of what does not match."""
+def compare(
+    session: SessionLike, saved: Mapping[str, Any], *, without_own: bool = False
+) -> tuple[dict[str, tuple[Stateful, Any]], list[str]]:
+    """Return, by name, each object of ``session`` and the state to load into it; and a list of what does not match.
+
+    With ``without_own``, leave out the objects of which each rank has a state of its own.
+    """
     parts = parts_of(session)
+    if without_own:
+        parts = {name: part for name, part in parts.items() if not belongs_to_rank(name, part)}
     misfits = _compare_names(parts, saved, {*_OWN, *(f"{_HOOKS}{name}" for name in session.hooks_elsewhere)})
     unnamed = [name for name in saved if name not in (*parts, *_RESERVED) and not name.startswith(_HOOKS)]
     if unnamed:
@@ -147,6 +199,7 @@ def compare(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, t
         if name not in saved:
             continue
         if isinstance(part, torch.nn.Module):
+            saved = {**saved, name: renamed(part, saved[name])}
             misfits += [f"{name}: {misfit}" for misfit in _compare_module(name, part, saved[name])]
         elif isinstance(part, _OF_ONE_CLASS) and (misfit := _compare_class(name, part, saved)):
             misfits.append(f"{name}: {misfit}")

@@ -103,7 +103,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
             Unlike TensorFlow, whose workers get their variables from a server, a worker waits for the chief's first
             checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``, and as
-            one of several ranks that ``torch.distributed`` connects, which create their loops together.
+            one of several ranks that ``torch.distributed`` connects, which create their loops and save together: such a
+            worker has the CheckpointSaverHook too.
         max_wait_secs: how long a worker waits at most, in seconds.
         loop_arguments: further arguments of the MonitoredLoop, such as ``step_unit`` and ``recoverable_errors``.
 
@@ -127,6 +128,9 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
     )
     longest_wait = seconds(max_wait_secs, "max_wait_secs")
     elsewhere = () if is_chief else check_hook_states(_states_first(chief_only))
+    savers: list[SessionRunHook] = []
+    if checkpoints and checkpoint_dir is not None:
+        savers.append(CheckpointSaverHook(checkpoint_dir, **checkpoints, scaffold=scaffold))
     if is_chief:
         folder = checkpoint_dir if summary_dir is None else summary_dir
         defaults: list[SessionRunHook] = []
@@ -134,11 +138,11 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
             defaults.append(StepCounterHook(log_step_count_steps, output_dir=folder))
         if summaries and folder is not None:
             defaults.append(SummarySaverHook(**summaries, output_dir=folder, scaffold=scaffold))
-        if checkpoints and checkpoint_dir is not None:
-            defaults.append(CheckpointSaverHook(checkpoint_dir, **checkpoints, scaffold=scaffold))
-        given = _states_first([*chief_only, *defaults, *given])
-    elif checkpoint_dir is not None and checked_ranks(loop_arguments.get("ranks")).size == 1:
-        # With several ranks, the chief creates its loop, and saves in it, only together with this one.
+        given = _states_first([*chief_only, *defaults, *savers, *given])
+    elif checked_ranks(loop_arguments.get("ranks")).size > 1:
+        # The chief creates its loop, and saves in it, only together with this rank.
+        given = _states_first([*savers, *given])
+    elif checkpoint_dir is not None:
         _wait_for_chief(os.fspath(checkpoint_dir), longest_wait)
     return _Loop(
         elsewhere,

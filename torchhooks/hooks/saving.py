@@ -188,6 +188,9 @@ class CheckpointSaverHook(SessionRunHook):
     saves_checkpoints = True
     """Hooks with a state have to precede this one, so that checkpoints contain their state after the run."""
 
+    collective = True
+    """With several ranks, all of them save in the same run. The chief's clock decides which."""
+
     def __init__(
         self,
         checkpoint_dir: str | os.PathLike[str],
@@ -213,6 +216,7 @@ class CheckpointSaverHook(SessionRunHook):
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = hook_timer(timer, save_secs=save_secs, save_steps=save_steps)
+        self._triggered = False
         self._given_saver, self._scaffold = saver, scaffold
         self._saver: Any = None
         if not is_checkpoint_name(checkpoint_basename):
@@ -248,9 +252,13 @@ class CheckpointSaverHook(SessionRunHook):
         self._timer.start_at(session.global_step)
         self._timer.update_last_triggered_step(session.global_step)
 
+    def trigger(self) -> None:
+        """Save in the next run, as every other rank does."""
+        self._triggered = True
+
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
-        if self._timer.should_trigger_for_step(session.global_step):
+        if self._is_due(session):
             self._timer.update_last_triggered_step(session.global_step)
             if self._waits:  # for a whole period already: the item is a long one, so save in the middle of it too
                 self._save_due(run_context)
@@ -264,7 +272,9 @@ class CheckpointSaverHook(SessionRunHook):
         step = session.global_step
         if step != self._timer.last_triggered_step():
             self._save(session)
-        if hasattr(self._saver, "wait"):
+        if hasattr(self._saver, "wait_for_all"):
+            self._saver.wait_for_all(session)
+        elif hasattr(self._saver, "wait"):
             self._saver.wait()
         for listener in self._listeners:
             listener.end(session, step)
@@ -274,6 +284,13 @@ class CheckpointSaverHook(SessionRunHook):
 
     def next_due(self) -> Due:
         return NOW if self._checks else self._timer.next_due()
+
+    def _is_due(self, session: Session) -> bool:
+        triggered, self._triggered = self._triggered, False
+        if session.ranks.size > 1 and self._timer.every_steps is None:
+            # The clock of one rank alone decides nothing: the others would not take part in the save.
+            return triggered and session.global_step != self._timer.last_triggered_step()
+        return self._timer.should_trigger_for_step(session.global_step)
 
     def _save_due(self, run_context: SessionRunContext) -> None:
         session = run_context.session
@@ -289,8 +306,11 @@ class CheckpointSaverHook(SessionRunHook):
     def _save(self, session: Session) -> bool:
         """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop."""
         step = session.global_step
-        later: list[Refusal] | None = [] if getattr(self._saver, "async_save", False) else None
-        reason = session.why_no_checkpoint(later)
+        # With several ranks, all of them have to know whether one refuses before the chief writes.
+        is_later = getattr(self._saver, "async_save", False) and session.ranks.size == 1
+        later: list[Refusal] | None = [] if is_later else None
+        reasons = session.ranks.gather(session.why_no_checkpoint(later))
+        reason = next((each for each in reasons if each is not None), None)
         if reason is not None:
             logger.warning("no checkpoint of step %d: %s", step, reason)
             return False
@@ -302,7 +322,8 @@ class CheckpointSaverHook(SessionRunHook):
             # Other savers than those that write later need not have the argument.
             options = {"refusals": later} if later else {}
             path = self._saver.save(session, self._path, step, **options)
-            summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
+            if session.ranks.is_chief:
+                summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
             # A list, not a generator for any(): every listener is called, even after one asked to stop.
             answers = [listener.after_save(session, step) for listener in self._listeners]
         return any(answers)

@@ -347,13 +347,15 @@ class GlobalStepWaiterHook(SessionRunHook):
         if session.global_step < step:
             logger.info("waiting for global step %d", step)
         while session.global_step < step:
+            if session.interrupted:
+                return
             alone = set(self._coord.live_threads()) <= {threading.current_thread()}
             if alone and session.global_step < step:  # compared again: a thread may have reached it before it ended
                 raise LifecycleError(
                     f"{self!r}: the global step is {session.global_step}, and no thread that is registered with the "
                     "coordinator can advance it: register the thread that does, or remove the hook"
                 )
-            if self._coord.wait_for_stop(_POLL_SECS) or session.interrupted:
+            if self._coord.wait_for_stop(_POLL_SECS):
                 return
         self._awaited_step = 0  # reached: later runs do not wait, whatever the step is then
 

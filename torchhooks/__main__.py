@@ -1,0 +1,81 @@
+"""The command ``python -m torchhooks checkpoints PATH``: lists checkpoints, verifies them, and exports the weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from torchhooks.checkpoint import list_checkpoints, read_checkpoint
+from torchhooks.checkpoint_files import Checkpoint, read_seal, verify
+from torchhooks.errors import CheckpointError, DamagedCheckpointError
+from torchhooks.log import show_lines
+from torchhooks.manifest import has_manifest
+from torchhooks.sharded import canonical
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit code: 0, or 1 if a checkpoint is damaged or there is none."""
+    parser = argparse.ArgumentParser(prog="python -m torchhooks")
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("checkpoints", help="list checkpoints, verify them, and export the weights of one")
+    command.add_argument("path", help="a folder of checkpoints, or one checkpoint")
+    command.add_argument(
+        "--export",
+        metavar="FILE",
+        help="write the state_dict() of the model in the newest undamaged checkpoint, with the names of the bare model",
+    )
+    given = parser.parse_args(arguments)
+    show_lines()  # the warnings about damaged files
+    try:
+        return _checkpoints(given.path, given.export)
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _checkpoints(path: str, export: str | None) -> int:
+    is_one = os.path.isfile(path) or has_manifest(path)
+    found = [read_seal(os.path.normpath(path))] if is_one else list_checkpoints(path)
+    intact = [checkpoint for checkpoint in found if _show(checkpoint)]
+    if not intact:
+        raise CheckpointError(f"{path} has no undamaged checkpoint")
+    if export is not None:
+        _export(intact[-1].path, export)
+    return 0 if len(intact) == len(found) else 1
+
+
+def _show(checkpoint: Checkpoint) -> bool:
+    """Print a line about ``checkpoint``, and return whether all of it is what was written."""
+    outcome = "intact"
+    try:
+        verify(checkpoint.path)
+    except DamagedCheckpointError as error:
+        outcome = str(error)
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.time))
+    kept = ", kept for good" if checkpoint.kept else ""
+    kind = "folder" if os.path.isdir(checkpoint.path) else "file"
+    print(f"{checkpoint.name}  step {checkpoint.step}  {checkpoint.bytes:,} bytes  {kind}  {written}  {outcome}{kept}")
+    return outcome == "intact"
+
+
+def _export(path: str, file: str) -> None:
+    saved = read_checkpoint(path)
+    if "model" not in saved:
+        raise CheckpointError(f"{path} has no model: nothing is exported")
+    temporary = f"{file}.tmp"
+    try:
+        torch.save({canonical(name): value for name, value in saved["model"].items()}, temporary)
+        os.replace(temporary, file)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+    print(f"{file}: the model of {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
