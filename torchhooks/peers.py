@@ -227,6 +227,7 @@ class Peers:
             while self._ticks < known and not self._over.is_set():
                 self._hurry.set()
                 self._changed.wait()
+        self._ranks.disconnect()
 
     def abandon(self) -> None:
         """Tell the other ranks that the loop of this one is gone, though it was never closed."""

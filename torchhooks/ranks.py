@@ -22,7 +22,7 @@ import torch
 
 from torchhooks.checks import seconds
 from torchhooks.errors import LifecycleError, PeerError, TorchHooksError, brief
-from torchhooks.log import logger
+from torchhooks.log import logger, speak_as
 from torchhooks.text import call_repr, shown
 
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.0002, 0.005
@@ -125,7 +125,12 @@ class Ranks:
             LifecycleError: they did not all do so within ``join_secs``.
         """
         self._transport = _GlooTransport(self, failure)
+        speak_as(self.rank)
         return self._transport
+
+    def disconnect(self) -> None:
+        """Called when the loop is closed: this process logs like any other again."""
+        speak_as(0)
 
     def __repr__(self) -> str:
         return call_repr(

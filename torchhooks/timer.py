@@ -54,6 +54,12 @@ class SecondOrStepTimer:
         ValueError: both or neither are given, or the period is invalid.
     """
 
+    told: bool | None = None
+    """With a period in seconds and several ranks, whether the chief's clock has triggered.
+
+    ``None``, the default, means that the timer looks at its own clock.
+    """
+
     def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
         if (every_secs is None) == (every_steps is None):
             raise ValueError(
@@ -90,7 +96,7 @@ class SecondOrStepTimer:
         if self._every_steps is not None:
             return step >= self._last_step + self._every_steps
         assert self._every_secs is not None
-        return time.monotonic() >= self._last_time + self._every_secs
+        return time.monotonic() >= self._last_time + self._every_secs if self.told is None else self.told
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
         """Start a new period now, at ``step``.
@@ -100,6 +106,8 @@ class SecondOrStepTimer:
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
         self._last_step, self._last_time = step, now
+        if self.told:
+            self.told = False
         if last_step is None or last_time is None:
             return None, None
         return now - last_time, step - last_step
@@ -110,7 +118,7 @@ class SecondOrStepTimer:
 
     def next_due(self) -> Due:
         """Return the step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
-        if self._last_step is None or self._last_time is None:
+        if self._last_step is None or self._last_time is None or self.told:
             return NOW
         if self._every_steps is not None:
             return Due(step=self._last_step + self._every_steps)
@@ -125,6 +133,8 @@ class SecondOrStepTimer:
 
 class NeverTriggerTimer:
     """A timer that never triggers, for a hook that only has work to do at the end."""
+
+    told: bool | None = None
 
     def reset(self) -> None:
         """Do nothing."""

@@ -88,7 +88,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         optimizer: the optimizer to save and restore, whose learning rate hooks can fetch.
         checkpoint_dir: the folder that checkpoints are restored from and saved to. Without it, neither is done.
         hooks: the hooks to add to the default ones.
-        chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints.
+        chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints. With
+            several ranks, they are due by the chief's clock, and cannot fetch what needs every rank.
         scaffold: how a session is initialised, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
             the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
         state: additional objects to save and restore, by name.
@@ -101,8 +102,9 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
             Unlike TensorFlow, whose workers get their variables from a server, a worker waits for the chief's first
-            checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``, and as
-            one of several ranks that ``torch.distributed`` connects, which create their loops together.
+            checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``. Of
+            several ranks that ``torch.distributed`` connects, rank 0 is the chief, whatever is given here, and every
+            rank has the default hooks: they write on the chief only.
         max_wait_secs: how long a worker waits at most, in seconds.
         loop_arguments: further arguments of the MonitoredLoop, such as ``step_unit`` and ``recoverable_errors``.
 
@@ -125,8 +127,14 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         save_checkpoint_steps=save_checkpoint_steps,
     )
     longest_wait = seconds(max_wait_secs, "max_wait_secs")
+    ranks = checked_ranks(loop_arguments.get("ranks"))
+    if ranks.size > 1:
+        is_chief = ranks.is_chief
+        for hook in chief_only:
+            if hook.collective:
+                hook.collective = False  # no other rank has it
     elsewhere = () if is_chief else check_hook_states(_states_first(chief_only))
-    if is_chief:
+    if is_chief or ranks.size > 1:
         folder = checkpoint_dir if summary_dir is None else summary_dir
         defaults: list[SessionRunHook] = []
         if counting:
@@ -135,9 +143,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
             defaults.append(SummarySaverHook(**summaries, output_dir=folder, scaffold=scaffold))
         if checkpoints and checkpoint_dir is not None:
             defaults.append(CheckpointSaverHook(checkpoint_dir, **checkpoints, scaffold=scaffold))
-        given = _states_first([*chief_only, *defaults, *given])
-    elif checkpoint_dir is not None and checked_ranks(loop_arguments.get("ranks")).size == 1:
-        # With several ranks, the chief creates its loop, and saves in it, only together with this one.
+        given = _states_first([*(chief_only if is_chief else ()), *defaults, *given])
+    elif checkpoint_dir is not None:
         _wait_for_chief(os.fspath(checkpoint_dir), longest_wait)
     return _Loop(
         elsewhere,

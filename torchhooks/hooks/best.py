@@ -14,7 +14,7 @@ from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError
 from torchhooks.fetch import ComposedFetch, describe, watched_names
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.randomness import random_states, set_random_states
 from torchhooks.readback import to_host
@@ -89,7 +89,7 @@ class _IfDue(ComposedFetch):
             before.restore()
 
 
-class BestCheckpointHook(SessionRunHook):
+class BestCheckpointHook(ReportingHook):
     """Keeps the checkpoints of the states with the best values of a metric.
 
         BestCheckpointHook("run", lambda: evaluate(model, validation), save_steps=1000, mode="max", keep=3)
@@ -110,6 +110,10 @@ class BestCheckpointHook(SessionRunHook):
     whose own checkpoints are neither removed nor counted. Place this hook after a CheckpointSaverHook, so that the
     last save does not wait for the metric. As with that hook, nothing is saved from a run in which a
     NanTensorHook sees NaN, or from a later one.
+
+    With several ranks, every rank evaluates the metric, in the same run, and the chief's value decides for all:
+    ``over_ranks(metric, "mean")`` combines what each rank evaluated on its part of the data. Nothing is saved if a
+    NanTensorHook of any rank has seen NaN.
 
     A StepCounterHook does not count the time that saving takes. It does count the time of the metric, unless that is
     spent inside of ``with session.paused():``.
@@ -175,6 +179,7 @@ class BestCheckpointHook(SessionRunHook):
         # the name of the worst, which the Saver then removes: there is never one too few.
         self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
+        self.collective = save_secs is not None
         self._period = save_steps or 1
         self._fetch = _IfDue(metric, self._timer)
         self._request = SessionRunArgs(self._fetch)
@@ -255,11 +260,12 @@ class BestCheckpointHook(SessionRunHook):
         if metric is None:
             return
         step = session.global_step
-        score = self._sign * metric
-        place = self._place(score, step)
+        # One decision for all ranks: their metrics and what they read of the folder may differ.
+        metric, place = session.ranks.gather((metric, self._place(self._sign * metric, step)))[0]
         if place is None:
             return
-        reason = session.why_no_checkpoint()
+        score = self._sign * metric
+        reason = next(filter(None, session.ranks.gather(session.why_no_checkpoint())), None)
         if reason is not None:
             logger.warning("no checkpoint of step %d: %s", step, reason)
             return

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from torchhooks import summary
 from torchhooks.coordinator import Coordinator
-from torchhooks.hook import SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, SecondOrStepTimer
+from torchhooks.timer import NEVER, Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
 _STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE = "global_step/sec", "examples/sec", "waiting_for_data"
@@ -42,7 +42,7 @@ class _Period(NamedTuple):
         return (end.data_wait_secs - self.data_wait_secs) / host_secs if host_secs > 0 else None
 
 
-class StepCounterHook(SessionRunHook):
+class StepCounterHook(ReportingHook):
     """Reports steps per second (``tf.train.StepCounterHook``) as a log line and as the curve ``global_step/sec``.
 
     The first run starts the clock, and a report follows each time a full period has passed since the previous one, so
@@ -63,12 +63,14 @@ class StepCounterHook(SessionRunHook):
     to the same place does so instead. If the writer has a method ``purge_from(step)``, as
     :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
 
+    With several ranks, the chief alone measures and reports. ``examples/sec`` counts the examples of all ranks.
+
     Args:
         every_n_steps: the period in steps.
         every_n_secs: the period in seconds; requires ``every_n_steps=None``.
         output_dir: the folder of the event file to write to.
         summary_writer: the writer to use in place of ``output_dir``. Without either, the rate is only logged.
-        examples_per_step: the number of examples in a step, to report ``examples/sec`` as well.
+        examples_per_step: the number of examples in a step, on one rank, to report ``examples/sec`` as well.
 
     Raises:
         ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.
@@ -101,15 +103,19 @@ class StepCounterHook(SessionRunHook):
         self._checked_run, self._checked_step = 0, -1  # where it was last checked that the step count advances
         self._warned = False
         self._period: _Period | None = None
-        if self._target.open() is not None:
+        if self.writes and self._target.open() is not None:
             summary.check_writer(self._target.writer)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        if not self.writes:
+            return
         if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
             self._timer.reset()
         session.on_pause(self._add_pause)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if not self.writes:
+            return  # called by a subclass
         session = run_context.session
         step = session.global_step
         self._runs += 1
@@ -128,6 +134,8 @@ class StepCounterHook(SessionRunHook):
         self._target.close()
 
     def next_due(self) -> Due:
+        if not self.writes:
+            return NEVER
         due = self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
@@ -152,12 +160,23 @@ class StepCounterHook(SessionRunHook):
         if any(elapsed.across_devices for elapsed in (duration, *ended.pauses)):
             return  # the model was moved, so no clock has measured the period
         waiting_share = ended.waiting_share(started)
-        report = functools.partial(self._report, session.global_step, time.time(), elapsed_steps, waiting_share)
+        examples = None if self._examples_per_step is None else self._examples_per_step * session.ranks.size
+        report = functools.partial(
+            self._report, session.global_step, time.time(), elapsed_steps, waiting_share, examples
+        )
         # On a GPU, the report is made when the device has passed both moments. A plain number takes a fast path.
         secs = duration if duration.events else duration.host_secs
         run_context.when_ready((secs, tuple(ended.pauses)), report)
 
-    def _report(self, step: int, wall_time: float, steps: int, waiting_share: float | None, times: _Times) -> None:
+    def _report(
+        self,
+        step: int,
+        wall_time: float,
+        steps: int,
+        waiting_share: float | None,
+        examples_per_step: float | None,
+        times: _Times,
+    ) -> None:
         """Log and write the rates of a period of ``steps`` steps, which ended at ``step`` and ``wall_time``."""
         duration, pauses = times
         secs = duration - sum(pauses)
@@ -166,8 +185,8 @@ class StepCounterHook(SessionRunHook):
         rate = steps / secs
         values = {_STEPS_RATE: rate}
         logger.info("%s: %g", _STEPS_RATE, rate)
-        if self._examples_per_step is not None:
-            values[_EXAMPLES_RATE] = rate * self._examples_per_step
+        if examples_per_step is not None:
+            values[_EXAMPLES_RATE] = rate * examples_per_step
             logger.info("%s: %g", _EXAMPLES_RATE, values[_EXAMPLES_RATE])
         if waiting_share is not None:
             values[_WAITING_SHARE] = waiting_share

@@ -12,7 +12,7 @@ from torchhooks import summary
 from torchhooks.changes import StateMark
 from torchhooks.checkpoint_files import is_checkpoint_name
 from torchhooks.coordinator import Coordinator
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.session import Refusal, Scaffold, Session
 from torchhooks.stateful import Stateful
@@ -21,7 +21,7 @@ from torchhooks.timer import NEVER, NOW, Due, SecondOrStepTimer
 from torchhooks.writers import WriterTarget
 
 
-class SummarySaverHook(SessionRunHook):
+class SummarySaverHook(ReportingHook):
     """Writes summaries periodically (``tf.train.SummarySaverHook``).
 
     ``save_steps=8`` writes at steps 1, 9 and 17. The first run also writes ``SessionLog.START``, which tells
@@ -31,6 +31,9 @@ class SummarySaverHook(SessionRunHook):
 
     Unlike TensorFlow, which relies on the step it saw last, the hook decides on ``session.global_step + 1`` whether a
     run is due.
+
+    With several ranks, every rank evaluates the fetches in the same runs, and the chief writes.
+    ``{"loss": over_ranks("loss", "mean")}`` writes the mean of all ranks instead of the chief's value.
 
     Args:
         save_steps: the number of steps from one summary to the next.
@@ -68,6 +71,8 @@ class SummarySaverHook(SessionRunHook):
             )
         self._timer = SecondOrStepTimer.named(save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
+        self._has_place = output_dir is not None or summary_writer is not None
+        self.collective = save_secs is not None
         self._scaffold = scaffold
         self._ops = summary.summary_ops(summary_op) if scaffold is None else ()
 
@@ -77,6 +82,8 @@ class SummarySaverHook(SessionRunHook):
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
         self._request = SessionRunArgs(self._ops)
+        if not self.writes:
+            return
         writer = self._target.open()
         if writer is None:
             logger.warning("%r has neither output_dir nor summary_writer: it writes nothing", self)
@@ -90,11 +97,10 @@ class SummarySaverHook(SessionRunHook):
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._step_before = run_context.session.global_step
         self._due = self._timer.should_trigger_for_step(self._step_before + 1)
-        return self._request if self._due and self._target.writer is not None else None
+        return self._request if self._due and self._has_place else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        writer = self._target.writer
-        if not self._due or writer is None:
+        if not self._due or not self._has_place:
             return
         session = run_context.session
         step = session.global_step
@@ -102,14 +108,16 @@ class SummarySaverHook(SessionRunHook):
         if step == self._timer.last_triggered_step() or 0 < step == self._step_before == session.begun_at:
             return  # no step was made since the last point, in this process or before a restore
         self._timer.update_last_triggered_step(step)
-        now = time.time()
-        run_context.when_ready(run_values.results, lambda values: summary.write_summaries(writer, values, step, now))
+        if self.writes:
+            write = partial(summary.write_summaries, self._target.writer)
+            now = time.time()
+            run_context.when_ready(run_values.results, lambda values: write(values, step, now))
 
     def teardown(self) -> None:
         self._target.close()
 
     def next_due(self) -> Due:
-        return NEVER if self._target.writer is None else self._timer.next_due()
+        return self._timer.next_due() if self._has_place else NEVER
 
     def __repr__(self) -> str:
         return call_repr(self, **self._arguments)
