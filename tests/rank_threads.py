@@ -123,6 +123,27 @@ class ThreadRanks(Ranks):
         return self._transport
 
 
+def in_threads(size: int, main: Callable[[ThreadRanks, Hub], Any], **periods: float) -> list[Any]:
+    """Call ``main(ranks, hub)`` in a thread for each rank, and return what each returned or raised."""
+    hub, results = Hub(size), [None] * size
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = main(ThreadRanks(hub, rank, random.Random(rank), **{"tick_secs": 0.001, **periods}), hub)
+        except BaseException as error:
+            results[rank] = error  # type: ignore[call-overload]
+        finally:
+            hub.leave(rank)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
 def pause(rng: random.Random, secs: float) -> None:
     """Sleep for a random time, which is often none."""
     if secs and rng.random() < 0.5:

@@ -39,7 +39,7 @@ FLOORS: list[set[str]] = [
         "ranks",
         "recovery",
     },
-    {"ending", "readback", "step", "summary", "watch"},
+    {"ending", "readback", "reduction", "step", "summary", "watch"},
     {"jsonl", "rollback", "snapshot", "state", "writers"},
     {"checkpoint"},
     # the session and the contract

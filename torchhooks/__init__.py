@@ -34,6 +34,7 @@ from torchhooks.errors import (
     PeerError,
     TorchHooksError,
 )
+from torchhooks.fetch import over_ranks
 from torchhooks.hook import (
     RunMetadata,
     RunOptions,
@@ -104,6 +105,7 @@ __all__ = [
     "best_checkpoint",
     "latest_checkpoint",
     "list_checkpoints",
+    "over_ranks",
     "read_metadata",
     "summary",
 ]

@@ -14,13 +14,15 @@ fetch                                     value
 a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
 an object with ``compute()``              what ``compute()`` returns: a torchmetrics metric, for example
 a tensor                                  its value after this run
+``over_ranks("loss", "mean")``            the mean of what the fetch is on all ranks, or the ``sum``, ``min``, ``max``
 a :class:`ComposedFetch`                  a value computed from another fetch: a summary op, for example
 a list, tuple, dict, dataclass of these   the same structure, with values in place of fetches
 ========================================  ============================================================================
 
 Fetches are evaluated after the step, in the runs in which a hook asks for them: a name, a closure or an object once in
 a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
-Tensors are detached from the graph and stay on their device.
+Tensors are detached from the graph and stay on their device. With several ranks, a ``DTensor`` becomes the full tensor,
+which every rank has to request in the same run, unless a hook needs the local part only, as NanTensorHook does.
 
 A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
 ``lr``, the model, the arguments of the step.
@@ -77,8 +79,58 @@ class ComposedFetch:
     def fetch(self) -> Any:
         """The fetch to evaluate."""
 
+    is_fixed: bool = True
+    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
+
     def compose(self, value: Any) -> Any:
         """Return the value of this fetch, given the value of :attr:`fetch`."""
+
+
+class OverRanks(ComposedFetch):
+    """A fetch whose value is combined from those of all ranks. See :func:`over_ranks`."""
+
+    def __init__(self, fetch: Any, op: str) -> None:
+        if op not in RANK_OPS:
+            raise ValueError(f"over_ranks({shown(fetch)}, {op!r}): give one of {', '.join(map(repr, RANK_OPS))}")
+        if fetch is None or isinstance(fetch, ComposedFetch):
+            raise TypeError(f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'")
+        self._fetch = fetch
+        self.op = op
+        self.__name__ = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
+
+    @property
+    def fetch(self) -> Any:
+        return self._fetch
+
+    def compose(self, value: Any) -> Any:
+        """Return ``value``, which is that of all ranks, because there is only one."""
+        return value
+
+    def __repr__(self) -> str:
+        return f"over_ranks({self._fetch!r}, {self.op!r})"
+
+
+RANK_OPS = ("mean", "sum", "min", "max")
+
+
+def over_ranks(fetch: Any, op: str) -> OverRanks:
+    """Return a fetch of the ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` of what ``fetch`` is on all ranks.
+
+        LoggingTensorHook({"loss": over_ranks("loss", "mean")}, every_n_iter=100)
+
+    It is evaluated only in the runs in which a hook requests it, all of a run in one exchange between the ranks. Every
+    rank has to request it in the same run. So a hook cannot that not every rank has, or that is due by its own clock
+    or by what its step returned. A mean of integers is a float. In a single process, the value is that of ``fetch``.
+
+    Args:
+        fetch: any fetch of numbers, tensors or arrays, which have the same shapes and dtypes on all ranks.
+        op: how to combine them, element by element.
+
+    Raises:
+        ValueError: ``op`` is none of the four.
+        FetchError: from the run, if the hook cannot request it, or the ranks request different things.
+    """
+    return OverRanks(fetch, op)
 
 
 class GroupRates(list[Any]):
@@ -355,7 +407,9 @@ class Evaluator:
         feeds: Mapping[str, Any] = _EMPTY,
         inputs: Callable[[], Mapping[str, Any]] = dict,
         watched: Mapping[str, Any] = _EMPTY,
+        requests: Iterable[tuple[object, Any]] = (),
     ) -> None:
+        # The requests of the run are for the subclass for several ranks.
         self.session = session
         self.outputs = outputs
         self.feeds = feeds
@@ -369,7 +423,7 @@ class Evaluator:
         self._requester = requester
         if type(fetch) is str:
             return self._named(fetch)
-        return self._composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
+        return self.composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
 
     def is_given(self, name: str) -> bool:
         """Return whether ``name`` is that of a feed or of an output of the step."""
@@ -379,7 +433,7 @@ class Evaluator:
         if isinstance(fetch, str):
             return self._named(fetch)
         if isinstance(fetch, ComposedFetch):
-            return self._composed(fetch)
+            return self.composed(fetch)
         if isinstance(fetch, torch.Tensor):
             return self._once(fetch, lambda: fetch)
         if callable(getattr(fetch, "compute", None)) and not isinstance(fetch, type):
@@ -447,7 +501,8 @@ class Evaluator:
         asked = f"{self._requester} asked for {describe(closure)}"
         raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name")
 
-    def _composed(self, fetch: ComposedFetch) -> Any:
+    def composed(self, fetch: ComposedFetch) -> Any:
+        """Return the value of ``fetch``."""
         evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch
         value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
         try:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
@@ -113,7 +115,10 @@ class Peers:
         self._transport = transport = self._ranks.connect(lambda: self.failure)
         threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
         mine = {"step_unit": step_unit, "collective hooks": [type(s.hook).__name__ for s in self._schedule.collective]}
-        for rank, other in enumerate(self._ranks.gather(mine)):
+        hooks = [seat.hook for seat in self._schedule.all_seats]
+        others = self._ranks.gather({**mine, "hooks": [_identity(hook) for hook in hooks]})
+        self._ranks.hooks_of_some = _hooks_of_some(hooks, [other["hooks"] for other in others])
+        for rank, other in enumerate(others):
             for name, value in mine.items():
                 if other[name] != value:
                     raise LifecycleError(
@@ -471,6 +476,28 @@ class _LifecycleOverRanks(Lifecycle):
         outputs = super().run(args, kwargs, outputs)
         peers.run_number = 0  # not after an error: the run was not made
         return outputs
+
+
+def _identity(hook: object) -> tuple[str, str]:
+    """Return the class of ``hook``, and its repr without what differs between processes."""
+    kind = f"{type(hook).__module__}.{type(hook).__qualname__}"
+    try:
+        return kind, re.sub(r"0x[0-9a-fA-F]+", "", repr(hook))
+    except Exception:  # a broken __repr__ must not end the training run
+        return kind, kind
+
+
+def _hooks_of_some(hooks: list[Any], identities: list[list[tuple[str, str]]]) -> list[object]:
+    """Return those of ``hooks`` that not every rank has, given the ``identities`` of the hooks of all ranks.
+
+    If all ranks have as many hooks of a class, these are the same hooks. Otherwise, their reprs tell.
+    """
+    counts = [Counter(kind for kind, _ in each) + Counter(each) for each in identities]
+
+    def everywhere(key: Any) -> bool:
+        return len({count[key] for count in counts}) == 1
+
+    return [hook for hook in hooks if not everywhere(_identity(hook)[0]) and not everywhere(_identity(hook))]
 
 
 def _length(iterable: Iterable[Any]) -> int:

@@ -97,6 +97,8 @@ class Ranks:
         self.lost_after_secs = seconds(lost_after_secs, "lost_after_secs")
         self.stuck_secs = seconds(stuck_secs, "stuck_secs")
         self.join_secs = seconds(join_secs, "join_secs")
+        self.hooks_of_some: list[object] = []
+        """The hooks of this rank's loop that not every rank has."""
         self._transport: Transport | None = None
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -117,6 +119,20 @@ class Ranks:
             PeerError: a rank failed, left or does not answer.
         """
         return [value] if self._transport is None else self._transport.gather(value)
+
+    def gather_on_device(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]] | None:
+        """Return ``tensors``, all of one device, of every rank, without waiting for the device.
+
+        One call of the default process group's ``all_gather``. ``None`` if the tensors are on the CPU, or if that group
+        does not serve their device. Every rank has to call this as it has to call :meth:`gather`.
+        """
+        distributed = sys.modules.get("torch.distributed")
+        kind = tensors[0].device.type
+        if kind == "cpu" or distributed is None or not distributed.is_initialized():
+            return None
+        if f"{kind}:" not in str(distributed.get_backend_config()):
+            return None
+        return _all_gather(tensors, self.size)
 
     def connect(self, failure: Callable[[], PeerError | None]) -> Transport:
         """Reach the other ranks; each of them has to call this. ``failure()`` says if a rank has failed since.
@@ -277,6 +293,22 @@ class _GlooTransport:
         failure = self._failure()
         if failure is not None:
             raise failure
+
+
+def _all_gather(tensors: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
+    """Return ``tensors`` of the ``size`` ranks of the default process group, sent as bytes in one call."""
+    pieces = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    data = torch.cat(pieces)
+    rows = [torch.empty_like(data) for _ in range(size)]
+    torch.distributed.all_gather(rows, data)
+    lengths = [piece.numel() for piece in pieces]
+
+    def read(row: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(row.split(lengths), tensors, strict=True)
+        # Cloned, because a part may begin where no element of its dtype can.
+        return [part.clone().view(each.dtype).reshape(each.shape) for part, each in parts]
+
+    return [read(row) for row in rows]
 
 
 def _keep_for_ever(group: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torchhooks.costs import HookCosts
 from torchhooks.errors import FeedError, LifecycleError, add_note
-from torchhooks.fetch import Evaluator, check_feed_names, is_fixed, named_outputs, watched_names
+from torchhooks.fetch import check_feed_names, is_fixed, named_outputs, watched_names
 from torchhooks.hook import RunMetadata, RunOptions, RunServices, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.schedule import Schedule, Seat, in_order
@@ -52,6 +52,7 @@ class Lifecycle:
         self._session, self._step = services.session, services.step
         self._items, self._ending = services.items, services.ending
         self._function = services.step.function
+        self._new_evaluator = services.session.new_evaluator
         self._progress = progress
         self._schedule = schedule
         self._steps_per_run = steps_per_run
@@ -177,7 +178,7 @@ class Lifecycle:
         """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
         fed, watched, options, metadata = made
         evaluate: Callable[[Any, Any], Any]
-        evaluate = Evaluator(self._session, outputs, fed, context.inputs, watched).evaluate
+        evaluate = self._new_evaluator(self._session, outputs, fed, context.inputs, watched, requests).evaluate
         if self._costs is not None:
             evaluate = self._costs.timed_evaluation(evaluate)
         values: dict[Seat, SessionRunValues] = {}

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from torchhooks.fetch import ComposedFetch, GroupRates
+from torchhooks.fetch import ComposedFetch, GroupRates, OverRanks
 from torchhooks.log import logger
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class SummaryOp(ComposedFetch):
         self.kind = type(self).__name__
         self.method = f"add_{self.kind}"
         self.tag = _checked_tag(tag, self.kind)
-        if fetch is None or isinstance(fetch, (ComposedFetch, Mapping, list, tuple, set)):
+        refused = (ComposedFetch, Mapping, list, tuple, set)
+        if fetch is None or (isinstance(fetch, refused) and not isinstance(fetch, OverRanks)):
             raise TypeError(f"{self.kind}({tag!r}, {fetch!r}): give one fetch; for several values, create several ops")
         self._fetch = fetch
 

@@ -62,6 +62,7 @@ class _IfDue(ComposedFetch):
     Between :attr:`fetch` and :meth:`compose` it is evaluated, unless that raises.
     """
 
+    is_fixed = False
     session: Session
     before: _Undisturbed | None = None
 

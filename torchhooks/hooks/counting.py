@@ -136,7 +136,7 @@ class StepCounterHook(ReportingHook):
     def next_due(self) -> Due:
         if not self.writes:
             return NEVER
-        due = self._timer.next_due()
+        due: Due = self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
         # Also due after that many runs, because a step count that does not advance never reaches due.step.
