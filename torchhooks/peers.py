@@ -38,6 +38,7 @@ from torchhooks.agreement import (
     Failed,
     Finished,
     Met,
+    Pace,
     Row,
 )
 from torchhooks.ending import Ending
@@ -100,8 +101,7 @@ class Peers:
         self._ticks = 0
         self._last_table: list[Row] = []
         self._over = threading.Event()  # there will be no further tick
-        self.made: list[int] = []
-        """How many runs each rank had made at the last tick."""
+        ranks.pace = Pace() if ranks.is_chief else None
         ending.propose = self._propose
 
     # -- called by the loop, in the training thread -------------------------------------------------------------------
@@ -336,7 +336,9 @@ class Peers:
     def _tick(self, transport: Transport) -> bool:
         """Exchange one tick, and return whether it was the last one."""
         table = [Row(*numbers) for numbers in transport.exchange(list(self._row()))]
-        self._last_table, self.made = table, [row.made for row in table]
+        self._last_table = table
+        if self._ranks.pace is not None:
+            self._ranks.pace.note(table)
         agreement = self._agreement
         # The lock makes the next tick's state visible to the training thread as a whole.
         with self._changed:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torchhooks.agreement import Pace
 from torchhooks.checks import seconds
 from torchhooks.errors import LifecycleError, PeerError, TorchHooksError, brief
 from torchhooks.log import logger, speak_as
@@ -99,6 +100,8 @@ class Ranks:
         self.join_secs = seconds(join_secs, "join_secs")
         self.hooks_of_some: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
+        self.pace: Pace | None = None
+        """On the chief, how far the ranks are in comparison; ``None`` elsewhere, and in a loop of one process."""
         self._transport: Transport | None = None
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():

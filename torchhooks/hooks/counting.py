@@ -63,7 +63,10 @@ class StepCounterHook(ReportingHook):
     to the same place does so instead. If the writer has a method ``purge_from(step)``, as
     :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
 
-    With several ranks, the chief alone measures and reports. ``examples/sec`` counts the examples of all ranks.
+    With several ranks, the chief alone measures and reports. ``examples/sec`` counts the examples of all ranks. A rank
+    that was less far than the others for most of a period is logged: ``slowest rank: 3, at 80% of the ticks, by up to 1
+    runs``. This is known from the ticks of the ranks, without further communication. A rank that is slow before the
+    collective of its step is not recognised, because the others wait for it in the same run.
 
     Args:
         every_n_steps: the period in steps.
@@ -154,6 +157,10 @@ class StepCounterHook(ReportingHook):
         session = run_context.session
         ended, started = self._period, _Period(Moment(session.device), session.data_wait_secs, [])
         self._period = started
+        slowest = None if session.ranks.pace is None else session.ranks.pace.slowest()
+        if slowest is not None and ended is not None:
+            rank, share, spread = slowest
+            logger.info("slowest rank: %d, at %.0f%% of the ticks, by up to %d runs", rank, 100 * share, spread)
         if ended is None or elapsed_steps is None or elapsed_steps < 0:
             return  # this run starts the clock, or the step went back
         duration = Elapsed(ended.start, started.start)
