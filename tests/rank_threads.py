@@ -97,8 +97,9 @@ class ThreadTransport:
 
     def gather(self, value: Any) -> list[Any]:
         def stop() -> None:
-            if self._failure() is not None:
-                raise self._failure()
+            error = self._failure()
+            if error is not None:
+                raise error
 
         return self._hub.gather("training", self._rank, value, stop)
 

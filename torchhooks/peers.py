@@ -42,7 +42,7 @@ from torchhooks.agreement import (
     Row,
 )
 from torchhooks.ending import Ending
-from torchhooks.errors import LifecycleError, PeerError, add_note, brief
+from torchhooks.errors import LifecycleError, PeerError, TorchHooksError, add_note, brief
 from torchhooks.log import logger
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.ranks import ContactLostError, Ranks, Transport, end_process, is_communication_error
@@ -98,6 +98,7 @@ class Peers:
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed."""
         self._failure_is_seen = threading.Event()
+        self._passed_at: float | None = None  # when another rank was first seen past the gathering that this one is in
         self._ticks = 0
         self._last_table: list[Row] = []
         self._over = threading.Event()  # there will be no further tick
@@ -112,7 +113,7 @@ class Peers:
         Raises:
             LifecycleError: another rank did not create its loop in time, or created a different one.
         """
-        self._transport = transport = self._ranks.connect(lambda: self.failure)
+        self._transport = transport = self._ranks.connect(self._why_not_to_wait)
         threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
         mine = {"step_unit": step_unit, "collective hooks": [type(s.hook).__name__ for s in self._schedule.collective]}
         hooks = [seat.hook for seat in self._schedule.all_seats]
@@ -244,6 +245,28 @@ class Peers:
     def _is_connected(self) -> bool:
         """Return whether the thread runs: not before :meth:`start`, and not in a forked process."""
         return self._transport is not None and os.getpid() == self._pid
+
+    def _why_not_to_wait(self) -> TorchHooksError | None:
+        """Return why a gathering, in which the training thread is, will never be complete; ``None`` if it may be.
+
+        A rank in a later run did not call it in this one, or this rank would not wait any more.
+        """
+        if self.failure is not None:
+            return self.failure
+        _, run, _ = self._look()
+        later = [(rank, row.begun) for rank, row in enumerate(self._last_table) if row.begun > run]
+        if not later:
+            self._passed_at = None
+            return None
+        now = time.monotonic()
+        self._passed_at = now if self._passed_at is None else self._passed_at
+        if now < self._passed_at + self._ranks.stuck_secs:
+            return None  # this rank may just not have noticed yet that the gathering is complete
+        rank, theirs = later[0]
+        return LifecycleError(
+            f"rank {self._ranks.rank} waits in run {run} for values of the other ranks, and rank {rank} is in run {theirs} "
+            "already: call Ranks.gather, and request what needs every rank, on all ranks in the same run"
+        )
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 

@@ -137,8 +137,8 @@ class Ranks:
             return None
         return _all_gather(tensors, self.size)
 
-    def connect(self, failure: Callable[[], PeerError | None]) -> Transport:
-        """Reach the other ranks; each of them has to call this. ``failure()`` says if a rank has failed since.
+    def connect(self, failure: Callable[[], TorchHooksError | None]) -> Transport:
+        """Reach the other ranks; each of them has to call this. ``failure()`` says why not to wait for one any more.
 
         Raises:
             LifecycleError: they did not all do so within ``join_secs``.
@@ -196,7 +196,7 @@ class _GlooTransport:
     them, and their keys in the store are new in every process, so that those of an earlier attempt do no harm.
     """
 
-    def __init__(self, ranks: Ranks, failure: Callable[[], PeerError | None]) -> None:
+    def __init__(self, ranks: Ranks, failure: Callable[[], TorchHooksError | None]) -> None:
         self._ranks = ranks
         self._failure = failure
         self._size = ranks.size
@@ -282,7 +282,7 @@ class _GlooTransport:
                     raise
             work.wait()
         except RuntimeError as error:
-            if isinstance(error, PeerError):
+            if isinstance(error, TorchHooksError):
                 raise
             raise ContactLostError(brief(error).partition(". This is typically")[0]) from error
         return rows
