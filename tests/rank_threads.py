@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchhooks import MonitoredLoop, PeerError, Ranks, SessionRunContext, SessionRunHook, StopAtStepHook
+from torchhooks.errors import TorchHooksError
 from torchhooks.ranks import ContactLostError
 from torchhooks.timer import Due
 
@@ -118,7 +119,7 @@ class ThreadRanks(Ranks):
         self.rank, self.size = rank, hub.size
         self._hub, self._rng, self._delay_secs = hub, rng, delay_secs
 
-    def connect(self, failure: Callable[[], PeerError | None]) -> Any:
+    def connect(self, failure: Callable[[], TorchHooksError | None]) -> Any:
         self._transport = ThreadTransport(self._hub, self.rank, self._rng, self._delay_secs, failure)
         self._hub.gather("connect", self.rank, None)
         return self._transport

@@ -264,8 +264,8 @@ class Peers:
             return None  # this rank may just not have noticed yet that the gathering is complete
         rank, theirs = later[0]
         return LifecycleError(
-            f"rank {self._ranks.rank} waits in run {run} for values of the other ranks, and rank {rank} is in run {theirs} "
-            "already: call Ranks.gather, and request what needs every rank, on all ranks in the same run"
+            f"rank {self._ranks.rank} waits in run {run} for values of the other ranks, and rank {rank} is in run "
+            f"{theirs} already: call Ranks.gather, and request what needs every rank, on all ranks in the same run"
         )
 
     # -- waiting ------------------------------------------------------------------------------------------------------
