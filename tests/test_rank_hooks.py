@@ -18,6 +18,7 @@ import torch.distributed.fsdp
 from rank_processes import run_ranks
 from rank_threads import Hub, ThreadRanks, in_threads
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchhooks.hooks.best
 from torchhooks import (
@@ -33,6 +34,7 @@ from torchhooks import (
     PeerError,
     Ranks,
     Scaffold,
+    Session,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
@@ -44,6 +46,8 @@ from torchhooks import (
     summary,
 )
 from torchhooks.agreement import Pace, Row, Slowest
+from torchhooks.log import logger, speak_as
+from torchhooks.reduction import RanksEvaluator
 from torchhooks.testing import RecordingWriter, log_lines
 from torchhooks.timer import Due
 
@@ -352,6 +356,26 @@ def test_a_chief_only_hook_with_a_period_in_seconds_is_due_by_the_chiefs_clock(l
     assert len([text for _, text in lines if text.startswith("loss")]) == 3
 
 
+def test_a_chief_only_hook_that_saves_checkpoints_exists_on_every_rank(saves: list[Saves], tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        best = BestCheckpointHook(tmp_path / str(ranks.rank), "loss", save_steps=1, mode="max")
+        with MonitoredTrainingLoop(lambda: 1.0, chief_only_hooks=[best], ranks=ranks) as loop:
+            for _ in loop.until_stop(range(2)):
+                loop.run()
+
+    assert in_threads(2, main) == [None, None]
+    assert [each.steps for each in saves] == [[("model.1.ckpt", 1, 1.0)]] * 2
+
+
+def test_a_best_checkpoint_hook_on_the_chief_alone_is_an_error_where_the_loop_is_created(
+    tmp_path: Path,
+) -> None:
+    def hooks_of(rank: int) -> list[SessionRunHook]:
+        return [] if rank else [BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")]
+
+    assert all("collective hooks is" in str(error) for error in refused(hooks_of))
+
+
 def test_every_rank_has_the_default_hooks_whatever_is_chief_says(tmp_path: Path) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         scaffold = Scaffold(summary_op={"loss": over_ranks("loss", "sum")})
@@ -632,6 +656,46 @@ def test_tensors_on_a_device_are_gathered_in_one_call_of_the_process_group(
 
 def test_tensors_that_the_process_group_does_not_serve_go_over_the_host(group_of_one: None) -> None:
     assert Ranks().gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
+
+
+def test_tensors_on_a_device_are_combined_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        hook = Wants([over_ranks(lambda: torch.tensor([1, 2 * ranks.rank]), "sum"), over_ranks("loss", "min")])
+        train(ranks, hub, [hook], runs=1)
+        return [torch.as_tensor(value).tolist() for value in hook.values[0]]
+
+    assert in_threads(2, main) == [[[2, 2], 1.0]] * 2
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_dtensor_becomes_the_full_tensor_once_in_a_run(group_of_one: None, placement: Any) -> None:
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(torch.arange(4.0), mesh, [placement])
+    evaluator = RanksEvaluator(Session(), {"weight": weight})
+    one, other = (evaluator.evaluate(["weight"], "a hook")[0] for _ in range(2))
+    assert type(one) is torch.Tensor
+    assert torch.equal(one, torch.arange(4.0))
+    assert one is other or isinstance(placement, Replicate)
+
+
+def test_a_sharded_dtensor_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    session, hook = Session(), Wants("weight")
+    session.ranks.hooks_of_some = [hook]
+    evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
+    with pytest.raises(FetchError, match=r"asked for a DTensor of shape \(4,\), which all ranks have to evaluate"):
+        evaluator.evaluate("weight", hook)
+
+
+def test_a_process_logs_as_its_rank_until_the_loop_is_closed(lines: list[tuple[str, str]]) -> None:
+    speak_as(3)
+    logger.info("hidden")
+    logger.warning("%s is %d", "loss", 1)
+    Ranks().disconnect()
+    logger.info("seen")
+    assert lines == [("WARNING", "rank 3: loss is 1"), ("INFO", "seen")]
 
 
 # -- real processes -------------------------------------------------------------------------------------------------

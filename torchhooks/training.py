@@ -89,7 +89,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         checkpoint_dir: the folder that checkpoints are restored from and saved to. Without it, neither is done.
         hooks: the hooks to add to the default ones.
         chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints. With
-            several ranks, they are due by the chief's clock, and cannot fetch what needs every rank.
+            several ranks, they are due by the chief's clock, and cannot fetch what needs every rank. Those that save
+            checkpoints are then hooks of every rank, because a save needs all of them.
         scaffold: how a session is initialised, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
             the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
         state: additional objects to save and restore, by name.
@@ -130,6 +131,9 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
     ranks = checked_ranks(loop_arguments.get("ranks"))
     if ranks.size > 1:
         is_chief = ranks.is_chief
+        savers = [hook for hook in chief_only if getattr(hook, "saves_checkpoints", False)]
+        chief_only = [hook for hook in chief_only if hook not in savers]
+        given = [*savers, *given]
         for hook in chief_only:
             if hook.collective:
                 hook.collective = False  # no other rank has it

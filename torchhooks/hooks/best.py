@@ -137,6 +137,9 @@ class BestCheckpointHook(ReportingHook):
         TypeError: from the run, the metric is not one number.
     """
 
+    collective = True
+    """All ranks decide together, and save together."""
+
     saves_checkpoints = True
     """Hooks with a state have to precede this one, so that checkpoints contain their state after the run."""
 
@@ -180,7 +183,6 @@ class BestCheckpointHook(ReportingHook):
         # the name of the worst, which the Saver then removes: there is never one too few.
         self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
-        self.collective = save_secs is not None
         self._period = save_steps or 1
         self._fetch = _IfDue(metric, self._timer)
         self._request = SessionRunArgs(self._fetch)
