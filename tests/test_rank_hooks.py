@@ -34,6 +34,7 @@ from torchhooks import (
     PeerError,
     Ranks,
     Scaffold,
+    SecondOrStepTimer,
     Session,
     SessionRunArgs,
     SessionRunContext,
@@ -48,8 +49,8 @@ from torchhooks import (
 from torchhooks.agreement import Pace, Row, Slowest
 from torchhooks.log import logger, speak_as
 from torchhooks.reduction import RanksEvaluator
-from torchhooks.testing import RecordingWriter, log_lines
-from torchhooks.timer import Due
+from torchhooks.testing import FakeClock, RecordingWriter, log_lines
+from torchhooks.timer import NOW, Due
 
 QUICK = {"tick_secs": 0.01}
 
@@ -319,6 +320,21 @@ def test_the_chief_logs_which_rank_is_slow(lines: list[tuple[str, str]]) -> None
 def test_in_one_process_there_is_no_pace() -> None:
     with MonitoredLoop(lambda: 1.0) as loop:
         assert loop.session.ranks.pace is None
+
+
+def test_a_timer_that_is_told_does_not_look_at_its_clock(clock: FakeClock) -> None:
+    timer = SecondOrStepTimer(every_secs=10)
+    timer.told = False
+    assert timer.should_trigger_for_step(1)  # the first step triggers on every rank
+    timer.update_last_triggered_step(1)
+    clock.advance(100)
+    assert not timer.should_trigger_for_step(2)
+    timer.told = True
+    assert not timer.should_trigger_for_step(1)  # already triggered for this step
+    assert timer.next_due() == NOW
+    assert timer.should_trigger_for_step(2)
+    assert timer.update_last_triggered_step(2) == (100.0, 1)
+    assert not timer.should_trigger_for_step(3)
 
 
 # -- chief_only_hooks -----------------------------------------------------------------------------------------------
@@ -595,6 +611,13 @@ def test_one_of_two_hooks_of_a_class_on_the_chief_alone_is_told_from_the_other()
         return train(ranks, hub, [common] if ranks.rank else [only, common])
 
     assert in_threads(2, allowed) == [(3, "data ended")] * 2
+
+
+def test_a_final_op_over_ranks_is_refused_on_the_chief_alone() -> None:
+    error, other = refused(lambda rank: [] if rank else [FinalOpsHook(over_ranks("loss", "mean"))])
+    assert isinstance(error, FetchError)
+    assert "FinalOpsHook(over_ranks('loss', 'mean')) asked for over_ranks('loss', 'mean')" in str(error)
+    assert other == (2, "data ended")  # whose training run was over
 
 
 class Gathers(SessionRunHook):

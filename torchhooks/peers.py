@@ -98,7 +98,7 @@ class Peers:
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed."""
         self._failure_is_seen = threading.Event()
-        self._passed_at: float | None = None  # when another rank was first seen past the gathering that this one is in
+        self._passed = -1, 0.0  # the run in which a gathering waits that another rank has passed, and since when
         self._ticks = 0
         self._last_table: list[Row] = []
         self._over = threading.Event()  # there will be no further tick
@@ -247,20 +247,20 @@ class Peers:
         return self._transport is not None and os.getpid() == self._pid
 
     def _why_not_to_wait(self) -> TorchHooksError | None:
-        """Return why a gathering, in which the training thread is, will never be complete; ``None`` if it may be.
+        """Return why the gathering that the calling thread is in will never be complete; ``None`` if it may be.
 
-        A rank in a later run did not call it in this one, or this rank would not wait any more.
+        If the training thread waits, a rank in a later run has not taken part in this one, and never will.
         """
-        if self.failure is not None:
+        if self.failure is not None or threading.get_ident() != self._training_thread:
             return self.failure
         _, run, _ = self._look()
         later = [(rank, row.begun) for rank, row in enumerate(self._last_table) if row.begun > run]
         if not later:
-            self._passed_at = None
             return None
         now = time.monotonic()
-        self._passed_at = now if self._passed_at is None else self._passed_at
-        if now < self._passed_at + self._ranks.stuck_secs:
+        if self._passed[0] != run:
+            self._passed = run, now
+        if now < self._passed[1] + self._ranks.stuck_secs:
             return None  # this rank may just not have noticed yet that the gathering is complete
         rank, theirs = later[0]
         return LifecycleError(
