@@ -921,6 +921,19 @@ def signal_between_inner_loops(job: Job) -> None:
                 loop.run(batch)
 
 
+@pattern(steps=(2, 4, 5), last=8)
+def signal_between_phases(job: Job) -> None:
+    """The same between two outermost loops."""
+    job.signal_comes_late = True
+    with job.loop() as loop:
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+        job.scheduler.step()
+        job.validate()
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+
+
 @pattern(GUARD)
 def signal_in_validation_before_a_guard(job: Job) -> None:
     late_signal(job, guard=True)

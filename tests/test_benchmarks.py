@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 ARGUMENTS = {
     "checkpoint": ["--megabytes", "12", "--rounds", "1"],
     "gpu": ["--device", "cpu", "--runs", "40", "--rounds", "1"],
+    "histograms": ["--elements", "10000", "--rounds", "1"],
     "overhead": ["--runs", "200", "--rounds", "1"],
     "ranks": ["--runs", "200", "--rounds", "1", "--secs", "0.5"],
     "soak": ["--runs", "1000"],

@@ -261,7 +261,7 @@ def test_resume_is_ended_by_sigterm_and_started_again(printed_by_resume: str) ->
 
 
 def test_resume_ends_with_the_same_bits_as_an_uninterrupted_run(printed_by_resume: str) -> None:
-    assert "Bit-identical: global_step, model, optimizer, position, random, scheduler.\n" in printed_by_resume
+    assert "Bit-identical: classes, global_step, model, optimizer, position, random, scheduler.\n" in printed_by_resume
 
 
 def test_resume_ends_at_the_same_loss_as_an_uninterrupted_run(printed_by_resume: str) -> None:

@@ -36,8 +36,8 @@ def load(file: str) -> list[Scenario]:
 
 
 SCENARIOS = load("loop.json") + load("random.json")
-NOT_YET = {"ProfilerHook"} - set(dir(torchhooks))
-INVALID = [case for case in load("invalid.json") if case["hook"] not in NOT_YET]
+INVALID = load("invalid.json")
+PROFILER = load("profiler.json")
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -339,6 +339,22 @@ def test_constructors_refuse_what_tensorflow_refused(case: Scenario) -> None:
     assert error == case["expect"]["error"]
 
 
+@pytest.mark.parametrize("calls_all", [False, True], ids=["idle-skipped", "all-called"])
+@pytest.mark.parametrize("scenario", PROFILER, ids=lambda scenario: scenario["name"])
+def test_profiles_the_runs_that_tensorflow_profiled(scenario: Scenario, calls_all: bool, tmp_path: Path) -> None:
+    hook = torchhooks.ProfilerHook(output_dir=tmp_path, **scenario["kwargs"])
+    if calls_all:
+        hook.next_due = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    training = Training()
+    training.inc = scenario["inc"]
+    with FakeClock() as clock, make_loop(scenario, Way("optimizer_step"), training, [hook], str(tmp_path)) as loop:
+        for secs in scenario["secs"]:
+            clock.advance(secs)
+            loop.run(0.0)
+    timelines = [int(path.stem.removeprefix("timeline-")) for path in tmp_path.iterdir()]
+    assert sorted(timelines) == scenario["timelines"]
+
+
 def test_all_scenarios_are_there() -> None:
-    counts = {file: len(load(file)) for file in ("loop.json", "random.json", "invalid.json")}
-    assert counts == {"loop.json": 79, "random.json": 80, "invalid.json": 20}
+    counts = {file: len(load(file)) for file in ("loop.json", "random.json", "invalid.json", "profiler.json")}
+    assert counts == {"loop.json": 79, "random.json": 80, "invalid.json": 20, "profiler.json": 30}

@@ -46,6 +46,7 @@ class Watching(SessionRunHook):
     def begin(self) -> None:
         self.timer = SecondOrStepTimer(every_steps=10)
         self.never = NeverTriggerTimer()
+        self.every = EverySteps(10)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self.thread = LooperThread.loop(coord, 60.0, target=self.begin)
@@ -119,6 +120,10 @@ scheduler: Stateful = torch.optim.lr_scheduler.StepLR(optimizer, 1)
 curves: SummaryWriter = Curves()
 curves = RecordingWriter()
 curves = JsonLinesWriter(Path("curves.jsonl"))
+wandb_writer: SummaryWriter = WandbWriter(Path("run"), project="mnist")
+mlflow_writer: SummaryWriter = MlflowWriter("run", tracking_uri="sqlite:///mlflow.db", experiment="mnist")
+norms = StepCounterHook(tokens_per_step="tokens", flops_per_step="measure", summary_writer=[wandb_writer, curves])
+norm_ops = {"grad": grad_norm(), "param": param_norm()}
 
 
 def step(inputs: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> Outputs:
@@ -148,6 +153,18 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield FinalOpsHook({"loss": "loss"}, {"scale": 1.0})
     yield FeedFnHook(lambda: {"scale": 2.0})
     yield GlobalStepWaiterHook(0)
+    yield CallFnHook(print, every_n_steps=10)
+    yield ProgressBarHook(1000, ["loss"])
+    yield ProgressBarHook(values={"l": lambda loss: loss * 2}, log_every_secs=5)
+    yield ProfilerHook(save_steps=100, output_dir=folder, show_memory=True, runs=3)
+    yield CallFnHook(lambda loss, lr: None, timer=EverySteps(10), at_end=True)
+    evaluation = EvaluationHook(lambda model: 0.5, every_n_steps=10, output_dir=folder)
+    assert_type(evaluation.values, dict[str, float])
+    yield evaluation
+    yield StopIfNoDecreaseHook(evaluation["loss"], 100)
+    yield StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=100, min_steps=5)
+    yield StopIfHigherHook(evaluation["accuracy"], 0.99)
+    yield StopIfLowerHook("loss", 0.1, timer=EverySteps(10))
     yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
     yield BestCheckpointHook(folder, lambda accuracy: accuracy, save_steps=5, mode="max", keep=3)
     yield from (Watching(), Narrowed(), Silent(), RecordingHook("loss"))
@@ -261,6 +278,7 @@ StopAtStepHook(last_step="3")  # E: arg-type
 BestCheckpointHook("run", "loss", save_steps=5, mode="least")  # E: arg-type
 MonitoredTrainingLoop(step, save_checkpoint_steps="5")  # E: arg-type
 LoggingTensorHook(["loss"], formatter=3)  # E: arg-type
+LoggingTensorHook(["loss"], timer=3)  # E: arg-type
 SessionRunArgs(feed_dict=["x"])  # E: arg-type
 """
 

@@ -44,29 +44,44 @@ from torchhooks.hook import (
     SessionRunValues,
 )
 from torchhooks.hooks.best import BestCheckpointHook
+from torchhooks.hooks.calling import CallFnHook
 from torchhooks.hooks.counting import StepCounterHook
+from torchhooks.hooks.early_stopping import (
+    StopIfHigherHook,
+    StopIfLowerHook,
+    StopIfNoDecreaseHook,
+    StopIfNoIncreaseHook,
+)
+from torchhooks.hooks.evaluation import EvaluationHook
 from torchhooks.hooks.feeding import FeedFnHook
+from torchhooks.hooks.profiling import ProfilerHook
+from torchhooks.hooks.progress_bar import ProgressBarHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.jsonl import JsonLinesWriter
 from torchhooks.loop import MonitoredLoop, StepContext
+from torchhooks.norms import grad_norm, param_norm
 from torchhooks.ranks import Ranks
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.summary import SummaryWriter, SummaryWriterCache
-from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.timer import Due, EverySteps, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.trackers import MlflowWriter, WandbWriter
 from torchhooks.training import MonitoredTrainingLoop
 
 __all__ = [
     "AbortedError",
     "BestCheckpointHook",
+    "CallFnHook",
     "CheckpointError",
     "CheckpointSaverHook",
     "CheckpointSaverListener",
     "Coordinator",
     "DamagedCheckpointError",
     "Due",
+    "EvaluationHook",
+    "EverySteps",
     "FeedError",
     "FeedFnHook",
     "FetchError",
@@ -76,6 +91,7 @@ __all__ = [
     "LifecycleError",
     "LoggingTensorHook",
     "LooperThread",
+    "MlflowWriter",
     "MonitoredLoop",
     "MonitoredTrainingLoop",
     "NanLossDuringTrainingError",
@@ -83,6 +99,8 @@ __all__ = [
     "NeverTriggerTimer",
     "NoRunYetError",
     "PeerError",
+    "ProfilerHook",
+    "ProgressBarHook",
     "Ranks",
     "RunMetadata",
     "RunOptions",
@@ -98,14 +116,21 @@ __all__ = [
     "StepContext",
     "StepCounterHook",
     "StopAtStepHook",
+    "StopIfHigherHook",
+    "StopIfLowerHook",
+    "StopIfNoDecreaseHook",
+    "StopIfNoIncreaseHook",
     "SummarySaverHook",
     "SummaryWriter",
     "SummaryWriterCache",
     "TorchHooksError",
+    "WandbWriter",
     "best_checkpoint",
+    "grad_norm",
     "latest_checkpoint",
     "list_checkpoints",
     "over_ranks",
+    "param_norm",
     "read_metadata",
     "summary",
 ]

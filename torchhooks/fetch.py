@@ -11,6 +11,8 @@ fetch                                     value
 ``"encoder:output"``                      what this submodule of the model returned in this run
 ``"encoder:input"``, ``"encoder:grad"``   what it received; the gradient of what it returned
 ``"images"``                              an argument of the step, by the name of its parameter
+``"epoch"``, ``"batch"``                  from 0, the pass over the data of ``until_stop``, and the item in it
+``"secs"``, ``"steps_per_sec"``           seconds since the session was created; the last rate of a StepCounterHook
 a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
 an object with ``compute()``              what ``compute()`` returns: a torchmetrics metric, for example
 a tensor                                  its value after this run
@@ -25,7 +27,7 @@ Tensors are detached from the graph and stay on their device. With several ranks
 which every rank has to request in the same run, unless a hook needs the local part only, as NanTensorHook does.
 
 A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
-``lr``, the model, the arguments of the step.
+``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``).
 
 No code of the model runs when a name is looked up, because it could change the training run. A parameter that one of
 torch's parametrizations computes, such as ``spectral_norm``, has the value that it has in evaluation mode. One that
@@ -61,6 +63,7 @@ from torchhooks.text import did_you_mean, shortened, shown
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 _EMPTY: Mapping[str, Any] = types.MappingProxyType({})
+_OF_LOOP = ("epoch", "batch", "secs", "steps_per_sec")
 _WATCHED_SUFFIXES = ((":", "output"), (":", "input"), (":", "grad"))
 
 
@@ -356,7 +359,7 @@ def _model_value(model: torch.nn.Module | None, name: str) -> Any:
 _parameters: weakref.WeakKeyDictionary[Any, dict[bool, tuple[inspect.Parameter, ...]]] = weakref.WeakKeyDictionary()
 
 
-def _closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+def closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     """Return the parameters of ``closure`` that are names. Cached by function, because ``inspect`` is slow."""
     function = closure.__func__ if isinstance(closure, types.MethodType) else closure
     if not isinstance(function, types.FunctionType):
@@ -478,7 +481,7 @@ class Evaluator:
     def _call_by_name(self, closure: Callable[..., Any]) -> Any:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for parameter in _closure_parameters(closure):
+        for parameter in closure_parameters(closure):
             value = self._argument(closure, parameter)
             if parameter.kind is parameter.KEYWORD_ONLY:
                 kwargs[parameter.name] = value
@@ -566,7 +569,12 @@ class Evaluator:
                 f"no code of the model, which could change the training run: fetch {stored_names}, which the model "
                 "stores, or return the value from the step."
             )
-        return self._inputs().get(name, _MISSING) if value is _MISSING else value
+        if value is _MISSING:
+            value = self._inputs().get(name, _MISSING)
+        if value is _MISSING and name in _OF_LOOP:  # last, because steps have parameters with these names
+            known = getattr(self.session, name, None)
+            value = _MISSING if known is None else known
+        return value
 
     def _as_asked(self, output: Any) -> Any:
         return detached(output) if self.detaches else output

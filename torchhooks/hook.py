@@ -91,9 +91,11 @@ class RunOptions(NamedTuple):
 
     Args:
         trace: profile the step of this run; :class:`RunMetadata` returns the profile.
+        memory: record in the profile what memory tensors use.
     """
 
     trace: bool = False
+    memory: bool = False
 
 
 class RunMetadata(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -57,6 +58,7 @@ class Position:
         self._saved_loaders: dict[str, Saved] = {}
         self._mark_state: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
+        self._begun: Counter[Any] = Counter()  # how often until_stop was called at each place in the code
         self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
@@ -69,6 +71,19 @@ class Position:
     def depth(self) -> int:
         """How many ``until_stop`` loops are open."""
         return len(self._open)
+
+    @property
+    def epoch(self) -> int | None:
+        """The index of the current item of the loop around the innermost one, or how often the latter began before."""
+        if not self._open:
+            return None
+        place = self._open[-1]
+        return place.epoch if place.outer is None or place.outer is self._root else place.outer.taken - 1
+
+    @property
+    def batch(self) -> int | None:
+        """The index of the current item of the innermost loop; ``None`` if none is open."""
+        return self._open[-1].taken - 1 if self._open else None
 
     def begin(self, iterable: Iterable[Any], aside: bool, site: object = None) -> Place:
         """Return a new place: inside of those that are open or, with ``aside``, not part of the position.
@@ -83,6 +98,10 @@ class Position:
         outer.add(place)
         place.several = place.key in self._several
         self._open.append(place)
+        # Not of one frame: a function that iterates over one epoch is called once for each.
+        where = (site[0].f_code, site[1]) if isinstance(site, tuple) else None
+        place.epoch = self._begun[where]
+        self._begun[where] += 1
         return place
 
     def _leave_held(self, site: object) -> None:
@@ -155,9 +174,10 @@ class Position:
     def cut_short(self) -> None:
         """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""
         outer = self._open[-1] if self._open else self._root
-        first = outer.inner is None and self._schedule.runs == outer.runs
+        first = bool(self._open) and outer.inner is None and self._schedule.runs == outer.runs
         between = outer.inner is not None and outer.inner.stage in (Stage.ENDED, Stage.LEFT)
-        if self._open and (first or between) and self._restored_in(outer) is None:
+        restored, begun = self._restored_in(outer), -1 if outer.inner is None else outer.inner.number
+        if (first or between) and (restored is None or restored["number"] <= begun):
             # A checkpoint that is saved now contains what the body did on its way here, to be undone when it resumes.
             place = Place(None, outer, self._schedule.runs)
             place.stage, place.was_cut = Stage.STOPPED, True

@@ -129,23 +129,25 @@ class Lifecycle:
         fed: dict[str, Any] = {}
         feeders: dict[str, object] = {}
         names: list[tuple[str, object]] = []
-        trace = False
+        trace = memory = False
         for seat, (fetches, feed_dict, options) in requests:
             fed.update(feed_dict or {})
             feeders.update(dict.fromkeys(feed_dict or (), seat))
             names += [(name, seat) for name in watched_names(fetches)]
-            trace = trace or (options is not None and options.trace)
+            if options is not None:
+                trace, memory = trace or options.trace, memory or options.memory
         if fed:
             self._step.check_feeds(feeders, args, kwargs)
+        merged = RunOptions(trace, memory)
         watch = ModuleWatch(self._session.model, names) if names else NO_WATCH
         try:
-            outputs, metadata = _traced(self._function, args, {**kwargs, **fed}, trace)
+            outputs, metadata = _traced(self._function, args, {**kwargs, **fed}, merged)
         finally:
             watch.close()
         self._progress.outputs = outputs
         self._progress.global_step += self._steps_per_run
         caught = watch.caught(fed, outputs)
-        return outputs, _Made(fed, caught, RunOptions(trace) if trace else _PLAIN.options, metadata)
+        return outputs, _Made(fed, caught, merged, metadata)
 
     def _call_watchers(
         self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
@@ -224,13 +226,13 @@ def note_hook(error: BaseException, seat: object, method: str, progress: Progres
     add_note(error, f"torchhooks: in {method} of {seat}, at global step {progress.global_step}")
 
 
-def _traced(function: Callable[..., Any], args: Any, kwargs: Any, trace: bool) -> tuple[Any, RunMetadata]:
+def _traced(function: Callable[..., Any], args: Any, kwargs: Any, options: RunOptions) -> tuple[Any, RunMetadata]:
     """Call the step, in torch's profiler if a hook requested a ``trace``."""
-    if not trace:
+    if not options.trace:
         return function(*args, **kwargs), _PLAIN.metadata
     from torch.profiler import profile
 
-    with profile() as recorded:
+    with profile(profile_memory=options.memory) as recorded:
         outputs = function(*args, **kwargs)
     return outputs, RunMetadata(recorded)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -105,6 +106,9 @@ class Session:
         self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
+        self._created, self._paused_secs = time.monotonic(), 0.0
+        self.steps_per_sec: float | None = None
+        """The rate that a StepCounterHook reported last: NaN before, ``None`` without such a hook."""
         self._closed = False
 
     @property
@@ -142,8 +146,31 @@ class Session:
         self._open_pauses -= 1
         if not self._open_pauses:
             pause = Elapsed(start, Moment(self.device))
+            self._paused_secs += pause.host_secs
             for listener in self._pause_listeners:
                 listener(pause)
+
+    @property
+    def secs(self) -> float:
+        """The seconds since this session was created, without pauses that are over, on the host's clock."""
+        return time.monotonic() - self._created - self._paused_secs
+
+    @property
+    def epoch(self) -> int | None:
+        """Which pass over the data this is, from 0; ``None`` outside of ``until_stop``.
+
+        The index of the current item of the enclosing ``until_stop``. If there is none, how many times the innermost
+        one was called before at the same place in the code.
+        """
+        return None if self.position is None else self.position.epoch
+
+    @property
+    def batch(self) -> int | None:
+        """The index of the current item of the innermost ``until_stop``, from 0; ``None`` outside of one.
+
+        Items that earlier processes took of this pass count too.
+        """
+        return None if self.position is None else self.position.batch
 
     def on_pause(self, listener: Callable[[Elapsed], object]) -> None:
         """Call ``listener`` with the length of each pause when it ends. The length is a value for ``when_ready``."""

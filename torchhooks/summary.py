@@ -12,6 +12,11 @@ Writers are ``torch.utils.tensorboard.SummaryWriter``, or any object with ``add_
 methods are called with three positional arguments; only torch's own also get the wall time. Every writer gets the same
 values: an ``int`` or ``float``; a flat float64 array; a ``uint8`` array of shape (C, H, W); a ``str``; a figure.
 
+A writer whose class also has ``add_histogram_raw``, with the arguments of torch's, gets the counts of the bins instead
+of the array. They are computed where the tensor is, so the tensor is not copied.
+
+Functions that take a writer also take a tuple of several. Each writes what it has methods for.
+
 A tag is a string that is not blank and has no control characters or lone surrogates; an op with another tag cannot be
 created. Unlike TensorFlow, which replaces some characters with underscores, tags are written exactly as given:
 ``"loss %"``, ``"a b"``, ``"ä"``, ``"/a"``, ``"a//b"``. One exception: torch's ``add_text`` appends ``/text_summary``.
@@ -19,6 +24,7 @@ created. Unlike TensorFlow, which replaces some characters with underscores, tag
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import math
@@ -35,15 +41,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from torchhooks.fetch import ComposedFetch, GroupRates, OverRanks
+from torchhooks.closing import Attempts
+from torchhooks.fetch import ComposedFetch, GroupRates, OverRanks, snapshot
+from torchhooks.histograms import END, Counts, as_histogram, can_count, count, count_array
 from torchhooks.log import logger
+from torchhooks.text import shown
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
 
 _Path = str | os.PathLike[str]
 _Array = np.ndarray[Any, Any]
-_HISTOGRAM_END = 9e19  # torch's outermost bins end slightly beyond
 
 
 class SummaryWriter(Protocol):
@@ -135,8 +143,8 @@ class SummaryOp(ComposedFetch):
             TypeError, ValueError: ``value`` cannot be written, or ``writer`` lacks the method for it.
         """
         self._check(value)
-        extra = {"walltime": walltime} if walltime is not None and _takes_walltime(writer, self.method) else {}
-        _method_of(writer, self.method, self)(self.tag, self._host_value(value), step, **extra)
+        method = _method_of(writer, self.method, self)
+        method(self.tag, self._host_value(value), step, **_walltime(writer, self.method, walltime))
 
     def _check(self, value: Any) -> None:
         """Raise an error if ``value`` cannot be written. Does not read the elements of a tensor."""
@@ -222,20 +230,46 @@ class histogram(SummaryOp):  # noqa: N801
     is written.
     """
 
+    def counted(self) -> histogram:
+        """Return an op whose value is the counts of the bins, for a writer that has ``add_histogram_raw``."""
+        counted = copy.copy(self)
+        counted.copies = False
+        return counted
+
+    def compose(self, value: Any) -> Summary:
+        self._check(value)
+        if self.copies:
+            return Summary(self, value)
+        return Summary(self, count(value) if can_count(value) else snapshot(value))
+
     def _check(self, value: Any) -> None:
         self._check_array(value, "a histogram takes a tensor or array of real numbers")
         if 0 in value.shape:
             raise ValueError(self._message(f"shape {tuple(value.shape)}", "a histogram needs at least one element"))
 
     def write(self, writer: Any, value: Any, step: int, walltime: float | None = None) -> None:
-        self._check(value)
+        if type(value) is not Counts:
+            self._check(value)
+        if type(value) is Counts or _takes_counts(writer):
+            self._write_counts(writer, _counts(value), step, walltime)
+            return
         values = _array(value).astype(np.float64).reshape(-1)
-        kept = values[np.abs(values) < _HISTOGRAM_END]
-        if kept.size < values.size:
-            message = "histogram %r, step %s: left out %d of %d values, which are NaN, infinite or beyond 9e19"
-            logger.warning(message, self.tag, step, values.size - kept.size, values.size)
+        kept = values[np.abs(values) < END]
+        self._warn_of(values.size - kept.size, values.size, step)
         if kept.size:
             super().write(writer, kept, step, walltime)
+
+    def _write_counts(self, writer: Any, counts: Counts, step: int, walltime: float | None) -> None:
+        raw, left_out = as_histogram(counts)
+        self._warn_of(left_out, left_out + (0 if raw is None else raw.num), step)
+        if raw is not None:
+            method = _method_of(writer, "add_histogram_raw", self)
+            method(self.tag, *raw, step, **_walltime(writer, "add_histogram_raw", walltime))
+
+    def _warn_of(self, left_out: int, size: int, step: int) -> None:
+        if left_out:
+            message = "histogram %r, step %s: left out %d of %d values, which are NaN, infinite or beyond 9e19"
+            logger.warning(message, self.tag, step, left_out, size)
 
 
 class image(SummaryOp):  # noqa: N801
@@ -322,9 +356,28 @@ def summary_ops(summary_op: Any) -> tuple[SummaryOp, ...]:
 def write_summaries(writer: Any, composed: Any, step: int, walltime: float | None = None) -> None:
     """Write one :class:`Summary`, or all in nested lists, tuples and mappings. Their values must be on the host.
 
-    If the writer has ``add_points``, several scalars are written in one call, as one event.
+    If the writer has ``add_points``, several scalars are written in one call, as one event. Of several writers, each
+    gets its summaries even if another one raises an error.
     """
     summaries = _summaries(composed)
+    if type(writer) is not tuple:
+        _write_to_one(writer, summaries, step, walltime)
+        return
+    attempt = Attempts(Exception)
+    for one in writer:
+        attempt(_write_to_one, one, _that_have_methods(one, summaries), step, walltime)
+    attempt.raise_errors("several writers raised an error")
+
+
+def requests(ops: tuple[SummaryOp, ...], writer: Any) -> tuple[SummaryOp, ...]:
+    """Return what to evaluate in a run to write ``ops``: histograms are only counted if the writer takes the counts."""
+    takers = [one for one in _writers(writer) if hasattr(one, "add_histogram")]
+    if not all(map(_takes_counts, takers)):
+        return ops
+    return tuple(op.counted() if isinstance(op, histogram) else op for op in ops)
+
+
+def _write_to_one(writer: Any, summaries: list[Summary], step: int, walltime: float | None) -> None:
     scalars = [(one.op, one.value) for one in summaries if isinstance(one.op, scalar)]
     if len(scalars) > 1 and hasattr(writer, "add_points"):
         writer.add_points([(op.tag, op.number(value)) for op, value in scalars], step, walltime)
@@ -345,11 +398,14 @@ def _summaries(composed: Any) -> list[Summary]:
 
 
 def check_writer(writer: Any, ops: Iterable[SummaryOp] = ()) -> None:
-    """Raise a TypeError if ``writer`` cannot write all of ``ops``."""
-    for name in ("add_scalar", "flush"):
-        _method_of(writer, name, "every hook that writes")
+    """Raise a TypeError if ``writer`` cannot write all of ``ops``. Of several writers, one has to be able to."""
+    writers = _writers(writer)
+    for one in writers:
+        for name in ("add_scalar", "flush"):
+            _method_of(one, name, "every hook that writes")
     for op in ops:
-        _method_of(writer, op.method, op)
+        if not any(callable(getattr(one, op.method, None)) for one in writers):
+            _method_of(writers[0], op.method, op)
 
 
 def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path | None = None) -> None:
@@ -364,8 +420,12 @@ def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path 
     """
     if status not in ("START", "CHECKPOINT"):
         raise ValueError(f"status={status!r}: must be 'START' or 'CHECKPOINT'")
+    if type(writer) is tuple:
+        for one in writer:
+            add_session_log(one, status, step, checkpoint_path)
+        return
     takes_logs = callable(getattr(writer, "add_session_log", None))
-    if not takes_logs and not _takes_walltime(writer, "_get_file_writer"):
+    if not takes_logs and not _has_events(writer):
         return
     events = _tensorboard("tensorboard.compat.proto.event_pb2")
     log = events.SessionLog(status=status, checkpoint_path=checkpoint_path and os.fspath(checkpoint_path))
@@ -374,6 +434,39 @@ def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path 
     else:
         # torch's SummaryWriter has no public method that writes an event and opens a new file after a close.
         writer._get_file_writer().add_event(events.Event(session_log=log), step)
+
+
+def write_config(writer: Any, config: Mapping[str, Any]) -> None:
+    """Write what describes a training run as a whole, the ``metadata`` of its loop.
+
+    A writer with ``add_config(config)`` gets it as it is. torch's writer writes TensorBoard's hparams, into the same
+    event file as the curves. With any other writer this is a no-op.
+    """
+    if type(writer) is tuple:
+        for one in writer:
+            write_config(one, config)
+    elif callable(getattr(writer, "add_config", None)):
+        writer.add_config(config)
+    elif _has_events(writer):
+        hparams = _tensorboard("torch.utils.tensorboard.summary").hparams
+        # Without the first part, which has a list of metrics, TensorBoard's dashboard lists all curves. The last part
+        # says that the training run is over. torch's add_hparams would write all of it into a folder of its own.
+        _, started, _ = hparams(flat_config(config), {})
+        writer._get_file_writer().add_summary(started)
+
+
+def flat_config(config: Mapping[Any, Any]) -> dict[str, bool | int | float | str]:
+    """Return ``config`` without nested mappings: ``{"model": {"width": 3}}`` becomes ``{"model.width": 3}``.
+
+    A value other than a number or a string becomes its repr.
+    """
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{rest}": part for rest, part in flat_config(value).items()}
+        else:
+            flat[str(name)] = value if isinstance(value, (bool, int, float, str)) else shown(value)
+    return flat
 
 
 def _ops(summary_op: Any) -> Iterator[SummaryOp]:
@@ -441,6 +534,38 @@ def _method_of(writer: Any, name: str, wanted_by: object) -> Callable[..., Any]:
     return method
 
 
+def _writers(writer: Any) -> tuple[Any, ...]:
+    return writer if type(writer) is tuple else (writer,)
+
+
+def _that_have_methods(writer: Any, summaries: list[Summary]) -> list[Summary]:
+    """Return the summaries for which ``writer``, one of several, has the method."""
+    return [one for one in summaries if callable(getattr(writer, one.op.method, None))]
+
+
+def _takes_counts(writer: Any) -> bool:
+    """Return whether ``writer`` takes the counts of a histogram."""
+    for names in (getattr(writer, "__dict__", {}), *map(vars, type(writer).__mro__)):
+        # A subclass of torch's writer may override add_histogram alone, and wants to be called then.
+        if "add_histogram_raw" in names:
+            return True
+        if "add_histogram" in names:
+            return False
+    return False
+
+
+def _counts(value: Any) -> Counts:
+    """Return the counts of a host value."""
+    if type(value) is Counts:
+        return value
+    return count(value) if can_count(value) else count_array(_array(value))
+
+
+def _walltime(writer: Any, method: str, walltime: float | None) -> dict[str, float]:
+    """Return the keyword arguments that ``method`` takes in addition to tag, value and step."""
+    return {"walltime": walltime} if walltime is not None and _takes_walltime(writer, method) else {}
+
+
 def _takes_walltime(writer: Any, method: str) -> bool:
     """Return whether ``method`` takes a wall time: it is torch's own, or the class of ``writer`` says so."""
     if getattr(type(writer), "takes_walltime", False):
@@ -449,6 +574,11 @@ def _takes_walltime(writer: Any, method: str) -> bool:
     # override the method with one that takes fewer arguments.
     torchs = getattr(sys.modules.get("torch.utils.tensorboard.writer"), "SummaryWriter", None)
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
+
+
+def _has_events(writer: Any) -> bool:
+    """Return whether ``writer`` is torch's, or one of ours that derives from it, so that it takes events."""
+    return hasattr(writer, "_get_file_writer") and _takes_walltime(writer, "_get_file_writer")
 
 
 def shared_name(logdir: _Path) -> str:

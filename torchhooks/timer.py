@@ -6,11 +6,13 @@ triggers twice for one step, and a period starts at the last trigger, not at a m
     timer = SecondOrStepTimer(every_steps=10)
     if timer.should_trigger_for_step(step):
         elapsed_secs, elapsed_steps = timer.update_last_triggered_step(step)
+
+:class:`EverySteps` has another rule: it triggers at the multiples of its period.
 """
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from torchhooks.checks import period, whole_number
 from torchhooks.text import shown
@@ -41,6 +43,29 @@ NEVER = Due()
 """Never due again."""
 
 
+class Timer(Protocol):
+    """What a periodic hook needs of its timer."""
+
+    told: bool | None
+    """See :attr:`SecondOrStepTimer.told`."""
+
+    @property
+    def every_steps(self) -> int | None:
+        """The period in steps; ``None`` if it is not one in steps."""
+
+    def reset(self) -> None: ...
+
+    def start_at(self, step: int, /) -> None: ...
+
+    def should_trigger_for_step(self, step: int, /) -> bool: ...
+
+    def update_last_triggered_step(self, step: int, /) -> tuple[float | None, int | None]: ...
+
+    def last_triggered_step(self) -> int | None: ...
+
+    def next_due(self) -> Due: ...
+
+
 class SecondOrStepTimer:
     """A timer that triggers at most once every ``every_secs`` seconds, or every ``every_steps`` steps.
 
@@ -67,7 +92,8 @@ class SecondOrStepTimer:
                 f"give exactly one of the two, {'not both' if every_secs is not None else 'none was given'}"
             )
         self._every_secs = None if every_secs is None else period(every_secs, "every_secs")
-        self._every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", 1)
+        self.every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", 1)
+        """The period in steps; ``None`` if it is one in seconds."""
         self.reset()
 
     @classmethod
@@ -87,14 +113,17 @@ class SecondOrStepTimer:
         self._last_step: int | None = None
         self._last_time: float | None = None
 
+    def start_at(self, step: int) -> None:
+        """Do nothing: periods start at the last trigger, wherever the session starts."""
+
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether a full period has passed since the last trigger; always false for the step of that trigger."""
         if self._last_step is None or self._last_time is None:
             return True
         if step == self._last_step:
             return False
-        if self._every_steps is not None:
-            return step >= self._last_step + self._every_steps
+        if self.every_steps is not None:
+            return step >= self._last_step + self.every_steps
         assert self._every_secs is not None
         return time.monotonic() >= self._last_time + self._every_secs if self.told is None else self.told
 
@@ -120,23 +149,101 @@ class SecondOrStepTimer:
         """Return the step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
         if self._last_step is None or self._last_time is None or self.told:
             return NOW
-        if self._every_steps is not None:
-            return Due(step=self._last_step + self._every_steps)
+        if self.every_steps is not None:
+            return Due(step=self._last_step + self.every_steps)
         assert self._every_secs is not None
         return Due(moment=self._last_time + self._every_secs)
 
     def __repr__(self) -> str:
-        if self._every_steps is not None:
-            return f"SecondOrStepTimer(every_steps={self._every_steps})"
+        if self.every_steps is not None:
+            return f"SecondOrStepTimer(every_steps={self.every_steps})"
         return f"SecondOrStepTimer(every_secs={self._every_secs})"
+
+
+class EverySteps:
+    """A timer that triggers when the global step is a multiple of ``n``, also in a training run that was resumed.
+
+        every = EverySteps(100)
+        hooks = [
+            LoggingTensorHook({"accuracy": accuracy}, timer=every),
+            SummarySaverHook(output_dir="run", summary_op={"accuracy": accuracy}, timer=every),
+        ]
+
+    Both hooks take part in the runs that reach steps 100, 200 and 300, and ``accuracy`` is evaluated once in each. A
+    run of several steps triggers if it reaches or passes a multiple. A hook that is chosen before the step expects one
+    step, and triggers in the next run if the multiple was further away. Each hook uses a copy of the timer.
+
+    Args:
+        n: the period in steps, 1 or more and less than 2**63.
+
+    Raises:
+        ValueError: ``n`` is invalid.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.told: bool | None = None
+        """No effect: the steps are the same on all ranks."""
+        self.every_steps = whole_number(n, "n", 1)
+        """The period in steps."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last trigger and the start."""
+        self._last_step: int | None = None
+        self._last_time: float | None = None
+        self._reached: int | None = None
+
+    def start_at(self, step: int) -> None:
+        """Start at ``step``, at which a session starts: the next multiple after it is the next to trigger.
+
+        A hook calls this in ``after_create_session``. After a recovery, multiples that are reached again trigger again.
+        """
+        self._reached = step
+        if self._last_step is not None and self._last_step > step:
+            self._last_step = self._last_time = None
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return whether a multiple was reached since the last trigger or the start; without either, at ``step``."""
+        if self._reached is None:
+            return step > 0 and step % self.every_steps == 0
+        return step // self.every_steps > self._reached // self.every_steps
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        """Record a trigger now, at ``step``.
+
+        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
+        """
+        now = time.monotonic()
+        last_step, last_time = self._last_step, self._last_time
+        self._last_step, self._last_time, self._reached = step, now, step
+        if last_step is None or last_time is None:
+            return None, None
+        return now - last_time, step - last_step
+
+    def last_triggered_step(self) -> int | None:
+        """Return the step of the last trigger, or ``None`` if there was none."""
+        return self._last_step
+
+    def next_due(self) -> Due:
+        """Return the step before which :meth:`should_trigger_for_step` cannot be true."""
+        if self._reached is None:
+            return NOW
+        return Due(step=(self._reached // self.every_steps + 1) * self.every_steps)
+
+    def __repr__(self) -> str:
+        return f"EverySteps({self.every_steps})"
 
 
 class NeverTriggerTimer:
     """A timer that never triggers, for a hook that only has work to do at the end."""
 
     told: bool | None = None
+    every_steps = None
 
     def reset(self) -> None:
+        """Do nothing."""
+
+    def start_at(self, step: int) -> None:
         """Do nothing."""
 
     def should_trigger_for_step(self, step: int) -> bool:
@@ -153,3 +260,96 @@ class NeverTriggerTimer:
 
     def __repr__(self) -> str:
         return "NeverTriggerTimer()"
+
+
+class _Shared:
+    """The use that one hook makes of a timer that it may share with others.
+
+    A timer triggers once for all of its hooks. So a hook is also due if another one has had the timer trigger since its
+    own last trigger, and the elapsed time is that of this hook.
+    """
+
+    def __init__(self, timer: SecondOrStepTimer | NeverTriggerTimer) -> None:
+        self._timer = timer
+        self.every_steps = timer.every_steps
+        self._forget()
+
+    @property
+    def told(self) -> bool | None:
+        return self._timer.told
+
+    @told.setter
+    def told(self, told: bool | None) -> None:
+        self._timer.told = told
+
+    def _forget(self) -> None:
+        self._last_step: int | None = None
+        self._last_time: float | None = None
+        self._known: int | None = None  # the last trigger of the timer that this hook took part in
+
+    def reset(self) -> None:
+        self._forget()
+        self._timer.reset()
+
+    def start_at(self, step: int) -> None:
+        """Do nothing: periods start at the last trigger."""
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        if step == self._last_step:
+            return False
+        return self._missed_a_trigger() or self._timer.should_trigger_for_step(step)
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        if not self._missed_a_trigger():  # otherwise the timer has started its new period already
+            self._timer.update_last_triggered_step(step)
+        self._known = self._timer.last_triggered_step()
+        now = time.monotonic()
+        last_step, last_time = self._last_step, self._last_time
+        self._last_step, self._last_time = step, now
+        if last_step is None or last_time is None:
+            return None, None
+        return now - last_time, step - last_step
+
+    def last_triggered_step(self) -> int | None:
+        return self._last_step
+
+    def next_due(self) -> Due:
+        return NOW if self._missed_a_trigger() else self._timer.next_due()
+
+    def _missed_a_trigger(self) -> bool:
+        return self._timer.last_triggered_step() != self._known
+
+
+GivenTimer = EverySteps | SecondOrStepTimer | NeverTriggerTimer
+"""What a hook can be given as its timer. Several hooks can be given the same one."""
+
+
+def is_by_clock(timer: GivenTimer | None) -> bool:
+    """Return whether ``timer`` was given and triggers by the clock."""
+    return isinstance(timer, SecondOrStepTimer) and timer.every_steps is None
+
+
+def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **periods: Any) -> Timer:
+    """Return the timer of a hook that was given either ``timer`` or one of ``periods``, the others being ``None``.
+
+    A period in steps starts at the last trigger, or, with ``at_multiples``, at a multiple of it.
+
+    Raises:
+        ValueError: not exactly one of them is given, or the period is invalid.
+        TypeError: ``timer`` is not a timer.
+    """
+    given = {name: value for name, value in periods.items() if value is not None}
+    if timer is None:
+        chosen = SecondOrStepTimer.named(**periods)
+        return chosen if chosen.every_steps is None or not at_multiples else EverySteps(chosen.every_steps)
+    if given:
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+        raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
+    if isinstance(timer, EverySteps):
+        return EverySteps(timer.every_steps)  # triggers by the step alone, so that copies agree
+    if isinstance(timer, GivenTimer):
+        return _Shared(timer)
+    raise TypeError(
+        f"timer={shown(timer)}: must be an EverySteps, a SecondOrStepTimer or a NeverTriggerTimer, such as "
+        "EverySteps(100)"
+    )

@@ -4,13 +4,95 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
-from torchhooks.summary import SummaryWriterCache, add_session_log, shared_name
+from torchhooks.closing import Attempts
+from torchhooks.summary import SummaryWriterCache, add_session_log, shared_name, write_config
+
+_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 
 
 class WriterTarget:
-    """The writer of one hook: the ``summary_writer`` that it was given, or the one that is cached for ``output_dir``.
+    """Where one hook writes: to the ``summary_writer`` that it was given, which may be a list, or to ``output_dir``.
+
+    Args:
+        output_dir: the folder of an event file.
+        summary_writer: a writer, or a list or tuple of several.
+        starts_session: whether the hook writes the session's START.
+
+    Raises:
+        ValueError: both places are given, or an empty list.
+    """
+
+    def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
+        if output_dir is not None and summary_writer is not None:
+            raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
+        self._is_several = isinstance(summary_writer, (list, tuple))
+        if self._is_several and not summary_writer:
+            raise ValueError(f"summary_writer={summary_writer!r}: give at least one writer, or None")
+        given = summary_writer if self._is_several else [summary_writer]
+        self._parts = [_OneWriter(output_dir, one, starts_session=starts_session) for one in given]
+        self.writer: Any = None
+        """The writer, or a tuple of several, from :meth:`open` to :meth:`close`; ``None`` if there is nowhere to write.
+
+        The functions of :mod:`torchhooks.summary` take either.
+        """
+
+    def open(self) -> Any:
+        """Open the writers, and return :attr:`writer`."""
+        writers = tuple(part.open() for part in self._parts)
+        self.writer = writers if self._is_several else writers[0]
+        return self.writer
+
+    def close(self) -> None:
+        """Flush the writers, even if one fails. Close that of an ``output_dir`` if no other target has it."""
+        self.writer = None
+        attempt = Attempts()
+        for part in self._parts:
+            attempt(part.close)
+        attempt.raise_errors("several writers could not be closed")
+
+    def session_created(self, step: int, last_written: int | None, metadata: Mapping[str, Any] = _NO_METADATA) -> bool:
+        """Record that the loop has a session, at ``step``. After a recovery, have the writers purge repeated points.
+
+        The writers get the ``metadata`` of the first session of the loop, if there is any.
+
+        Returns whether the point of ``last_written``, the last step that the hook wrote, was removed by any of them, so
+        that the hook has to write again from ``step`` on.
+        """
+        # A list, not a generator: every writer has to purge.
+        removed = [part.session_created(step, last_written, metadata) for part in self._parts]
+        return any(removed)
+
+    def start_session(self, begun_at: int, step: int) -> None:
+        """Write the session's START once, in the first run, which took the session from ``begun_at`` to ``step``."""
+        for part in self._parts:
+            part.start_session(begun_at, step)
+
+    @property
+    def start_is_written(self) -> bool:
+        """Whether the session's START is written at each place."""
+        return all(part.start_is_written for part in self._parts)
+
+    def start_session_alone(self, begun_at: int, step: int) -> None:
+        """Write a START for a hook that has none of its own, in the first run, unless another hook there does."""
+        for part in self._parts:
+            part.start_session_alone(begun_at, step)
+
+    def session_started_by_another(self) -> bool:
+        """Return whether another hook writes the session's START, at each place of this one."""
+        return all(part.session_started_by_another() for part in self._parts)
+
+    @classmethod
+    def flush_all(cls) -> None:
+        """Flush every open writer. Before a checkpoint, because a restored run does not write earlier points again."""
+        _OneWriter.flush_all()
+
+
+class _OneWriter:
+    """One writer of a hook: the one that it was given, or the one that is cached for ``output_dir``.
 
     Targets are at the same place if their writers have the same ``log_dir``, or are the same object. The loops of
     several threads, and a loop that runs within another one, may have targets at the same place: they write to one
@@ -20,11 +102,9 @@ class WriterTarget:
 
     _lock = threading.Lock()
     _start_lock = threading.RLock()  # reentrant, because the writer of a user may run a loop; taken before _lock
-    _all_open: ClassVar[weakref.WeakSet[WriterTarget]] = weakref.WeakSet()
+    _all_open: ClassVar[weakref.WeakSet[_OneWriter]] = weakref.WeakSet()
 
-    def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
-        if output_dir is not None and summary_writer is not None:
-            raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
+    def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool) -> None:
         # Resolved once: os.chdir or a changed link must not make close() look for another writer than open() created.
         self._folder = None if output_dir is None else shared_name(output_dir)
         self._given = summary_writer
@@ -32,13 +112,13 @@ class WriterTarget:
         self._is_within_another = False
         self.starts_session = starts_session
         """Whether the hook writes the session's START."""
-        self.start_is_written = False
+        self.start_is_written = self.config_is_written = False
         self.writer: Any = None
         """The writer, from :meth:`open` to :meth:`close`; ``None`` if the hook has nowhere to write."""
 
     def open(self) -> Any:
         """Open the writer, and return it."""
-        self._has_session = self.start_is_written = False
+        self._has_session = self.start_is_written = self.config_is_written = False
         with self._lock:  # so that no other target closes the writer before this one is known
             self.writer = self._given if self._folder is None else SummaryWriterCache.get(self._folder)
             # Targets of one loop are all opened before it has a session, so one that has a session is of another loop.
@@ -58,20 +138,22 @@ class WriterTarget:
         if writer is not None:
             writer.flush()
 
-    def session_created(self, step: int, last_written: int | None) -> bool:
-        """Record that the loop has a session, at ``step``. After a recovery, have the writer purge repeated points.
-
-        Returns whether the point of ``last_written``, the last step that the hook wrote, was removed, so that the hook
-        has to write again from ``step`` on.
-        """
+    def session_created(self, step: int, last_written: int | None, metadata: Mapping[str, Any]) -> bool:
+        """Do what :meth:`WriterTarget.session_created` says, for this writer."""
         recovered, self._has_session = self._has_session, True
+        if metadata and not recovered and self.writer is not None:
+            with self._lock:
+                is_written = any(target.config_is_written for target in self._others_at_this_place())
+                self.config_is_written = True
+            if not is_written:
+                write_config(self.writer, metadata)
         if not recovered or not self._can_purge():
             return False
         self.writer.purge_from(step + 1)
         return last_written is not None and last_written > step
 
     def start_session(self, begun_at: int, step: int) -> None:
-        """Write the session's START once, in the first run, which took the session from ``begun_at`` to ``step``.
+        """Write the session's START once.
 
         A START makes TensorBoard discard the points of its step and later ones that it has already read. So the first
         hook at a place writes the START of every hook there: that of a later hook would void the first hook's point.
@@ -89,7 +171,7 @@ class WriterTarget:
                     target.start_is_written = True
 
     def start_session_alone(self, begun_at: int, step: int) -> None:
-        """Write a START for a hook that has none of its own, in the first run, unless another hook at the place does.
+        """Write a START, unless another hook at the place does.
 
         A writer that can purge is told in any session. In event files, only one that continues from a later step than 0
         has this START: TensorFlow does not write it.
@@ -110,7 +192,7 @@ class WriterTarget:
 
     @classmethod
     def flush_all(cls) -> None:
-        """Flush every open writer. Before a checkpoint, because a restored run does not write earlier points again."""
+        """Flush every open writer."""
         with cls._lock:
             targets = list(cls._all_open)
         for target in targets:
@@ -129,7 +211,7 @@ class WriterTarget:
     def _can_purge(self) -> bool:
         return callable(getattr(self.writer, "purge_from", None))
 
-    def _others_at_this_place(self) -> list[WriterTarget]:
+    def _others_at_this_place(self) -> list[_OneWriter]:
         """Return the other open targets at the place of this one. The caller holds the lock."""
         place = _place(self.writer)
         return [target for target in self._all_open if target is not self and _place(target.writer) == place]

@@ -13,14 +13,14 @@ from torchhooks.checkpoint import Saver, scored_checkpoints
 from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError
-from torchhooks.fetch import ComposedFetch, describe, watched_names
+from torchhooks.evaluating import IfDue, Undisturbed
+from torchhooks.fetch import describe
 from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
-from torchhooks.randomness import random_states, set_random_states
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr
-from torchhooks.timer import NOW, Due, SecondOrStepTimer
+from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
@@ -30,54 +30,20 @@ class _Kept(NamedTuple):
     step: int
 
 
-class _Undisturbed:
-    """What an evaluation may disturb in ``session``, to be put back: random states, training mode and gradients."""
-
-    def __init__(self, session: Session) -> None:
-        model, optimizer = session.model, session.optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
-        own = [] if model is None else [*model.parameters()]
-        self._random = random_states()
-        self._modes = [] if model is None else [(module, module.training) for module in model.modules()]
-        self._gradients = [(p, p.grad) for p in [*own, *(p for group in groups for p in group["params"])]]
-
-    def restore(self) -> None:
-        self.restore_modes()
-        for parameter, gradient in self._gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-        set_random_states(self._random)
-
-    def restore_modes(self) -> None:
-        for module, training in self._modes:
-            if module.training is not training:
-                module.train(training)  # not only the attribute: some modules merge or freeze weights in train()
-        for module, training in self._modes:
-            module.training = training  # train() of a module changes those inside of it
-
-
-class _IfDue(ComposedFetch):
-    """The metric, evaluated only if it is due after the step was counted, because a run may count no step.
+class _Metric(IfDue):
+    """The metric, after whose evaluation everything that it disturbs is put back.
 
     Between :attr:`fetch` and :meth:`compose` it is evaluated, unless that raises.
     """
 
-    is_fixed = False
-    session: Session
-    before: _Undisturbed | None = None
-
-    def __init__(self, metric: Any, timer: SecondOrStepTimer) -> None:
-        self.watched_names = watched_names(metric)
-        self.evaluated = False
-        self._metric = metric
-        self._timer = timer
+    before: Undisturbed | None = None
 
     @property
     def fetch(self) -> Any:
-        self.evaluated = self._timer.should_trigger_for_step(self.session.global_step)
-        if self.evaluated and not isinstance(self._metric, str):  # looking up a name disturbs nothing
-            self.before = _Undisturbed(self.session)
-        return self._metric if self.evaluated else ()
+        fetch = super().fetch
+        if self.evaluated and not isinstance(fetch, str):  # looking up a name disturbs nothing
+            self.before = Undisturbed(self.session)
+        return fetch
 
     def compose(self, value: Any) -> Any:
         self.restore()
@@ -123,13 +89,14 @@ class BestCheckpointHook(ReportingHook):
         checkpoint_dir: the folder of the training run's checkpoints. The best ones go into a folder of their own in it.
         metric: any fetch of one number. It is evaluated only when it is due; on a GPU, the host waits for it.
         save_secs: the number of seconds from one evaluation to the next.
-        save_steps: the number of steps from one evaluation to the next; give exactly one of the two periods.
+        save_steps: the number of steps from one evaluation to the next; give exactly one period.
         mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
         name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, even in two
             loops of a process that are open at the same time. The number before ``ckpt`` is that of a place, from 1 to
             ``keep``, and not a rank.
         async_save: write in a background thread, as ``Saver(async_save=True)`` does.
+        timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
         ValueError: not exactly one period, another ``mode``, or a ``name`` outside of ``checkpoint_dir``; from
@@ -157,6 +124,7 @@ class BestCheckpointHook(ReportingHook):
         keep: int = 1,
         name: str = "best",
         async_save: bool = False,
+        timer: GivenTimer | None = None,
     ) -> None:
         if mode not in ("max", "min"):
             raise ValueError(
@@ -169,6 +137,7 @@ class BestCheckpointHook(ReportingHook):
             "keep": whole_number(keep, "keep", 1),
             "name": name,
             "async_save": async_save,
+            "timer": timer,
         }
         self._checkpoint_dir = os.fspath(checkpoint_dir)
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (".", ".."):
@@ -178,13 +147,12 @@ class BestCheckpointHook(ReportingHook):
         self._resolved = os.path.abspath(self._folder)
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
-        self._timer = SecondOrStepTimer.named(save_secs=save_secs, save_steps=save_steps)
+        self._timer = hook_timer(timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
         # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
         # the name of the worst, which the Saver then removes: there is never one too few.
         self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
-        self._period = save_steps or 1
-        self._fetch = _IfDue(metric, self._timer)
+        self._fetch = _Metric(metric, self._timer)
         self._request = SessionRunArgs(self._fetch)
 
     def begin(self) -> None:
@@ -241,12 +209,12 @@ class BestCheckpointHook(ReportingHook):
         return self._timer.next_due() if self._to_save is None else NOW
 
     def _note_evaluation(self, step: int) -> None:
-        """Let the next period begin at the multiple of it that ``step`` has reached."""
+        """Let the next period begin at ``step``."""
         self._evaluated_at = step
-        self._timer.update_last_triggered_step(step - step % self._period)
+        self._timer.update_last_triggered_step(step)
 
     def _evaluate_at_end(self, session: Session) -> None:
-        before = _Undisturbed(session)
+        before = Undisturbed(session)
         try:
             value = session.run(self._metric)
         except FetchError as error:

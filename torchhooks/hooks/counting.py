@@ -4,32 +4,52 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import time
 from typing import Any, NamedTuple
 
+import torch
+
 from torchhooks import summary
 from torchhooks.coordinator import Coordinator
-from torchhooks.hook import ReportingHook, SessionRunContext, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
-from torchhooks.text import call_repr, shown
-from torchhooks.timer import NEVER, Due, SecondOrStepTimer
+from torchhooks.text import call_repr
+from torchhooks.throughput import (
+    DEVICE_MEMORY,
+    FLOPS_RATE,
+    HOST_MEMORY,
+    MFU,
+    TOKENS_RATE,
+    FlopCount,
+    Tokens,
+    described,
+    known_peak_flops,
+    memory,
+    positive_number,
+)
+from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer
 from torchhooks.writers import WriterTarget
 
 _STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE = "global_step/sec", "examples/sec", "waiting_for_data"
-_CURVES = {tag: summary.scalar(tag, tag) for tag in (_STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE)}
+_TAGS = (_STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE, TOKENS_RATE, FLOPS_RATE, MFU, DEVICE_MEMORY, HOST_MEMORY)
+_CURVES = {tag: summary.scalar(tag, tag) for tag in _TAGS}
 
+_DEFAULT_STEPS = 100
 _MIN_LOGGED_SHARE = 0.01
 _MIN_LOGGED_SECS_PER_STEP = 1e-5  # about what it takes to get an item that is ready
 
-_Times = tuple[float, tuple[float, ...]]  # the duration of a period and of each pause within it, in seconds
+# The duration of a period and of each pause within it, in seconds, and the tokens of a fetch.
+_Measured = tuple[float, tuple[float, ...], Any]
 
 
 class _Period(NamedTuple):
     """The start of a reporting period, and the pauses within it."""
 
     start: Moment
+    step: int
     data_wait_secs: float | None
     pauses: list[Elapsed]
 
@@ -63,7 +83,8 @@ class StepCounterHook(ReportingHook):
     to the same place does so instead. If the writer has a method ``purge_from(step)``, as
     :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
 
-    With several ranks, the chief alone measures and reports. ``examples/sec`` counts the examples of all ranks. A rank
+    With several ranks, the chief alone measures and reports. ``examples/sec`` and
+    ``tokens/sec`` count those of all ranks, taken to be as many on each; the other rates are those of one. A rank
     that was less far than the others for most of a period is logged: ``slowest rank: 3, at 80% of the ticks, by up to 1
     runs``. This is known from the ticks of the ranks, without further communication. A rank that is slow before the
     collective of its step is not recognised, because the others wait for it in the same run.
@@ -72,8 +93,23 @@ class StepCounterHook(ReportingHook):
         every_n_steps: the period in steps.
         every_n_secs: the period in seconds; requires ``every_n_steps=None``.
         output_dir: the folder of the event file to write to.
-        summary_writer: the writer to use in place of ``output_dir``. Without either, the rate is only logged.
+        summary_writer: the writer, or a list of several, to use in place of ``output_dir``. Without either, the rate is
+            only logged.
         examples_per_step: the number of examples in a step, on one rank, to report ``examples/sec`` as well.
+        timer: the timer to use in place of a period, such as ``EverySteps(100)``, which reports at steps 100 and 200.
+        tokens_per_step: the number of tokens in a step, on one rank, to report ``tokens/sec``. For sequences of
+            different lengths, a fetch: the number of tokens in a run. It is evaluated in every run and added up where
+            it is.
+        flops_per_step: the number of floating-point operations in a step, to report ``flops/sec``, or ``"measure"`` to
+            have ``torch.utils.flop_counter`` count those of the first step. What is compiled may run uncompiled then.
+        peak_flops: how many of them the device can make in a second, to report their share as ``mfu``. By default, that
+            of common GPUs in bfloat16 is known.
+        memory: whether to report, in bytes, ``memory/device_peak``, the most that torch has allocated on the model's
+            GPU during the period, and ``memory/host``, what the process has at its end. This resets torch's peak.
+
+    These are logged in one line. The fetch ``"steps_per_sec"`` is the rate that was reported last, NaN before.
+
+        StepCounterHook(100, tokens_per_step=lambda mask: mask.sum(), flops_per_step="measure", memory=True)
 
     Raises:
         ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.
@@ -81,12 +117,17 @@ class StepCounterHook(ReportingHook):
 
     def __init__(
         self,
-        every_n_steps: int | None = 100,
+        every_n_steps: int | None = _DEFAULT_STEPS,
         every_n_secs: float | None = None,
         output_dir: Any = None,
         summary_writer: Any = None,
         *,
         examples_per_step: float | None = None,
+        timer: GivenTimer | None = None,
+        tokens_per_step: Any = None,
+        flops_per_step: float | str | None = None,
+        peak_flops: float | None = None,
+        memory: bool = False,
     ) -> None:
         self._arguments = {
             "every_n_steps": every_n_steps,
@@ -94,10 +135,33 @@ class StepCounterHook(ReportingHook):
             "output_dir": output_dir,
             "summary_writer": summary_writer,
             "examples_per_step": examples_per_step,
+            "timer": timer,
+            "tokens_per_step": tokens_per_step,
+            "flops_per_step": flops_per_step,
+            "peak_flops": peak_flops,
+            "memory": memory,
         }
-        self._timer = SecondOrStepTimer.named(every_n_steps=every_n_steps, every_n_secs=every_n_secs)
-        self._every_n_steps = every_n_steps
-        self._examples_per_step = None if examples_per_step is None else _number_of_examples(examples_per_step)
+        if timer is not None and every_n_steps == _DEFAULT_STEPS:
+            every_n_steps = None  # not given, as far as the hook can tell
+        self._timer = hook_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
+        self._every_n_steps = self._timer.every_steps
+        self._examples_per_step = _number("examples_per_step", examples_per_step, "a number of examples")
+        self._peak_flops = _number("peak_flops", peak_flops, "a number of operations per second")
+        self._reports_memory = memory
+        self._measures_flops = flops_per_step == "measure"
+        self._flops_per_step: float | None = None
+        if not self._measures_flops:
+            self._flops_per_step = _number("flops_per_step", flops_per_step, 'a number of operations or "measure"')
+        self._tokens_per_step: float | None = None
+        self._token_op: summary.SummaryOp | None = None
+        if isinstance(tokens_per_step, numbers.Real):
+            self._tokens_per_step = _number("tokens_per_step", tokens_per_step, "a number of tokens or a fetch")
+        elif tokens_per_step is not None:
+            self._token_op = summary.scalar(TOKENS_RATE, tokens_per_step)
+        self._token_request = SessionRunArgs(self._token_op)
+        if self._token_op is not None or self._measures_flops:
+            # Only for these, because a hook with this method is chosen before the step.
+            self.before_run = self._before_run  # type: ignore[method-assign]
         self._target = WriterTarget(output_dir, summary_writer)
 
     def begin(self) -> None:
@@ -106,27 +170,41 @@ class StepCounterHook(ReportingHook):
         self._checked_run, self._checked_step = 0, -1  # where it was last checked that the step count advances
         self._warned = False
         self._period: _Period | None = None
+        self._tokens, self._flop_count = Tokens(), FlopCount()
         if self.writes and self._target.open() is not None:
             summary.check_writer(self._target.writer)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._session, session.steps_per_sec = session, math.nan
         if not self.writes:
             return
-        if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
+        last_step = self._timer.last_triggered_step()
+        if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
+            self._period = None
+        self._timer.start_at(session.global_step)
         session.on_pause(self._add_pause)
+        self._flop_count.abandon()  # of a run that failed
+
+    def _before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        if self._measures_flops:
+            self._flop_count.start(run_context.session.global_step)
+        return self._token_request
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         if not self.writes:
             return  # called by a subclass
         session = run_context.session
         step = session.global_step
+        self._flop_count.stop(step)
+        if self._token_op is not None and run_values.results is not None:
+            self._tokens.add(run_values.results.value)
         self._runs += 1
         if self._runs == 1:
             self._target.start_session_alone(session.begun_at, step)
-        if self._timer.should_trigger_for_step(step):
-            _, elapsed_steps = self._timer.update_last_triggered_step(step)
-            self._start_period(run_context, elapsed_steps)
+        if self._period is None or self._timer.should_trigger_for_step(step):
+            self._timer.update_last_triggered_step(step)
+            self._start_period(run_context)
         elif self._stall_check_is_due():
             self._warn_if_stalled(step)
         else:
@@ -134,12 +212,15 @@ class StepCounterHook(ReportingHook):
         self._checked_run, self._checked_step = self._runs, step
 
     def teardown(self) -> None:
+        self._flop_count.abandon()
         self._target.close()
 
     def next_due(self) -> Due:
         if not self.writes:
             return NEVER
-        due: Due = self._timer.next_due()
+        if self._token_op is not None or (self._measures_flops and self._flop_count.per_step is None):
+            return NOW
+        due: Due = NOW if self._period is None else self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
         # Also due after that many runs, because a step count that does not advance never reaches due.step.
@@ -152,28 +233,28 @@ class StepCounterHook(ReportingHook):
         if self._period is not None:
             self._period.pauses.append(pause)
 
-    def _start_period(self, run_context: SessionRunContext, elapsed_steps: int | None) -> None:
+    def _start_period(self, run_context: SessionRunContext) -> None:
         """Start a period, and report on the one that ends here as soon as its duration is known."""
         session = run_context.session
-        ended, started = self._period, _Period(Moment(session.device), session.data_wait_secs, [])
+        ended, started = self._period, _Period(Moment(session.device), session.global_step, session.data_wait_secs, [])
         self._period = started
+        tokens = self._tokens.take()
+        used = dict(memory(session.device)) if self._reports_memory else {}  # also if unused: starts a new period
         slowest = None if session.ranks.pace is None else session.ranks.pace.slowest()
         if slowest is not None and ended is not None:
             rank, share, spread = slowest
             logger.info("slowest rank: %d, at %.0f%% of the ticks, by up to %d runs", rank, 100 * share, spread)
-        if ended is None or elapsed_steps is None or elapsed_steps < 0:
+        if ended is None or started.step < ended.step:
             return  # this run starts the clock, or the step went back
         duration = Elapsed(ended.start, started.start)
         if any(elapsed.across_devices for elapsed in (duration, *ended.pauses)):
             return  # the model was moved, so no clock has measured the period
+        elapsed_steps = started.step - ended.step
         waiting_share = ended.waiting_share(started)
-        examples = None if self._examples_per_step is None else self._examples_per_step * session.ranks.size
-        report = functools.partial(
-            self._report, session.global_step, time.time(), elapsed_steps, waiting_share, examples
-        )
+        report = functools.partial(self._report, session.global_step, time.time(), elapsed_steps, waiting_share, used)
         # On a GPU, the report is made when the device has passed both moments. A plain number takes a fast path.
         secs = duration if duration.events else duration.host_secs
-        run_context.when_ready((secs, tuple(ended.pauses)), report)
+        run_context.when_ready((secs, tuple(ended.pauses), tokens), report)
 
     def _report(
         self,
@@ -181,33 +262,55 @@ class StepCounterHook(ReportingHook):
         wall_time: float,
         steps: int,
         waiting_share: float | None,
-        examples_per_step: float | None,
-        times: _Times,
+        used: dict[str, float],
+        measured: _Measured,
     ) -> None:
         """Log and write the rates of a period of ``steps`` steps, which ended at ``step`` and ``wall_time``."""
-        duration, pauses = times
+        duration, pauses, tokens = measured
         secs = duration - sum(pauses)
         if secs <= 0:
             return  # shorter than the resolution of the clock, or the pauses were measured on another stream
-        rate = steps / secs
+        rate = self._session.steps_per_sec = steps / secs
         values = {_STEPS_RATE: rate}
         logger.info("%s: %g", _STEPS_RATE, rate)
-        if examples_per_step is not None:
-            values[_EXAMPLES_RATE] = rate * examples_per_step
+        if self._examples_per_step is not None:
+            values[_EXAMPLES_RATE] = rate * self._examples_per_step * self._session.ranks.size
             logger.info("%s: %g", _EXAMPLES_RATE, values[_EXAMPLES_RATE])
         if waiting_share is not None:
             values[_WAITING_SHARE] = waiting_share
             if waiting_share >= _MIN_LOGGED_SHARE and waiting_share * secs >= _MIN_LOGGED_SECS_PER_STEP * steps:
                 logger.info("waiting for data: %.1f%% of the time", 100 * waiting_share)
+        throughput = {**self._throughput(rate, secs, tokens), **used}
+        if throughput:
+            logger.info("%s", described(throughput))
+        values |= throughput
         if self._target.writer is not None:
             points = [summary.Summary(_CURVES[tag], value) for tag, value in values.items()]
             summary.write_summaries(self._target.writer, points, step, wall_time)
+
+    def _throughput(self, rate: float, secs: float, tokens: Any) -> dict[str, float]:
+        """Return the curves of tokens and floating-point operations that were asked for."""
+        values: dict[str, float] = {}
+        if self._token_op is not None:
+            values[TOKENS_RATE] = float(tokens) / secs * self._session.ranks.size
+        elif self._tokens_per_step is not None:
+            values[TOKENS_RATE] = self._tokens_per_step * rate * self._session.ranks.size
+        flops = self._flop_count.per_step if self._measures_flops else self._flops_per_step
+        if flops is not None:
+            values[FLOPS_RATE] = flops * rate
+            device = self._session.device
+            peak = self._peak_flops
+            if peak is None and device.type == "cuda":
+                peak = known_peak_flops(torch.cuda.get_device_name(device))
+            if peak is not None:
+                values[MFU] = values[FLOPS_RATE] / peak
+        return values
 
     def _stall_check_is_due(self) -> bool:
         """Return whether a period has passed since the last check, in runs if the period is one in steps."""
         if self._every_n_steps is not None:
             return self._runs >= self._checked_run + self._every_n_steps
-        moment = self._timer.next_due().moment
+        moment: float | None = self._timer.next_due().moment
         return moment is not None and time.monotonic() >= moment
 
     def _warn_if_stalled(self, step: int) -> None:
@@ -224,13 +327,5 @@ class StepCounterHook(ReportingHook):
         return call_repr(self, **self._arguments)
 
 
-def _number_of_examples(value: float) -> float:
-    try:
-        number = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(
-            f"examples_per_step={shown(value)}: must be a number of examples, more than 0 and at most 1.8e308"
-        )
-    return number
+def _number(name: str, value: Any, what: str) -> float | None:
+    return None if value is None else positive_number(name, value, what)

@@ -6,21 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
+from torchhooks.coordinator import Coordinator
+from torchhooks.evaluating import IfDue
 from torchhooks.fetch import check_feed_names, map_leaves, watched_names
 from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lines import by_tag, printable, tagged_line
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer, is_by_clock
 
 
 class LoggingTensorHook(ReportingHook):
     """Logs values periodically (``tf.train.LoggingTensorHook``): ``loss = 0.1, step = 7 (2.500 sec)``.
 
-    The hook counts runs, not global steps: ``every_n_iter=4`` logs the 1st, 5th and 9th run. From the second line on,
+    The hook counts runs, not global steps: ``every_n_iter=4`` logs the 1st, 5th and 9th run. A ``timer`` gets global
+    steps: ``timer=EverySteps(4)`` logs at steps 4, 8 and 12. From the second line on,
     the seconds are those since the previous line.
 
     With several ranks, every rank evaluates the fetches in the same runs, and the chief logs. ``over_ranks("loss",
@@ -33,9 +36,10 @@ class LoggingTensorHook(ReportingHook):
         every_n_secs: the period in seconds, in place of ``every_n_iter``.
         at_end: whether to log at a clean end of the loop, in addition to a period or without one.
         formatter: a function that returns the whole line, given a dict from tag to a printable value.
+        timer: the timer to use in place of a period.
 
     Raises:
-        ValueError: neither a period nor ``at_end`` is given, or both periods are, or a period is not valid; there is
+        ValueError: neither a period nor ``at_end`` is given, or two periods are, or a period is not valid; there is
             nothing to log, or two fetches in a list have the same name; or a value is available only while a step runs,
             with ``at_end``.
         TypeError: ``tensors`` is neither a dict nor a list, or ``formatter`` is not callable.
@@ -48,43 +52,55 @@ class LoggingTensorHook(ReportingHook):
         every_n_secs: float | None = None,
         at_end: bool = False,
         formatter: Callable[[dict[str, Any]], str] | None = None,
+        *,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "every_n_iter": every_n_iter,
             "every_n_secs": every_n_secs,
             "at_end": at_end,
             "formatter": formatter,
+            "timer": timer,
         }
         self._given = tensors
-        self._timer: SecondOrStepTimer | NeverTriggerTimer = NeverTriggerTimer()
-        if every_n_iter is not None or every_n_secs is not None:
-            self._timer = SecondOrStepTimer.named(every_n_iter=every_n_iter, every_n_secs=every_n_secs)
+        self._timer: Timer = NeverTriggerTimer()
+        if every_n_iter is not None or every_n_secs is not None or timer is not None:
+            self._timer = hook_timer(timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
         elif not at_end:
             raise ValueError("LoggingTensorHook never logs: give every_n_iter, every_n_secs or at_end=True")
         if formatter is not None and not callable(formatter):
             raise TypeError(
                 f"formatter={shown(formatter)}: must be a function that turns a dict of values by tag into text"
             )
-        self._tensors = _by_tag(tensors)
+        self._tensors = by_tag(tensors)
         if at_end:
             _check_available_at_end(self, self._tensors)
-        self.collective = every_n_secs is not None
+        self.collective = every_n_secs is not None or is_by_clock(timer)
         self._at_end = at_end
         self._formatter = formatter
-        self._request = SessionRunArgs(tuple(self._tensors.values()))
+        fetches = tuple(self._tensors.values())
+        # By its own period, the hook has TensorFlow's rule, which decides before the step.
+        self._if_due = None if timer is None else IfDue(fetches, self._timer)
+        self._request = SessionRunArgs(fetches if self._if_due is None else self._if_due)
 
     def begin(self) -> None:
         self._timer.reset()
         self._iterations = 0
         self._due = False
 
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._timer.start_at(session.global_step)
+        if self._if_due is not None:
+            self._if_due.session = session
+
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        self._due = self._timer.should_trigger_for_step(self._iterations)
+        step = self._iterations if self._if_due is None else run_context.session.global_step + 1
+        self._due = self._timer.should_trigger_for_step(step)
         return self._request if self._due else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if self._due:
-            elapsed_secs, _ = self._timer.update_last_triggered_step(self._iterations)
+        if self._due and (self._if_due is None or self._if_due.evaluated):
+            elapsed_secs, _ = self._timer.update_last_triggered_step(self._step(run_context.session))
             if self.writes:
                 run_context.when_ready(
                     run_values.results,
@@ -95,25 +111,31 @@ class LoggingTensorHook(ReportingHook):
     def end(self, session: Session) -> None:
         if self._at_end:
             values = session.run_available(self._tensors, who=self)
-            elapsed_secs, _ = self._timer.update_last_triggered_step(self._iterations)
+            elapsed_secs, _ = self._timer.update_last_triggered_step(self._step(session))
             if values and self.writes:
                 self._log(to_host(values), elapsed_secs)
 
     def next_due(self) -> Due:
         due = self._timer.next_due()
-        # The steps of this timer are runs.
-        return due if due.step is None else Due(runs=max(due.step - self._iterations, 0) + 1)
+        if due.step is None or self._if_due is not None:
+            return due
+        # The steps of the hook's own period are runs.
+        return Due(runs=max(due.step - self._iterations, 0) + 1)
 
     def sat_out(self, runs: int) -> None:
         self._iterations += runs
 
+    def _step(self, session: Session) -> int:
+        """Return what the timer counts: runs, or global steps if the timer was given."""
+        return self._iterations if self._if_due is None else session.global_step
+
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
-        printable = {tag: map_leaves(_printable, value) for tag, value in values.items()}
+        texts = {tag: map_leaves(printable, value) for tag, value in values.items()}
         if self._formatter is not None:
             with np.printoptions(suppress=True):  # TensorFlow's hook prints arrays without exponents
-                line = self._formatter(printable)
+                line = self._formatter(texts)
         else:
-            line = ", ".join([f"{tag} = {_text(value)}" for tag, value in printable.items()])
+            line = tagged_line(texts)
             line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
         logger.info("%s", line)
 
@@ -163,52 +185,3 @@ def _check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
             f"{hook!r}: {name!r} is available only while a step runs, not at the end; return it from the step instead, "
             "under a name that does not end in :output, :input or :grad"
         )
-
-
-def _by_tag(tensors: Any) -> dict[str, Any]:
-    """Return the fetches by the tags under which they are logged, in the order of the line."""
-    if not isinstance(tensors, (Mapping, list, tuple)):
-        raise TypeError(
-            f"tensors={shown(tensors)}: give a dict from tag to fetch, or a list of fetches, such as ['loss']"
-        )
-    if not tensors:
-        raise ValueError(
-            f"tensors={shown(tensors)}: there is nothing to log; give at least one fetch, such as ['loss']"
-        )
-    if isinstance(tensors, Mapping):
-        return {tag: tensors[tag] for tag in sorted(tensors)}
-    tagged: dict[str, Any] = {}
-    for fetch in tensors:
-        tag = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
-        if tag in tagged:
-            raise ValueError(f"tensors={shown(tensors)}: two would be logged as {tag!r}; give a dict from tag to fetch")
-        tagged[tag] = fetch
-    return tagged
-
-
-def _printable(value: Any) -> Any:
-    """Return a tensor as a NumPy scalar or array; in float32 if NumPy lacks its dtype."""
-    if isinstance(value, torch.Tensor):
-        try:
-            value = value.numpy()
-        except (TypeError, RuntimeError):  # sparse, conjugate, or a dtype that NumPy lacks
-            value = value.to_dense().resolve_conj()
-            value = (value if value.is_complex() else value.float()).numpy()
-    return value[()] if isinstance(value, np.ndarray) else value
-
-
-class _Bare:
-    """Has the ``str`` of its value as ``repr``: a list prints reprs, and that of a NumPy scalar includes its type."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __repr__(self) -> str:
-        return str(self._value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (np.generic, float, int, str)):
-        return str(value)
-    with np.printoptions(suppress=True):
-        return str(map_leaves(lambda leaf: _Bare(leaf) if isinstance(leaf, (np.generic, np.ndarray)) else leaf, value))

@@ -12,12 +12,13 @@ from torchhooks import summary
 from torchhooks.changes import StateMark
 from torchhooks.checkpoint_files import is_checkpoint_name
 from torchhooks.coordinator import Coordinator
+from torchhooks.evaluating import IfDue
 from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.session import Refusal, Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr, shortened
-from torchhooks.timer import NEVER, NOW, Due, SecondOrStepTimer
+from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer, is_by_clock
 from torchhooks.writers import WriterTarget
 
 
@@ -37,12 +38,13 @@ class SummarySaverHook(ReportingHook):
 
     Args:
         save_steps: the number of steps from one summary to the next.
-        save_secs: the number of seconds from one summary to the next; give exactly one of the two periods.
+        save_secs: the number of seconds from one summary to the next; give exactly one period.
         output_dir: the folder of the event file.
-        summary_writer: the writer; give at most one of it and ``output_dir``.
+        summary_writer: the writer, or a list of several; give at most one of it and ``output_dir``.
         scaffold: the scaffold whose ``summary_op`` is written.
         summary_op: what to write: a mapping of tags to fetches, :func:`torchhooks.summary.histogram` and its siblings,
             or a list of these; give exactly one of it and ``scaffold``.
+        timer: the timer to use in place of a period, such as ``EverySteps(100)``.
 
     Raises:
         ValueError: not exactly one period, or not exactly one of ``scaffold`` and ``summary_op``.
@@ -56,6 +58,8 @@ class SummarySaverHook(ReportingHook):
         summary_writer: Any = None,
         scaffold: Scaffold | None = None,
         summary_op: Any = None,
+        *,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "save_steps": save_steps,
@@ -64,15 +68,16 @@ class SummarySaverHook(ReportingHook):
             "summary_writer": summary_writer,
             "scaffold": scaffold,
             "summary_op": summary_op,
+            "timer": timer,
         }
         if (scaffold is None) == (summary_op is None):
             raise ValueError(
                 f"scaffold={scaffold!r}, summary_op={summary_op!r}: give SummarySaverHook exactly one of them"
             )
-        self._timer = SecondOrStepTimer.named(save_steps=save_steps, save_secs=save_secs)
+        self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._has_place = output_dir is not None or summary_writer is not None
-        self.collective = save_secs is not None
+        self.collective = save_secs is not None or is_by_clock(timer)
         self._scaffold = scaffold
         self._ops = summary.summary_ops(summary_op) if scaffold is None else ()
 
@@ -81,18 +86,23 @@ class SummarySaverHook(ReportingHook):
         self._due = False
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
-        self._request = SessionRunArgs(self._ops)
-        if not self.writes:
-            return
-        writer = self._target.open()
-        if writer is None:
+        writer = self._target.open() if self.writes else None
+        ops = summary.requests(self._ops, writer)
+        # By its own period, the hook has TensorFlow's rule, which decides before the step.
+        self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
+        self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
+        if writer is None and self.writes:
             logger.warning("%r has neither output_dir nor summary_writer: it writes nothing", self)
-        else:
+        elif writer is not None:
             summary.check_writer(writer, self._ops)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if self._target.session_created(session.global_step, self._timer.last_triggered_step()):
+        last_step = self._timer.last_triggered_step()
+        if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
+        self._timer.start_at(session.global_step)
+        if self._due_ops is not None:
+            self._due_ops.session = session
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._step_before = run_context.session.global_step
@@ -100,11 +110,13 @@ class SummarySaverHook(ReportingHook):
         return self._request if self._due and self._has_place else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if not self._due or not self._has_place:
+        if not self._has_place:
             return
         session = run_context.session
         step = session.global_step
         self._target.start_session(session.begun_at, step)
+        if not self._due or (self._due_ops is not None and not self._due_ops.evaluated):
+            return
         if step == self._timer.last_triggered_step() or 0 < step == self._step_before == session.begun_at:
             return  # no step was made since the last point, in this process or before a restore
         self._timer.update_last_triggered_step(step)
@@ -117,7 +129,10 @@ class SummarySaverHook(ReportingHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        return self._timer.next_due() if self._has_place else NEVER
+        if not self._has_place:
+            return NEVER
+        # A START that is written later would void the points that other hooks write to the same place before it.
+        return self._timer.next_due() if self._target.start_is_written or not self.writes else NOW
 
     def __repr__(self) -> str:
         return call_repr(self, **self._arguments)
@@ -162,12 +177,13 @@ class CheckpointSaverHook(SessionRunHook):
     Args:
         checkpoint_dir: the folder. Give the same one to the loop, which restores from it.
         save_secs: the number of seconds from one checkpoint to the next.
-        save_steps: the number of steps from one checkpoint to the next; give exactly one of the two periods.
+        save_steps: the number of steps from one checkpoint to the next; give exactly one period.
         saver: what writes the checkpoints.
         checkpoint_basename: the name of a checkpoint without its step, as in ``model.ckpt-700``.
         scaffold: the scaffold whose saver writes them. If it has none, or without ``saver`` and ``scaffold``,
             ``session.saver`` does.
         listeners: called for every checkpoint, all of them even if one asks to stop.
+        timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
@@ -186,6 +202,8 @@ class CheckpointSaverHook(SessionRunHook):
         checkpoint_basename: str = "model.ckpt",
         scaffold: Scaffold | None = None,
         listeners: Iterable[CheckpointSaverListener] | None = None,
+        *,
+        timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
             "save_secs": save_secs,
@@ -194,11 +212,12 @@ class CheckpointSaverHook(SessionRunHook):
             "checkpoint_basename": checkpoint_basename,
             "scaffold": scaffold,
             "listeners": listeners,
+            "timer": timer,
         }
         self._checkpoint_dir = os.fspath(checkpoint_dir)
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
-        self._timer = SecondOrStepTimer.named(save_secs=save_secs, save_steps=save_steps)
+        self._timer = hook_timer(timer, save_secs=save_secs, save_steps=save_steps)
         self._given_saver, self._scaffold = saver, scaffold
         self._saver: Any = None
         if not is_checkpoint_name(checkpoint_basename):
@@ -231,6 +250,7 @@ class CheckpointSaverHook(SessionRunHook):
         self._waits = self._checks = False
         session.at_stop(self, lambda: self._save_for_stop(session))
         self._save(session)
+        self._timer.start_at(session.global_step)
         self._timer.update_last_triggered_step(session.global_step)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:

@@ -1,0 +1,217 @@
+"""Early stopping: TensorFlow's rules, their state, and the device."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchhooks import (
+    CheckpointSaverHook,
+    EvaluationHook,
+    EverySteps,
+    MonitoredLoop,
+    SecondOrStepTimer,
+    SessionRunHook,
+    StopIfHigherHook,
+    StopIfLowerHook,
+    StopIfNoDecreaseHook,
+    StopIfNoIncreaseHook,
+)
+from torchhooks.testing import FakeDevice, sync_audit, trace
+
+Create = Callable[[Any], SessionRunHook]
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("create", "losses", "stop"),
+    [
+        (lambda metric: StopIfHigherHook(metric, 0.5), [0.1, 0.5, 0.6, 0.7], 3),
+        (lambda metric: StopIfHigherHook(metric, 0.5, min_steps=4), [0.1, 0.9, 0.9, 0.6, 0.7], 4),
+        (lambda metric: StopIfHigherHook(metric, 0.5), [NAN, 0.1, 0.2], None),
+        (lambda metric: StopIfLowerHook(metric, 0.5), [0.9, 0.5, 0.4, 0.3], 3),
+        (lambda metric: StopIfLowerHook(metric, -math.inf), [0.9, 0.5, 0.4, 0.3], None),
+        (lambda metric: StopIfNoDecreaseHook(metric, 2), [0.5, 0.4, 0.4, 0.4, 0.3], 4),
+        (lambda metric: StopIfNoDecreaseHook(metric, 2), [0.5, 0.6, 0.4, 0.5, 0.3, 0.2], None),
+        (lambda metric: StopIfNoDecreaseHook(metric, 2, min_steps=3), [0.1, 0.2, 0.9, 0.9, 0.9, 0.9], 5),
+        (lambda metric: StopIfNoDecreaseHook(metric, 1), [0.5, 0.5, 0.5], 2),
+        (lambda metric: StopIfNoIncreaseHook(metric, 2), [0.5, 0.6, 0.6, 0.1, 0.7], 4),
+        (lambda metric: StopIfNoIncreaseHook(metric, 3), [0.5, 0.4, 0.4, 0.6], None),
+        # NaN neither counts as the best value, nor prevents others from being so.
+        (lambda metric: StopIfNoDecreaseHook(metric, 2), [NAN, 0.5, 0.6, 0.4], None),
+        (lambda metric: StopIfNoDecreaseHook(metric, 2), [0.5, NAN, NAN, 0.4], 3),
+        (lambda metric: StopIfNoDecreaseHook(metric, 2), [NAN, NAN, NAN, 0.4], 3),
+    ],
+)
+def test_stops_by_the_rule_of_tensorflow(create: Create, losses: list[float], stop: int | None) -> None:
+    assert trace(create("loss"), losses=losses).global_step == (len(losses) if stop is None else stop)
+
+
+def test_the_reason_is_logged_and_is_that_of_the_stop() -> None:
+    ran = trace(StopIfNoDecreaseHook("loss", 2), losses=[{"loss": 0.5}] * 4)
+    reason = (
+        'No decrease in metric "loss" for 2 steps, which is greater than or equal to max steps (2) configured for '
+        "early stopping."
+    )
+    assert ("INFO", reason) in ran.lines
+    assert ran.stop_reason == f"StopIfNoDecreaseHook: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("hook", "relation"),
+    [(StopIfHigherHook("loss", 0.25), "greater than"), (StopIfLowerHook("loss", 0.75), "less than")],
+    ids=["higher", "lower"],
+)
+def test_the_reason_of_a_threshold_names_the_value_and_the_step(hook: SessionRunHook, relation: str) -> None:
+    ran = trace(hook, losses=[{"loss": 0.5}])
+    assert f'At step 1, metric "loss" has value 0.5 which is {relation} the configured threshold' in str(
+        ran.stop_reason
+    )
+
+
+# -- when it looks ----------------------------------------------------------------------------------------------------
+
+
+def evaluations(*hooks: Callable[[EvaluationHook], SessionRunHook], **given: Any) -> tuple[list[int], int]:
+    """Return at which steps the model was evaluated, and at which one the loop ended."""
+    steps: list[int] = []
+
+    def accuracy(global_step: int) -> float:
+        steps.append(global_step)
+        return 0.5
+
+    evaluation = EvaluationHook(accuracy, **given)
+    ran = trace(*(hook(evaluation) for hook in hooks), evaluation, losses=[0.1] * 30)
+    return steps, ran.global_step
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"every_n_steps": 4}, {"timer": EverySteps(4)}, {"timer": SecondOrStepTimer(every_steps=4)}],
+    ids=repr,
+)
+def test_looks_at_an_evaluation_whenever_it_is_made(given: dict[str, Any]) -> None:
+    stop = lambda evaluation: StopIfNoIncreaseHook(evaluation["accuracy"], 8)  # noqa: E731
+    assert evaluations(stop, **given) == ([4, 8, 12], 12)
+
+
+def test_with_a_period_in_seconds_no_evaluation_is_made_for_it_alone() -> None:
+    stop = lambda evaluation: StopIfNoIncreaseHook(evaluation["accuracy"], 8)  # noqa: E731
+    assert evaluations(stop, timer=SecondOrStepTimer(every_secs=4)) == ([5, 10, 15], 15)
+
+
+def test_the_evaluation_before_the_first_run_counts() -> None:
+    stop = lambda evaluation: StopIfNoIncreaseHook(evaluation["accuracy"], 8)  # noqa: E731
+    assert evaluations(stop, every_n_steps=4, at_start=True) == ([0, 4, 8], 8)
+
+
+@pytest.mark.parametrize("given", [{"every_n_steps": 4}, {"timer": EverySteps(4)}], ids=repr)
+def test_a_period_of_its_own_is_at_multiples(given: dict[str, Any]) -> None:
+    assert trace(StopIfHigherHook("loss", 0.5, **given), losses=[0.9] * 9, start_step=2).global_step == 4
+
+
+def test_runs_in_which_it_does_not_look_are_idle() -> None:
+    calls: list[int] = []
+
+    class Counted(StopIfHigherHook):
+        def before_run(self, run_context: Any) -> Any:
+            calls.append(run_context.session.global_step + 1)
+            return super().before_run(run_context)
+
+    evaluation = EvaluationHook(lambda: 0.5, every_n_steps=4)
+    trace(evaluation, Counted(evaluation["evaluation"], 0.9), losses=[0.1] * 9)
+    assert calls == [1, 4, 8]  # in the first run it looks for an evaluation before it
+
+
+# -- the state --------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_training_run_continues_to_count(tmp_path: Path) -> None:
+    ends: list[int] = []
+    for runs in (3, 9):
+        stop = StopIfNoDecreaseHook("loss", 5)
+        hooks = [stop, CheckpointSaverHook(tmp_path, save_steps=100)]
+        ran = trace(*hooks, losses=[0.5 if ends else 0.4] * runs, checkpoint_dir=tmp_path)
+        ends.append(ran.global_step)
+    assert ends == [3, 6]  # the least value was that of step 1, in the first process
+
+
+def test_the_state_of_a_device_is_that_of_the_step_of_the_checkpoint(tmp_path: Path) -> None:
+    with FakeDevice(lag=50):
+        stop = StopIfNoDecreaseHook("loss", 5)
+        trace(stop, CheckpointSaverHook(tmp_path, save_steps=100), losses=[0.5, 0.25, 0.75])
+    state = torch.load(tmp_path / "model.ckpt-3", weights_only=True)["hooks.StopIfNoDecreaseHook"]
+    assert state == {"best": 0.25, "best_step": 2}
+
+
+def test_the_count_starts_again_in_another_loop() -> None:
+    hook = StopIfNoDecreaseHook("loss", 2)
+    assert [trace(hook, losses=[loss] * 9).global_step for loss in (0.1, 0.5)] == [3, 3]
+
+
+def test_two_hooks_have_two_names_in_a_checkpoint(tmp_path: Path) -> None:
+    hooks = [StopIfNoDecreaseHook("loss", 5), StopIfNoDecreaseHook("loss", 9, name="patient")]
+    trace(*hooks, CheckpointSaverHook(tmp_path, save_steps=100))
+    saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
+    assert {"hooks.StopIfNoDecreaseHook", "hooks.patient"} <= set(saved)
+
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_on_a_device_is_not_waited_for_and_stops_a_few_runs_later() -> None:
+    stops = [StopIfLowerHook("loss", 0.5), StopIfNoDecreaseHook("loss", 100)]
+    loss, waits = torch.tensor(0.25), []
+    with FakeDevice(lag=3) as device, sync_audit("cpu") as syncs, MonitoredLoop(lambda: loss, hooks=stops) as loop:
+        while not loop.should_stop():
+            loop.run()
+        waits.append(device.waits)
+    assert (waits, syncs) == ([0], [])
+    assert 'At step 1, metric "loss"' in str(loop.stop_reason)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("create", "message"),
+    [
+        (lambda: StopIfNoDecreaseHook("loss", 0), "max_steps_without_decrease=0: must be a whole number, 1 or more"),
+        (lambda: StopIfNoIncreaseHook("loss", 2.5), "max_steps_without_increase=2.5: must be a whole number"),  # type: ignore[arg-type]
+        (lambda: StopIfHigherHook("loss", 1, min_steps=-1), "min_steps=-1: must be a whole number, 0 or more"),
+        (lambda: StopIfHigherHook("loss", NAN), "threshold=nan: must be a number to compare the metric with"),
+        (lambda: StopIfLowerHook("loss", "low"), "threshold='low': must be a number"),  # type: ignore[arg-type]
+        (lambda: StopIfLowerHook("loss", None), "threshold=None: must be a number"),  # type: ignore[arg-type]
+        (
+            lambda: StopIfLowerHook("loss", 1, every_n_steps=2, timer=EverySteps(3)),
+            "every_n_steps=2, timer=EverySteps(3): give a period or a timer, not both",
+        ),
+    ],
+)
+def test_refuses_invalid_arguments_and_shows_them(create: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        create()
+
+
+def test_a_metric_that_is_not_one_number_is_an_error_of_the_run() -> None:
+    with pytest.raises(TypeError, match=r"loss is tensor\(.*\): the metric of a StopIfHigherHook must be one number"):
+        trace(StopIfHigherHook("loss", 0.5), losses=[torch.ones(3)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "StopIfHigherHook('loss', threshold=0.5)",
+        "StopIfLowerHook('loss', threshold=0.5, min_steps=3, every_n_steps=2)",
+        "StopIfNoDecreaseHook('loss', max_steps_without_decrease=5)",
+        "StopIfNoIncreaseHook('loss', max_steps_without_increase=5, timer=EverySteps(3), name='patient')",
+    ],
+)
+def test_repr_can_be_pasted_back(text: str) -> None:
+    assert repr(eval(text)) == text

@@ -1,0 +1,281 @@
+"""ProfilerHook: which runs it profiles, and what is in the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchhooks import (
+    AbortedError,
+    CheckpointSaverHook,
+    EverySteps,
+    MonitoredLoop,
+    NeverTriggerTimer,
+    ProfilerHook,
+    SecondOrStepTimer,
+    SessionRunHook,
+    StepCounterHook,
+)
+from torchhooks.testing import FakeDevice, RecordingWriter, log_lines, sync_audit, trace
+
+
+def timelines(folder: Path) -> list[int]:
+    """Return the steps of the files in ``folder``, and check that nothing else is there."""
+    return sorted(int(path.stem.removeprefix("timeline-")) for path in folder.iterdir())
+
+
+def events(folder: Path, step: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / f"timeline-{step}.json").read_text())["traceEvents"]
+    return found
+
+
+def is_profiling() -> bool:
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+class Training:
+    """A small model, and whether the profiler was on in each step."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 3)
+        self.profiled: list[bool] = []
+
+    def step(self) -> torch.Tensor:
+        self.profiled.append(is_profiling())
+        loss: torch.Tensor = self.model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    def train(self, runs: int, *hooks: SessionRunHook) -> None:
+        with MonitoredLoop(self.step, self.model, hooks=hooks) as loop:
+            for _ in range(runs):
+                loop.run()
+
+
+# -- which runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({"save_steps": 2}, [2, 4, 6]),
+        ({"save_steps": 3}, [3, 6]),
+        ({"save_secs": 3.0}, [5]),
+        ({"timer": EverySteps(3)}, [3, 6]),
+        ({"timer": EverySteps(1)}, [2, 3, 4, 5, 6, 7]),
+        ({"timer": SecondOrStepTimer(every_steps=3)}, [3, 6]),
+        ({"timer": NeverTriggerTimer()}, []),
+    ],
+    ids=repr,
+)
+def test_profiles_periodically_but_never_the_first_run(given: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
+    trace(ProfilerHook(output_dir=tmp_path, **given), losses=[0.1] * 7)
+    assert timelines(tmp_path) == steps
+
+
+def test_profiles_at_multiples_after_a_resume(tmp_path: Path) -> None:
+    trace(ProfilerHook(output_dir=tmp_path, timer=EverySteps(4)), losses=[0.1] * 9, start_step=101)
+    assert timelines(tmp_path) == [104, 108]
+
+
+def test_with_accumulated_gradients_the_run_that_reaches_a_multiple_is_profiled_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer, runs = torch.optim.SGD(model.parameters()), [0]
+
+    def step() -> None:
+        runs[0] += 1
+        if runs[0] % 3 == 0:
+            optimizer.step()
+
+    hook = ProfilerHook(output_dir=tmp_path, timer=EverySteps(2))
+    with MonitoredLoop(step, model, optimizer, hooks=[hook], step_unit="optimizer_step") as loop:
+        for _ in range(14):
+            loop.run()
+    assert timelines(tmp_path) == [2, 4]
+    assert any(event["name"].startswith("Optimizer.step") for event in events(tmp_path, 2))
+
+
+def test_only_the_step_of_that_run_is_profiled(tmp_path: Path) -> None:
+    training = Training()
+    training.train(5, ProfilerHook(save_steps=3, output_dir=tmp_path))
+    assert training.profiled == [False, False, True, False, False]
+    assert not is_profiling()
+
+
+@pytest.mark.parametrize(
+    ("given", "calls"),
+    [({"save_steps": 4}, [1, 3, 4, 7, 8]), ({"timer": EverySteps(4)}, [1, 4, 8]), ({"save_secs": 4.0}, [1, 6])],
+    ids=repr,
+)
+def test_runs_between_two_profiles_are_idle(given: dict[str, Any], calls: list[int], tmp_path: Path) -> None:
+    called: list[int] = []
+
+    class Counted(ProfilerHook):
+        def before_run(self, run_context: Any) -> Any:
+            called.append(run_context.session.global_step + 1)
+            return super().before_run(run_context)
+
+    trace(Counted(output_dir=tmp_path, **given), losses=[0.1] * 9)
+    assert called == calls
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_a_chrome_trace_of_the_step(tmp_path: Path) -> None:
+    with log_lines() as lines:
+        Training().train(2, ProfilerHook(save_steps=2, output_dir=tmp_path / "new" / "folder"))
+    names = {event["name"] for event in events(tmp_path / "new" / "folder", 2)}
+    assert {"aten::linear", "aten::mean"} <= names
+    assert ("INFO", f"wrote the profile of step 2 to {tmp_path}/new/folder/timeline-2.json") in lines
+
+
+def test_the_default_folder_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace(ProfilerHook(save_steps=2), losses=[0.1] * 3)
+    assert timelines(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_dataflow_is_shown_as_arrows(show: bool, tmp_path: Path) -> None:
+    Training().train(2, ProfilerHook(save_steps=2, output_dir=tmp_path, show_dataflow=show))
+    phases = Counter(event["ph"] for event in events(tmp_path, 2))
+    assert phases["X"]
+    assert bool(phases["s"] and phases["f"]) is show
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+@pytest.mark.parametrize("show", [True, False])
+def test_memory_is_shown_if_asked_for(show: bool, runs: int, tmp_path: Path) -> None:
+    Training().train(5, ProfilerHook(save_steps=2, output_dir=tmp_path, show_memory=show, runs=runs))
+    (file, *_) = timelines(tmp_path)
+    assert any(event["name"] == "[memory]" for event in events(tmp_path, file)) is show
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str, new_path: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        trace(ProfilerHook(save_steps=2, output_dir=tmp_path), losses=[0.1] * 3)
+    assert timelines(tmp_path) == []
+
+
+def test_the_time_that_writing_takes_is_not_counted(tmp_path: Path) -> None:
+    pauses: list[Any] = []
+
+    class Listening(SessionRunHook):
+        def after_create_session(self, session: Any, coord: Any) -> None:
+            session.on_pause(pauses.append)
+
+    trace(Listening(), ProfilerHook(save_steps=2, output_dir=tmp_path), losses=[0.1] * 3)
+    assert len(pauses) == 1
+
+
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+
+def test_several_runs_are_in_one_file_after_a_warm_up(tmp_path: Path) -> None:
+    training = Training()
+    training.train(12, ProfilerHook(save_steps=4, output_dir=tmp_path, runs=3))
+    assert timelines(tmp_path) == [7]  # warmed up in the run to step 4; the next period begins at step 7
+    marks = {event["name"] for event in events(tmp_path, 7) if "ProfilerStep" in event["name"]}
+    assert marks == {"ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"}
+    assert training.profiled[:3] + training.profiled[4:10] == [False] * 3 + [True] * 3 + [False] * 3
+    assert not is_profiling()
+
+
+@pytest.mark.parametrize("runs", [4, 5])
+def test_a_loop_that_ends_in_the_middle_leaves_no_profiler_running(runs: int, tmp_path: Path) -> None:
+    Training().train(runs, ProfilerHook(save_steps=4, output_dir=tmp_path, runs=3))
+    assert (timelines(tmp_path), is_profiling()) == ([], False)
+
+
+def test_a_recovery_in_the_middle_starts_another_profile(tmp_path: Path) -> None:
+    hooks = [
+        CheckpointSaverHook(tmp_path / "run", save_steps=1),
+        ProfilerHook(save_steps=3, output_dir=tmp_path / "profiles", runs=2),
+    ]
+    losses = [0.1] * 3 + [AbortedError] + [0.1] * 6
+    trace(*hooks, losses=losses, checkpoint_dir=tmp_path / "run")
+    assert (len(timelines(tmp_path / "profiles")), is_profiling()) == (1, False)
+
+
+# -- several hooks ----------------------------------------------------------------------------------------------------
+
+
+def test_two_hooks_share_the_profile_of_a_run(tmp_path: Path) -> None:
+    hooks = [
+        ProfilerHook(save_steps=2, output_dir=tmp_path / "a"),
+        ProfilerHook(save_steps=2, output_dir=tmp_path / "b", show_memory=True, show_dataflow=False),
+    ]
+    Training().train(3, *hooks)
+    phases = [Counter(event["ph"] for event in events(tmp_path / name, 2)) for name in ("a", "b")]
+    assert [bool(each["s"]) for each in phases] == [True, False]
+    assert [bool(each["i"]) for each in phases] == [True, True]  # the memory
+
+
+@pytest.mark.parametrize("several_first", [True, False])
+def test_a_hook_that_is_due_while_another_one_profiles_several_runs_waits(several_first: bool, tmp_path: Path) -> None:
+    hooks = [
+        ProfilerHook(save_steps=3, output_dir=tmp_path / "several", runs=2),
+        ProfilerHook(save_steps=3, output_dir=tmp_path / "single"),
+    ]
+    training = Training()
+    training.train(7, *(hooks if several_first else hooks[::-1]))
+    found = timelines(tmp_path / "several"), timelines(tmp_path / "single")
+    assert found == (([5], [6]) if several_first else ([6], [3, 7]))
+    assert not is_profiling()
+
+
+def test_a_hook_that_is_due_while_the_script_profiles_waits(tmp_path: Path) -> None:
+    training = Training()
+    with MonitoredLoop(training.step, training.model, hooks=[ProfilerHook(save_steps=2, output_dir=tmp_path)]) as loop:
+        with torch.profiler.profile():
+            for _ in range(3):
+                loop.run()
+        loop.run()
+    assert timelines(tmp_path) == [4]
+
+
+# -- other hooks and devices ------------------------------------------------------------------------------------------
+
+
+def test_nothing_waits_for_a_device_but_the_profiler(tmp_path: Path) -> None:
+    writer, waits = RecordingWriter(), []
+    hooks = [ProfilerHook(save_steps=3, output_dir=tmp_path), StepCounterHook(2, summary_writer=writer)]
+    loss = torch.tensor(0.5)
+    with FakeDevice(lag=3) as device, sync_audit("cpu") as syncs, MonitoredLoop(lambda: loss, hooks=hooks) as loop:
+        for _ in range(9):
+            loop.run()
+        waits.append(device.waits)
+    assert (waits, syncs) == ([0], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "save_steps=None, save_secs=None: give exactly one of them"),
+        ({"save_steps": 1, "save_secs": 1}, "save_steps=1, save_secs=1: give exactly one of them"),
+        ({"save_steps": 1, "timer": EverySteps(2)}, "save_steps=1, timer=EverySteps(2): give a period or a timer"),
+        ({"save_steps": 1, "runs": 0}, "runs=0: must be a whole number, 1 or more"),
+    ],
+)
+def test_refuses_invalid_arguments_and_shows_them(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ProfilerHook(**arguments)
+
+
+@pytest.mark.parametrize("text", ["ProfilerHook(save_steps=5)", "ProfilerHook(save_secs=2.5, output_dir='a', runs=3)"])
+def test_repr_can_be_pasted_back(text: str) -> None:
+    assert repr(eval(text)) == text

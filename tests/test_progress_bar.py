@@ -1,0 +1,313 @@
+"""ProgressBarHook: what it shows, when, and that it neither tears lines nor waits for a device."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchhooks import (
+    AbortedError,
+    CheckpointSaverHook,
+    MonitoredLoop,
+    ProgressBarHook,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StopAtStepHook,
+)
+from torchhooks.hooks import progress_bar
+from torchhooks.testing import FakeClock, FakeDevice, log_lines, sync_audit, trace
+
+pytest.importorskip("tqdm", reason="tqdm comes with the extra 'progress'")
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal, and what it shows."""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def rows(self) -> list[str]:
+        """The rows on the screen, where a carriage return goes back to the beginning of the row."""
+        rows = []
+        for row in self.getvalue().split("\n"):
+            screen = ""
+            for part in row.split("\r"):
+                screen = part + screen[len(part) :]
+            rows.append(screen.rstrip())
+        return rows
+
+    @property
+    def refreshes(self) -> list[str]:
+        """Each bar that was drawn."""
+        return [part.strip() for part in re.split(r"[\r\n]", self.getvalue()) if "step" in part]
+
+
+def shown(*losses: Any, secs: float = 1.0, hooks: tuple[SessionRunHook, ...] = (), **given: Any) -> list[str]:
+    """Return each bar that was drawn in a loop with these ``losses``."""
+    terminal = Terminal()
+    arguments = {name: given.pop(name) for name in ("total", "values") if name in given}
+    trace(ProgressBarHook(**arguments, file=terminal), *hooks, losses=losses, secs=secs, **given)
+    return terminal.refreshes
+
+
+# -- the bar ----------------------------------------------------------------------------------------------------------
+
+
+def test_shows_the_steps_of_a_total_the_rate_and_the_remaining_time() -> None:
+    bars = shown(*[0.1] * 4, total=10, secs=0.5)
+    assert re.search(r"^ *40%\|.*\| 4/10 \[\d\d:\d\d<00:03, +2\.00step/s\]$", bars[-1])
+
+
+def test_without_a_total_shows_the_steps_and_the_rate() -> None:
+    assert re.search(r"^4step \[\d\d:\d\d, +2\.00step/s\]$", shown(*[0.1] * 4, secs=0.5)[-1])
+
+
+def test_starts_at_the_step_at_which_the_loop_starts() -> None:
+    bars = shown(0.1, 0.1, total=1000, start_step=500)
+    assert "500/1000" in bars[0]
+    assert "502/1000" in bars[-1]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        (["loss"], "loss=0.125"),
+        ({"l": "loss", "at": "global_step"}, "at=3, l=0.125"),
+        ([lambda loss: float(loss) / 3], "<lambda>=0.04167"),
+        ({"both": lambda: (1, 2)}, "both=(1, 2)"),
+    ],
+    ids=repr,
+)
+def test_shows_the_values_of_the_run(values: Any, text: str) -> None:
+    assert shown(0.5, 0.25, np.float32(0.125), values=values)[-1].endswith(f", {text}]")
+
+
+def test_the_rate_excludes_the_first_step_and_pauses() -> None:
+    class Pausing(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            with run_context.session.paused():
+                clock.advance(100.0)
+
+    secs = iter([50.0, 0.5, 0.5, 0.5])
+    terminal, clock = Terminal(), FakeClock()
+    hooks = [ProgressBarHook(file=terminal), Pausing()]
+    with clock, MonitoredLoop(lambda: clock.advance(next(secs)), hooks=hooks) as loop:
+        for _ in range(4):
+            loop.run()
+    assert "2.00step/s" in terminal.refreshes[-1]
+
+
+def test_the_rate_is_that_of_the_last_steps() -> None:
+    terminal, clock = Terminal(), FakeClock()
+    with clock, MonitoredLoop(clock.advance, hooks=[ProgressBarHook(file=terminal)]) as loop:
+        for secs in [0.25] * 60 + [0.5] * 60:
+            loop.run(secs)
+    assert "2.00step/s" in terminal.refreshes[-1]
+
+
+def test_is_refreshed_at_most_ten_times_a_second_and_called_in_no_other_run() -> None:
+    calls: list[int] = []
+
+    class Counted(ProgressBarHook):
+        def before_run(self, run_context: Any) -> Any:
+            calls.append(run_context.session.global_step + 1)
+            return super().before_run(run_context)
+
+    terminal = Terminal()
+    trace(Counted(file=terminal), losses=[0.1] * 100, secs=1 / 64)
+    assert calls == [1, *range(8, 101, 7)]  # 7/64 s is the first multiple that is more than 0.1 s
+    assert len(terminal.refreshes) == len(calls) + 3  # at the start, at the end, and when it is closed
+
+
+def test_no_thread_refreshes_the_bar() -> None:
+    before = set(threading.enumerate())
+    with MonitoredLoop(lambda: None, hooks=[ProgressBarHook(file=Terminal())]) as loop:
+        loop.run()
+        assert set(threading.enumerate()) == before
+
+
+def test_after_a_recovery_the_same_bar_goes_back(tmp_path: Path) -> None:
+    saver = CheckpointSaverHook(tmp_path, save_steps=2)
+    losses = [0.1] * 3 + [AbortedError] + [0.1] * 3
+    bars = shown(*losses, hooks=(saver,), total=9, checkpoint_dir=tmp_path)
+    steps = [int(match[1]) for bar in bars if (match := re.search(r"(\d)/9", bar))]
+    assert steps == [0, 1, 2, 3, 3, 4, 5, 5, 5]
+
+
+def test_a_loop_that_failed_leaves_the_bar_at_its_last_step() -> None:
+    terminal = Terminal()
+    trace(ProgressBarHook(9, file=terminal), losses=[0.1, 0.1, ValueError], catch=ValueError)
+    assert "2/9" in terminal.rows[-2]
+    assert terminal.rows[-1] == ""
+
+
+def test_the_hook_can_be_used_again() -> None:
+    terminal = Terminal()
+    hook = ProgressBarHook(5, file=terminal)
+    for _ in range(2):
+        trace(hook, losses=[0.1] * 5)
+    assert len([row for row in terminal.rows if "5/5" in row]) == 2
+
+
+# -- log lines on the same terminal -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    """A terminal to which the root logger writes."""
+    terminal = Terminal()
+    handler = logging.StreamHandler(terminal)
+    logging.root.addHandler(handler)
+    yield terminal
+    logging.root.removeHandler(handler)
+    assert handler.filters == []
+
+
+def test_log_lines_do_not_tear_the_bar(terminal: Terminal) -> None:
+    with MonitoredLoop(lambda: 0.5, hooks=[ProgressBarHook(9, ["loss"], file=terminal)]) as loop:
+        for _ in range(3):
+            loop.run()
+        logging.getLogger("mine").warning("a line")
+    assert "a line" in terminal.rows
+    (bar,) = [row for row in terminal.rows if "/9" in row]
+    assert "3/9" in bar
+
+
+def test_a_handler_of_a_file_is_left_alone(tmp_path: Path) -> None:
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.root.addHandler(handler)
+    try:
+        with MonitoredLoop(lambda: 0.5, hooks=[ProgressBarHook(file=Terminal())]):
+            assert handler.filters == []
+    finally:
+        logging.root.removeHandler(handler)
+        handler.close()
+
+
+# -- where there is no terminal ---------------------------------------------------------------------------------------
+
+
+def lines_of(*losses: Any, secs: float, file: Any = None, **given: Any) -> list[str]:
+    ran = trace(ProgressBarHook(file=file or io.StringIO(), **given), losses=losses, secs=secs)
+    return [text for _, text in ran.lines]
+
+
+def test_without_a_terminal_lines_are_logged() -> None:
+    assert lines_of(*[0.125] * 5, secs=20.0, total=8, values=["loss"]) == [
+        "step 1/8: loss = 0.125",
+        "step 3/8: 0.05 steps/sec, 0:01:40 left, loss = 0.125",
+        "step 5/8: 0.05 steps/sec, 0:01:00 left, loss = 0.125",
+    ]
+
+
+def test_without_a_total_the_lines_have_the_steps_and_the_rate() -> None:
+    assert lines_of(*[0.125] * 4, secs=20.0) == ["step 1", "step 3: 0.05 steps/sec", "step 4: 0.05 steps/sec"]
+
+
+def test_the_period_of_the_lines_can_be_chosen() -> None:
+    assert len(lines_of(*[0.125] * 9, secs=1.0, log_every_secs=2)) == 5
+
+
+def test_nothing_is_written_to_a_stream_that_is_no_terminal() -> None:
+    stream = io.StringIO()
+    lines_of(*[0.125] * 9, secs=1.0, file=stream)
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("stderr", [None, io.StringIO()], ids=["none", "closed"])
+def test_without_a_usable_stderr_lines_are_logged(stderr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stderr is not None:
+        stderr.close()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert [text for _, text in trace(ProgressBarHook(), losses=[0.1]).lines] == ["step 1"]
+
+
+def test_in_a_notebook_the_bar_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class tqdm_notebook(progress_bar._bar_class()):  # type: ignore[misc]  # noqa: N801 - tqdm's name
+        """Has the name by which tqdm's widget is known."""
+
+    monkeypatch.setattr(progress_bar, "_bar_class", lambda: tqdm_notebook)
+    stream = io.StringIO()
+    trace(ProgressBarHook(3, file=stream), losses=[0.1] * 3)
+    assert "3/3" in stream.getvalue()
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_values_and_times_of_a_device_are_not_waited_for() -> None:
+    terminal, clock, waits = Terminal(), FakeClock(), []
+    loss = torch.tensor(0.125)
+
+    def step() -> torch.Tensor:
+        clock.advance(1.0)
+        return loss
+
+    hooks = [ProgressBarHook(9, ["loss"], file=terminal), StopAtStepHook(9)]
+    with (
+        FakeDevice(lag=3, speed=2.0) as device,
+        sync_audit("cpu") as syncs,
+        clock,
+        MonitoredLoop(step, torch.nn.Linear(1, 1), hooks=hooks) as loop,
+    ):
+        while not loop.should_stop():
+            loop.run()
+        waits.append(device.waits)
+    assert (waits, syncs) == ([0], [])
+    assert terminal.refreshes[-1].endswith("2.00s/step, loss=0.125]")  # the device needs twice as long
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_tqdm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    progress_bar._bar_class.cache_clear()
+    yield
+    progress_bar._bar_class.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_tqdm")
+def test_without_tqdm_the_error_says_how_to_get_it() -> None:
+    with pytest.raises(ImportError, match=r"ProgressBarHook needs tqdm.*pip install 'torchhooks\[progress\]'"):
+        ProgressBarHook()
+
+
+@pytest.mark.parametrize(
+    ("create", "error", "message"),
+    [
+        (lambda: ProgressBarHook(0), ValueError, "total=0: must be a whole number, 1 or more"),
+        (lambda: ProgressBarHook(log_every_secs=-1), ValueError, "log_every_secs=-1: a period is a number of seconds"),
+        (lambda: ProgressBarHook(values="loss"), TypeError, "'loss': give a dict from tag to fetch, or a list"),
+        (lambda: ProgressBarHook(values=["loss", "loss"]), ValueError, "two would be logged as 'loss'"),
+    ],
+)
+def test_refuses_invalid_arguments_and_shows_them(
+    create: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        create()
+
+
+@pytest.mark.parametrize("text", ["ProgressBarHook()", "ProgressBarHook(total=1000, values=['loss'])"])
+def test_repr_can_be_pasted_back(text: str) -> None:
+    assert repr(eval(text)) == text
+
+
+def test_lines_are_not_logged_while_there_is_a_bar() -> None:
+    with log_lines() as lines:
+        shown(0.1, 0.1)
+    assert lines == []

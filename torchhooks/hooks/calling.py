@@ -1,0 +1,111 @@
+"""A hook that calls a function of the user."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torchhooks.coordinator import Coordinator
+from torchhooks.evaluating import IfDue
+from torchhooks.fetch import closure_parameters, describe
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.readback import to_host
+from torchhooks.session import Session
+from torchhooks.text import call_repr, shown
+from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer
+
+
+class _Arguments:
+    """A closure with the parameters of ``function``, whose value is what ``function`` would have been called with."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+        self.__signature__ = inspect.Signature(closure_parameters(function))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    def __repr__(self) -> str:
+        return f"the arguments of {describe(self._function)}"
+
+
+class CallFnHook(SessionRunHook):
+    """Calls a function periodically, with values that it names as its parameters.
+
+        def report(loss, lr, global_step):
+            print(f"step {global_step}: loss {loss:.3f}, learning rate {lr:g}")
+
+        CallFnHook(report, every_n_steps=100)
+
+    This calls ``report`` at steps 100 and 200. The parameters are those of a closure, see :mod:`torchhooks.fetch`:
+    names of fetches, ``model``, ``optimizer``, ``session`` and ``outputs``. Tensors are on the CPU, with the values at
+    the end of the run. On a GPU, the host does not wait for them, and the function is called a few runs later; what it
+    reads from ``model`` or ``session`` is then that of the later run. What the function returns is ignored.
+
+    Args:
+        function: the function to call.
+        every_n_steps: the period in steps: 100 calls at steps 100 and 200, whatever step was restored.
+        timer: the timer to use in place of ``every_n_steps``.
+        at_end: whether to call at a clean end of the loop as well, unless the function was called for that step.
+
+    Raises:
+        ValueError: neither a period nor ``at_end`` is given, or two periods are, or the period is not valid.
+        TypeError: ``function`` is not callable.
+        FetchError: from the run, a parameter without a default is not an available name.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        every_n_steps: int | None = None,
+        timer: GivenTimer | None = None,
+        at_end: bool = False,
+    ) -> None:
+        self._options = {"every_n_steps": every_n_steps, "timer": timer, "at_end": at_end}
+        if not callable(function):
+            raise TypeError(f"function={shown(function)}: must be a function whose parameters are names of fetches")
+        self._function = function
+        self._at_end = at_end
+        self._timer: Timer = NeverTriggerTimer()
+        if every_n_steps is not None or timer is not None:
+            self._timer = hook_timer(timer, at_multiples=True, every_n_steps=every_n_steps)
+        elif not at_end:
+            raise ValueError("CallFnHook never calls its function: give every_n_steps, timer or at_end=True")
+        self._arguments = _Arguments(function)
+        self._if_due = IfDue(self._arguments, self._timer)
+        self._request = SessionRunArgs(self._if_due)
+
+    def begin(self) -> None:
+        self._timer.reset()
+        self._called_at: int | None = None
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._if_due.session = session
+        self._timer.start_at(session.global_step)
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        self._if_due.evaluated = False
+        return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if self._if_due.evaluated:
+            self._called_at = run_context.session.global_step
+            self._timer.update_last_triggered_step(self._called_at)
+            run_context.when_ready(run_values.results, self._call)
+
+    def end(self, session: Session) -> None:
+        if self._at_end and session.global_step != self._called_at:
+            arguments = session.run_available(self._arguments, who=self)
+            if arguments is not None:
+                self._call(to_host(arguments))
+
+    def next_due(self) -> Due:
+        return self._timer.next_due()
+
+    def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        args, kwargs = arguments
+        self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return call_repr(self, self._function, **self._options)

@@ -1,0 +1,299 @@
+"""Hooks that stop a loop by the value of a metric (``tf.estimator.experimental``'s early stopping)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torchhooks.checks import whole_number
+from torchhooks.coordinator import Coordinator
+from torchhooks.evaluating import IfDue
+from torchhooks.fetch import describe
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.log import logger
+from torchhooks.session import Session
+from torchhooks.text import call_repr, shown
+from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, hook_timer
+
+
+@runtime_checkable
+class Evaluated(Protocol):
+    """A result of an EvaluationHook, such as ``evaluation["accuracy"]``."""
+
+    name: str
+    timer: GivenTimer
+
+    def latest(self) -> tuple[int, Any] | None: ...
+
+
+class _StopByMetric(SessionRunHook):
+    """Looks at a metric when a timer triggers, and stops the loop if :meth:`reason_to_stop` returns a reason."""
+
+    def __init__(self, metric: Any, min_steps: int, every_n_steps: int | None, timer: GivenTimer | None) -> None:
+        self._metric = metric
+        self._min_steps = whole_number(min_steps, "min_steps", 0)
+        self._evaluated = metric if isinstance(metric, Evaluated) else None
+        self._described = describe(metric) if self._evaluated is None else self._evaluated.name
+        if every_n_steps is None and timer is None:
+            timer = EverySteps(1) if self._evaluated is None else self._evaluated.timer
+        self._timer = hook_timer(timer, at_multiples=True, every_n_steps=every_n_steps)
+        self._if_due = IfDue(metric, self._timer)
+        self._request = SessionRunArgs(self._if_due)
+
+    def begin(self) -> None:
+        self._timer.reset()
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._if_due.session = session
+        self._timer.start_at(session.global_step)
+        if self._timer.last_triggered_step() is None:
+            self._timer.update_last_triggered_step(session.global_step)
+        self._looked_at_start = self._evaluated is None
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        self._if_due.evaluated = False
+        if self._evaluated is not None and not self._looked_at_start:
+            self._looked_at_start = True
+            latest = self._evaluated.latest()  # of an evaluation before the first run
+            if latest is not None:
+                step, value = latest
+                run_context.when_ready(value, functools.partial(self._look, run_context, step))
+        return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if self._if_due.evaluated:
+            step = run_context.session.global_step
+            self._timer.update_last_triggered_step(step)
+            # Bound to this step, because the callback may run several steps later.
+            run_context.when_ready(run_values.results, functools.partial(self._look, run_context, step))
+
+    def next_due(self) -> Due:
+        return self._timer.next_due() if self._looked_at_start else NOW
+
+    def reason_to_stop(self, step: int, value: float) -> str | None:
+        """Return why to stop, given the ``value`` of the metric at ``step``, or ``None``."""
+
+    def _look(self, run_context: SessionRunContext, step: int, value: Any) -> None:
+        """Stop the loop if the ``value`` of the metric at ``step``, which is on the host, is a reason to."""
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{self._described} is {value!r}: the metric of a {type(self).__name__} must be one number"
+            ) from error
+        reason = None if step < self._min_steps else self.reason_to_stop(step, number)
+        if reason is not None:
+            logger.info("%s", reason)
+            run_context.request_stop(reason)
+
+
+class _StopIfNoImprovement(_StopByMetric):
+    _change: str
+    _best: float | None
+    _best_step: int | None
+
+    def __init__(
+        self,
+        metric: Any,
+        max_steps: int,
+        min_steps: int,
+        every_n_steps: int | None,
+        timer: GivenTimer | None,
+        name: str | None,
+    ) -> None:
+        super().__init__(metric, min_steps, every_n_steps, timer)
+        self._max_steps = whole_number(max_steps, f"max_steps_without_{self._change}", 1)
+        self.name = name
+        """The name of the state in checkpoints; ``None`` for that of the class."""
+        self._given = {
+            f"max_steps_without_{self._change}": max_steps,
+            "min_steps": min_steps,
+            "every_n_steps": every_n_steps,
+            "timer": timer,
+            "name": name,
+        }
+        self._forget()
+
+    def begin(self) -> None:
+        super().begin()
+        self._forget()
+
+    def reason_to_stop(self, step: int, value: float) -> str | None:
+        if self._best_step is None:
+            self._best_step = step
+        if not math.isnan(value) and (self._best is None or self._is_better(value, self._best)):
+            self._best, self._best_step = value, step
+        steps = step - self._best_step
+        if steps < self._max_steps:
+            return None
+        return (
+            f'No {self._change} in metric "{self._described}" for {steps} steps, which is greater than or equal to max '
+            f"steps ({self._max_steps}) configured for early stopping."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far and its step."""
+        return {"best": self._best, "best_step": self._best_step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set what :meth:`state_dict` returned."""
+        self._best, self._best_step = state_dict["best"], state_dict["best_step"]
+
+    def _forget(self) -> None:
+        self._best = self._best_step = None
+
+    def _is_better(self, value: float, best: float) -> bool:
+        return value < best if self._change == "decrease" else value > best
+
+    def __repr__(self) -> str:
+        return call_repr(self, self._metric, **self._given)
+
+
+class StopIfNoDecreaseHook(_StopIfNoImprovement):
+    """Stops the loop if a metric has not decreased for some steps (``stop_if_no_decrease_hook``).
+
+        evaluation = EvaluationHook(evaluate, every_n_steps=1000)
+        hooks = [evaluation, StopIfNoDecreaseHook(evaluation["loss"], max_steps_without_decrease=5000)]
+
+    The loop stops if a value is not less than the least value so far, which is at least ``max_steps_without_decrease``
+    steps old. The least value and its step are in the checkpoints, so that a training run that is resumed does not
+    start to count again. On a GPU, the host does not wait for the value, and the loop stops a few runs later. Unlike
+    TensorFlow, NaN is never the least value.
+
+    Args:
+        metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
+        max_steps_without_decrease: how many steps to tolerate, 1 or more.
+        min_steps: values of earlier steps are ignored.
+        every_n_steps: the period, in steps, in which to look at the metric. By default, it is that of the evaluation,
+            or 1 for other fetches.
+        timer: the timer to use in place of ``every_n_steps``.
+        name: the name of its state in checkpoints. Two hooks of this class need two names.
+
+    Raises:
+        ValueError: a number of steps is not valid, or two periods are given.
+        TypeError: from the run, the metric is not one number.
+    """
+
+    _change = "decrease"
+
+    def __init__(
+        self,
+        metric: Any,
+        max_steps_without_decrease: int,
+        min_steps: int = 0,
+        *,
+        every_n_steps: int | None = None,
+        timer: GivenTimer | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(metric, max_steps_without_decrease, min_steps, every_n_steps, timer, name)
+
+
+class StopIfNoIncreaseHook(_StopIfNoImprovement):
+    """Stops the loop if a metric has not increased for some steps (``stop_if_no_increase_hook``).
+
+        StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=5000)
+
+    Like :class:`StopIfNoDecreaseHook`, with the greatest value in place of the least one.
+
+    Args:
+        metric: any fetch of one number.
+        max_steps_without_increase: how many steps to tolerate, 1 or more.
+        min_steps: values of earlier steps are ignored.
+        every_n_steps: the period, in steps, in which to look at the metric.
+        timer: the timer to use in place of ``every_n_steps``.
+        name: the name of its state in checkpoints. Two hooks of this class need two names.
+
+    Raises:
+        ValueError: a number of steps is not valid, or two periods are given.
+        TypeError: from the run, the metric is not one number.
+    """
+
+    _change = "increase"
+
+    def __init__(
+        self,
+        metric: Any,
+        max_steps_without_increase: int,
+        min_steps: int = 0,
+        *,
+        every_n_steps: int | None = None,
+        timer: GivenTimer | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(metric, max_steps_without_increase, min_steps, every_n_steps, timer, name)
+
+
+class _StopAtThreshold(_StopByMetric):
+    _relation: str
+
+    def __init__(
+        self,
+        metric: Any,
+        threshold: float,
+        min_steps: int = 0,
+        *,
+        every_n_steps: int | None = None,
+        timer: GivenTimer | None = None,
+    ) -> None:
+        super().__init__(metric, min_steps, every_n_steps, timer)
+        try:
+            self._threshold = math.nan if isinstance(threshold, bool | str) else float(threshold)
+        except (TypeError, ValueError, OverflowError):
+            self._threshold = math.nan
+        if math.isnan(self._threshold):
+            raise ValueError(f"threshold={shown(threshold)}: must be a number to compare the metric with")
+        self._given = {
+            "threshold": threshold,
+            "min_steps": min_steps,
+            "every_n_steps": every_n_steps,
+            "timer": timer,
+        }
+
+    def reason_to_stop(self, step: int, value: float) -> str | None:
+        crossed = value > self._threshold if self._relation == "greater than" else value < self._threshold
+        if not crossed:
+            return None
+        return (
+            f'At step {step}, metric "{self._described}" has value {value} which is {self._relation} the configured '
+            f"threshold ({self._given['threshold']}) for early stopping."
+        )
+
+    def __repr__(self) -> str:
+        return call_repr(self, self._metric, **self._given)
+
+
+class StopIfHigherHook(_StopAtThreshold):
+    """Stops the loop once a metric is greater than a threshold (``stop_if_higher_hook``).
+
+        StopIfHigherHook(evaluation["accuracy"], 0.99, min_steps=1000)
+
+    On a GPU, the host does not wait for the value, and the loop stops a few runs later.
+
+    Args:
+        metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
+        threshold: the number to compare it with.
+        min_steps: values of earlier steps are ignored.
+        every_n_steps: the period, in steps, in which to look at the metric. By default, it is that of the evaluation,
+            or 1 for other fetches.
+        timer: the timer to use in place of ``every_n_steps``.
+
+    Raises:
+        ValueError: ``threshold`` is not a number, ``min_steps`` is not valid, or two periods are given.
+        TypeError: from the run, the metric is not one number.
+    """
+
+    _relation = "greater than"
+
+
+class StopIfLowerHook(_StopAtThreshold):
+    """Stops the loop once a metric is less than a threshold (``stop_if_lower_hook``).
+
+        StopIfLowerHook("loss", 0.01)
+
+    The arguments are those of :class:`StopIfHigherHook`.
+    """
+
+    _relation = "less than"

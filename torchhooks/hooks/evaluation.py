@@ -1,0 +1,260 @@
+"""The hook that evaluates the model while it is trained."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torchhooks import summary
+from torchhooks.coordinator import Coordinator
+from torchhooks.errors import FetchError, LifecycleError
+from torchhooks.evaluating import IfDue, Undisturbed
+from torchhooks.fetch import ComposedFetch, leaves
+from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lines import printable, tagged_line
+from torchhooks.log import logger
+from torchhooks.readback import is_remote, to_host
+from torchhooks.session import Session
+from torchhooks.text import call_repr, did_you_mean, shown
+from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer
+from torchhooks.writers import WriterTarget
+
+
+class _Result(NamedTuple):
+    """What one evaluation returned, by name. Tensors may still be on their device."""
+
+    step: int
+    wall_time: float
+    values: Mapping[str, Any]
+
+
+class EvaluationHook(SessionRunHook):
+    """Evaluates the model periodically, and logs the results and writes them as curves.
+
+        def evaluate(model):
+            correct = sum((model(x).argmax(1) == y).sum() for x, y in validation)
+            return {"accuracy": correct / len(validation.dataset)}
+
+        evaluation = EvaluationHook(evaluate, every_n_steps=1000, output_dir="run")
+        best = BestCheckpointHook("run", evaluation["accuracy"], save_steps=1000, mode="max")
+        patience = StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=5000)
+        with MonitoredLoop(step, model, optimizer, hooks=[evaluation, best, patience]) as loop:
+            ...
+
+    This logs ``evaluation at step 1000: accuracy = 0.93``. The function is called with the model in evaluation mode and
+    without gradients. Afterwards the random states, the training mode of each module and the gradients are what they
+    were. A StepCounterHook does not count the time. On a GPU, the host does not wait for what the function returns.
+
+    ``evaluation["accuracy"]`` is a fetch for other hooks, wherever they are in the list. Hooks that request it in a run
+    in which the evaluation is due share one call of the function. A hook that requests it in any other run has the
+    function called for that step; the results are then reported together with those of the next evaluation. There is at
+    most one call for each step.
+
+    Args:
+        evaluate: called as a closure is, see :mod:`torchhooks.fetch`: its parameters can be ``model``, ``global_step``
+            and other names. It returns one number, or a mapping from names to numbers. A single number has the name of
+            the function, or ``"evaluation"`` if the function has none.
+        every_n_steps: the period in steps: 1000 evaluates at steps 1000 and 2000, whatever step was restored.
+        timer: the timer to use in place of ``every_n_steps``. The first period begins when the session is created.
+        at_start: whether to evaluate before the first run as well.
+        at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated.
+        output_dir: the folder of the event file to write to. A curve of the training loss needs another name there.
+        summary_writer: the writer to use in place of ``output_dir``. Without either, the results are only logged.
+
+    Raises:
+        ValueError: two periods or more than one place to write to is given; there is no period, no ``at_start`` and no
+            ``at_end``; or the period is not valid.
+        TypeError: ``evaluate`` is not callable; from the run, a result is not one number.
+        FetchError: from the run, the function returned no value of a name that a hook requested.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[..., Any],
+        every_n_steps: int | None = None,
+        timer: GivenTimer | None = None,
+        at_start: bool = False,
+        at_end: bool = False,
+        output_dir: Any = None,
+        summary_writer: Any = None,
+    ) -> None:
+        self._arguments = {
+            "every_n_steps": every_n_steps,
+            "timer": timer,
+            "at_start": at_start,
+            "at_end": at_end,
+            "output_dir": output_dir,
+            "summary_writer": summary_writer,
+        }
+        if not callable(evaluate):
+            raise TypeError(f"evaluate={shown(evaluate)}: must be a function that returns a number or a mapping")
+        self._function = evaluate
+        name = getattr(evaluate, "__name__", "")
+        self._name = name if name.isidentifier() else "evaluation"
+        self.timer = _chosen(timer, every_n_steps, at_start or at_end)
+        """The timer, for hooks that are due together with this one."""
+        self._timer = hook_timer(self.timer)
+        self._if_due = IfDue(self.current, self._timer)
+        self._request = SessionRunArgs(self._if_due)
+        self._at_start, self._at_end = at_start, at_end
+        self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
+        self._session: Session | None = None
+        self._latest: _Result | None = None
+        self._unreported: list[_Result] = []
+        self.values: dict[str, float] = {}
+        """The latest results by name, as numbers; empty before the first."""
+
+    def __getitem__(self, name: str) -> EvaluationValue:
+        """Return a fetch of the result ``name``."""
+        return EvaluationValue(self, name)
+
+    def begin(self) -> None:
+        self._timer.reset()
+        self._runs = 0
+        self._begun = False
+        self.values = {}
+        self._unreported = []
+        writer = self._target.open()
+        if writer is not None:
+            summary.check_writer(writer)
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._target.session_created(session.global_step, None)
+        self._session = self._if_due.session = session
+        self._latest = None
+        # After a recovery, later steps are made again.
+        self._unreported = [result for result in self._unreported if result.step <= session.global_step]
+        self._timer.start_at(session.global_step)
+        if self._timer.last_triggered_step() is None:
+            self._timer.update_last_triggered_step(session.global_step)
+        if self._at_start and not self._begun:
+            self._target.start_session(session.begun_at, session.global_step)  # or the START would void this point
+            result = self._evaluate(session)
+            if not any(map(is_remote, leaves(result.values))):  # otherwise reported in the first run, without waiting
+                self._report_now()
+        self._begun = True
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        self._if_due.evaluated = False
+        return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        session = run_context.session
+        if self._if_due.evaluated:
+            self._timer.update_last_triggered_step(session.global_step)
+        self._target.start_session(session.begun_at, session.global_step)
+        self._runs += 1
+        results, self._unreported = self._unreported, []
+        for result in results:
+            run_context.when_ready(result.values, functools.partial(self._report, result))
+
+    def end(self, session: Session) -> None:
+        if self._at_end:
+            self.current(session)
+        self._report_now()
+
+    def teardown(self) -> None:
+        self._session = None
+        try:
+            self._report_now()  # what was evaluated after the end, or in a run that failed
+        finally:
+            self._target.close()
+
+    def next_due(self) -> Due:
+        return NOW if self._runs == 0 else self._timer.next_due()
+
+    def sat_out(self, runs: int) -> None:
+        self._runs += runs
+
+    def current(self, session: Session) -> Mapping[str, Any]:
+        """Return the results for the present step of ``session``, after evaluating the model if there are none yet."""
+        if session is not self._session:
+            raise LifecycleError(f"{self!r} is not in this loop: add it to hooks, for its results to be requested")
+        latest = self._latest
+        if latest is None or latest.step != session.global_step:
+            latest = self._evaluate(session)
+        return latest.values
+
+    def latest(self) -> tuple[int, Mapping[str, Any]] | None:
+        """Return the step and the results of the latest evaluation in this session; ``None`` if there was none."""
+        return None if self._latest is None else (self._latest.step, self._latest.values)
+
+    def _evaluate(self, session: Session) -> _Result:
+        before = Undisturbed(session)
+        try:
+            with session.paused():
+                if session.model is not None:
+                    session.model.eval()
+                returned = session.run(self._function)
+        finally:
+            before.restore()
+        named = returned if isinstance(returned, Mapping) else {self._name: returned}
+        _points(named)  # for its errors, in the run that computed the values
+        self._latest = _Result(session.global_step, time.time(), named)
+        self._unreported.append(self._latest)
+        return self._latest
+
+    def _report_now(self) -> None:
+        results, self._unreported = self._unreported, []
+        for result in results:
+            self._report(result, to_host(result.values))
+
+    def _report(self, result: _Result, values: Mapping[str, Any]) -> None:
+        """Log and write the results of one evaluation, whose ``values`` are on the host."""
+        self.values = {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
+        texts = {name: printable(value) for name, value in values.items()}
+        logger.info("evaluation at step %d: %s", result.step, tagged_line(texts))
+        if self._target.writer is not None:
+            summary.write_summaries(self._target.writer, _points(values), result.step, result.wall_time)
+
+    def __repr__(self) -> str:
+        return call_repr(self, self._function, **self._arguments)
+
+
+class EvaluationValue(ComposedFetch):
+    """One result of an evaluation: the fetch that ``evaluation["accuracy"]`` returns."""
+
+    def __init__(self, evaluation: EvaluationHook, name: str) -> None:
+        self.name = name
+        self.timer = evaluation.timer
+        """The timer of the evaluation."""
+        self._evaluation = evaluation
+
+    @property
+    def fetch(self) -> Any:
+        return self._evaluation.current
+
+    def compose(self, value: Mapping[str, Any]) -> Any:
+        if self.name not in value:
+            names = [*map(str, value)]
+            raise FetchError(
+                f"{self!r} was requested, but the evaluation returned no {self.name!r}."
+                f"{did_you_mean(str(self.name), names)} It returned: {', '.join(names)}."
+            )
+        return value[self.name]
+
+    def latest(self) -> tuple[int, Any] | None:
+        """Return the step and the value of the latest evaluation in this session; ``None`` if there was none."""
+        latest = self._evaluation.latest()
+        return None if latest is None else (latest[0], self.compose(latest[1]))
+
+    def __repr__(self) -> str:
+        return f"evaluation[{self.name!r}]"
+
+
+def _chosen(timer: GivenTimer | None, every_n_steps: int | None, has_other_times: bool) -> GivenTimer:
+    if timer is None and every_n_steps is None:
+        if not has_other_times:
+            raise ValueError("EvaluationHook never evaluates: give every_n_steps, timer, at_start=True or at_end=True")
+        return NeverTriggerTimer()
+    hook_timer(timer, at_multiples=True, every_n_steps=every_n_steps)  # for its errors
+    if every_n_steps is not None:
+        return EverySteps(every_n_steps)
+    assert timer is not None
+    return timer
+
+
+def _points(values: Mapping[str, Any]) -> list[summary.Summary]:
+    return [summary.scalar(name, name).compose(value) for name, value in values.items()]

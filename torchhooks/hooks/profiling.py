@@ -1,0 +1,193 @@
+"""A hook that profiles runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import Any, ClassVar
+
+import torch
+
+from torchhooks.checks import whole_number
+from torchhooks.coordinator import Coordinator
+from torchhooks.hook import RunOptions, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.log import logger
+from torchhooks.session import Session
+from torchhooks.text import call_repr
+from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
+
+_FLOW_PHASES = ("s", "t", "f")  # the start, the steps and the end of an arrow, in the format of Chrome's traces
+
+
+class ProfilerHook(SessionRunHook):
+    """Profiles a run periodically (``tf.train.ProfilerHook``), and writes ``timeline-STEP.json``.
+
+        ProfilerHook(save_steps=1000, output_dir="run/profiles")
+
+    The files are Chrome traces, which https://ui.perfetto.dev opens. STEP is the global step after the run. The first
+    run, with its compilation and warm-up, is never profiled. As in TensorFlow, the hook knows the global step only from
+    the run before, so that a period of ``save_steps`` can end a run later if runs count several steps. A profiled run
+    waits for the device at its end. A StepCounterHook does not count the time that writing the file takes.
+
+    With ``runs``, one file contains several consecutive runs and what the loop did between them. The run in which the
+    hook is due then warms the profiler up, and the next ones are recorded. In these runs no hook of another class can
+    request a trace.
+
+    Torch has one profiler. A hook that is due while it is in use is due in the next run instead. Two hooks that profile
+    the same run share the profile; a hook without arrows comes after one with them.
+
+    Args:
+        save_steps: the number of steps from one profile to the next.
+        save_secs: the number of seconds from one profile to the next; give exactly one period.
+        output_dir: the folder of the files; it is created if necessary.
+        show_dataflow: whether to draw arrows, such as those from an operation to the one of its gradient and from the
+            launch of a kernel to the kernel.
+        show_memory: whether to record what memory tensors use.
+        runs: the number of runs in one file.
+        timer: the timer to use in place of a period. ``EverySteps(1000)`` profiles the runs that reach steps 1000 and
+            2000.
+
+    Raises:
+        ValueError: not exactly one period is given, or a number is not valid.
+    """
+
+    _in_use: ClassVar[dict[ProfilerHook, bool]] = {}  # the hooks that use the profiler, and whether for several runs
+
+    def __init__(
+        self,
+        save_steps: int | None = None,
+        save_secs: float | None = None,
+        output_dir: str | os.PathLike[str] = "",
+        show_dataflow: bool = True,
+        show_memory: bool = False,
+        *,
+        runs: int = 1,
+        timer: GivenTimer | None = None,
+    ) -> None:
+        self._arguments = {
+            "save_steps": save_steps,
+            "save_secs": save_secs,
+            "output_dir": output_dir,
+            "show_dataflow": show_dataflow,
+            "show_memory": show_memory,
+            "runs": runs,
+            "timer": timer,
+        }
+        self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
+        self._guesses_step = timer is None
+        self._folder = os.fspath(output_dir)
+        self._show_dataflow, self._show_memory = show_dataflow, show_memory
+        self._runs = whole_number(runs, "runs", 1)
+        self._request = SessionRunArgs(options=RunOptions(trace=True, memory=show_memory))
+        self._profiler: Any = None
+
+    def begin(self) -> None:
+        self._timer.reset()
+        self._next_step: int | None = None  # what the hook takes for the step that the next run reaches
+        self._traces = False
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._stop_profiler()  # the run failed, and is made again
+        self._timer.start_at(session.global_step)
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        self._step_before = step = run_context.session.global_step
+        self._traces = False
+        if self._profiler is not None or self._next_step is None:
+            return None
+        if not self._timer.should_trigger_for_step(self._next_step if self._guesses_step else step + 1):
+            return None
+        running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        if running or any(self._in_use.values()) or (self._runs > 1 and self._in_use):
+            return None
+        self._in_use[self] = self._runs > 1
+        if self._runs > 1:
+            self._start_profiler()
+            return None
+        self._traces = True
+        return self._request
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        session = run_context.session
+        if self._next_step is None:
+            self._timer.update_last_triggered_step(self._step_before)
+        self._next_step = self._step_before + 2  # TensorFlow's guess: this run and the next one count one step each
+        if self._traces:
+            self._stop_profiler()
+            self._save(session, run_values.run_metadata.profile)
+        elif self._profiler is not None:
+            self._profiler.step()
+            self._runs_left -= 1
+            if not self._runs_left:
+                profiler = self._profiler
+                self._stop_profiler()
+                self._save(session, profiler)
+
+    def teardown(self) -> None:
+        self._stop_profiler()
+
+    def next_due(self) -> Due:
+        if self._profiler is not None or self._next_step is None:
+            return NOW
+        due = self._timer.next_due()
+        if not self._guesses_step:
+            return due
+        if self._timer.should_trigger_for_step(self._next_step):
+            return NOW
+        # One run early, to learn the step from which the next one is guessed.
+        return due if due.step is None else Due(step=due.step - 1)
+
+    def _start_profiler(self) -> None:
+        from torch.profiler import profile, schedule
+
+        self._runs_left = 1 + self._runs
+        stages = schedule(wait=0, warmup=1, active=self._runs, repeat=1)
+        self._profiler = profile(schedule=stages, profile_memory=self._show_memory)
+        self._profiler.start()
+
+    def _stop_profiler(self) -> None:
+        self._in_use.pop(self, None)
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _save(self, session: Session, profile: Any) -> None:
+        """Write ``profile`` as the timeline of the present step."""
+        step = session.global_step
+        if not self._guesses_step and not self._timer.should_trigger_for_step(step):
+            return  # the run counted no step: the profile is that of a later one
+        self._timer.update_last_triggered_step(step)
+        self._next_step = step + 1
+        path = os.path.join(self._folder, f"timeline-{step}.json")
+        unfinished = os.path.join(self._folder, f".timeline-{step}.{os.getpid()}.json")
+        with session.paused():
+            if self._folder:
+                os.makedirs(self._folder, exist_ok=True)
+            try:
+                # Torch writes a profile only once, and another hook may have had this one written.
+                written = getattr(profile, "torchhooks_path", None)
+                if written is None:
+                    profile.export_chrome_trace(unfinished)
+                else:
+                    shutil.copyfile(written, unfinished)
+                if not self._show_dataflow:
+                    _remove_arrows(unfinished)
+                os.replace(unfinished, path)
+                profile.torchhooks_path = path
+            except BaseException:
+                if os.path.exists(unfinished):
+                    os.remove(unfinished)
+                raise
+        logger.info("wrote the profile of step %d to %s", step, path)
+
+    def __repr__(self) -> str:
+        return call_repr(self, **self._arguments)
+
+
+def _remove_arrows(path: str) -> None:
+    with open(path, encoding="utf-8") as file:
+        trace = json.load(file)
+    trace["traceEvents"] = [event for event in trace["traceEvents"] if event.get("ph") not in _FLOW_PHASES]
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(trace, file)
