@@ -327,12 +327,14 @@ class ReportingHook(SessionRunHook):
     """Base class of the periodic hooks that take part in runs on every rank, and write on the chief only."""
 
     _timer: Any
+    alone: bool = True
+    """Whether the loop is one of a single process."""
     writes: bool = True
     """Whether this process is the one that writes."""
 
     def join(self, ranks: Ranks) -> None:
         """Called before ``begin`` with the ranks of the loop, which can be one."""
-        self.writes = ranks.is_chief
+        self.alone, self.writes = ranks.size == 1, ranks.is_chief
         self._timer.told = False if self.collective and ranks.size > 1 else None
 
     def trigger(self) -> None:

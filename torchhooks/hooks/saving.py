@@ -87,7 +87,8 @@ class SummarySaverHook(ReportingHook):
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
         writer = self._target.open() if self.writes else None
-        ops = summary.requests(self._ops, writer)
+        # What is requested must not depend on the writer, which only the chief has: a DTensor needs every rank.
+        ops = summary.requests(self._ops, writer) if self.alone else self._ops
         # By its own period, the hook has TensorFlow's rule, which decides before the step.
         self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
         self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
