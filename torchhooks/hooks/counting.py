@@ -144,7 +144,7 @@ class StepCounterHook(ReportingHook):
         if timer is not None and every_n_steps == _DEFAULT_STEPS:
             every_n_steps = None  # not given, as far as the hook can tell
         self._timer = hook_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
-        self._every_n_steps = self._timer.every_steps
+        self._every_n_steps: int | None = self._timer.every_steps
         self._examples_per_step = _number("examples_per_step", examples_per_step, "a number of examples")
         self._peak_flops = _number("peak_flops", peak_flops, "a number of operations per second")
         self._reports_memory = memory
