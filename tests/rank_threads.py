@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchhooks import MonitoredLoop, PeerError, Ranks, SessionRunContext, SessionRunHook, StopAtStepHook
+from torchhooks.errors import TorchHooksError
 from torchhooks.ranks import ContactLostError
 from torchhooks.timer import Due
 
@@ -99,8 +100,9 @@ class ThreadTransport:
 
     def gather(self, value: Any) -> list[Any]:
         def stop() -> None:
-            if self._failure() is not None:
-                raise self._failure()
+            error = self._failure()
+            if error is not None:
+                raise error
 
         return self._hub.gather(self._channel, self._rank, value, stop)
 
@@ -124,10 +126,31 @@ class ThreadRanks(Ranks):
         self.rank, self.size = rank, hub.size
         self._hub, self._rng, self._delay_secs = hub, rng, delay_secs
 
-    def connect(self, failure: Callable[[], PeerError | None]) -> Any:
+    def connect(self, failure: Callable[[], TorchHooksError | None]) -> Any:
         self._transport = ThreadTransport(self._hub, self.rank, self._rng, self._delay_secs, failure)
         self._hub.gather("connect", self.rank, None)
         return self._transport
+
+
+def in_threads(size: int, main: Callable[[ThreadRanks, Hub], Any], **periods: float) -> list[Any]:
+    """Call ``main(ranks, hub)`` in a thread for each rank, and return what each returned or raised."""
+    hub, results = Hub(size), [None] * size
+
+    def rank_main(rank: int) -> None:
+        try:
+            results[rank] = main(ThreadRanks(hub, rank, random.Random(rank), **{"tick_secs": 0.001, **periods}), hub)
+        except BaseException as error:
+            results[rank] = error  # type: ignore[call-overload]
+        finally:
+            hub.leave(rank)
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
 
 
 def pause(rng: random.Random, secs: float) -> None:

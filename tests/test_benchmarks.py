@@ -17,6 +17,7 @@ ARGUMENTS = {
     "gpu": ["--device", "cpu", "--runs", "40", "--rounds", "1"],
     "histograms": ["--elements", "10000", "--rounds", "1"],
     "overhead": ["--runs", "200", "--rounds", "1"],
+    "ranks": ["--runs", "200", "--rounds", "1", "--secs", "0.5"],
     "running": ["--runs", "200", "--rounds", "1"],
     "soak": ["--runs", "1000"],
 }

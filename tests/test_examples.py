@@ -6,7 +6,9 @@ import contextlib
 import difflib
 import importlib.util
 import io
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchhooks.testing import log_lines
@@ -155,6 +158,70 @@ def test_the_wrapped_script_logs_what_the_plain_one_prints(
     example("wrapped").main()
     printed = [float(line.removeprefix("loss = ")) for line in capsys.readouterr().out.splitlines()]
     assert [float(line.split()[2]) for _, line in lines] == pytest.approx(printed, abs=1e-4)
+
+
+# -- ddp.py and fsdp2.py --------------------------------------------------------------------------------------------
+
+
+def changed(plain: str, wrapped: str) -> list[str]:
+    diff = list(difflib.unified_diff(source(plain).splitlines(), source(wrapped).splitlines()))[2:]
+    return [line for line in diff if line[0] in "+-"]
+
+
+def test_wrapping_a_script_for_several_ranks_changes_at_most_twelve_lines() -> None:
+    assert 0 < len(changed("ddp_plain", "ddp")) <= 12
+
+
+def test_the_wrapped_script_asks_for_its_rank_nowhere() -> None:
+    assert not re.search(r"rank\(\)|== 0|is_chief", source("ddp"))
+
+
+def both_scripts(rank: int) -> list[bytes]:
+    models = [example(name).main() for name in ("ddp_plain", "ddp")]
+    return [b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()) for model in models]
+
+
+def test_the_wrapped_script_for_several_ranks_ends_with_the_same_bits(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, both_scripts)
+    assert [each.code for each in ended] == [0, 0], ended
+    plain, wrapped = ended[0].value
+    assert plain == wrapped
+    assert ended[1].value == ended[0].value
+
+
+@pytest.fixture(scope="module")
+def printed_by_torchrun() -> dict[str, str]:
+    """What the examples print on two ranks, with the command that their docstrings show."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = {}
+    for name in ("ddp", "fsdp2"):
+        (shown,) = re.findall(r"^ +torchrun (.*)$", source(name), re.MULTILINE)
+        command = [sys.executable, "-m", "torch.distributed.run", *shown.split()]
+        processes[name] = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    printed = {name: process.communicate(timeout=120)[0] for name, process in processes.items()}
+    assert {name: printed[name] for name, process in processes.items() if process.returncode} == {}
+    return printed
+
+
+def test_ddp_logs_the_loss_of_all_ranks_once(printed_by_torchrun: dict[str, str]) -> None:
+    losses = re.findall(r"^INFO:torchhooks:loss = (\S+)", printed_by_torchrun["ddp"], re.MULTILINE)
+    assert len(losses) == 4
+    assert float(losses[-1]) < float(losses[0])
+
+
+def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: dict[str, str]) -> None:
+    logged = re.findall(r"gradient norm = (\S+), loss = (\S+)", printed_by_torchrun["fsdp2"])
+    assert len(logged) == 3
+    assert float(logged[-1][1]) < float(logged[0][1])
+
+
+def test_fsdp2_has_the_same_final_values_on_all_ranks(printed_by_torchrun: dict[str, str]) -> None:
+    final = re.findall(r"^rank (\d): (.*)$", printed_by_torchrun["fsdp2"], re.MULTILINE)
+    assert sorted(rank for rank, _ in final) == ["0", "1"]
+    assert len({text for _, text in final}) == 1
+    assert final[0][1].endswith("the first weights have the shape [64, 1]")
 
 
 # -- custom_hook.py -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ FLOORS: list[set[str]] = [
         "recovery",
         "sharded",
     },
-    {"accumulators", "ending", "evaluating", "lines", "readback", "step", "watch"},
+    {"accumulators", "ending", "evaluating", "lines", "readback", "reduction", "step", "watch"},
     {"histograms"},
     {"summary"},
     {"jsonl", "rollback", "running", "snapshot", "state", "trackers", "writers"},

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed
 from rank_processes import run_ranks
-from rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks, check
+from rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks, check, in_threads
 
 import torchhooks.peers
 import torchhooks.ranks
@@ -137,27 +137,6 @@ def fast_switches() -> Iterator[None]:
 def test_random_schedules_end_the_same_on_all_ranks(first: int, fast_switches: None) -> None:
     ends = {check(Schedule.drawn(seed)) for seed in range(first, first + 50)}
     assert ends == {"stopped", "failed"}
-
-
-def in_threads(size: int, main: Callable[[ThreadRanks, Hub], Any], **periods: float) -> list[Any]:
-    """Call ``main(ranks, hub)`` in a thread for each rank, and return what each returned or raised."""
-    hub, results = Hub(size), [None] * size
-
-    def rank_main(rank: int) -> None:
-        try:
-            results[rank] = main(ThreadRanks(hub, rank, random.Random(rank), **{"tick_secs": 0.001, **periods}), hub)
-        except BaseException as error:
-            results[rank] = error  # type: ignore[call-overload]
-        finally:
-            hub.leave(rank)
-
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return results
 
 
 def test_a_stop_at_a_step_is_exact() -> None:

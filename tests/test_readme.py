@@ -6,7 +6,8 @@ In README.md, CONTRIBUTING.md and docs/*.md:
   defined in a block is called after it.
 * A ``text`` block that follows a ``python`` block, with at most one line between them that ends in a colon, is what the
   block prints, including log lines. ``...`` matches anything within a line, or any number of lines if it is alone.
-* A ``diff`` block is the output of ``diff -u examples/plain.py examples/wrapped.py``, without the names of the files.
+* A ``diff`` block is the output of ``diff -u examples/plain.py examples/wrapped.py``, or of ``ddp_plain.py`` and
+  ``ddp.py`` there, without the names of the files.
 * No block is skipped, and there is no block in a language that is not checked here.
 * The rows of the tables under "What it costs" are rows of benchmarks/RESULTS.md, word for word.
 """
@@ -105,9 +106,11 @@ def test_every_block_prints_the_output_shown(document: Path) -> None:
 
 @each_document
 def test_every_diff_shown_is_the_real_one(document: Path) -> None:
-    command = ["diff", "-u", "examples/plain.py", "examples/wrapped.py"]
     for block in blocks(document.read_text(encoding="utf-8")):
         if block.language == "diff":
+            over_ranks = "DistributedSampler" in block.body
+            files = ["ddp_plain.py", "ddp.py"] if over_ranks else ["plain.py", "wrapped.py"]
+            command = ["diff", "-u", *(f"examples/{file}" for file in files)]
             real = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
             assert block.body.splitlines() == real.splitlines()[2:], f"{document.name}:{block.line}"
 

@@ -167,7 +167,7 @@ def test_a_hook_that_overrides_nothing_but_has_methods_warns_at_creation(lines: 
     expected = (
         "hooks[{}] is a {}, but overrides no method of SessionRunHook, so the loop calls none of its methods. Those "
         "that it would call are begin(), after_create_session(), before_run(), after_run(), end(), teardown(), "
-        "next_due(), sat_out()"
+        "next_due(), sat_out(), trigger()"
     )
     assert warnings_in(lines) == [
         expected.format(1, "Foreign, which has on_epoch_end(), on_train_end()"),

@@ -62,6 +62,7 @@ from torchhooks.jsonl import JsonLinesWriter
 from torchhooks.loop import MonitoredLoop, StepContext
 from torchhooks.norms import grad_norm, param_norm
 from torchhooks.ranks import Ranks
+from torchhooks.reduction import over_ranks
 from torchhooks.running import running_max, running_mean, running_sum
 from torchhooks.session import Scaffold, Session
 from torchhooks.stateful import Stateful
@@ -129,6 +130,7 @@ __all__ = [
     "grad_norm",
     "latest_checkpoint",
     "list_checkpoints",
+    "over_ranks",
     "param_norm",
     "read_metadata",
     "running_max",

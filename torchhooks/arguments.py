@@ -30,7 +30,7 @@ def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
 
 def check_methods(hooks: Iterable[SessionRunHook]) -> None:
     """Log a warning for each hook that overrides no method of SessionRunHook, but has others, which nothing calls."""
-    methods = [name for name in vars(SessionRunHook) if not name.startswith("_")]
+    methods = [name for name, value in vars(SessionRunHook).items() if callable(value) and not name.startswith("_")]
     for index, hook in enumerate(hooks):
         others = [name for name, value in inspect.getmembers_static(type(hook), callable) if not name.startswith("_")]
         unused = [name for name in others if name not in (*methods, "state_dict", "load_state_dict")]

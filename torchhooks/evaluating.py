@@ -56,6 +56,8 @@ class IfDue(ComposedFetch):
     A hook requests it in a run that may be due, and looks at :attr:`evaluated` to learn whether the run was.
     """
 
+    is_fixed = False
+
     session: Trained
     """The session, which the hook sets in ``after_create_session``."""
 

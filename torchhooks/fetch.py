@@ -18,13 +18,15 @@ an object with ``compute()``              what ``compute()`` returns: a torchmet
 a tensor                                  its value after this run
 ``running_mean("loss")``                  the mean over all runs since the hook's last report; also ``running_sum`` and
                                           ``running_max``
+``over_ranks("loss", "mean")``            the mean of what the fetch is on all ranks, or the ``sum``, ``min``, ``max``
 a :class:`ComposedFetch`                  a value computed from another fetch: a summary op, for example
 a list, tuple, dict, dataclass of these   the same structure, with values in place of fetches
 ========================================  ============================================================================
 
 Fetches are evaluated after the step, in the runs in which a hook asks for them: a name, a closure or an object once in
 a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
-Tensors are detached from the graph and stay on their device.
+Tensors are detached from the graph and stay on their device. With several ranks, a ``DTensor`` becomes the full tensor,
+which every rank has to request in the same run, unless a hook needs the local part only, as NanTensorHook does.
 
 A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
 ``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``).
@@ -90,6 +92,9 @@ class ComposedFetch:
     @property
     def fetch(self) -> Any:
         """The fetch to evaluate."""
+
+    is_fixed: bool = True
+    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
 
     def compose(self, value: Any) -> Any:
         """Return the value of this fetch, given the value of :attr:`fetch`."""
@@ -387,7 +392,9 @@ class Evaluator:
         feeds: Mapping[str, Any] = _EMPTY,
         inputs: Callable[[], Mapping[str, Any]] = dict,
         watched: Mapping[str, Any] = _EMPTY,
+        requests: Iterable[tuple[object, Any]] = (),
     ) -> None:
+        # The requests of the run are for the subclass for several ranks.
         self.session = session
         self.outputs = outputs
         self.feeds = feeds
@@ -401,7 +408,7 @@ class Evaluator:
         self._requester = requester
         if type(fetch) is str:
             return self._named(fetch)
-        return self._composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
+        return self.composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
 
     def evaluate_uncopied(self, fetch: Any, requester: object) -> Any:
         """Return the value of ``fetch`` for a use in which it is neither kept nor changed."""
@@ -416,7 +423,7 @@ class Evaluator:
         if isinstance(fetch, str):
             return self._named(fetch)
         if isinstance(fetch, ComposedFetch):
-            return self._composed(fetch)
+            return self.composed(fetch)
         if isinstance(fetch, torch.Tensor):
             return self._once(fetch, lambda: fetch)
         if callable(getattr(fetch, "compute", None)) and not isinstance(fetch, type):
@@ -487,7 +494,8 @@ class Evaluator:
         asked = f"{self._requester} asked for {describe(closure)}"
         raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name")
 
-    def _composed(self, fetch: ComposedFetch) -> Any:
+    def composed(self, fetch: ComposedFetch) -> Any:
+        """Return the value of ``fetch``."""
         if fetch.accumulates:
             return self.session.running.report(fetch, self._requester)
         evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch

@@ -53,6 +53,22 @@ Skipped runs
 ------------
 A hook that has work only now and then can say when: see :meth:`SessionRunHook.next_due`. Until then the loop skips its
 run methods. A run in which no hook is due costs next to nothing.
+
+Several ranks
+-------------
+Under ``torchrun``, each rank calls the hooks of its own list. In which runs, depends on what the hook says:
+
+* A hook without ``next_due`` is called in every run, and one that says ``Due.step`` or ``Due.runs`` in the same runs on
+  every rank. It may call collectives, such as ``session.ranks.gather`` or an ``all_reduce``, and fetch
+  :func:`torchhooks.over_ranks` or a ``DTensor``, if every rank has the hook and makes the calls in the same order.
+* A hook that says ``Due.moment`` is called when the clock of its rank says so, and one that says ``Due.when`` depends
+  on what the step of its rank returned. It must not call collectives. With :attr:`SessionRunHook.collective`, the
+  chief's clock decides for all ranks.
+* ``begin``, ``after_create_session`` and ``end`` are called on every rank, in the order of the list. ``teardown`` and
+  ``when_ready`` callbacks must not call collectives, because another rank may have failed, or be in another run.
+
+A hook writes files and logs on the chief only: ``if session.ranks.is_chief``. Of the other ranks, only warnings and
+errors are logged, with the rank. Any rank may request a stop: all make the same last run.
 """
 
 from __future__ import annotations
@@ -63,6 +79,7 @@ from typing import Any, NamedTuple, Protocol
 from torchhooks.coordinator import Coordinator
 from torchhooks.ending import Ending
 from torchhooks.items import Items
+from torchhooks.ranks import Ranks
 from torchhooks.readback import Readback
 from torchhooks.session import Session
 from torchhooks.step import Step
@@ -251,6 +268,13 @@ class SessionRunHook:
     One instance can serve several loops, one after the other: ``begin`` resets its counters.
     """
 
+    collective: bool = False
+    """Whether all ranks have to call this hook in the same run, even if it is due by the clock.
+
+    The chief's clock then decides about ``Due.moment``. Before that run, :meth:`trigger` is called on every rank. Every
+    rank needs the hook, which is checked when the loop is created. No effect in a single process.
+    """
+
     def begin(self) -> None:
         """Called once, before the session exists: open files, reset counters."""
 
@@ -301,6 +325,30 @@ class SessionRunHook:
 
         For hooks that count their runs.
         """
+
+    def trigger(self) -> None:
+        """Called on every rank before the run in which a :attr:`collective` hook is due by the chief's clock.
+
+        The hook must then not look at its own clock to decide whether it has work in that run.
+        """
+
+
+class ReportingHook(SessionRunHook):
+    """Base class of the periodic hooks that take part in runs on every rank, and write on the chief only."""
+
+    _timer: Any
+    alone: bool = True
+    """Whether the loop is one of a single process."""
+    writes: bool = True
+    """Whether this process is the one that writes."""
+
+    def join(self, ranks: Ranks) -> None:
+        """Called before ``begin`` with the ranks of the loop, which can be one."""
+        self.alone, self.writes = ranks.size == 1, ranks.is_chief
+        self._timer.told = False if self.collective and ranks.size > 1 else None
+
+    def trigger(self) -> None:
+        self._timer.told = True
 
 
 def overrides(hook: SessionRunHook, method: str) -> bool:

@@ -74,6 +74,25 @@ def _remove_fallback() -> None:
             logger.setLevel(_fallback.logger_level)
 
 
+_rank = 0
+
+
+def speak_as(rank: int) -> None:
+    """Log as ``rank`` from now on: only warnings and errors, with the rank, unless it is 0, the chief."""
+    global _rank
+    _rank = rank
+    if rank:
+        logger.addFilter(_is_worth_repeating)
+    else:
+        logger.removeFilter(_is_worth_repeating)
+
+
+def _is_worth_repeating(record: logging.LogRecord) -> bool:
+    """Return whether to log ``record``, which other ranks probably log too, after adding the rank to it."""
+    record.msg = f"rank {_rank}: {record.msg}"
+    return record.levelno >= logging.WARNING
+
+
 def _call_handlers(record: logging.LogRecord) -> None:
     """Call all handlers. A training run must not end because a line cannot be written to a closed stderr."""
     try:

@@ -147,7 +147,7 @@ class MonitoredLoop(Generic[R]):
         self._awaits_success = False  # the loop recovered, and has made no run since
         self._begun = 0
         self._thread = threading.get_ident()
-        self._schedule = schedule = Schedule(copied_hooks, used_ranks.size > 1)
+        self._schedule = schedule = Schedule(copied_hooks, used_ranks)
         self._readback = Readback(schedule.wake)
         self._signals = SignalWatch(signals, schedule.wake)
         self._ending = Ending(self._signals, schedule.wake)

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
@@ -36,10 +38,11 @@ from torchhooks.agreement import (
     Failed,
     Finished,
     Met,
+    Pace,
     Row,
 )
 from torchhooks.ending import Ending
-from torchhooks.errors import LifecycleError, PeerError, add_note, brief
+from torchhooks.errors import LifecycleError, PeerError, TorchHooksError, add_note, brief
 from torchhooks.log import logger
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.ranks import ContactLostError, Ranks, Transport, end_process, is_communication_error
@@ -95,11 +98,11 @@ class Peers:
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed."""
         self._failure_is_seen = threading.Event()
+        self._passed = -1, 0.0  # the run in which a gathering waits that another rank has passed, and since when
         self._ticks = 0
         self._last_table: list[Row] = []
         self._over = threading.Event()  # there will be no further tick
-        self.made: list[int] = []
-        """How many runs each rank had made at the last tick."""
+        ranks.pace = Pace() if ranks.is_chief else None
         ending.propose = self._propose
 
     # -- called by the loop, in the training thread -------------------------------------------------------------------
@@ -110,10 +113,13 @@ class Peers:
         Raises:
             LifecycleError: another rank did not create its loop in time, or created a different one.
         """
-        self._transport = transport = self._ranks.connect(self._why_no_exchange)
+        self._transport = transport = self._ranks.connect(self._why_not_to_wait)
         threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
         mine = {"step_unit": step_unit, "collective hooks": [type(s.hook).__name__ for s in self._schedule.collective]}
-        for rank, other in enumerate(self._ranks.gather(mine)):
+        hooks = [seat.hook for seat in self._schedule.all_seats]
+        others = self._ranks.gather({**mine, "hooks": [_identity(hook) for hook in hooks]})
+        self._ranks.hooks_of_some = _hooks_of_some(hooks, [other["hooks"] for other in others])
+        for rank, other in enumerate(others):
             for name, value in mine.items():
                 if other[name] != value:
                     raise LifecycleError(
@@ -147,12 +153,6 @@ class Peers:
     def why_no_checkpoint(self) -> str | None:
         """Return why nothing may be saved any more, or ``None``."""
         return None if self.failure is None or self._stopped else str(self.failure)
-
-    def _why_no_exchange(self) -> PeerError | None:
-        """Return why no other rank will answer any more, or ``None``."""
-        if self.failure is None and self._status >= FAILED:
-            return PeerError(f"this rank failed: {self._reason}", self._ranks.rank, self._failed_in, self._reason)
-        return self.failure
 
     def end_run(self) -> None:
         """Hold here if this rank promised to, and stop or trigger hooks if this run is the last one of a round."""
@@ -239,6 +239,7 @@ class Peers:
             while self._ticks < known and not self._over.is_set():
                 self._hurry.set()
                 self._changed.wait()
+        self._ranks.disconnect()
 
     def abandon(self) -> None:
         """Tell the other ranks that the loop of this one is gone, though it was never closed."""
@@ -250,6 +251,30 @@ class Peers:
     def _is_connected(self) -> bool:
         """Return whether the thread runs: not before :meth:`start`, and not in a forked process."""
         return self._transport is not None and os.getpid() == self._pid
+
+    def _why_not_to_wait(self) -> TorchHooksError | None:
+        """Return why the gathering that the calling thread is in will never be complete; ``None`` if it may be.
+
+        If the training thread waits, a rank in a later run has not taken part in this one, and never will.
+        """
+        if self.failure is None and self._status >= FAILED:
+            return PeerError(f"this rank failed: {self._reason}", self._ranks.rank, self._failed_in, self._reason)
+        if self.failure is not None or threading.get_ident() != self._training_thread:
+            return self.failure
+        _, run, _ = self._look()
+        later = [(rank, row.begun) for rank, row in enumerate(self._last_table) if row.begun > run]
+        if not later:
+            return None
+        now = time.monotonic()
+        if self._passed[0] != run:
+            self._passed = run, now
+        if now < self._passed[1] + self._ranks.stuck_secs:
+            return None  # this rank may just not have noticed yet that the gathering is complete
+        rank, theirs = later[0]
+        return LifecycleError(
+            f"rank {self._ranks.rank} waits in run {run} for values of the other ranks, and rank {rank} is in run "
+            f"{theirs} already: call Ranks.gather, and request what needs every rank, on all ranks in the same run"
+        )
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -342,7 +367,9 @@ class Peers:
     def _tick(self, transport: Transport) -> bool:
         """Exchange one tick, and return whether it was the last one."""
         table = [Row(*numbers) for numbers in transport.exchange(list(self._row()))]
-        self._last_table, self.made = table, [row.made for row in table]
+        self._last_table = table
+        if self._ranks.pace is not None:
+            self._ranks.pace.note(table)
         agreement = self._agreement
         # The lock makes the next tick's state visible to the training thread as a whole.
         with self._changed:
@@ -494,6 +521,28 @@ class _LifecycleOverRanks(Lifecycle):
         outputs = super().run(args, kwargs, outputs, begun)
         peers.run_number = 0  # not after an error: the run was not made
         return outputs
+
+
+def _identity(hook: object) -> tuple[str, str]:
+    """Return the class of ``hook``, and its repr without what differs between processes."""
+    kind = f"{type(hook).__module__}.{type(hook).__qualname__}"
+    try:
+        return kind, re.sub(r"0x[0-9a-fA-F]+", "", repr(hook))
+    except Exception:  # a broken __repr__ must not end the training run
+        return kind, kind
+
+
+def _hooks_of_some(hooks: list[Any], identities: list[list[tuple[str, str]]]) -> list[object]:
+    """Return those of ``hooks`` that not every rank has, given the ``identities`` of the hooks of all ranks.
+
+    If all ranks have as many hooks of a class, these are the same hooks. Otherwise, their reprs tell.
+    """
+    counts = [Counter(kind for kind, _ in each) + Counter(each) for each in identities]
+
+    def everywhere(key: Any) -> bool:
+        return len({count[key] for count in counts}) == 1
+
+    return [hook for hook in hooks if not everywhere(_identity(hook)[0]) and not everywhere(_identity(hook))]
 
 
 def _length(iterable: Iterable[Any]) -> int:

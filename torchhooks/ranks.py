@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 import torch
 
+from torchhooks.agreement import Pace
 from torchhooks.checks import seconds
 from torchhooks.errors import LifecycleError, PeerError, TorchHooksError, brief
-from torchhooks.log import logger
+from torchhooks.log import logger, speak_as
 from torchhooks.text import call_repr, shown
 
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.0002, 0.005
@@ -102,6 +103,10 @@ class Ranks:
         self.lost_after_secs = seconds(lost_after_secs, "lost_after_secs")
         self.stuck_secs = seconds(stuck_secs, "stuck_secs")
         self.join_secs = seconds(join_secs, "join_secs")
+        self.hooks_of_some: list[object] = []
+        """The hooks of this rank's loop that not every rank has."""
+        self.pace: Pace | None = None
+        """On the chief, how far the ranks are in comparison; ``None`` elsewhere, and in a loop of one process."""
         self._transport: Transport | None = None
         self._saving: Ranks | None = None
         distributed = sys.modules.get("torch.distributed")
@@ -138,14 +143,33 @@ class Ranks:
             self._saving._transport = self._transport.for_saving()
         return self._saving
 
-    def connect(self, failure: Callable[[], PeerError | None]) -> Transport:
-        """Reach the other ranks; each of them has to call this. ``failure()`` says if a rank has failed since.
+    def gather_on_device(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]] | None:
+        """Return ``tensors``, all of one device, of every rank, without waiting for the device.
+
+        One call of the default process group's ``all_gather``. ``None`` if the tensors are on the CPU, or if that group
+        does not serve their device. Every rank has to call this as it has to call :meth:`gather`.
+        """
+        distributed = sys.modules.get("torch.distributed")
+        kind = tensors[0].device.type
+        if kind == "cpu" or distributed is None or not distributed.is_initialized():
+            return None
+        if f"{kind}:" not in str(distributed.get_backend_config()):
+            return None
+        return _all_gather(tensors, self.size)
+
+    def connect(self, failure: Callable[[], TorchHooksError | None]) -> Transport:
+        """Reach the other ranks; each of them has to call this. ``failure()`` says why not to wait for one any more.
 
         Raises:
             LifecycleError: they did not all do so within ``join_secs``.
         """
         self._transport = _GlooTransport(self, failure)
+        speak_as(self.rank)
         return self._transport
+
+    def disconnect(self) -> None:
+        """Called when the loop is closed: this process logs like any other again."""
+        speak_as(0)
 
     def __repr__(self) -> str:
         return call_repr(
@@ -192,7 +216,7 @@ class _GlooTransport:
     them, and their keys in the store are new in every process, so that those of an earlier attempt do no harm.
     """
 
-    def __init__(self, ranks: Ranks, failure: Callable[[], PeerError | None]) -> None:
+    def __init__(self, ranks: Ranks, failure: Callable[[], TorchHooksError | None]) -> None:
         self._ranks = ranks
         self._failure = failure
         self._size = ranks.size
@@ -283,7 +307,7 @@ class _GlooTransport:
                     raise
             work.wait()
         except RuntimeError as error:
-            if isinstance(error, PeerError):
+            if isinstance(error, TorchHooksError):
                 raise
             raise ContactLostError(brief(error).partition(". This is typically")[0]) from error
         return rows
@@ -297,6 +321,22 @@ class _GlooTransport:
         failure = self._failure()
         if failure is not None:
             raise failure
+
+
+def _all_gather(tensors: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
+    """Return ``tensors`` of the ``size`` ranks of the default process group, sent as bytes in one call."""
+    pieces = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    data = torch.cat(pieces)
+    rows = [torch.empty_like(data) for _ in range(size)]
+    torch.distributed.all_gather(rows, data)
+    lengths = [piece.numel() for piece in pieces]
+
+    def read(row: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(row.split(lengths), tensors, strict=True)
+        # Cloned, because a part may begin where no element of its dtype can.
+        return [part.clone().view(each.dtype).reshape(each.shape) for part, each in parts]
+
+    return [read(row) for row in rows]
 
 
 def _keep_for_ever(group: Any) -> None:

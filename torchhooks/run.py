@@ -14,7 +14,7 @@ import torch
 
 from torchhooks.costs import HookCosts
 from torchhooks.errors import FeedError, LifecycleError, add_note
-from torchhooks.fetch import Evaluator, check_feed_names, is_fixed, named_outputs, watched_names
+from torchhooks.fetch import check_feed_names, is_fixed, named_outputs, watched_names
 from torchhooks.hook import RunMetadata, RunOptions, RunServices, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.schedule import Schedule, Seat, in_order
@@ -107,6 +107,7 @@ class Lifecycle:
         self._session, self._step = services.session, services.step
         self._items, self._ending = services.items, services.ending
         self._function = services.step.function
+        self._new_evaluator = services.session.new_evaluator
         self._progress = progress
         self._schedule = schedule
         self._running = schedule.running
@@ -276,7 +277,7 @@ class Lifecycle:
     ) -> Mapping[Seat, SessionRunValues]:
         """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
         fed, watched, options, metadata = made
-        evaluator = Evaluator(self._session, outputs, fed, context.inputs, watched)
+        evaluator = self._new_evaluator(self._session, outputs, fed, context.inputs, watched, requests)
         if self._running.sources:
             self._running.add(outputs, (), {}, evaluator)
         evaluate: Callable[[Any, Any], Any] = evaluator.evaluate

@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Any
 
 from torchhooks.errors import add_note
-from torchhooks.hook import SessionRunHook, overrides
+from torchhooks.hook import ReportingHook, SessionRunHook, overrides
+from torchhooks.ranks import Ranks
 from torchhooks.running import RunningValues
 from torchhooks.text import shown
 from torchhooks.timer import Due
@@ -145,9 +146,11 @@ class Schedule:
 
     """
 
-    def __init__(self, hooks: Iterable[SessionRunHook], several_ranks: bool = False) -> None:
+    def __init__(self, hooks: Iterable[SessionRunHook], ranks: Ranks) -> None:
         def seat(index: int, hook: SessionRunHook) -> Seat:
-            return (CollectiveSeat if several_ranks and getattr(hook, "collective", False) else Seat)(index, hook)
+            if isinstance(hook, ReportingHook):
+                hook.join(ranks)
+            return (CollectiveSeat if ranks.size > 1 and hook.collective else Seat)(index, hook)
 
         self.all_seats = [seat(index, hook) for index, hook in enumerate(hooks)]
         self.collective = [seat for seat in self.all_seats if isinstance(seat, CollectiveSeat)]
@@ -178,9 +181,7 @@ class Schedule:
     def trigger(self, seat: Seat) -> None:
         """Have the hook in ``seat`` called in the next run, whatever it said when it was asked."""
         seat.due_run = self.runs + 1
-        trigger = getattr(seat.hook, "trigger", None)
-        if trigger is not None:
-            trigger()
+        seat.hook.trigger()
         self._update()
 
     def _update(self) -> None:

@@ -21,6 +21,7 @@ from torchhooks.position import Position
 from torchhooks.progress import NO_OUTPUTS, DataWaits, Progress
 from torchhooks.ranks import Ranks
 from torchhooks.readback import Elapsed, Moment
+from torchhooks.reduction import RanksEvaluator
 from torchhooks.running import RunningValues
 from torchhooks.stateful import Stateful
 from torchhooks.text import shown
@@ -99,6 +100,8 @@ class Session:
         """What running fetches accumulate: for evaluating them and for checkpoints."""
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
+        # Decided here, so that nothing of several ranks is on the path of one.
+        self.new_evaluator: type[Evaluator] = RanksEvaluator if self.ranks.size > 1 else Evaluator
         self._progress = Progress() if progress is None else progress
         self._data_waits = DataWaits() if data_waits is None else data_waits
         self._items = Items() if items is None else items
@@ -259,7 +262,7 @@ class Session:
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = "Session.run") -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
 
-        Names of outputs refer to the last run.
+        Names of outputs refer to the last run. Every rank has to call this for ``over_ranks`` and a ``DTensor``.
 
         Args:
             fetches: any fetch; see :mod:`torchhooks.fetch`.
@@ -304,7 +307,7 @@ class Session:
         feeds = {} if feed_dict is None else feed_dict
         check_feed_names(feeds, "Session.run")
         ran = self._progress.outputs is not NO_OUTPUTS
-        evaluator = Evaluator(self, self._progress.outputs if ran else None, feeds)
+        evaluator = self.new_evaluator(self, self._progress.outputs if ran else None, feeds)
         evaluator.ran, evaluator.gone, evaluator.detaches = ran, self._inputs, True
         for name in watched_names(fetches):
             if not evaluator.is_given(name):

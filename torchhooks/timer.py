@@ -46,6 +46,9 @@ NEVER = Due()
 class Timer(Protocol):
     """What a periodic hook needs of its timer."""
 
+    told: bool | None
+    """See :attr:`SecondOrStepTimer.told`."""
+
     @property
     def every_steps(self) -> int | None:
         """The period in steps; ``None`` if it is not one in steps."""
@@ -74,6 +77,12 @@ class SecondOrStepTimer:
 
     Raises:
         ValueError: both or neither are given, or the period is invalid.
+    """
+
+    told: bool | None = None
+    """With a period in seconds and several ranks, whether the chief's clock has triggered.
+
+    ``None``, the default, means that the timer looks at its own clock.
     """
 
     def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
@@ -116,7 +125,7 @@ class SecondOrStepTimer:
         if self.every_steps is not None:
             return step >= self._last_step + self.every_steps
         assert self._every_secs is not None
-        return time.monotonic() >= self._last_time + self._every_secs
+        return time.monotonic() >= self._last_time + self._every_secs if self.told is None else self.told
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
         """Start a new period now, at ``step``.
@@ -126,6 +135,8 @@ class SecondOrStepTimer:
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
         self._last_step, self._last_time = step, now
+        if self.told:
+            self.told = False
         if last_step is None or last_time is None:
             return None, None
         return now - last_time, step - last_step
@@ -136,7 +147,7 @@ class SecondOrStepTimer:
 
     def next_due(self) -> Due:
         """Return the step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
-        if self._last_step is None or self._last_time is None:
+        if self._last_step is None or self._last_time is None or self.told:
             return NOW
         if self.every_steps is not None:
             return Due(step=self._last_step + self.every_steps)
@@ -170,6 +181,8 @@ class EverySteps:
     """
 
     def __init__(self, n: int) -> None:
+        self.told: bool | None = None
+        """No effect: the steps are the same on all ranks."""
         self.every_steps = whole_number(n, "n", 1)
         """The period in steps."""
         self.reset()
@@ -224,6 +237,7 @@ class EverySteps:
 class NeverTriggerTimer:
     """A timer that never triggers, for a hook that only has work to do at the end."""
 
+    told: bool | None = None
     every_steps = None
 
     def reset(self) -> None:
@@ -259,6 +273,14 @@ class _Shared:
         self._timer = timer
         self.every_steps = timer.every_steps
         self._forget()
+
+    @property
+    def told(self) -> bool | None:
+        return self._timer.told
+
+    @told.setter
+    def told(self, told: bool | None) -> None:
+        self._timer.told = told
 
     def _forget(self) -> None:
         self._last_step: int | None = None
@@ -300,6 +322,11 @@ class _Shared:
 
 GivenTimer = EverySteps | SecondOrStepTimer | NeverTriggerTimer
 """What a hook can be given as its timer. Several hooks can be given the same one."""
+
+
+def is_by_clock(timer: GivenTimer | None) -> bool:
+    """Return whether ``timer`` was given and triggers by the clock."""
+    return isinstance(timer, SecondOrStepTimer) and timer.every_steps is None
 
 
 def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **periods: Any) -> Timer:

@@ -89,7 +89,9 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         optimizer: the optimizer to save and restore, whose learning rate hooks can fetch.
         checkpoint_dir: the folder that checkpoints are restored from and saved to. Without it, neither is done.
         hooks: the hooks to add to the default ones.
-        chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints.
+        chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints. With
+            several ranks, they are due by the chief's clock, and cannot fetch what needs every rank. Those that save
+            checkpoints are then hooks of every rank, because a save needs all of them.
         scaffold: how a session is initialised, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
             the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
         state: additional objects to save and restore, by name.
@@ -102,9 +104,9 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
             Unlike TensorFlow, whose workers get their variables from a server, a worker waits for the chief's first
-            checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``, and as
-            one of several ranks that ``torch.distributed`` connects, which create their loops and save together: such a
-            worker has the CheckpointSaverHook too.
+            checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``. Of
+            several ranks that ``torch.distributed`` connects, rank 0 is the chief, whatever is given here, and every
+            rank has the default hooks: they write on the chief only.
         max_wait_secs: how long a worker waits at most, in seconds.
         loop_arguments: further arguments of the MonitoredLoop, such as ``step_unit`` and ``recoverable_errors``.
 
@@ -127,21 +129,26 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         save_checkpoint_steps=save_checkpoint_steps,
     )
     longest_wait = seconds(max_wait_secs, "max_wait_secs")
+    ranks = checked_ranks(loop_arguments.get("ranks"))
+    if ranks.size > 1:
+        is_chief = ranks.is_chief
+        savers = [hook for hook in chief_only if getattr(hook, "saves_checkpoints", False)]
+        chief_only = [hook for hook in chief_only if hook not in savers]
+        given = [*savers, *given]
+        for hook in chief_only:
+            if hook.collective:
+                hook.collective = False  # no other rank has it
     elsewhere = () if is_chief else check_hook_states(_states_first(chief_only))
-    savers: list[SessionRunHook] = []
-    if checkpoints and checkpoint_dir is not None:
-        savers.append(CheckpointSaverHook(checkpoint_dir, **checkpoints, scaffold=scaffold))
-    if is_chief:
+    if is_chief or ranks.size > 1:
         folder = checkpoint_dir if summary_dir is None else summary_dir
         defaults: list[SessionRunHook] = []
         if counting:
             defaults.append(StepCounterHook(log_step_count_steps, output_dir=folder))
         if summaries and folder is not None:
             defaults.append(SummarySaverHook(**summaries, output_dir=folder, scaffold=scaffold))
-        given = _states_first([*chief_only, *defaults, *savers, *given])
-    elif checked_ranks(loop_arguments.get("ranks")).size > 1:
-        # The chief creates its loop, and saves in it, only together with this rank.
-        given = _states_first([*savers, *given])
+        if checkpoints and checkpoint_dir is not None:
+            defaults.append(CheckpointSaverHook(checkpoint_dir, **checkpoints, scaffold=scaffold))
+        given = _states_first([*(chief_only if is_chief else ()), *defaults, *given])
     elif checkpoint_dir is not None:
         _wait_for_chief(os.fspath(checkpoint_dir), longest_wait)
     return _Loop(

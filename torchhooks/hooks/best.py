@@ -15,7 +15,7 @@ from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError
 from torchhooks.evaluating import IfDue, Undisturbed
 from torchhooks.fetch import describe
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
@@ -56,7 +56,7 @@ class _Metric(IfDue):
             before.restore()
 
 
-class BestCheckpointHook(SessionRunHook):
+class BestCheckpointHook(ReportingHook):
     """Keeps the checkpoints of the states with the best values of a metric.
 
         BestCheckpointHook("run", lambda: evaluate(model, validation), save_steps=1000, mode="max", keep=3)
@@ -77,6 +77,10 @@ class BestCheckpointHook(SessionRunHook):
     whose own checkpoints are neither removed nor counted. Place this hook after a CheckpointSaverHook, so that the
     last save does not wait for the metric. As with that hook, nothing is saved from a run in which a
     NanTensorHook sees NaN, or from a later one.
+
+    With several ranks, every rank evaluates the metric, in the same run, and the chief's value decides for all:
+    ``over_ranks(metric, "mean")`` combines what each rank evaluated on its part of the data. Nothing is saved if a
+    NanTensorHook of any rank has seen NaN.
 
     A StepCounterHook does not count the time that saving takes. It does count the time of the metric, unless that is
     spent inside of ``with session.paused():``.
@@ -99,6 +103,9 @@ class BestCheckpointHook(SessionRunHook):
             ``begin``, another hook uses the same folder.
         TypeError: from the run, the metric is not one number.
     """
+
+    collective = True
+    """All ranks decide together, and save together."""
 
     saves_checkpoints = True
     """Hooks with a state have to precede this one, so that checkpoints contain their state after the run."""
@@ -187,7 +194,10 @@ class BestCheckpointHook(SessionRunHook):
     def end(self, session: Session) -> None:
         if session.global_step != self._evaluated_at:
             self._evaluate_at_end(session)
-        self._saver.wait()
+        if hasattr(self._saver, "wait_for_all"):
+            self._saver.wait_for_all(session)
+        else:
+            self._saver.wait()
 
     def teardown(self) -> None:
         self._fetch.restore()
@@ -224,11 +234,12 @@ class BestCheckpointHook(SessionRunHook):
         if metric is None:
             return
         step = session.global_step
-        score = self._sign * metric
-        place = self._place(score, step)
+        # One decision for all ranks: their metrics and what they read of the folder may differ.
+        metric, place = session.ranks.gather((metric, self._place(self._sign * metric, step)))[0]
         if place is None:
             return
-        reason = session.why_no_checkpoint()
+        score = self._sign * metric
+        reason = next(filter(None, session.ranks.gather(session.why_no_checkpoint())), None)
         if reason is not None:
             logger.warning("no checkpoint of step %d: %s", step, reason)
             return

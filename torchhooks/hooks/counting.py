@@ -12,7 +12,7 @@ import torch
 
 from torchhooks import summary
 from torchhooks.coordinator import Coordinator
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
@@ -30,7 +30,7 @@ from torchhooks.throughput import (
     memory,
     positive_number,
 )
-from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
+from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer
 from torchhooks.writers import WriterTarget
 
 _STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE = "global_step/sec", "examples/sec", "waiting_for_data"
@@ -62,7 +62,7 @@ class _Period(NamedTuple):
         return (end.data_wait_secs - self.data_wait_secs) / host_secs if host_secs > 0 else None
 
 
-class StepCounterHook(SessionRunHook):
+class StepCounterHook(ReportingHook):
     """Reports steps per second (``tf.train.StepCounterHook``) as a log line and as the curve ``global_step/sec``.
 
     The first run starts the clock, and a report follows each time a full period has passed since the previous one, so
@@ -83,16 +83,23 @@ class StepCounterHook(SessionRunHook):
     to the same place does so instead. If the writer has a method ``purge_from(step)``, as
     :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
 
+    With several ranks, the chief alone measures and reports. ``examples/sec`` and
+    ``tokens/sec`` count those of all ranks, taken to be as many on each; the other rates are those of one. A rank
+    that was less far than the others for most of a period is logged: ``slowest rank: 3, at 80% of the ticks, by up to 1
+    runs``. This is known from the ticks of the ranks, without further communication. A rank that is slow before the
+    collective of its step is not recognised, because the others wait for it in the same run.
+
     Args:
         every_n_steps: the period in steps.
         every_n_secs: the period in seconds; requires ``every_n_steps=None``.
         output_dir: the folder of the event file to write to.
         summary_writer: the writer, or a list of several, to use in place of ``output_dir``. Without either, the rate is
             only logged.
-        examples_per_step: the number of examples in a step, to report ``examples/sec`` as well.
+        examples_per_step: the number of examples in a step, on one rank, to report ``examples/sec`` as well.
         timer: the timer to use in place of a period, such as ``EverySteps(100)``, which reports at steps 100 and 200.
-        tokens_per_step: the number of tokens in a step, to report ``tokens/sec``. For sequences of different lengths,
-            a fetch: the number of tokens in a run. It is evaluated in every run and added up where it is.
+        tokens_per_step: the number of tokens in a step, on one rank, to report ``tokens/sec``. For sequences of
+            different lengths, a fetch: the number of tokens in a run. It is evaluated in every run and added up where
+            it is.
         flops_per_step: the number of floating-point operations in a step, to report ``flops/sec``, or ``"measure"`` to
             have ``torch.utils.flop_counter`` count those of the first step. What is compiled may run uncompiled then.
         peak_flops: how many of them the device can make in a second, to report their share as ``mfu``. By default, that
@@ -137,7 +144,7 @@ class StepCounterHook(SessionRunHook):
         if timer is not None and every_n_steps == _DEFAULT_STEPS:
             every_n_steps = None  # not given, as far as the hook can tell
         self._timer = hook_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
-        self._every_n_steps = self._timer.every_steps
+        self._every_n_steps: int | None = self._timer.every_steps
         self._examples_per_step = _number("examples_per_step", examples_per_step, "a number of examples")
         self._peak_flops = _number("peak_flops", peak_flops, "a number of operations per second")
         self._reports_memory = memory
@@ -164,10 +171,13 @@ class StepCounterHook(SessionRunHook):
         self._warned = False
         self._period: _Period | None = None
         self._tokens, self._flop_count = Tokens(), FlopCount()
-        if self._target.open() is not None:
+        if self.writes and self._target.open() is not None:
             summary.check_writer(self._target.writer)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._session, session.steps_per_sec = session, math.nan
+        if not self.writes:
+            return
         last_step = self._timer.last_triggered_step()
         if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
@@ -175,7 +185,6 @@ class StepCounterHook(SessionRunHook):
         self._timer.start_at(session.global_step)
         session.on_pause(self._add_pause)
         self._flop_count.abandon()  # of a run that failed
-        self._session, session.steps_per_sec = session, math.nan
 
     def _before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         if self._measures_flops:
@@ -183,6 +192,8 @@ class StepCounterHook(SessionRunHook):
         return self._token_request
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if not self.writes:
+            return  # called by a subclass
         session = run_context.session
         step = session.global_step
         self._flop_count.stop(step)
@@ -205,9 +216,11 @@ class StepCounterHook(SessionRunHook):
         self._target.close()
 
     def next_due(self) -> Due:
+        if not self.writes:
+            return NEVER
         if self._token_op is not None or (self._measures_flops and self._flop_count.per_step is None):
             return NOW
-        due = NOW if self._period is None else self._timer.next_due()
+        due: Due = NOW if self._period is None else self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
         # Also due after that many runs, because a step count that does not advance never reaches due.step.
@@ -227,6 +240,10 @@ class StepCounterHook(SessionRunHook):
         self._period = started
         tokens = self._tokens.take()
         used = dict(memory(session.device)) if self._reports_memory else {}  # also if unused: starts a new period
+        slowest = None if session.ranks.pace is None else session.ranks.pace.slowest()
+        if slowest is not None and ended is not None:
+            rank, share, spread = slowest
+            logger.info("slowest rank: %d, at %.0f%% of the ticks, by up to %d runs", rank, 100 * share, spread)
         if ended is None or started.step < ended.step:
             return  # this run starts the clock, or the step went back
         duration = Elapsed(ended.start, started.start)
@@ -257,7 +274,7 @@ class StepCounterHook(SessionRunHook):
         values = {_STEPS_RATE: rate}
         logger.info("%s: %g", _STEPS_RATE, rate)
         if self._examples_per_step is not None:
-            values[_EXAMPLES_RATE] = rate * self._examples_per_step
+            values[_EXAMPLES_RATE] = rate * self._examples_per_step * self._session.ranks.size
             logger.info("%s: %g", _EXAMPLES_RATE, values[_EXAMPLES_RATE])
         if waiting_share is not None:
             values[_WAITING_SHARE] = waiting_share
@@ -275,9 +292,9 @@ class StepCounterHook(SessionRunHook):
         """Return the curves of tokens and floating-point operations that were asked for."""
         values: dict[str, float] = {}
         if self._token_op is not None:
-            values[TOKENS_RATE] = float(tokens) / secs
+            values[TOKENS_RATE] = float(tokens) / secs * self._session.ranks.size
         elif self._tokens_per_step is not None:
-            values[TOKENS_RATE] = self._tokens_per_step * rate
+            values[TOKENS_RATE] = self._tokens_per_step * rate * self._session.ranks.size
         flops = self._flop_count.per_step if self._measures_flops else self._flops_per_step
         if flops is not None:
             values[FLOPS_RATE] = flops * rate
@@ -293,7 +310,7 @@ class StepCounterHook(SessionRunHook):
         """Return whether a period has passed since the last check, in runs if the period is one in steps."""
         if self._every_n_steps is not None:
             return self._runs >= self._checked_run + self._every_n_steps
-        moment = self._timer.next_due().moment
+        moment: float | None = self._timer.next_due().moment
         return moment is not None and time.monotonic() >= moment
 
     def _warn_if_stalled(self, step: int) -> None:

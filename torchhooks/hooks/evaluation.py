@@ -12,13 +12,13 @@ from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError, LifecycleError
 from torchhooks.evaluating import IfDue, Undisturbed
 from torchhooks.fetch import ComposedFetch, leaves
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lines import printable, tagged_line
 from torchhooks.log import logger
 from torchhooks.readback import is_remote, to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr, did_you_mean, shown
-from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer
+from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer, is_by_clock
 from torchhooks.writers import WriterTarget
 
 
@@ -30,7 +30,7 @@ class _Result(NamedTuple):
     values: Mapping[str, Any]
 
 
-class EvaluationHook(SessionRunHook):
+class EvaluationHook(ReportingHook):
     """Evaluates the model periodically, and logs the results and writes them as curves.
 
         def evaluate(model):
@@ -96,6 +96,7 @@ class EvaluationHook(SessionRunHook):
         self.timer = _chosen(timer, every_n_steps, at_start or at_end)
         """The timer, for hooks that are due together with this one."""
         self._timer = hook_timer(self.timer)
+        self.collective = is_by_clock(self.timer)
         self._if_due = IfDue(self.current, self._timer)
         self._request = SessionRunArgs(self._if_due)
         self._at_start, self._at_end = at_start, at_end
@@ -116,7 +117,7 @@ class EvaluationHook(SessionRunHook):
         self._begun = False
         self.values = {}
         self._unreported = []
-        writer = self._target.open()
+        writer = self._target.open() if self.writes else None
         if writer is not None:
             summary.check_writer(writer)
 
@@ -205,7 +206,8 @@ class EvaluationHook(SessionRunHook):
         """Log and write the results of one evaluation, whose ``values`` are on the host."""
         self.values = {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
         texts = {name: printable(value) for name, value in values.items()}
-        logger.info("evaluation at step %d: %s", result.step, tagged_line(texts))
+        if self.writes:
+            logger.info("evaluation at step %d: %s", result.step, tagged_line(texts))
         if self._target.writer is not None:
             summary.write_summaries(self._target.writer, _points(values), result.step, result.wall_time)
 

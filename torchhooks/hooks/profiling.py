@@ -11,16 +11,16 @@ import torch
 
 from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
-from torchhooks.hook import RunOptions, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.session import Session
 from torchhooks.text import call_repr
-from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
+from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer
 
 _FLOW_PHASES = ("s", "t", "f")  # the start, the steps and the end of an arrow, in the format of Chrome's traces
 
 
-class ProfilerHook(SessionRunHook):
+class ProfilerHook(ReportingHook):
     """Profiles a run periodically (``tf.train.ProfilerHook``), and writes ``timeline-STEP.json``.
 
         ProfilerHook(save_steps=1000, output_dir="run/profiles")
@@ -128,9 +128,11 @@ class ProfilerHook(SessionRunHook):
         self._stop_profiler()
 
     def next_due(self) -> Due:
+        if not self.writes:
+            return NEVER
         if self._profiler is not None or self._next_step is None:
             return NOW
-        due = self._timer.next_due()
+        due: Due = self._timer.next_due()
         if not self._guesses_step:
             return due
         if self._timer.should_trigger_for_step(self._next_step):

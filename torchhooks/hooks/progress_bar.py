@@ -15,13 +15,14 @@ import numpy as np
 from torchhooks.checks import period, whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.fetch import map_leaves
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lines import by_tag, printable
 from torchhooks.log import logger
+from torchhooks.ranks import Ranks
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
 from torchhooks.text import call_repr
-from torchhooks.timer import Due, SecondOrStepTimer
+from torchhooks.timer import NEVER, Due, SecondOrStepTimer
 
 _REFRESH_SECS = 0.1
 _SAMPLES = 50
@@ -38,7 +39,7 @@ class _Sample(NamedTuple):
     pauses: list[Elapsed]
 
 
-class ProgressBarHook(SessionRunHook):
+class ProgressBarHook(ReportingHook):
     """Shows a progress bar, with the rate, the remaining time and chosen values. Needs tqdm.
 
         with MonitoredLoop(step, model, optimizer, hooks=[ProgressBarHook(1000, ["loss"])]) as loop:
@@ -52,7 +53,7 @@ class ProgressBarHook(SessionRunHook):
     logs lines instead: ``step 400/1000: 48.9 steps/sec, 0:00:12 left, loss = 0.125``. A line that is logged to the
     terminal replaces the bar, which appears again below it with the next refresh.
 
-    Only one process should show a bar: pass the hook in the ``chief_only_hooks`` of a MonitoredTrainingLoop.
+    With several ranks, the chief alone shows the bar, with its own values.
 
     Args:
         total: the global step at which the loop will end; without it, no remaining time is shown.
@@ -79,9 +80,12 @@ class ProgressBarHook(SessionRunHook):
         self._bar: Any = None
         self._filtered: list[logging.Handler] = []
 
+    def join(self, ranks: Ranks) -> None:
+        self.writes = ranks.is_chief
+
     def begin(self) -> None:
         self._stream = sys.stderr if self._file is None else self._file
-        self._shows_bar = _is_terminal(self._stream) or _is_notebook(self._bar_class)
+        self._shows_bar = self.writes and (_is_terminal(self._stream) or _is_notebook(self._bar_class))
         self._timer = SecondOrStepTimer(every_secs=_REFRESH_SECS if self._shows_bar else self._log_every_secs)
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._shown: int | None = None
@@ -124,7 +128,7 @@ class ProgressBarHook(SessionRunHook):
         if self._bar is not None:
             self._bar.n = step
             self._bar.refresh()
-        elif step != self._shown:
+        elif self.writes and step != self._shown:
             self._log(step, {})
 
     def teardown(self) -> None:
@@ -136,7 +140,7 @@ class ProgressBarHook(SessionRunHook):
             bar.close()
 
     def next_due(self) -> Due:
-        return self._timer.next_due()
+        return self._timer.next_due() if self.writes else NEVER
 
     def _add_pause(self, pause: Elapsed) -> None:
         if self._samples:

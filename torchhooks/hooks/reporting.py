@@ -10,21 +10,24 @@ import numpy as np
 from torchhooks.coordinator import Coordinator
 from torchhooks.evaluating import IfDue
 from torchhooks.fetch import check_feed_names, map_leaves, watched_names
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.lines import by_tag, printable, tagged_line
 from torchhooks.log import logger
 from torchhooks.readback import to_host
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer
+from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer, is_by_clock
 
 
-class LoggingTensorHook(SessionRunHook):
+class LoggingTensorHook(ReportingHook):
     """Logs values periodically (``tf.train.LoggingTensorHook``): ``loss = 0.1, step = 7 (2.500 sec)``.
 
     The hook counts runs, not global steps: ``every_n_iter=4`` logs the 1st, 5th and 9th run. A ``timer`` gets global
     steps: ``timer=EverySteps(4)`` logs at steps 4, 8 and 12. From the second line on,
     the seconds are those since the previous line.
+
+    With several ranks, every rank evaluates the fetches in the same runs, and the chief logs. ``over_ranks("loss",
+    "mean")`` logs the mean of all ranks instead of the chief's value.
 
     Args:
         tensors: a dict from tag to fetch, which is logged sorted by tag; or a list of fetches, which is logged in its
@@ -72,6 +75,7 @@ class LoggingTensorHook(SessionRunHook):
         self._tensors = by_tag(tensors)
         if at_end:
             _check_available_at_end(self, self._tensors)
+        self.collective = every_n_secs is not None or is_by_clock(timer)
         self._at_end = at_end
         self._formatter = formatter
         fetches = tuple(self._tensors.values())
@@ -97,17 +101,18 @@ class LoggingTensorHook(SessionRunHook):
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         if self._due and (self._if_due is None or self._if_due.evaluated):
             elapsed_secs, _ = self._timer.update_last_triggered_step(self._step(run_context.session))
-            run_context.when_ready(
-                run_values.results,
-                lambda values: self._log(dict(zip(self._tensors, values, strict=True)), elapsed_secs),
-            )
+            if self.writes:
+                run_context.when_ready(
+                    run_values.results,
+                    lambda values: self._log(dict(zip(self._tensors, values, strict=True)), elapsed_secs),
+                )
         self._iterations += 1
 
     def end(self, session: Session) -> None:
         if self._at_end:
             values = session.run_available(self._tensors, who=self)
             elapsed_secs, _ = self._timer.update_last_triggered_step(self._step(session))
-            if values:
+            if values and self.writes:
                 self._log(to_host(values), elapsed_secs)
 
     def next_due(self) -> Due:
@@ -139,7 +144,7 @@ class LoggingTensorHook(SessionRunHook):
 
 
 class FinalOpsHook(SessionRunHook):
-    """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``).
+    """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``), on every rank.
 
     Args:
         final_ops: any fetch, for instance a closure that computes the test accuracy.

@@ -13,16 +13,16 @@ from torchhooks.changes import StateMark
 from torchhooks.checkpoint_files import is_checkpoint_name
 from torchhooks.coordinator import Coordinator
 from torchhooks.evaluating import IfDue
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
 from torchhooks.session import Refusal, Scaffold, Session
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr, shortened
-from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer
+from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer, is_by_clock
 from torchhooks.writers import WriterTarget
 
 
-class SummarySaverHook(SessionRunHook):
+class SummarySaverHook(ReportingHook):
     """Writes summaries periodically (``tf.train.SummarySaverHook``).
 
     ``save_steps=8`` writes at steps 1, 9 and 17. The first run also writes ``SessionLog.START``, which tells
@@ -32,6 +32,9 @@ class SummarySaverHook(SessionRunHook):
 
     Unlike TensorFlow, which relies on the step it saw last, the hook decides on ``session.global_step + 1`` whether a
     run is due.
+
+    With several ranks, every rank evaluates the fetches in the same runs, and the chief writes.
+    ``{"loss": over_ranks("loss", "mean")}`` writes the mean of all ranks instead of the chief's value.
 
     Args:
         save_steps: the number of steps from one summary to the next.
@@ -73,6 +76,8 @@ class SummarySaverHook(SessionRunHook):
             )
         self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
+        self._has_place = output_dir is not None or summary_writer is not None
+        self.collective = save_secs is not None or is_by_clock(timer)
         self._scaffold = scaffold
         self._ops = summary.summary_ops(summary_op) if scaffold is None else ()
 
@@ -81,14 +86,15 @@ class SummarySaverHook(SessionRunHook):
         self._due = False
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
-        writer = self._target.open()
-        ops = summary.requests(self._ops, writer)
+        writer = self._target.open() if self.writes else None
+        # What is requested must not depend on the writer, which only the chief has: a DTensor needs every rank.
+        ops = summary.requests(self._ops, writer) if self.alone else self._ops
         # By its own period, the hook has TensorFlow's rule, which decides before the step.
         self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
         self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
-        if writer is None:
+        if writer is None and self.writes:
             logger.warning("%r has neither output_dir nor summary_writer: it writes nothing", self)
-        else:
+        elif writer is not None:
             summary.check_writer(writer, self._ops)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
@@ -102,11 +108,10 @@ class SummarySaverHook(SessionRunHook):
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._step_before = run_context.session.global_step
         self._due = self._timer.should_trigger_for_step(self._step_before + 1)
-        return self._request if self._due and self._target.writer is not None else None
+        return self._request if self._due and self._has_place else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        writer = self._target.writer
-        if writer is None:
+        if not self._has_place:
             return
         session = run_context.session
         step = session.global_step
@@ -117,17 +122,19 @@ class SummarySaverHook(SessionRunHook):
             run_context.not_reported()
             return  # no step was made since the last point, in this process or before a restore
         self._timer.update_last_triggered_step(step)
-        now = time.time()
-        run_context.when_ready(run_values.results, lambda values: summary.write_summaries(writer, values, step, now))
+        if self.writes:
+            write = partial(summary.write_summaries, self._target.writer)
+            now = time.time()
+            run_context.when_ready(run_values.results, lambda values: write(values, step, now))
 
     def teardown(self) -> None:
         self._target.close()
 
     def next_due(self) -> Due:
-        if self._target.writer is None:
+        if not self._has_place:
             return NEVER
         # A START that is written later would void the points that other hooks write to the same place before it.
-        return self._timer.next_due() if self._target.start_is_written else NOW
+        return self._timer.next_due() if self._target.start_is_written or not self.writes else NOW
 
     def __repr__(self) -> str:
         return call_repr(self, **self._arguments)

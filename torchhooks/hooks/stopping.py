@@ -108,8 +108,8 @@ class NanTensorHook(SessionRunHook):
     Saver with ``async_save`` does not wait for the device: the thread that writes looks at the results of the checks,
     and writes no file if one of them is a NaN.
 
-    Of a ``DTensor``, each process checks the part that it has, so that no collective is called out of order. A NaN in
-    the part of one process is noticed by that process alone.
+    With several ranks, each checks its own value, and of a ``DTensor`` the part that it has, without communication. A
+    NaN on one rank ends the loop on all of them: with a PeerError that names the rank, or by a stop whose reason does.
 
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
