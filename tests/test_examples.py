@@ -1,4 +1,4 @@
-"""Every example does what its docstring says. digits.py runs for fewer steps than by default."""
+"""Every example does what its docstring says. digits.py and gpt.py run for fewer steps than by default."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import difflib
 import importlib.util
 import io
+import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ import torch
 from rank_processes import run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchhooks import latest_checkpoint
 from torchhooks.testing import log_lines
 
 ROOT = Path(__file__).parents[1]
@@ -272,3 +275,140 @@ def test_resume_fails_when_one_bit_differs() -> None:
     one, other = ({"data": {"rest": [1]}, "model": torch.tensor([zero])} for zero in (0.0, -0.0))
     with pytest.raises(SystemExit, match=r"^NOT identical: model$"):
         example("resume").compare(one, other)
+
+
+# -- gpt.py and gpt_plain.py ----------------------------------------------------------------------------------------
+
+EPOCH = 18  # batches of tiny_gpt
+CHECKPOINTS = {"gpt": "model.ckpt-30", "gpt_plain": "checkpoint.pt"}
+each_gpt = pytest.mark.parametrize("name", CHECKPOINTS)
+on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the order of a sum is not fixed")
+
+
+def tiny_gpt(name: str) -> ModuleType:
+    """Return the example ``name``, with a small model and 20,000 bytes of text."""
+    module = example(name)
+    vars(module).update(WIDTH=8, LAYERS=1, topics={"all": "".join(module.topics.values())[:20_000]})
+    return module
+
+
+def train_gpt(module: ModuleType, folder: Path, *, every: int = 10) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, several threads take 30 times as long for such small operations
+    try:
+        module.main(["--folder", str(folder), "--steps", "30", "--every", str(every), "--peak-flops", "1e12"])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def trained(name: str, folder: Path) -> dict[str, Any]:
+    """Return the states in the checkpoint of step 30."""
+    saved = torch.load(folder / CHECKPOINTS[name], weights_only=True)
+    return {key: saved[key] for key in ("model", "optimizer")}
+
+
+def step_of(folder: Path) -> int:
+    """Return the step of the newest checkpoint in ``folder``, of either script."""
+    path = latest_checkpoint(folder) or folder / "checkpoint.pt"
+    saved = torch.load(path, weights_only=True)
+    return int(saved["global_step"] if "global_step" in saved else saved["progress"]["step"])
+
+
+@pytest.fixture(scope="module")
+def gpts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of one training run of 30 steps with each of the two scripts."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in CHECKPOINTS}
+    for name, folder in folders.items():
+        train_gpt(tiny_gpt(name), folder)
+    return folders
+
+
+@pytest.fixture
+def sigterms() -> Iterator[list[int]]:
+    """The SIGTERMs that this process has received."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda signum, frame: received.append(signum))
+    yield received
+    signal.signal(signal.SIGTERM, previous)
+
+
+def test_gpt_takes_under_150_lines() -> None:
+    assert len(source("gpt").splitlines()) < 150
+
+
+def test_model_and_data_of_gpt_are_the_same_lines_with_and_without_torchhooks() -> None:
+    parts = [re.findall(r"^BLOCK, .*^def load_data.*?\n\n\n", source(name), re.M | re.S) for name in CHECKPOINTS]
+    assert parts[0] == parts[1] != []
+
+
+@on_the_cpu
+def test_gpt_trains_the_same_bits_with_and_without_torchhooks(gpts: dict[str, Path]) -> None:
+    with_hooks, without = (trained(name, folder) for name, folder in gpts.items())
+    example("resume").compare(with_hooks, without)  # raises SystemExit if they differ
+
+
+@on_the_cpu
+@each_gpt
+@pytest.mark.parametrize("step", [14, EPOCH], ids=["middle_of_an_epoch", "end_of_an_epoch"])
+def test_gpt_ends_with_the_same_bits_when_it_is_interrupted(
+    name: str, step: int, gpts: dict[str, Path], sigterms: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiny_gpt(name)
+
+    class Interrupted(module.GPT):  # type: ignore[misc, name-defined]
+        calls = 0
+
+        def forward(self, *batch: torch.Tensor) -> Any:
+            self.calls += self.training
+            if self.training and self.calls == step * module.ACCUMULATE:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().forward(*batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "GPT", Interrupted)
+        train_gpt(module, tmp_path)
+    assert sigterms == [signal.SIGTERM]
+    assert step_of(tmp_path) == step
+    train_gpt(module, tmp_path)
+    example("resume").compare(trained(name, gpts[name]), trained(name, tmp_path))
+
+
+@each_gpt
+def test_gpt_stops_when_the_validation_loss_no_longer_decreases(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, losses = tiny_gpt(name), itertools.count(1.0)
+
+    class Overfitting(module.GPT):  # type: ignore[misc, name-defined]
+        def forward(self, *batch: torch.Tensor) -> Any:
+            return super().forward(*batch) if self.training else torch.tensor(next(losses))
+
+    monkeypatch.setattr(module, "GPT", Overfitting)
+    train_gpt(module, tmp_path, every=2)
+    assert "Stopped at step 8 by " in capsys.readouterr().out
+
+
+@each_gpt
+@pytest.mark.parametrize("tag", ["loss", "lr", "grad_norm"])
+def test_gpt_writes_curves_of_training(name: str, tag: str, gpts: dict[str, Path]) -> None:
+    assert [point.step for point in read(gpts[name]).Scalars(tag)] == [1, 11, 21]
+
+
+@each_gpt
+@pytest.mark.parametrize("tag", ["tokens/sec", "flops/sec", "mfu"])
+def test_gpt_writes_curves_of_its_throughput(name: str, tag: str, gpts: dict[str, Path]) -> None:
+    assert [point.step for point in read(gpts[name]).Scalars(tag)] == [21]
+
+
+@each_gpt
+def test_the_validation_loss_of_gpt_falls(name: str, gpts: dict[str, Path]) -> None:
+    points = read(gpts[name]).Scalars("validation_loss")
+    assert [point.step for point in points] == [10, 20, 30]
+    assert points[-1].value < points[0].value
+
+
+@each_gpt
+def test_gpt_keeps_its_best_state(name: str, gpts: dict[str, Path]) -> None:
+    best = gpts[name] / {"gpt": "best/model.1.ckpt-30", "gpt_plain": "best.pt"}[name]
+    states = torch.load(best, weights_only=True)["model"], trained(name, gpts[name])["model"]
+    assert example("resume").same(*states)
