@@ -94,7 +94,7 @@ def train(steps: int, every: int, folder: str, peak_flops: float | None) -> None
         parts = zip(*(tensor.chunk(10) for tensor in validation_data.tensors), strict=True)
         return torch.stack([model(*part) for part in parts]).mean()
 
-    tokens = BATCH * ACCUMULATE * BLOCK * RANKS
+    tokens = BATCH * ACCUMULATE * BLOCK
     evaluation = EvaluationHook(validation_loss, every_n_steps=every, output_dir=folder)
     with MonitoredTrainingLoop(
         model=model,
@@ -105,15 +105,14 @@ def train(steps: int, every: int, folder: str, peak_flops: float | None) -> None
         save_summaries_steps=10,
         scaffold=Scaffold(summary_op={"loss": running_mean("loss"), "lr": "lr", "grad_norm": "grad_norm"}),
         log_step_count_steps=None,  # the StepCounterHook below replaces the default one
-        chief_only_hooks=[
+        hooks=[
             ProgressBarHook(steps, ["loss", "lr"]),
             StepCounterHook(20, None, folder, tokens_per_step=tokens, flops_per_step="measure", peak_flops=peak_flops),
             evaluation,
             StopIfNoDecreaseHook(evaluation["validation_loss"], max_steps_without_decrease=3 * every),
             BestCheckpointHook(folder, evaluation["validation_loss"], save_steps=every, mode="min"),
+            StopAtStepHook(last_step=steps),
         ],
-        hooks=[StopAtStepHook(last_step=steps)],
-        is_chief=RANK == 0,
         signals=["SIGTERM", "SIGINT"],
     ) as loop:
         for epoch in loop.until_stop(range(steps)):
