@@ -103,6 +103,42 @@ def test_the_end_saves_nothing_that_is_saved_already(tmp_path: Path) -> None:
     assert saves(listener) == [0, 4, 8]
 
 
+class _StoppingGuard(SessionRunHook):
+    """Raises StopIteration from a guard of checkpoints, each time it is asked for which ``stops(count)`` is true."""
+
+    def __init__(self, stops: Callable[[int], bool]) -> None:
+        self.stops, self.asked = stops, 0
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        session.guard_checkpoints(self.refusal)
+
+    def refusal(self) -> None:
+        self.asked += 1
+        if self.stops(self.asked):
+            raise StopIteration("enough")
+
+
+def test_the_end_saves_what_a_stop_before_the_save_prevented(tmp_path: Path) -> None:
+    hooks = [_StoppingGuard(lambda count: count == 2), CheckpointSaverHook(tmp_path, save_steps=3)]
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(8)):
+            loop.run()
+    assert (loop.stop_reason, loop.global_step) == ("StopIteration: enough", 3)
+    assert steps(tmp_path) == [0, 3]
+
+
+@pytest.mark.parametrize("save_steps", [3, 5])  # a save is due at the stop, or only at the end
+def test_a_guard_that_stops_at_the_end_too_prevents_the_last_checkpoint(
+    tmp_path: Path, save_steps: int, lines: Lines
+) -> None:
+    hooks = [_StoppingGuard(lambda count: count >= 2), CheckpointSaverHook(tmp_path, save_steps=save_steps)]
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(3)):
+            loop.run()
+    assert steps(tmp_path) == [0]
+    assert warnings_in(lines) == ["no checkpoint of step 3: StopIteration: enough"]
+
+
 def test_a_loop_without_a_run_saves_once(tmp_path: Path) -> None:
     listener = Listener()
     hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])

@@ -33,6 +33,7 @@ from torchhooks import (
     list_checkpoints,
 )
 from torchhooks.checkpoint_files import Disk, Seals, list_again
+from torchhooks.claim import Claim
 
 ROOT = Path(__file__).parents[1]
 Lines = list[tuple[str, str]]
@@ -389,3 +390,33 @@ def test_a_look_at_the_same_folder_again_logs_only_what_has_changed(tmp_path: Pa
         assert list_again(str(tmp_path), seals) == list_again(str(tmp_path), seals) == []
         (text,) = warnings_in(lines)
         assert f"model.ckpt-{step} is cut short" in text
+
+
+def test_an_interrupted_claim_leaves_no_lock(tmp_path: Path) -> None:
+    def claim_interrupted_at(line: int, folder: str) -> Claim | None:
+        """Return the claim to ``folder``; ``None`` if a Ctrl-C came before the given line of its module was run."""
+        left = iter(range(line))
+
+        def interrupt(frame: Any, event: str, _: object) -> Any:
+            if frame.f_globals.get("__name__") != Claim.__module__:
+                return None
+            if event == "line" and next(left, None) is None:
+                raise KeyboardInterrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            return Claim.of(folder)
+        except KeyboardInterrupt:
+            return None
+        finally:
+            sys.settrace(before)
+
+    for line in range(100):
+        folder = tmp_path / str(line)
+        folder.mkdir()
+        if claim_interrupted_at(line, str(folder)) is not None:
+            break
+        assert Claim.of(str(folder)).holds(str(folder))  # not BlockingIOError
+    assert line > 5

@@ -62,6 +62,20 @@ class Training:
 # -- which runs -------------------------------------------------------------------------------------------------------
 
 
+def test_a_relative_folder_is_that_of_the_creation_of_the_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    hook = ProfilerHook(save_steps=1, output_dir="profiles")
+    with MonitoredLoop(Training().step, hooks=[hook]) as loop:
+        loop.run()
+        loop.run()
+        monkeypatch.chdir(tmp_path / "second")
+        loop.run()
+    assert timelines(tmp_path / "first" / "profiles") == [2, 3]
+    assert not list((tmp_path / "second").iterdir())
+
+
 @pytest.mark.parametrize(
     ("given", "steps"),
     [

@@ -37,10 +37,9 @@ class Claim:
     _at_fork = False
 
     def __init__(self, place: tuple[int, int], file: int) -> None:
-        self.place = place
+        self.place, self.file = place, file
         self.close = weakref.finalize(self, os.close, file)
         """Release the lock, if that has not been done."""
-        self._all[place] = self
 
     @classmethod
     def of(cls, folder: str) -> Claim:
@@ -54,16 +53,19 @@ class Claim:
         place = status.st_dev, status.st_ino
         if place in cls._all:
             return cls._all[place]
-        file = os.open(folder, os.O_RDONLY)
+        # Before the lock is taken: after an interrupt at any moment, an unknown lock of this process would look like
+        # that of another one. A claim that is dropped releases its lock.
+        claim = cls(place, os.open(folder, os.O_RDONLY))
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(claim.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
-            os.close(file)
+            claim.close()
             raise
         if not cls._at_fork:
             os.register_at_fork(after_in_child=cls._give_up)
             cls._at_fork = True
-        return cls(place, file)
+        cls._all[place] = claim
+        return claim
 
     def holds(self, folder: str) -> bool:
         """Return whether it is for the folder that is now at the path ``folder``."""

@@ -76,7 +76,7 @@ class ProfilerHook(ReportingHook):
         }
         self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
         self._guesses_step = timer is None
-        self._folder = os.fspath(output_dir)
+        self._folder = os.path.abspath(output_dir)  # a script may change the current directory while it trains
         self._show_dataflow, self._show_memory = show_dataflow, show_memory
         self._runs = whole_number(runs, "runs", 1)
         self._request = SessionRunArgs(options=RunOptions(trace=True, memory=show_memory))
@@ -164,8 +164,7 @@ class ProfilerHook(ReportingHook):
         path = os.path.join(self._folder, f"timeline-{step}.json")
         unfinished = os.path.join(self._folder, f".timeline-{step}.{os.getpid()}.json")
         with session.paused():
-            if self._folder:
-                os.makedirs(self._folder, exist_ok=True)
+            os.makedirs(self._folder, exist_ok=True)
             try:
                 # Torch writes a profile only once, and another hook may have had this one written.
                 written = getattr(profile, "torchhooks_path", None)

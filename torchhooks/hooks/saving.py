@@ -12,6 +12,7 @@ from torchhooks import summary
 from torchhooks.changes import StateMark
 from torchhooks.checkpoint_files import is_checkpoint_name
 from torchhooks.coordinator import Coordinator
+from torchhooks.errors import brief
 from torchhooks.evaluating import IfDue
 from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.log import logger
@@ -224,6 +225,8 @@ class CheckpointSaverHook(SessionRunHook):
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = hook_timer(timer, save_secs=save_secs, save_steps=save_steps)
         self._triggered = False
+        # The step that was last saved or refused. Not the timer's: a StopIteration may prevent a save that came due.
+        self._handled_step: int | None = None
         self._given_saver, self._scaffold = saver, scaffold
         self._saver: Any = None
         if not is_checkpoint_name(checkpoint_basename):
@@ -277,8 +280,14 @@ class CheckpointSaverHook(SessionRunHook):
 
     def end(self, session: Session) -> None:
         step = session.global_step
-        if step != self._timer.last_triggered_step():
-            self._save(session)
+        if step != self._handled_step:
+            try:
+                self._save(session)
+            except StopIteration as stop:  # the loop ends already
+                if type(stop) is not StopIteration:
+                    raise
+                if step != self._handled_step:
+                    logger.warning("no checkpoint of step %d: %s", step, brief(stop))
         if hasattr(self._saver, "wait_for_all"):
             self._saver.wait_for_all(session)
         elif hasattr(self._saver, "wait"):
@@ -319,6 +328,7 @@ class CheckpointSaverHook(SessionRunHook):
         reasons = session.ranks.gather(session.why_no_checkpoint(later))
         reason = next((each for each in reasons if each is not None), None)
         if reason is not None:
+            self._handled_step = step
             logger.warning("no checkpoint of step %d: %s", step, reason)
             return False
         with session.paused():
@@ -329,6 +339,7 @@ class CheckpointSaverHook(SessionRunHook):
             # Other savers than those that write later need not have the argument.
             options = {"refusals": later} if later else {}
             path = self._saver.save(session, self._path, step, **options)
+            self._handled_step = step
             if session.ranks.is_chief:
                 summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
             # A list, not a generator for any(): every listener is called, even after one asked to stop.
