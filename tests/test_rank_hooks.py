@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torchhooks.hooks.best
 from torchhooks import (
     BestCheckpointHook,
+    CheckpointSaverHook,
     EvaluationHook,
     FetchError,
     FinalOpsHook,
@@ -125,6 +126,18 @@ def test_a_rank_that_is_not_the_chief_opens_no_event_file(tmp_path: Path) -> Non
             StepCounterHook(output_dir=folder),
         ]
         train(ranks, hub, hooks)
+
+    assert in_threads(2, main) == [None, None]
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_a_checkpoint_saver_that_is_not_the_chief_opens_no_event_file(tmp_path: Path) -> None:
+    class SavesNothing:
+        def save(self, session: Any, path: str, step: int) -> str:
+            return path
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        train(ranks, hub, [CheckpointSaverHook(tmp_path / str(ranks.rank), save_steps=1, saver=SavesNothing())])
 
     assert in_threads(2, main) == [None, None]
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
