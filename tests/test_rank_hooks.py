@@ -646,13 +646,22 @@ def refused(hooks_of: Callable[[int], list[SessionRunHook]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda rank: [] if rank else [Wants(over_ranks("loss", "mean"))], "not every rank has: give the hook to"),
+        (
+            lambda rank: [] if rank else [Wants(over_ranks("loss", "mean"))],
+            "but not every rank has the hook: give it to",
+        ),
         (
             lambda rank: [] if rank else [NotPrintable(over_ranks("loss", "mean"))],
-            "not every rank has: give the hook to",
+            "but not every rank has the hook: give it to",
         ),
-        (lambda rank: [ByClock(over_ranks("loss", "mean"))], "is due by the clock of each rank: set collective = True"),
-        (lambda rank: [ByOutputs(over_ranks("loss", "mean"))], "is due by what the step of each rank returned"),
+        (
+            lambda rank: [ByClock(over_ranks("loss", "mean"))],
+            "but the hook is due by the clock of each rank: set collective = True",
+        ),
+        (
+            lambda rank: [ByOutputs(over_ranks("loss", "mean"))],
+            "but the hook is due by what the step of each rank returned",
+        ),
     ],
 )
 def test_a_fetch_over_ranks_is_refused_where_it_would_hang(make: Callable[[int], Any], why: str) -> None:

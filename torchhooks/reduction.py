@@ -142,16 +142,15 @@ class RanksEvaluator(Evaluator):
     def _check_every_rank_calls(self, requester: Any, fetch: object) -> None:
         hook = getattr(requester, "hook", requester)
         if any(hook is each for each in self._ranks.hooks_of_some):
-            why = "not every rank has: give the hook to every rank, or have it fetch what is on this rank"
+            why = "not every rank has the hook: give it to every rank, or have it fetch what is on this rank"
         elif getattr(requester, "when", None) is not None:
-            why = "is due by what the step of each rank returned (Due.when): let next_due() return a step or None"
+            why = "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or None"
         elif getattr(requester, "due_moment", math.inf) != math.inf:
-            why = "is due by the clock of each rank: set collective = True in its class"
+            why = "the hook is due by the clock of each rank: set collective = True in its class"
         else:
             return
         raise FetchError(
-            f"{requester} asked for {describe(fetch)}, which all ranks have to evaluate in the same run, but the hook "
-            f"{why}"
+            f"{requester} asked for {describe(fetch)}, which all ranks have to evaluate in the same run, but {why}"
         )
 
 
