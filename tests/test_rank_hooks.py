@@ -587,6 +587,12 @@ def test_an_unknown_operation_is_refused() -> None:
         over_ranks("loss", "median")
 
 
+def test_the_refusal_of_a_result_of_an_evaluation_says_where_to_combine_it() -> None:
+    evaluation = EvaluationHook(lambda: 1.0, every_n_steps=1)
+    with pytest.raises(TypeError, match="combine the results of an evaluation in its function"):
+        over_ranks(evaluation["loss"], "mean")
+
+
 @pytest.mark.parametrize("fetch", [None, over_ranks("loss", "mean")])
 def test_what_cannot_be_combined_is_refused(fetch: Any) -> None:
     with pytest.raises(TypeError, match="give the fetch to combine, such as 'loss'"):

@@ -29,7 +29,10 @@ class OverRanks(ComposedFetch):
         self.accumulated = isinstance(fetch, ComposedFetch) and fetch.accumulates
         """Whether the fetch is a running one, so that its value depends on which hook asks."""
         if fetch is None or (isinstance(fetch, ComposedFetch) and not self.accumulated):
-            raise TypeError(f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'")
+            raise TypeError(
+                f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'. A fetch that is made of "
+                "others cannot be combined; combine the results of an evaluation in its function, as with dist.all_reduce"
+            )
         self._fetch = fetch
         self.op = op
         self.__name__ = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
