@@ -30,8 +30,9 @@ class OverRanks(ComposedFetch):
         """Whether the fetch is a running one, so that its value depends on which hook asks."""
         if fetch is None or (isinstance(fetch, ComposedFetch) and not self.accumulated):
             raise TypeError(
-                f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'. A fetch that is made of "
-                "others cannot be combined; combine the results of an evaluation in its function, as with dist.all_reduce"
+                f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'. A fetch that is made "
+                "of others cannot be combined: combine the results of an evaluation in its function, as with "
+                "dist.all_reduce"
             )
         self._fetch = fetch
         self.op = op
@@ -147,7 +148,10 @@ class RanksEvaluator(Evaluator):
         if any(hook is each for each in self._ranks.hooks_of_some):
             why = "not every rank has the hook: give it to every rank, or have it fetch what is on this rank"
         elif getattr(requester, "when", None) is not None:
-            why = "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or None"
+            why = (
+                "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "
+                "None"
+            )
         elif getattr(requester, "due_moment", math.inf) != math.inf:
             why = "the hook is due by the clock of each rank: set collective = True in its class"
         else:
