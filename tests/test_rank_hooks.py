@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import torchhooks.hooks.best
 from torchhooks import (
     BestCheckpointHook,
+    CheckpointSaverHook,
     EvaluationHook,
     FetchError,
     FinalOpsHook,
@@ -125,6 +126,18 @@ def test_a_rank_that_is_not_the_chief_opens_no_event_file(tmp_path: Path) -> Non
             StepCounterHook(output_dir=folder),
         ]
         train(ranks, hub, hooks)
+
+    assert in_threads(2, main) == [None, None]
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_a_checkpoint_saver_that_is_not_the_chief_opens_no_event_file(tmp_path: Path) -> None:
+    class SavesNothing:
+        def save(self, session: Any, path: str, step: int) -> str:
+            return path
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        train(ranks, hub, [CheckpointSaverHook(tmp_path / str(ranks.rank), save_steps=1, saver=SavesNothing())])
 
     assert in_threads(2, main) == [None, None]
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
@@ -574,6 +587,12 @@ def test_an_unknown_operation_is_refused() -> None:
         over_ranks("loss", "median")
 
 
+def test_the_refusal_of_a_result_of_an_evaluation_says_where_to_combine_it() -> None:
+    evaluation = EvaluationHook(lambda: 1.0, every_n_steps=1)
+    with pytest.raises(TypeError, match="combine the results of an evaluation in its function"):
+        over_ranks(evaluation["loss"], "mean")
+
+
 @pytest.mark.parametrize("fetch", [None, over_ranks("loss", "mean")])
 def test_what_cannot_be_combined_is_refused(fetch: Any) -> None:
     with pytest.raises(TypeError, match="give the fetch to combine, such as 'loss'"):
@@ -633,13 +652,22 @@ def refused(hooks_of: Callable[[int], list[SessionRunHook]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda rank: [] if rank else [Wants(over_ranks("loss", "mean"))], "not every rank has: give the hook to"),
+        (
+            lambda rank: [] if rank else [Wants(over_ranks("loss", "mean"))],
+            "but not every rank has the hook: give it to",
+        ),
         (
             lambda rank: [] if rank else [NotPrintable(over_ranks("loss", "mean"))],
-            "not every rank has: give the hook to",
+            "but not every rank has the hook: give it to",
         ),
-        (lambda rank: [ByClock(over_ranks("loss", "mean"))], "is due by the clock of each rank: set collective = True"),
-        (lambda rank: [ByOutputs(over_ranks("loss", "mean"))], "is due by what the step of each rank returned"),
+        (
+            lambda rank: [ByClock(over_ranks("loss", "mean"))],
+            "but the hook is due by the clock of each rank: set collective = True",
+        ),
+        (
+            lambda rank: [ByOutputs(over_ranks("loss", "mean"))],
+            "but the hook is due by what the step of each rank returned",
+        ),
     ],
 )
 def test_a_fetch_over_ranks_is_refused_where_it_would_hang(make: Callable[[int], Any], why: str) -> None:

@@ -333,10 +333,9 @@ class SessionRunHook:
         """
 
 
-class ReportingHook(SessionRunHook):
-    """Base class of the periodic hooks that take part in runs on every rank, and write on the chief only."""
+class WritingHook(SessionRunHook):
+    """Base class of the hooks that exist on every rank, and write on the chief only."""
 
-    _timer: Any
     alone: bool = True
     """Whether the loop is one of a single process."""
     writes: bool = True
@@ -345,6 +344,15 @@ class ReportingHook(SessionRunHook):
     def join(self, ranks: Ranks) -> None:
         """Called before ``begin`` with the ranks of the loop, which can be one."""
         self.alone, self.writes = ranks.size == 1, ranks.is_chief
+
+
+class ReportingHook(WritingHook):
+    """Base class of the periodic hooks that take part in runs on every rank, and write on the chief only."""
+
+    _timer: Any
+
+    def join(self, ranks: Ranks) -> None:
+        super().join(ranks)
         self._timer.told = False if self.collective and ranks.size > 1 else None
 
     def trigger(self) -> None:

@@ -29,7 +29,11 @@ class OverRanks(ComposedFetch):
         self.accumulated = isinstance(fetch, ComposedFetch) and fetch.accumulates
         """Whether the fetch is a running one, so that its value depends on which hook asks."""
         if fetch is None or (isinstance(fetch, ComposedFetch) and not self.accumulated):
-            raise TypeError(f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'")
+            raise TypeError(
+                f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'. A fetch that is made "
+                "of others cannot be combined: combine the results of an evaluation in its function, as with "
+                "dist.all_reduce"
+            )
         self._fetch = fetch
         self.op = op
         self.__name__ = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
@@ -142,16 +146,18 @@ class RanksEvaluator(Evaluator):
     def _check_every_rank_calls(self, requester: Any, fetch: object) -> None:
         hook = getattr(requester, "hook", requester)
         if any(hook is each for each in self._ranks.hooks_of_some):
-            why = "not every rank has: give the hook to every rank, or have it fetch what is on this rank"
+            why = "not every rank has the hook: give it to every rank, or have it fetch what is on this rank"
         elif getattr(requester, "when", None) is not None:
-            why = "is due by what the step of each rank returned (Due.when): let next_due() return a step or None"
+            why = (
+                "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "
+                "None"
+            )
         elif getattr(requester, "due_moment", math.inf) != math.inf:
-            why = "is due by the clock of each rank: set collective = True in its class"
+            why = "the hook is due by the clock of each rank: set collective = True in its class"
         else:
             return
         raise FetchError(
-            f"{requester} asked for {describe(fetch)}, which all ranks have to evaluate in the same run, but the hook "
-            f"{why}"
+            f"{requester} asked for {describe(fetch)}, which all ranks have to evaluate in the same run, but {why}"
         )
 
 

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from torchhooks.errors import add_note
-from torchhooks.hook import ReportingHook, SessionRunHook, overrides
+from torchhooks.hook import SessionRunHook, WritingHook, overrides
 from torchhooks.ranks import Ranks
 from torchhooks.running import RunningValues
 from torchhooks.text import shown
@@ -148,7 +148,7 @@ class Schedule:
 
     def __init__(self, hooks: Iterable[SessionRunHook], ranks: Ranks) -> None:
         def seat(index: int, hook: SessionRunHook) -> Seat:
-            if isinstance(hook, ReportingHook):
+            if isinstance(hook, WritingHook):
                 hook.join(ranks)
             return (CollectiveSeat if ranks.size > 1 and hook.collective else Seat)(index, hook)
 

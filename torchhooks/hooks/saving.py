@@ -14,7 +14,7 @@ from torchhooks.checkpoint_files import is_checkpoint_name
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import brief
 from torchhooks.evaluating import IfDue
-from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues, WritingHook
 from torchhooks.log import logger
 from torchhooks.session import Refusal, Scaffold, Session
 from torchhooks.stateful import Stateful
@@ -161,7 +161,7 @@ class CheckpointSaverListener:
         """Called in the hook's ``end``, after the last checkpoint was written."""
 
 
-class CheckpointSaverHook(SessionRunHook):
+class CheckpointSaverHook(WritingHook):
     """Saves checkpoints periodically (``tf.train.CheckpointSaverHook``).
 
     ``save_steps=4`` saves at steps 0, 4 and 8, and at a clean end, unless that step was just saved. A session that was
@@ -242,7 +242,8 @@ class CheckpointSaverHook(SessionRunHook):
 
     def begin(self) -> None:
         self._timer.reset()
-        self._target.open()
+        if self.writes:
+            self._target.open()
         for listener in self._listeners:
             listener.begin()
 
