@@ -694,3 +694,21 @@ def test_the_death_of_a_worker_interrupts_only_the_wait_for_data(monkeypatch: py
     finally:
         signal.signal(signal.SIGCHLD, before)
         SignalWatch.lost_worker = None
+
+
+def test_a_loop_in_another_thread_leaves_torchs_handler_of_lost_workers_alone() -> None:
+    dataset: Any = [1.0, 2.0]
+    for _ in torch.utils.data.DataLoader(dataset, num_workers=1):  # has torch install its handler
+        pass
+    before = signal.getsignal(signal.SIGCHLD)
+    results: list[float] = []
+
+    def train() -> None:
+        with MonitoredLoop(float) as loop:
+            results.extend(loop.run(value) for value in loop.until_stop(dataset))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert results == [1.0, 2.0]
+    assert signal.getsignal(signal.SIGCHLD) is before

@@ -111,6 +111,8 @@ class SignalWatch:
         """
         if not self._open or not hasattr(signal, "SIGCHLD") or signal.SIGCHLD in self._old:
             return
+        if threading.current_thread() is not threading.main_thread():
+            return  # the handler raises in the main thread, and Python allows no other thread to replace it
         handler = signal.getsignal(signal.SIGCHLD)
         if getattr(handler, "__module__", None) in (_TORCH_HANDLER, __name__):
             self._put(signal.SIGCHLD, self._child_ended)
