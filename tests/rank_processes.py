@@ -17,9 +17,9 @@ import torch
 
 DEADLINE_SECS = 40.0
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 # torch._dynamo is imported by the first optimizer, which takes a second in each process.
-_context.set_forkserver_preload(
+context.set_forkserver_preload(
     ["torch", "torch.distributed", "torch._dynamo", "torchhooks", "rank_processes", "rank_training"]
 )
 
@@ -37,11 +37,11 @@ def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments:
 
     A process that hangs prints its stacks and ends with code 1, or is killed.
     """
-    pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = []
     for rank, (_, writer) in enumerate(pipes):
         parts = (str(folder), rank, size, writer, function, arguments)
-        processes.append(_context.Process(target=_main, args=parts))
+        processes.append(context.Process(target=_main, args=parts))
         processes[-1].start()
         writer.close()
     ended, deadline = [], time.monotonic() + 1.5 * DEADLINE_SECS

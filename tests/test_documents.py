@@ -1,22 +1,28 @@
 """The code, output and figures in the documents are real.
 
-In README.md, CONTRIBUTING.md and docs/*.md:
+In README.md, CONTRIBUTING.md and the pages in docs/:
 
 * The ``python`` blocks of a file are one program, which is run in an empty folder. A function ``test_...()`` that is
   defined in a block is called after it.
+* A block that imports one of LIBRARIES is run where that library is installed. So it imports all it needs of it, and the
+  blocks that do without it do not use its variables.
 * A ``text`` block that follows a ``python`` block, with at most one line between them that ends in a colon, is what the
   block prints, including log lines. ``...`` matches anything within a line, or any number of lines if it is alone.
 * A ``diff`` block is the output of ``diff -u examples/plain.py examples/wrapped.py``, or of ``ddp_plain.py`` and
   ``ddp.py`` there, without the names of the files.
-* No block is skipped, and there is no block in a language that is not checked here.
+* No other block is skipped, and there is no block in a language that is not checked here.
+* A relative link leads to a file that exists, and to one of its headings.
 * The rows of the tables under "What it costs" are rows of benchmarks/RESULTS.md, word for word.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
+import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -24,9 +30,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rank_processes import context
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LIBRARIES = ("ignite", "keras", "lightning", "tensorflow", "transformers")  # too large to be installed for the tests
+DEADLINE_SECS = 300
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 
 BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -51,11 +60,16 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
+def missing_library(block: Block) -> bool:
+    imported = re.findall(rf"^(?:from|import) ({'|'.join(LIBRARIES)})\b", block.body, re.MULTILINE)
+    return any(importlib.util.find_spec(library) is None for library in imported)
+
+
 def program(text: str) -> str:
     """Return the Python blocks as one script with the line numbers of the document."""
     lines = [""] * (text.count("\n") + 1)
     for block in blocks(text):
-        if block.language == "python":
+        if block.language == "python" and not missing_library(block):
             body = block.body.splitlines()
             tests = re.findall(r"^def (test_\w+\(\))", block.body, re.MULTILINE)
             lines[block.line : block.line + len(body)] = body
@@ -63,16 +77,35 @@ def program(text: str) -> str:
     return "\n".join(lines)
 
 
+class Ran(NamedTuple):
+    code: int | None
+    output: str
+
+
+def run_script(script: str, output: str) -> None:
+    """Run ``script`` in its folder. Called in a new process, where pytest has not configured logging."""
+    os.chdir(os.path.dirname(script))
+    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = [script]
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115  # until exit
+    runpy.run_path(script, run_name="__main__")
+
+
 @functools.cache
-def run(document: Path) -> subprocess.CompletedProcess[str]:
-    """Run the blocks of a document in a new process, where pytest has not configured logging."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, document.name).with_suffix(".py")
+def run(document: Path) -> Ran:
+    """Run the blocks of a document in a new process."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as outputs:
+        script, output = Path(folder, document.name).with_suffix(".py"), Path(outputs, "output")
         script.write_text(program(document.read_text(encoding="utf-8")), encoding="utf-8")
-        command = [sys.executable, "-u", script.name]
-        return subprocess.run(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False
-        )
+        process = context.Process(target=run_script, args=(str(script), str(output)))
+        process.start()
+        process.join(DEADLINE_SECS)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        return Ran(code, output.read_text(encoding="utf-8"))
 
 
 def matches(shown: str, printed: str) -> bool:
@@ -87,19 +120,20 @@ def outputs(text: str) -> list[tuple[int, Block]]:
     """Return the blocks that show output, each with the index of the Python block that prints it."""
     pairs = itertools.pairwise(blocks(text))
     number = itertools.count()
-    numbered = [(next(number), after) for before, after in pairs if before.language == "python"]
+    ran = (pair for pair in pairs if pair[0].language == "python" and not missing_library(pair[0]))
+    numbered = [(next(number), after) for _, after in ran]
     return [(index, after) for index, after in numbered if after.language == "text" and after.lead_in]
 
 
 @each_document
 def test_every_python_block_runs(document: Path) -> None:
     ran = run(document)
-    assert ran.returncode == 0, ran.stdout
+    assert ran.code == 0, ran.output
 
 
 @each_document
 def test_every_block_prints_the_output_shown(document: Path) -> None:
-    printed = run(document).stdout.split(f"{END_OF_BLOCK}\n")
+    printed = run(document).output.split(f"{END_OF_BLOCK}\n")
     for index, block in outputs(document.read_text(encoding="utf-8")):
         assert matches(block.body, printed[index]), f"{document.name}:{block.line} prints\n{printed[index]}"
 
@@ -118,9 +152,26 @@ def test_every_diff_shown_is_the_real_one(document: Path) -> None:
 @each_document
 def test_every_block_is_checked(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    assert {block.language for block in blocks(text)} <= {"python", "text", "diff", "sh"}
+    assert {block.language for block in blocks(text)} <= {"python", "text", "diff", "sh", "{eval-rst}"}
     assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(blocks(text)), "a fence is indented or not closed"
     assert "<!-- not run" not in text
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of the headings of a Markdown file, as GitHub and MyST make them."""
+    text = BLOCK.sub("", document.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *sorted(ROOT.glob("*.md"))], ids=lambda document: document.name)
+def test_every_relative_link_leads_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", document.read_text(encoding="utf-8"))):
+        if not re.match(r"\w+:", target):
+            name, _, anchor = target.partition("#")
+            file = document.parent / name if name else document
+            assert file.exists(), f"{document.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{document.name} links to {target}"
 
 
 def rows(text: str) -> set[str]:

@@ -1,0 +1,36 @@
+"""Sphinx configuration. CONTRIBUTING.md has the command that builds the site."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+
+project = "torchhooks"
+author = "the torchhooks authors"
+copyright = "the torchhooks authors"
+release = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"torchhooks {release}"
+html_static_path: list[str] = []
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_class_signature = "mixed"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
+
+# A role that names something that does not exist is a warning, and the site is built with warnings as errors. The types
+# of signatures make references too, to libraries that have no page here and to classes that are not public.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:class", r"(collections|contextlib|os|threading|torch|types|typing|typing_extensions)\..*"),
+    ("py:class", r"torchhooks(\.\w+)+\.[A-Z]\w*"),
+]
