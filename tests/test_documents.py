@@ -4,8 +4,8 @@ In README.md, CONTRIBUTING.md and the pages in docs/:
 
 * The ``python`` blocks of a file are one program, which is run in an empty folder. A function ``test_...()`` that is
   defined in a block is called after it.
-* A block that imports one of LIBRARIES is run where that library is installed. So it imports all it needs of it, and the
-  blocks that do without it do not use its variables.
+* A block that imports one of LIBRARIES is run where that library is installed. So it imports all it needs of it, and
+  the blocks that do without it do not use its variables.
 * A ``text`` block that follows a ``python`` block, with at most one line between them that ends in a colon, is what the
   block prints, including log lines. ``...`` matches anything within a line, or any number of lines if it is alone.
 * A ``diff`` block is the output of ``diff -u examples/plain.py examples/wrapped.py``, or of ``ddp_plain.py`` and
