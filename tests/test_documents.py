@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from rank_processes import context
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +90,7 @@ def run_script(script: str, output: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = [script]
+    torch.set_num_threads(1)  # threads that wait for each other are slow on a busy machine
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115  # until exit
     runpy.run_path(script, run_name="__main__")
 
