@@ -1,8 +1,13 @@
 """Fixtures for all tests: a fake clock, the log, random seeds, and checks for leftovers."""
 
+import os
 import random
 import threading
 from collections.abc import Iterator
+
+# One thread for torch, here and in the processes that tests start. For such small operations, threads that wait for
+# each other are slower, 30 times so on a busy machine. OpenMP reads the variable when it is loaded.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import pytest
