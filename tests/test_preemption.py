@@ -482,7 +482,10 @@ def test_an_interrupt_between_two_calls_of_the_closing_leaves_no_handler(deliver
     assert handlers() == old
 
 
-def test_an_interrupt_by_the_delivery_comes_out_itself_after_other_errors(lines: list[tuple[str, str]]) -> None:
+def test_an_interrupt_by_the_delivery_comes_out_itself_after_other_errors(
+    lines: list[tuple[str, str]], delivered: list[str]
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores SIGINT
     hook = RecordingHook(raises={"end": ValueError("the end failed")})
     with pytest.raises(KeyboardInterrupt) as caught, MonitoredLoop(lambda: 0.5, hooks=[hook], signals=["SIGINT"]):
         signal.raise_signal(signal.SIGINT)
