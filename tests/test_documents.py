@@ -12,7 +12,8 @@ In README.md, CONTRIBUTING.md and the pages in docs/:
   ``ddp.py`` there, without the names of the files.
 * No other block is skipped, and there is no block in a language that is not checked here.
 * A relative link leads to a file that exists, and to one of its headings.
-* The rows of the tables under "What it costs" are rows of benchmarks/RESULTS.md, word for word.
+* The rows of the tables under "What it costs" in README.md and docs/cost.md are rows of benchmarks/RESULTS.md, word for
+  word.
 """
 
 from __future__ import annotations
@@ -181,8 +182,9 @@ def rows(text: str) -> set[str]:
     return {re.sub(r" *\| *", "|", line) for line in text.splitlines() if re.match(r"\| *[^ -]", line)}
 
 
-def test_every_row_under_what_it_costs_is_in_the_results() -> None:
-    costs = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## What it costs\n")[2].partition("\n## ")[0]
+@pytest.mark.parametrize("document", ["README.md", "docs/cost.md"])
+def test_every_row_under_what_it_costs_is_in_the_results(document: str) -> None:
+    costs = (ROOT / document).read_text(encoding="utf-8").partition("\n## What it costs\n")[2].partition("\n## ")[0]
     assert set() < rows(costs) <= rows((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"))
 
 

@@ -141,6 +141,12 @@ def test_every_module_has_a_floor() -> None:
     assert homeless == [], "give them a place in FLOORS"
 
 
+def test_the_design_has_every_module() -> None:
+    table = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("| floor |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(\w+)(?:/\*)?`", table))
+    assert named == {room for rooms in FLOORS for room in rooms} - {"torchhooks"} | {"__init__"}
+
+
 @pytest.mark.parametrize("module", modules())
 def test_a_module_imports_only_from_floors_below_its_own(module: str) -> None:
     ours = {module_of(name) for name in within("torchhooks", names_reached(source(module)))}
