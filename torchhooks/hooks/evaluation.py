@@ -40,7 +40,7 @@ class EvaluationHook(ReportingHook):
         evaluation = EvaluationHook(evaluate, every_n_steps=1000, output_dir="run")
         best = BestCheckpointHook("run", evaluation["accuracy"], save_steps=1000, mode="max")
         patience = StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=5000)
-        with MonitoredLoop(step, model, optimizer, hooks=[evaluation, best, patience]) as loop:
+        with MonitoredLoop(step, model, optimizer, hooks=[evaluation, patience, best]) as loop:
             ...
 
     This logs ``evaluation at step 1000: accuracy = 0.93``. The function is called with the model in evaluation mode and
