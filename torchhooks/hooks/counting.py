@@ -65,6 +65,13 @@ class _Period(NamedTuple):
 class StepCounterHook(ReportingHook):
     """Reports steps per second (``tf.train.StepCounterHook``) as a log line and as the curve ``global_step/sec``.
 
+    >>> hook = StepCounterHook(every_n_steps=4, output_dir="run", examples_per_step=16)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    global_step/sec: ...
+    examples/sec: ...
+
     The first run starts the clock, and a report follows each time a full period has passed since the previous one, so
     ``every_n_steps=10`` reports at steps 11, 21 and 31. The rate thus excludes the first step, with its compilation and
     warm-up, and also all time inside ``with session.paused():``. A period is not reported if the step went back, if the
@@ -83,11 +90,22 @@ class StepCounterHook(ReportingHook):
     to the same place does so instead. If the writer has a method ``purge_from(step)``, as
     :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
 
-    With several ranks, the chief alone measures and reports. ``examples/sec`` and
-    ``tokens/sec`` count those of all ranks, taken to be as many on each; the other rates are those of one. A rank
-    that was less far than the others for most of a period is logged: ``slowest rank: 3, at 80% of the ticks, by up to 1
-    runs``. This is known from the ticks of the ranks, without further communication. A rank that is slow before the
-    collective of its step is not recognised, because the others wait for it in the same run.
+    Tokens, floating-point operations and memory are logged in one line:
+
+    >>> tokens = StepCounterHook(4, tokens_per_step=lambda inputs: inputs.numel(), flops_per_step="measure")
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[tokens]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    global_step/sec: ...
+    tokens/sec: ..., flops/sec: ...
+
+    The fetch ``"steps_per_sec"`` is the rate that was reported last, in any hook of the loop; NaN before.
+
+    With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` count those of all
+    ranks, taken to be as many on each; the other rates are those of one. A rank that was less far than the others for
+    most of a period is logged: ``slowest rank: 3, at 80% of the ticks, by up to 1 runs``. This is known from the ticks
+    of the ranks, without further communication. A rank that is slow before the collective of its step is not
+    recognised, because the others wait for it in the same run.
 
     Args:
         every_n_steps: the period in steps.
@@ -106,10 +124,6 @@ class StepCounterHook(ReportingHook):
             of common GPUs in bfloat16 is known.
         memory: whether to report, in bytes, ``memory/device_peak``, the most that torch has allocated on the model's
             GPU during the period, and ``memory/host``, what the process has at its end. This resets torch's peak.
-
-    These are logged in one line. The fetch ``"steps_per_sec"`` is the rate that was reported last, NaN before.
-
-        StepCounterHook(100, tokens_per_step=lambda mask: mask.sum(), flops_per_step="measure", memory=True)
 
     Raises:
         ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.

@@ -23,7 +23,11 @@ _FLOW_PHASES = ("s", "t", "f")  # the start, the steps and the end of an arrow, 
 class ProfilerHook(ReportingHook):
     """Profiles a run periodically (``tf.train.ProfilerHook``), and writes ``timeline-STEP.json``.
 
-        ProfilerHook(save_steps=1000, output_dir="run/profiles")
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[ProfilerHook(save_steps=4, output_dir="profiles")]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    wrote the profile of step 4 to ...profiles/timeline-4.json
+    wrote the profile of step 8 to ...profiles/timeline-8.json
 
     The files are Chrome traces, which https://ui.perfetto.dev opens. STEP is the global step after the run. The first
     run, with its compilation and warm-up, is never profiled. As in TensorFlow, the hook knows the global step only from
