@@ -80,7 +80,14 @@ class RunningFetch(ComposedFetch):
 def running_mean(fetch: Any) -> RunningFetch:
     """Return a fetch: the mean of ``fetch`` over all runs since the hook that requests it last did so.
 
-        SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=summary.scalar("loss", running_mean("loss")))
+    >>> hook = LoggingTensorHook({"last": "loss", "mean": running_mean("loss")}, timer=EverySteps(2))
+    >>> with MonitoredLoop(lambda loss: loss, hooks=[hook]) as loop:  # a step that returns the loss it is given
+    ...     for loss in loop.until_stop([3.0, 2.0, 1.0, 0.5]):
+    ...         loss = loop.run(loss)
+    last = 2.0, mean = 2.5
+    last = 0.5, mean = 0.75 (... sec)
+
+    A curve of it is ``SummarySaverHook(100, output_dir="run", summary_op={"loss": running_mean("loss")})``.
 
     Each hook has a mean of its own. It includes the run in which it is requested, and starts over after it, unless the
     hook calls ``run_context.not_reported()``. The first one begins with the first run: the loop finds the running
@@ -95,27 +102,59 @@ def running_mean(fetch: Any) -> RunningFetch:
         fetch: a name, a closure, an object with ``compute()`` or a tensor, whose value is a number or a tensor. It is
             evaluated in every run.
 
+    Returns:
+        A fetch. Its value is a Python number if those of ``fetch`` are, and otherwise a tensor of their shape: float32
+        for integers and half precision. The mean is NaN if one of them is.
+
     Raises:
         TypeError: ``fetch`` is not one fetch.
         ValueError: ``fetch`` is the name of what a submodule receives or returns.
+        NoRunYetError: from ``session.run``, no run was made.
     """
     return RunningFetch("mean", fetch)
 
 
 def running_sum(fetch: Any) -> RunningFetch:
-    """Return a fetch: the sum of ``fetch`` over all runs since the last report, like :func:`running_mean`.
+    """Return a fetch: the sum of ``fetch`` over all runs since the last report.
 
-    LoggingTensorHook({"tokens": running_sum("tokens")}, every_n_iter=100)
+    >>> hook = LoggingTensorHook({"examples": running_sum(lambda inputs: len(inputs))}, timer=EverySteps(4))
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    examples = 64
+    examples = 64 (... sec)
+
+    Like :func:`torchhooks.running_mean` in everything else. The sum of a tensor of integers is int64.
+
+    Args:
+        fetch: one fetch, whose value is a number or a tensor. It is evaluated in every run.
+
+    Raises:
+        TypeError: ``fetch`` is not one fetch.
+        ValueError: ``fetch`` is the name of what a submodule receives or returns.
     """
     return RunningFetch("sum", fetch)
 
 
 def running_max(fetch: Any) -> RunningFetch:
-    """Return a fetch: the maximum of ``fetch`` over all runs since the last report, like :func:`running_mean`.
+    """Return a fetch: the maximum of ``fetch`` over all runs since the last report.
 
-    That of a tensor with several elements is taken element by element. If a value is NaN, so is the maximum.
+    >>> hook = LoggingTensorHook({"highest loss": running_max("loss")}, timer=EverySteps(2))
+    >>> with MonitoredLoop(lambda loss: loss, hooks=[hook]) as loop:  # a step that returns the loss it is given
+    ...     for loss in loop.until_stop([2.0, 3.0, 1.0, 0.5]):
+    ...         loss = loop.run(loss)
+    highest loss = 3.0
+    highest loss = 1.0 (... sec)
 
-        LoggingTensorHook({"longest": running_max(lambda tokens: tokens.shape[1])}, every_n_iter=100)
+    Like :func:`torchhooks.running_mean` in everything else. The maximum of a tensor with several elements is taken
+    element by element, and has its dtype. If a value is NaN, so is the maximum.
+
+    Args:
+        fetch: one fetch, whose value is a real number or a tensor of them. It is evaluated in every run.
+
+    Raises:
+        TypeError: ``fetch`` is not one fetch.
+        ValueError: ``fetch`` is the name of what a submodule receives or returns.
     """
     return RunningFetch("max", fetch)
 
