@@ -51,7 +51,7 @@ def param_norm(norm_type: float = 2.0) -> Callable[..., Any]:
     >>> norm
     tensor(2.)
 
-    In a hook, it is used like any fetch: ``SummarySaverHook(100, output_dir="run", summary_op={"norm": param_norm()})``.
+    In a hook, it is a fetch like any other: ``LoggingTensorHook({"norm": param_norm()}, every_n_iter=100)``.
     Fetches are evaluated after the step, so that the norm is that of the updated parameters. It is computed on the
     device of the model.
 

@@ -223,7 +223,7 @@ class EverySteps:
 
     def __init__(self, n: int) -> None:
         self.told: bool | None = None
-        """Without effect, because the steps are the same on all ranks; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+        """Without effect, as steps are the same on all ranks; see :attr:`torchhooks.SecondOrStepTimer.told`."""
         self.every_steps = whole_number(n, "n", 1)
         """The period in steps."""
         self.reset()
