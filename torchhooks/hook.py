@@ -208,21 +208,19 @@ class SessionRunContext:
 
     >>> class StopWhenGood(SessionRunHook):
     ...     def before_run(self, run_context):
-    ...         print("before step", run_context.session.global_step + 1, "of", len(run_context.inputs()["inputs"]))
     ...         return SessionRunArgs("loss")
     ...
     ...     def after_run(self, run_context, run_values):
-    ...         run_context.when_ready(run_values.results, lambda loss: self.stop_if_good(run_context, loss))
+    ...         def stop_if_good(loss):  # called at once on a CPU, and a few runs later on a GPU
+    ...             if loss < 0.5:
+    ...                 run_context.request_stop(f"loss {loss:.2f}")
     ...
-    ...     def stop_if_good(self, run_context, loss):
-    ...         if loss < 100:
-    ...             run_context.request_stop("the loss is below 100")
+    ...         run_context.when_ready(run_values.results, stop_if_good)
     >>> with MonitoredLoop(step, model, optimizer, hooks=[StopWhenGood()]) as loop:
-    ...     for inputs in loop.until_stop(batches):
-    ...         loss = loop.run(inputs)
-    before step 1 of 16
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
     >>> loop.stop_reason
-    'StopWhenGood: the loss is below 100'
+    'StopWhenGood: loss 0...'
     """
 
     # Class attributes are defaults: a context is created in every run with hooks, and each assignment costs time.
@@ -344,13 +342,13 @@ class SessionRunHook:
     ...         return SessionRunArgs("loss")
     ...
     ...     def after_run(self, run_context, run_values):
-    ...         if run_values.results < 100:
+    ...         if run_values.results < 0.5:  # on a GPU, this waits for the value; when_ready does not
     ...             run_context.request_stop(f"loss {run_values.results:.2f}")
     >>> with MonitoredLoop(step, model, optimizer, hooks=[StopWhenGood()]) as loop:
-    ...     for inputs in loop.until_stop(batches):
-    ...         loss = loop.run(inputs)
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
     >>> loop.stop_reason
-    'StopWhenGood: loss ...'
+    'StopWhenGood: loss 0...'
 
     The loop calls ``begin`` and ``after_create_session`` when it starts, ``before_run`` and ``after_run`` around the
     step of each run, and ``end`` and ``teardown`` when it ends, in the order of the list of hooks. With an exception
