@@ -44,16 +44,14 @@ def grad_norm(norm_type: float = 2.0) -> Callable[..., Any]:
 def param_norm(norm_type: float = 2.0) -> Callable[..., Any]:
     """Return a fetch for the norm of all parameters of the model, as one vector.
 
-    >>> torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
-    (...)
-    >>> with MonitoredLoop(model=model) as loop:
-    ...     norm = loop.session.run(param_norm())
-    >>> norm
+    >>> model = torch.nn.Linear(4, 1, bias=False)
+    >>> weight = torch.nn.init.ones_(model.weight)
+    >>> Session(model).run(param_norm())
     tensor(2.)
 
-    In a hook, it is a fetch like any other: ``LoggingTensorHook({"norm": param_norm()}, every_n_iter=100)``.
-    Fetches are evaluated after the step, so that the norm is that of the updated parameters. It is computed on the
-    device of the model.
+    In a hook, it is a fetch like any other: ``LoggingTensorHook({"norm": param_norm()}, every_n_iter=100)``. Fetches
+    are evaluated after the step, so the norm is that of the updated parameters. It is computed on the device of the
+    model.
 
     Args:
         norm_type: the order of the norm, such as 2 or ``float("inf")``.

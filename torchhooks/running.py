@@ -87,7 +87,8 @@ def running_mean(fetch: Any) -> RunningFetch:
     last = 2.0, mean = 2.5
     last = 0.5, mean = 0.75 (... sec)
 
-    A curve of it is ``SummarySaverHook(100, output_dir="run", summary_op={"loss": running_mean("loss")})``.
+    A hook with a period of its own, such as ``every_n_iter=100``, reports in its first run, so that its first mean is
+    that of one run. With ``timer=EverySteps(100)``, each report is a mean of 100 runs.
 
     Each hook has a mean of its own. It includes the run in which it is requested, and starts over after it, unless the
     hook calls ``run_context.not_reported()``. The first one begins with the first run: the loop finds the running
@@ -103,8 +104,8 @@ def running_mean(fetch: Any) -> RunningFetch:
             evaluated in every run.
 
     Returns:
-        A fetch. Its value is a Python number if those of ``fetch`` are, and otherwise a tensor of their shape: float32
-        for integers and half precision. The mean is NaN if one of them is.
+        A fetch. Its value is a Python number if those of ``fetch`` are, and otherwise a tensor of their shape, which is
+        float32 for integers and half precision. If one value is NaN, so is the mean.
 
     Raises:
         TypeError: ``fetch`` is not one fetch.
@@ -124,7 +125,7 @@ def running_sum(fetch: Any) -> RunningFetch:
     examples = 64
     examples = 64 (... sec)
 
-    Like :func:`torchhooks.running_mean` in everything else. The sum of a tensor of integers is int64.
+    It is like :func:`torchhooks.running_mean` in everything else. The sum of integer tensors is int64.
 
     Args:
         fetch: one fetch, whose value is a number or a tensor. It is evaluated in every run.
@@ -146,8 +147,8 @@ def running_max(fetch: Any) -> RunningFetch:
     highest loss = 3.0
     highest loss = 1.0 (... sec)
 
-    Like :func:`torchhooks.running_mean` in everything else. The maximum of a tensor with several elements is taken
-    element by element, and has its dtype. If a value is NaN, so is the maximum.
+    It is like :func:`torchhooks.running_mean` in everything else. The maximum of tensors with several elements is taken
+    element by element, and has their dtype. If a value is NaN, so is the maximum.
 
     Args:
         fetch: one fetch, whose value is a real number or a tensor of them. It is evaluated in every run.

@@ -18,32 +18,45 @@ class Due(NamedTuple):
 
     A hook returns it from ``next_due``, and is not called before:
 
-    >>> class SayHundreds(SessionRunHook):
+    >>> class EveryThreeSteps(SessionRunHook):
+    ...     def begin(self):
+    ...         self.step = 3
+    ...
     ...     def next_due(self):
     ...         return Due(step=self.step)
     ...
-    ...     def begin(self):
-    ...         self.step = 100
-    ...
     ...     def after_run(self, run_context, run_values):
-    ...         self.step = run_context.session.global_step + 100
+    ...         self.step += 3
     ...         print("called at step", run_context.session.global_step)
-    >>> with MonitoredLoop(step, model, optimizer, hooks=[SayHundreds(), StopAtStepHook(last_step=250)]) as loop:
-    ...     while not loop.should_stop():
-    ...         loss = loop.run(batches[0])
-    called at step 100
-    called at step 200
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[EveryThreeSteps()]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    called at step 3
+    called at step 6
 
     The loop asks for it once the session is created, and after each run in which it called the hook; see
-    :meth:`torchhooks.SessionRunHook.next_due`.
+    :meth:`torchhooks.SessionRunHook.next_due`. A condition on what the step returned is evaluated after every step:
+
+    >>> class ReportSpikes(SessionRunHook):
+    ...     def next_due(self):
+    ...         return Due(when=lambda loss: loss > 100)
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         print("spike at step", run_context.session.global_step)
+    >>> batches[2] *= 100
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[ReportSpikes()]) as loop:
+    ...     for inputs in loop.until_stop(batches[:3]):
+    ...         loss = loop.run(inputs)
+    spike at step 3
 
     Args:
         step: the run is about to bring the global step to this number or past it.
-        moment: ``time.monotonic()`` has reached this many seconds.
+        moment: ``time.monotonic()``, in seconds, has reached this number.
         runs: the run is this many runs from now; 1 is the next run.
         when: ``when(outputs)`` is true, where ``outputs`` is what the step returned. It is called after every step for
-            which the hook is not due otherwise, possibly twice, so it should be fast and have no side effects. In a run
-            in which a hook feeds something it is not called, and counts as true.
+            which the hook is not due otherwise, possibly twice, so it should be fast and have no side effects. A
+            comparison of a tensor on a GPU waits for the device. In a run in which a hook feeds something it is not
+            called, and counts as true.
     """
 
     step: int | None = None

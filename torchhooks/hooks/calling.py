@@ -48,7 +48,7 @@ class CallFnHook(SessionRunHook):
     ignored. An exception from it propagates.
 
     Args:
-        function: the function to call, once in a run. With several ranks, it is called on every rank.
+        function: the function to call. With several ranks, it is called on every rank.
         every_n_steps: the period in steps: 100 calls at steps 100 and 200, whatever step was restored.
         timer: the timer to use in place of ``every_n_steps``.
         at_end: whether to call at a clean end of the loop as well, unless the function was called for that step.

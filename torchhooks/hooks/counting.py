@@ -102,14 +102,14 @@ class StepCounterHook(ReportingHook):
     The fetch ``"steps_per_sec"`` is the rate that was reported last, in any hook of the loop; NaN before.
 
     With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` count those of all
-    ranks, taken to be as many on each; the other rates are those of one. A rank that was less far than the others for
-    most of a period is logged: ``slowest rank: 3, at 80% of the ticks, by up to 1 runs``. This is known from the ticks
-    of the ranks, without further communication. A rank that is slow before the collective of its step is not
+    ranks, which are taken to be equal on each; the other rates are those of one rank. If one rank trails the others for
+    most of a period, a log line says so: ``slowest rank: 3, at 80% of the ticks, by up to 1 runs``. This is known from
+    the ticks of the ranks, without further communication. A rank that is slow before the collective of its step is not
     recognised, because the others wait for it in the same run.
 
     Args:
         every_n_steps: the period in steps.
-        every_n_secs: the period in seconds; requires ``every_n_steps=None``.
+        every_n_secs: the period in seconds; requires ``every_n_steps=None``, as in TensorFlow.
         output_dir: the folder of the event file to write to.
         summary_writer: the writer, or a list of several, to use in place of ``output_dir``. Without either, the rate is
             only logged.
@@ -119,11 +119,13 @@ class StepCounterHook(ReportingHook):
             different lengths, a fetch: the number of tokens in a run. It is evaluated in every run and added up where
             it is.
         flops_per_step: the number of floating-point operations in a step, to report ``flops/sec``, or ``"measure"`` to
-            have ``torch.utils.flop_counter`` count those of the first step. What is compiled may run uncompiled then.
-        peak_flops: how many of them the device can make in a second, to report their share as ``mfu``. By default, that
-            of common GPUs in bfloat16 is known.
-        memory: whether to report, in bytes, ``memory/device_peak``, the most that torch has allocated on the model's
-            GPU during the period, and ``memory/host``, what the process has at its end. This resets torch's peak.
+            have ``torch.utils.flop_counter`` count those of the first step. In that step, compiled code may run
+            uncompiled.
+        peak_flops: the number of these operations that the device can perform in a second, to report the share that is
+            achieved as ``mfu``. By default, that of common GPUs in bfloat16.
+        memory: whether to report ``memory/device_peak``, the most that torch has allocated on the model's GPU during
+            the period, and ``memory/host``, the resident memory of the process at its end. The curves are in bytes, the
+            log line in GiB. This resets torch's peak.
 
     Raises:
         ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.

@@ -152,7 +152,7 @@ class _StopIfNoImprovement(_StopByMetric):
 
 
 class StopIfNoDecreaseHook(_StopIfNoImprovement):
-    """Stops the loop if a metric has not decreased for some steps (``stop_if_no_decrease_hook``).
+    """Stops the loop if a metric has not decreased for some steps (``tf.estimator``'s ``stop_if_no_decrease_hook``).
 
     >>> errors = iter([0.3, 0.1, 0.2, 0.1])
     >>> evaluation = EvaluationHook(lambda: {"error": next(errors)}, every_n_steps=2)
@@ -201,7 +201,7 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
 
 
 class StopIfNoIncreaseHook(_StopIfNoImprovement):
-    """Stops the loop if a metric has not increased for some steps (``stop_if_no_increase_hook``).
+    """Stops the loop if a metric has not increased for some steps (``tf.estimator``'s ``stop_if_no_increase_hook``).
 
     >>> evaluation = EvaluationHook(lambda: {"accuracy": 0.5}, every_n_steps=2)
     >>> patience = StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=4)
@@ -283,7 +283,7 @@ class _StopAtThreshold(_StopByMetric):
 
 
 class StopIfHigherHook(_StopAtThreshold):
-    """Stops the loop once a metric is greater than a threshold (``stop_if_higher_hook``).
+    """Stops the loop once a metric is greater than a threshold (``tf.estimator``'s ``stop_if_higher_hook``).
 
     >>> accuracies = iter([0.7, 0.95, 0.8, 0.99])
     >>> evaluation = EvaluationHook(lambda: {"accuracy": next(accuracies)}, every_n_steps=2)
@@ -316,7 +316,7 @@ class StopIfHigherHook(_StopAtThreshold):
 
 
 class StopIfLowerHook(_StopAtThreshold):
-    """Stops the loop once a metric is less than a threshold (``stop_if_lower_hook``).
+    """Stops the loop once a metric is less than a threshold (``tf.estimator``'s ``stop_if_lower_hook``).
 
     >>> with MonitoredLoop(step, model, optimizer, hooks=[StopIfLowerHook("loss", 0.01)]) as loop:
     ...     while not loop.should_stop():

@@ -52,11 +52,11 @@ class EvaluationHook(ReportingHook):
     training mode of each module and the gradients are what they were. A StepCounterHook does not count the time. On a
     GPU, the host does not wait for what the function returns.
 
-    ``evaluation["error"]`` is a fetch for other hooks, wherever they are in the list: such as a
-    :class:`torchhooks.BestCheckpointHook` or a :class:`torchhooks.StopIfNoDecreaseHook`. Hooks that request it in a run
-    in which the evaluation is due share one call of the function. A hook that requests it in any other run has the
-    function called for that step; the results are then reported together with those of the next evaluation. There is at
-    most one call for each step.
+    ``evaluation["error"]`` is a fetch for other hooks, such as a :class:`torchhooks.BestCheckpointHook` or a
+    :class:`torchhooks.StopIfNoDecreaseHook`, wherever they are in the list. Hooks that request it in a run in which the
+    evaluation is due share one call of the function. A hook that requests it in any other run has the function called
+    for that step; the results are then reported together with those of the next evaluation. There is at most one call
+    for each step.
 
     With several ranks, the function is called on every rank, and the chief logs and writes its own results. To report
     the result of all ranks, combine it in the function, for instance with ``all_reduce``.

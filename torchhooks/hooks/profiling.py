@@ -39,12 +39,12 @@ class ProfilerHook(ReportingHook):
     request a trace.
 
     Torch has one profiler. A hook that is due while it is in use is due in the next run instead. Two hooks that profile
-    the same run share the profile; a hook without arrows comes after one with them.
+    the same run share the profile. Of these, list a hook with ``show_dataflow=False`` after one with arrows.
 
     Args:
         save_steps: the number of steps from one profile to the next.
         save_secs: the number of seconds from one profile to the next; give exactly one period.
-        output_dir: the folder of the files; it is created if necessary.
+        output_dir: the folder of the files, by default the current one; it is created if necessary.
         show_dataflow: whether to draw arrows, such as those from an operation to the one of its gradient and from the
             launch of a kernel to the kernel.
         show_memory: whether to record what memory tensors use.

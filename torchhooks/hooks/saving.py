@@ -45,6 +45,9 @@ class SummarySaverHook(ReportingHook):
     ``purge_from(step)``, as :class:`torchhooks.JsonLinesWriter` has, that is called instead, also after a recovery, and
     the points that it removes are written again.
 
+    On a GPU, the host does not wait for the values, and a point is written a few runs later, with the step and the time
+    of its run.
+
     Unlike TensorFlow, which relies on the step it saw last, the hook decides on ``session.global_step + 1`` whether a
     run is due.
 
@@ -228,7 +231,7 @@ class CheckpointSaverHook(WritingHook):
         checkpoint_dir: the folder. Give the same one to the loop, which restores from it.
         save_secs: the number of seconds from one checkpoint to the next.
         save_steps: the number of steps from one checkpoint to the next; give exactly one period.
-        saver: what writes the checkpoints.
+        saver: what writes the checkpoints, such as ``Saver(max_to_keep=10)``; see :class:`torchhooks.Saver`.
         checkpoint_basename: the name of a checkpoint without its step, as in ``model.ckpt-700``.
         scaffold: the scaffold whose saver writes them. If it has none, or without ``saver`` and ``scaffold``,
             ``session.saver`` does.

@@ -104,7 +104,7 @@ class StopAtStepHook(SessionRunHook):
 
 
 class NanTensorHook(SessionRunHook):
-    """Fails or stops the loop when a value is NaN (``tf.train.NanTensorHook``). Checks the value of every run.
+    """Raises an error or stops the loop when a value is NaN (``tf.train.NanTensorHook``). It checks every run.
 
     >>> batches[2] = float("nan")
     >>> try:
@@ -125,10 +125,12 @@ class NanTensorHook(SessionRunHook):
     and writes no file if one of them is a NaN.
 
     With several ranks, each checks its own value, and of a ``DTensor`` the part that it has, without communication. A
-    NaN on one rank ends the loop on all of them: with a PeerError that names the rank, or by a stop whose reason does.
+    NaN on one rank ends the loop on all of them: with a :class:`torchhooks.PeerError` that names the rank, or by a stop
+    whose reason does.
 
     Args:
-        loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
+        loss_tensor: what to check: any fetch of real or complex numbers, such as ``"loss"`` or
+            :func:`torchhooks.grad_norm`. A single NaN among them is enough.
         fail_on_nan_loss: whether to raise an error; otherwise the hook logs a warning and stops the loop after the run.
         also_inf: whether to treat infinities like NaN.
         max_lag_steps: how many runs later than on the CPU, where the check is immediate, a NaN on a device may be
