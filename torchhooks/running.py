@@ -1,7 +1,5 @@
 """Running fetches: the mean, the sum or the maximum of a fetch over all runs since a hook's last report.
 
-    LoggingTensorHook({"loss": running_mean("loss")}, every_n_iter=100)      # the mean of these 100 runs, not the last
-
 The loop adds the value of every run to an accumulator, without calling the hook. A value on a device stays there: it is
 copied into the row of a buffer, one launch in a run for all numbers of one dtype, and the rows are added up when a hook
 reports. So the host never waits, and the value of a CUDA graph is read before the next replay overwrites it. A number
@@ -108,7 +106,7 @@ def running_mean(fetch: Any) -> RunningFetch:
         float32 for integers and half precision. If one value is NaN, so is the mean.
 
     Raises:
-        TypeError: ``fetch`` is not one fetch.
+        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
         ValueError: ``fetch`` is the name of what a submodule receives or returns.
         NoRunYetError: from ``session.run``, no run was made.
     """
@@ -131,7 +129,7 @@ def running_sum(fetch: Any) -> RunningFetch:
         fetch: one fetch, whose value is a number or a tensor. It is evaluated in every run.
 
     Raises:
-        TypeError: ``fetch`` is not one fetch.
+        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
         ValueError: ``fetch`` is the name of what a submodule receives or returns.
     """
     return RunningFetch("sum", fetch)
@@ -154,7 +152,7 @@ def running_max(fetch: Any) -> RunningFetch:
         fetch: one fetch, whose value is a real number or a tensor of them. It is evaluated in every run.
 
     Raises:
-        TypeError: ``fetch`` is not one fetch.
+        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
         ValueError: ``fetch`` is the name of what a submodule receives or returns.
     """
     return RunningFetch("max", fetch)

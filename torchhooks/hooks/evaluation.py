@@ -75,8 +75,8 @@ class EvaluationHook(ReportingHook):
 
     Raises:
         ValueError: two periods or more than one place to write to is given; there is no period, no ``at_start`` and no
-            ``at_end``; or the period is not valid.
-        TypeError: ``evaluate`` is not callable; from the run, a result is not one number.
+            ``at_end``; or the period is not valid. From the run, a result is a tensor of several elements.
+        TypeError: ``evaluate`` is not callable; from the run, a result is not a number.
         FetchError: from the run, the function returned no value of a name that a hook requested.
     """
 

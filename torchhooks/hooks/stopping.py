@@ -140,6 +140,8 @@ class NanTensorHook(SessionRunHook):
     Raises:
         NanLossDuringTrainingError: from the run in which the NaN is noticed, with ``fail_on_nan_loss``.
         ValueError: ``max_lag_steps`` is not a whole number, 0 or more.
+        TypeError: from the run, the value is not made of numbers.
+        FetchError: from the run, the fetch has no value.
     """
 
     def __init__(
@@ -348,7 +350,8 @@ class GlobalStepWaiterHook(SessionRunHook):
     ...         LooperThread.loop(coord, 0.001, self.advance, args=[session])
     ...
     ...     def advance(self, session):
-    ...         session.global_step = min(session.global_step + 1, 20)
+    ...         if session.global_step < 20:
+    ...             session.global_step += 1
     >>> with MonitoredLoop(step, model, optimizer, hooks=[OtherWorker(), GlobalStepWaiterHook(20)]) as loop:
     ...     loss = loop.run(batches[0])
     waiting for global step 20
