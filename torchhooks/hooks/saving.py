@@ -67,8 +67,8 @@ class SummarySaverHook(ReportingHook):
     Raises:
         ValueError: not exactly one period, not exactly one of ``scaffold`` and ``summary_op``, or both ``output_dir``
             and ``summary_writer``; from the run, the value of a curve has several elements.
-        TypeError: from ``begin``, the writer cannot write a summary of this kind, such as a histogram; from the run, the
-            value of a curve is not a real number.
+        TypeError: from ``begin``, the writer cannot write a summary of this kind, such as a histogram; from the run,
+            the value of a curve is not a real number.
         FetchError: from the run, a fetch has no value.
     """
 
