@@ -56,11 +56,13 @@ class Coordinator:
     ...             raise OSError("disk full")
     >>> thread = threading.Thread(target=check)
     >>> coord.register_thread(thread)
-    >>> thread.start()
-    >>> coord.join()
-    Traceback (most recent call last):
-        ...
-    OSError: disk full
+    >>> try:
+    ...     thread.start()
+    ...     coord.join()
+    ... except OSError as error:
+    ...     print("failed:", error)
+    Error reported to Coordinator: OSError('disk full')
+    failed: disk full
 
     Every method is thread-safe. The first error that is reported stops all threads. Unlike TensorFlow, later errors
     are logged with their tracebacks, and kept in :attr:`later_errors`.
