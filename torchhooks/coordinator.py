@@ -260,7 +260,7 @@ class LooperThread(threading.Thread):
     >>> with MonitoredLoop(step, model, optimizer, hooks=[heart]) as loop:
     ...     for inputs in loop.until_stop(batches):
     ...         loss = loop.run(inputs)
-    ...         time.sleep(0.005)
+    ...         time.sleep(0.01)
     >>> heart.beats > 1
     True
 

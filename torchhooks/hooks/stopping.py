@@ -345,9 +345,9 @@ class GlobalStepWaiterHook(SessionRunHook):
     coordinator, such as a :class:`torchhooks.LooperThread`, can advance the step during the wait. A stop request or a
     signal ends the wait.
 
-    >>> class OtherWorker(SessionRunHook):  # advances the global step by one every millisecond
+    >>> class OtherWorker(SessionRunHook):  # advances the global step a hundred times a second
     ...     def after_create_session(self, session, coord):
-    ...         LooperThread.loop(coord, 0.001, self.advance, args=[session])
+    ...         LooperThread.loop(coord, 0.01, self.advance, args=[session])
     ...
     ...     def advance(self, session):
     ...         if session.global_step < 20:
