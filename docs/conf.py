@@ -23,6 +23,7 @@ myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_class_signature = "mixed"
+autodoc_inherit_docstrings = False  # each hook would repeat the contract for its before_run, after_run, ...
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True

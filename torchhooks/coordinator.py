@@ -1,13 +1,13 @@
 """Background threads of a loop: how they are told to stop, and how their errors surface (``tf.train.Coordinator``).
 
 A hook that works in the background starts its thread in ``after_create_session``, which receives the coordinator of the
-loop. When the loop closes, it requests the stop and joins the thread:
+loop. When the loop closes, it requests the stop and joins the thread::
 
     class WatchDisk(SessionRunHook):
         def after_create_session(self, session, coord):
             LooperThread.loop(coord, timer_interval_secs=60, target=self.check_free_space)
 
-A thread of another kind is registered, checks whether it should stop, and reports its errors:
+A thread of another kind is registered, checks whether it should stop, and reports its errors::
 
     def read(coord, source):
         with coord.stop_on_exception():
@@ -44,9 +44,28 @@ _STOP_POLL_SECS = 0.1  # how late join may notice a stop: Python cannot wait for
 
 
 class Coordinator:
-    """Tells a set of threads to stop, waits for them, and raises the error of the first one that failed.
+    """Tells a set of threads to stop, waits for them, and raises the error of the first that failed.
 
-    Every method is thread-safe.
+    The loop has one, which hooks get in ``after_create_session`` (``tf.train.Coordinator``). It can also be used alone:
+
+    >>> import threading
+    >>> coord = Coordinator()
+    >>> def check():
+    ...     with coord.stop_on_exception():
+    ...         while not coord.wait_for_stop(timeout=0.01):
+    ...             raise OSError("disk full")
+    >>> thread = threading.Thread(target=check)
+    >>> coord.register_thread(thread)
+    >>> try:
+    ...     thread.start()
+    ...     coord.join()
+    ... except OSError as error:
+    ...     print("failed:", error)
+    Error reported to Coordinator: OSError('disk full')
+    failed: disk full
+
+    Every method is thread-safe. The first error that is reported stops all threads. Unlike TensorFlow, later errors
+    are logged with their tracebacks, and kept in :attr:`later_errors`.
 
     Args:
         clean_stop_exception_types: exceptions that request a stop when they are reported but are not errors, including
@@ -224,7 +243,26 @@ class LooperThread(threading.Thread):
     """A daemon thread that repeats one task until its coordinator stops (``tf.train.LooperThread``).
 
     Pass a ``target``, or subclass it and override :meth:`run_loop`. The thread registers itself with ``coord``. An
-    error ends it and is reported to ``coord``, which asks all other threads to stop.
+    error ends it and is reported to ``coord``, which asks all other threads to stop. In a hook, the coordinator of the
+    loop requests the stop when the loop closes, and the error is raised from the loop:
+
+    >>> import time
+    >>> class Heartbeat(SessionRunHook):
+    ...     def begin(self):
+    ...         self.beats = 0
+    ...
+    ...     def after_create_session(self, session, coord):
+    ...         LooperThread.loop(coord, 0.001, self.beat)
+    ...
+    ...     def beat(self):
+    ...         self.beats += 1
+    >>> heart = Heartbeat()
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[heart]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    ...         time.sleep(0.01)
+    >>> heart.beats > 1
+    True
 
     Ticks are ``timer_interval_secs`` apart, counted from the start of the thread: the duration of the task does not
     shift them, and missed ticks are caught up on. Unlike TensorFlow, the clock is ``time.monotonic()``.

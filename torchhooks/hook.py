@@ -1,7 +1,7 @@
 """The contract: what a hook is, when it is called, and what it receives.
 
 A hook watches a training loop. Subclass :class:`SessionRunHook`, override the methods you need, and pass an instance to
-:class:`torchhooks.MonitoredLoop`. This hook requests the loss, and stops the loop once it is small enough:
+:class:`torchhooks.MonitoredLoop`. This hook requests the loss, and stops the loop once it is small enough::
 
     class StopWhenGood(SessionRunHook):
         def __init__(self, target):
@@ -16,6 +16,7 @@ A hook watches a training loop. Subclass :class:`SessionRunHook`, override the m
 
 Order of calls (``tf.train.MonitoredSession``'s)
 ------------------------------------------------
+::
 
     for hook in hooks: hook.begin()
     session = Session(...)                               # initialised, or restored
@@ -87,10 +88,23 @@ from torchhooks.timer import Due
 
 
 class RunOptions(NamedTuple):
-    """How to execute one run, from a hook to the loop. The options of several hooks are merged.
+    """How to execute one run, from a hook to the loop (``tf.RunOptions``). The options of several hooks are merged.
+
+    >>> class Profile(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs(options=RunOptions(trace=True))
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         operations = {event.key for event in run_values.run_metadata.profile.key_averages()}
+    ...         print("aten::linear" in operations)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Profile()]) as loop:
+    ...     loss = loop.run(batches[0])
+    True
+
+    An option that one hook turns on is on for the run. A run of ``loop.step()`` can be traced too.
 
     Args:
-        trace: profile the step of this run; :class:`RunMetadata` returns the profile.
+        trace: profile the step of this run; :class:`torchhooks.RunMetadata` has the profile.
         memory: record in the profile what memory tensors use.
     """
 
@@ -99,7 +113,16 @@ class RunOptions(NamedTuple):
 
 
 class RunMetadata(NamedTuple):
-    """What was recorded about a run in addition to its values, from the loop to the hooks.
+    """What was recorded about a run in addition to its values, from the loop to the hooks (``tf.RunMetadata``).
+
+    >>> class Show(SessionRunHook):
+    ...     def after_run(self, run_context, run_values):
+    ...         print(run_values.run_metadata)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Show()]) as loop:
+    ...     loss = loop.run(batches[0])
+    RunMetadata(profile=None)
+
+    :class:`torchhooks.RunOptions` has an example with a profile.
 
     Args:
         profile: the finished ``torch.profiler.profile`` of the step if a hook requested a trace, otherwise ``None``.
@@ -111,10 +134,22 @@ class RunMetadata(NamedTuple):
 class SessionRunArgs(NamedTuple):
     """What a hook requests of a run; returned by ``before_run`` (``tf.train.SessionRunArgs``).
 
+    >>> class Report(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs({"loss": "loss", "lr": "lr", "examples": lambda inputs: len(inputs)})
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         print(run_values.results)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Report()]) as loop:
+    ...     loss = loop.run(batches[0])
+    {'loss': tensor(...), 'lr': 0.1, 'examples': 16}
+
     Args:
         fetches: what to evaluate after the step: a name, a closure, a tensor, an object with ``compute()``, or these in
-            lists, tuples, dicts and dataclasses. :mod:`torchhooks.fetch` has the complete table.
-        feed_dict: keyword arguments for the step, by parameter name.
+            lists, tuples, dicts and dataclasses. ``None`` for nothing. A fetch that has no value in this run is a
+            :class:`torchhooks.FetchError`.
+        feed_dict: keyword arguments for the step, by parameter name. They must not be passed by another hook or by the
+            caller of ``run`` too: that is a :class:`torchhooks.FeedError`.
         options: how to execute the run.
     """
 
@@ -125,6 +160,17 @@ class SessionRunArgs(NamedTuple):
 
 class SessionRunValues(NamedTuple):
     """What a hook requested, with values; passed to its ``after_run`` (``tf.train.SessionRunValues``).
+
+    >>> class Report(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs(["global_step", "weight"])
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         global_step, weight = run_values.results
+    ...         print(global_step, weight.shape, weight.requires_grad)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Report()]) as loop:
+    ...     loss = loop.run(batches[0])
+    1 torch.Size([1, 4]) False
 
     Args:
         results: the values, in the structure of the hook's ``fetches``; ``None`` if it requested none. Tensors are
@@ -156,7 +202,26 @@ class RunServices(NamedTuple):
 
 
 class SessionRunContext:
-    """One run, as its hooks see it: the same object in every ``before_run`` and ``after_run`` of the run."""
+    """One run, as its hooks see it: the same object in every ``before_run`` and ``after_run`` of the run.
+
+    The loop creates it (``tf.train.SessionRunContext``).
+
+    >>> class StopWhenGood(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs("loss")
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         def stop_if_good(loss):  # called at once on a CPU, and a few runs later on a GPU
+    ...             if loss < 0.5:
+    ...                 run_context.request_stop(f"loss {loss:.2f}")
+    ...
+    ...         run_context.when_ready(run_values.results, stop_if_good)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopWhenGood()]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
+    >>> loop.stop_reason
+    'StopWhenGood: loss 0...'
+    """
 
     # Class attributes are defaults: a context is created in every run with hooks, and each assignment costs time.
     stop_requested: bool = False
@@ -177,19 +242,22 @@ class SessionRunContext:
 
     @property
     def session(self) -> Session:
-        """The raw session: evaluates fetches without calling hooks."""
+        """The raw session, which evaluates fetches without calling hooks."""
         return self._services.session
 
     @property
     def original_args(self) -> SessionRunArgs:
-        """What the caller of ``run`` passed: ``SessionRunArgs(step, the run's inputs by parameter name)``.
+        """``SessionRunArgs(step, inputs)``, with the step function and what the caller of ``run`` passed, by name.
 
         ``SessionRunArgs(None, {})`` in a run of ``loop.step()``.
         """
         return SessionRunArgs(None if self._args is None else self._services.step.function, self.inputs())
 
     def inputs(self) -> dict[str, Any]:
-        """Return what the caller of ``run`` passed, by parameter name, with the step's defaults."""
+        """Return what the caller of ``run`` passed, by parameter name, with the step's defaults.
+
+        It is empty in a run of ``loop.step()``. What hooks feed is not part of it.
+        """
         return {} if self._args is None else self._services.step.inputs(self._args, self._kwargs)
 
     @property
@@ -199,14 +267,18 @@ class SessionRunContext:
 
     @property
     def why_stopped(self) -> str:
-        """Which hook requested the stop, and why: ``"StopAtStepHook: step 1000"``."""
+        """The hook that requested the stop and its reason, such as ``"StopAtStepHook: step 1000"``."""
         name = "request_stop" if self.stopped_by is None else type(self.stopped_by.hook).__name__
         return f"{name}: {self.stop_reason or f'step {self.session.global_step}'}"
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop the loop after this run. This cannot be undone. ``loop.stop_reason`` contains ``reason``.
 
-        A ``when_ready`` callback may run during a later run; then the loop stops after that one.
+        The run is completed: the step is made, if this is ``before_run``, and every hook's ``after_run`` is called. A
+        ``when_ready`` callback may run during a later run; then the loop stops after that one.
+
+        Args:
+            reason: why, in a few words. By default, the global step. The first reason of a run counts.
         """
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
@@ -264,6 +336,24 @@ class SessionRunContext:
 
 class SessionRunHook:
     """Base class of all hooks (``tf.train.SessionRunHook``). Override what you need: every method is a no-op here.
+
+    >>> class StopWhenGood(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs("loss")
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         if run_values.results < 0.5:  # on a GPU, this waits for the value; when_ready does not
+    ...             run_context.request_stop(f"loss {run_values.results:.2f}")
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopWhenGood()]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
+    >>> loop.stop_reason
+    'StopWhenGood: loss 0...'
+
+    The loop calls ``begin`` and ``after_create_session`` when it starts, ``before_run`` and ``after_run`` around the
+    step of each run, and ``end`` and ``teardown`` when it ends, in the order of the list of hooks. With an exception
+    from the step, from a hook or from the body of the ``with`` block, ``end`` is not called. A ``StopIteration`` ends
+    the loop as a stop does.
 
     One instance can serve several loops, one after the other: ``begin`` resets its counters.
     """

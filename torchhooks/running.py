@@ -1,7 +1,5 @@
 """Running fetches: the mean, the sum or the maximum of a fetch over all runs since a hook's last report.
 
-    LoggingTensorHook({"loss": running_mean("loss")}, every_n_iter=100)      # the mean of these 100 runs, not the last
-
 The loop adds the value of every run to an accumulator, without calling the hook. A value on a device stays there: it is
 copied into the row of a buffer, one launch in a run for all numbers of one dtype, and the rows are added up when a hook
 reports. So the host never waits, and the value of a CUDA graph is read before the next replay overwrites it. A number
@@ -80,7 +78,15 @@ class RunningFetch(ComposedFetch):
 def running_mean(fetch: Any) -> RunningFetch:
     """Return a fetch: the mean of ``fetch`` over all runs since the hook that requests it last did so.
 
-        SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=summary.scalar("loss", running_mean("loss")))
+    >>> hook = LoggingTensorHook({"last": "loss", "mean": running_mean("loss")}, timer=EverySteps(2))
+    >>> with MonitoredLoop(lambda loss: loss, hooks=[hook]) as loop:  # a step that returns the loss it is given
+    ...     for loss in loop.until_stop([3.0, 2.0, 1.0, 0.5]):
+    ...         loss = loop.run(loss)
+    last = 2.0, mean = 2.5
+    last = 0.5, mean = 0.75 (... sec)
+
+    A hook with a period of its own, such as ``every_n_iter=100``, reports in its first run, so that its first mean is
+    that of one run. With ``timer=EverySteps(100)``, each report is a mean of 100 runs.
 
     Each hook has a mean of its own. It includes the run in which it is requested, and starts over after it, unless the
     hook calls ``run_context.not_reported()``. The first one begins with the first run: the loop finds the running
@@ -95,27 +101,59 @@ def running_mean(fetch: Any) -> RunningFetch:
         fetch: a name, a closure, an object with ``compute()`` or a tensor, whose value is a number or a tensor. It is
             evaluated in every run.
 
+    Returns:
+        A fetch. Its value is a Python number if those of ``fetch`` are, and otherwise a tensor of their shape, which is
+        float32 for integers and half precision. If one value is NaN, so is the mean.
+
     Raises:
-        TypeError: ``fetch`` is not one fetch.
+        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
         ValueError: ``fetch`` is the name of what a submodule receives or returns.
+        NoRunYetError: from ``session.run``, no run was made.
     """
     return RunningFetch("mean", fetch)
 
 
 def running_sum(fetch: Any) -> RunningFetch:
-    """Return a fetch: the sum of ``fetch`` over all runs since the last report, like :func:`running_mean`.
+    """Return a fetch: the sum of ``fetch`` over all runs since the last report.
 
-    LoggingTensorHook({"tokens": running_sum("tokens")}, every_n_iter=100)
+    >>> hook = LoggingTensorHook({"examples": running_sum(lambda inputs: len(inputs))}, timer=EverySteps(4))
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    examples = 64
+    examples = 64 (... sec)
+
+    It is like :func:`torchhooks.running_mean` in everything else. The sum of integer tensors is int64.
+
+    Args:
+        fetch: one fetch, whose value is a number or a tensor. It is evaluated in every run.
+
+    Raises:
+        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
+        ValueError: ``fetch`` is the name of what a submodule receives or returns.
     """
     return RunningFetch("sum", fetch)
 
 
 def running_max(fetch: Any) -> RunningFetch:
-    """Return a fetch: the maximum of ``fetch`` over all runs since the last report, like :func:`running_mean`.
+    """Return a fetch: the maximum of ``fetch`` over all runs since the last report.
 
-    That of a tensor with several elements is taken element by element. If a value is NaN, so is the maximum.
+    >>> hook = LoggingTensorHook({"highest loss": running_max("loss")}, timer=EverySteps(2))
+    >>> with MonitoredLoop(lambda loss: loss, hooks=[hook]) as loop:  # a step that returns the loss it is given
+    ...     for loss in loop.until_stop([2.0, 3.0, 1.0, 0.5]):
+    ...         loss = loop.run(loss)
+    highest loss = 3.0
+    highest loss = 1.0 (... sec)
 
-        LoggingTensorHook({"longest": running_max(lambda tokens: tokens.shape[1])}, every_n_iter=100)
+    It is like :func:`torchhooks.running_mean` in everything else. The maximum of tensors with several elements is taken
+    element by element, and has their dtype. If a value is NaN, so is the maximum.
+
+    Args:
+        fetch: one fetch, whose value is a real number or a tensor of them. It is evaluated in every run.
+
+    Raises:
+        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
+        ValueError: ``fetch`` is the name of what a submodule receives or returns.
     """
     return RunningFetch("max", fetch)
 

@@ -2,11 +2,6 @@
 
 The rules are those of ``tf.train.SecondOrStepTimer``: a timer that has never triggered triggers at once, no timer
 triggers twice for one step, and a period starts at the last trigger, not at a multiple of the period.
-
-    timer = SecondOrStepTimer(every_steps=10)
-    if timer.should_trigger_for_step(step):
-        elapsed_secs, elapsed_steps = timer.update_last_triggered_step(step)
-
 :class:`EverySteps` has another rule: it triggers at the multiples of its period.
 """
 
@@ -21,13 +16,47 @@ from torchhooks.text import shown
 class Due(NamedTuple):
     """When a hook is next due: in the first run that meets one of the given conditions; never if none is given.
 
+    A hook returns it from ``next_due``, and is not called before:
+
+    >>> class EveryThreeSteps(SessionRunHook):
+    ...     def begin(self):
+    ...         self.step = 3
+    ...
+    ...     def next_due(self):
+    ...         return Due(step=self.step)
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         self.step += 3
+    ...         print("called at step", run_context.session.global_step)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[EveryThreeSteps()]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    called at step 3
+    called at step 6
+
+    The loop asks for it once the session is created, and after each run in which it called the hook; see
+    :meth:`torchhooks.SessionRunHook.next_due`. A condition on what the step returned is evaluated after every step:
+
+    >>> class ReportSpikes(SessionRunHook):
+    ...     def next_due(self):
+    ...         return Due(when=lambda loss: loss > 100)
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         print("spike at step", run_context.session.global_step)
+    >>> batches[2] *= 100
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[ReportSpikes()]) as loop:
+    ...     for inputs in loop.until_stop(batches[:3]):
+    ...         loss = loop.run(inputs)
+    spike at step 3
+
     Args:
         step: the run is about to bring the global step to this number or past it.
-        moment: ``time.monotonic()`` has reached this many seconds.
+        moment: ``time.monotonic()``, in seconds, has reached this number.
         runs: the run is this many runs from now; 1 is the next run.
         when: ``when(outputs)`` is true, where ``outputs`` is what the step returned. It is called after every step for
-            which the hook is not due otherwise, possibly twice, so it should be fast and have no side effects. In a run
-            in which a hook feeds something it is not called, and counts as true.
+            which the hook is not due otherwise, possibly twice, so it should be fast and have no side effects. A
+            comparison of a tensor on a GPU waits for the device. In a run in which a hook feeds something it is not
+            called, and counts as true.
     """
 
     step: int | None = None
@@ -69,6 +98,20 @@ class Timer(Protocol):
 class SecondOrStepTimer:
     """A timer that triggers at most once every ``every_secs`` seconds, or every ``every_steps`` steps.
 
+    A hook asks it for each step, and tells it when it did its work (``tf.train.SecondOrStepTimer``):
+
+    >>> timer = SecondOrStepTimer(every_steps=10)
+    >>> for step in range(1, 31):
+    ...     if timer.should_trigger_for_step(step):
+    ...         elapsed_secs, elapsed_steps = timer.update_last_triggered_step(step)
+    ...         print(step, elapsed_steps)
+    1 None
+    11 10
+    21 10
+
+    A timer that has never triggered triggers at once, and no timer triggers twice for one step. A period starts at the
+    last trigger. As the ``timer`` of several hooks, one timer triggers for all of them in the same run.
+
     Unlike TensorFlow, the clock is ``time.monotonic()``, so that setting the system time does not change a period.
 
     Args:
@@ -98,7 +141,13 @@ class SecondOrStepTimer:
 
     @classmethod
     def named(cls, **periods: Any) -> Self:
-        """Return a timer of the one period that is not ``None``: seconds if its name ends in ``secs``, else steps."""
+        """Return a timer of the one period that is not ``None``: seconds if its name ends in ``secs``, else steps.
+
+        For a hook whose arguments have other names: ``SecondOrStepTimer.named(every_n_iter=10, every_n_secs=None)``.
+
+        Raises:
+            ValueError: not exactly one is given, or it is invalid. The message has the name that was given.
+        """
         given = {name: value for name, value in periods.items() if value is not None}
         if len(given) != 1:
             listed = ", ".join(f"{name}={shown(value)}" for name, value in periods.items())
@@ -163,15 +212,20 @@ class SecondOrStepTimer:
 class EverySteps:
     """A timer that triggers when the global step is a multiple of ``n``, also in a training run that was resumed.
 
-        every = EverySteps(100)
-        hooks = [
-            LoggingTensorHook({"accuracy": accuracy}, timer=every),
-            SummarySaverHook(output_dir="run", summary_op={"accuracy": accuracy}, timer=every),
-        ]
+    >>> every = EverySteps(4)
+    >>> hooks = [
+    ...     LoggingTensorHook({"weight": param_norm(), "step": "global_step"}, timer=every),
+    ...     SummarySaverHook(output_dir="run", summary_op={"weight": param_norm()}, timer=every),
+    ... ]
+    >>> with MonitoredLoop(step, model, optimizer, hooks=hooks) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    step = 4, weight = ...
+    step = 8, weight = ... (... sec)
 
-    Both hooks take part in the runs that reach steps 100, 200 and 300, and ``accuracy`` is evaluated once in each. A
-    run of several steps triggers if it reaches or passes a multiple. A hook that is chosen before the step expects one
-    step, and triggers in the next run if the multiple was further away. Each hook uses a copy of the timer.
+    Both hooks take part in the runs that reach steps 4 and 8, and the norm is evaluated once in each. A run of several
+    steps triggers if it reaches or passes a multiple. A hook that is chosen before the step expects one step, and
+    triggers in the next run if the multiple was further away. Each hook uses a copy of the timer.
 
     Args:
         n: the period in steps, 1 or more and less than 2**63.
@@ -182,7 +236,7 @@ class EverySteps:
 
     def __init__(self, n: int) -> None:
         self.told: bool | None = None
-        """No effect: the steps are the same on all ranks."""
+        """Without effect, as steps are the same on all ranks; see :attr:`torchhooks.SecondOrStepTimer.told`."""
         self.every_steps = whole_number(n, "n", 1)
         """The period in steps."""
         self.reset()
@@ -235,10 +289,17 @@ class EverySteps:
 
 
 class NeverTriggerTimer:
-    """A timer that never triggers, for a hook that only has work to do at the end."""
+    """A timer that never triggers, for a hook that only has work to do at the end (``tf.train.NeverTriggerTimer``).
+
+    >>> timer = NeverTriggerTimer()
+    >>> timer.should_trigger_for_step(1), timer.next_due()
+    (False, Due(step=None, moment=None, runs=None, when=None))
+    """
 
     told: bool | None = None
+    """Without effect; see :attr:`torchhooks.SecondOrStepTimer.told`."""
     every_steps = None
+    """``None``, because there is no period."""
 
     def reset(self) -> None:
         """Do nothing."""
@@ -247,15 +308,18 @@ class NeverTriggerTimer:
         """Do nothing."""
 
     def should_trigger_for_step(self, step: int) -> bool:
+        """Return false."""
         return False
 
     def update_last_triggered_step(self, step: int) -> tuple[None, None]:
+        """Return ``(None, None)``."""
         return None, None
 
     def last_triggered_step(self) -> None:
         """Return ``None``."""
 
     def next_due(self) -> Due:
+        """Return ``Due()``, which is never."""
         return NEVER
 
     def __repr__(self) -> str:

@@ -59,7 +59,21 @@ class _Metric(IfDue):
 class BestCheckpointHook(ReportingHook):
     """Keeps the checkpoints of the states with the best values of a metric.
 
-        BestCheckpointHook("run", lambda: evaluate(model, validation), save_steps=1000, mode="max", keep=3)
+    >>> accuracies = iter([0.7, 0.9, 0.8, 0.6])
+    >>> evaluation = EvaluationHook(lambda: {"accuracy": next(accuracies)}, every_n_steps=2)
+    >>> best = BestCheckpointHook("run", evaluation["accuracy"], save_steps=2, mode="max")
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, best]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    evaluation at step 2: accuracy = 0.7
+    evaluation['accuracy'] = 0.7: saving a checkpoint of step 2 into run/best
+    evaluation at step 4: accuracy = 0.9
+    evaluation['accuracy'] = 0.9: saving a checkpoint of step 4 into run/best
+    evaluation at step 6: accuracy = 0.8
+    evaluation at step 8: accuracy = 0.6
+    >>> best_checkpoint("run/best")
+    'run/best/model.1.ckpt-4'
+    >>> Saver().restore(Session(model, optimizer), best_checkpoint("run/best"))  # the state of step 4
 
     ``save_steps=1000`` evaluates the metric at steps 1000, 2000 and 3000, whatever step was restored, and at a clean
     end. A state that is better than one of those kept replaces it, once it is on disk. The first ``keep`` states are
@@ -102,6 +116,8 @@ class BestCheckpointHook(ReportingHook):
         ValueError: not exactly one period, another ``mode``, or a ``name`` outside of ``checkpoint_dir``; from
             ``begin``, another hook uses the same folder.
         TypeError: from the run, the metric is not one number.
+        FetchError: from the run, the metric has no value.
+        CheckpointError: from the run, a checkpoint cannot be written.
     """
 
     collective = True

@@ -33,18 +33,22 @@ class _Arguments:
 class CallFnHook(SessionRunHook):
     """Calls a function periodically, with values that it names as its parameters.
 
-        def report(loss, lr, global_step):
-            print(f"step {global_step}: loss {loss:.3f}, learning rate {lr:g}")
+    >>> def report(loss, lr, global_step):
+    ...     print(f"step {global_step}: loss {loss:.3f}, learning rate {lr:g}")
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[CallFnHook(report, every_n_steps=4)]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    step 4: loss ..., learning rate 0.1
+    step 8: loss ..., learning rate 0.1
 
-        CallFnHook(report, every_n_steps=100)
-
-    This calls ``report`` at steps 100 and 200. The parameters are those of a closure, see :mod:`torchhooks.fetch`:
-    names of fetches, ``model``, ``optimizer``, ``session`` and ``outputs``. Tensors are on the CPU, with the values at
-    the end of the run. On a GPU, the host does not wait for them, and the function is called a few runs later; what it
-    reads from ``model`` or ``session`` is then that of the later run. What the function returns is ignored.
+    The parameters are those of a closure: names of fetches, such as outputs and inputs of the step, and ``model``,
+    ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. Tensors are on the CPU, with
+    the values at the end of the run. On a GPU, the host does not wait for them, and the function is called a few runs
+    later; what it reads from ``model`` or ``session`` is then that of the later run. What the function returns is
+    ignored. An exception from it propagates.
 
     Args:
-        function: the function to call.
+        function: the function to call. With several ranks, it is called on every rank.
         every_n_steps: the period in steps: 100 calls at steps 100 and 200, whatever step was restored.
         timer: the timer to use in place of ``every_n_steps``.
         at_end: whether to call at a clean end of the loop as well, unless the function was called for that step.

@@ -65,6 +65,13 @@ class _Period(NamedTuple):
 class StepCounterHook(ReportingHook):
     """Reports steps per second (``tf.train.StepCounterHook``) as a log line and as the curve ``global_step/sec``.
 
+    >>> hook = StepCounterHook(every_n_steps=4, output_dir="run", examples_per_step=16)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    global_step/sec: ...
+    examples/sec: ...
+
     The first run starts the clock, and a report follows each time a full period has passed since the previous one, so
     ``every_n_steps=10`` reports at steps 11, 21 and 31. The rate thus excludes the first step, with its compilation and
     warm-up, and also all time inside ``with session.paused():``. A period is not reported if the step went back, if the
@@ -83,15 +90,26 @@ class StepCounterHook(ReportingHook):
     to the same place does so instead. If the writer has a method ``purge_from(step)``, as
     :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
 
-    With several ranks, the chief alone measures and reports. ``examples/sec`` and
-    ``tokens/sec`` count those of all ranks, taken to be as many on each; the other rates are those of one. A rank
-    that was less far than the others for most of a period is logged: ``slowest rank: 3, at 80% of the ticks, by up to 1
-    runs``. This is known from the ticks of the ranks, without further communication. A rank that is slow before the
-    collective of its step is not recognised, because the others wait for it in the same run.
+    Tokens, floating-point operations and memory are logged in one line:
+
+    >>> tokens = StepCounterHook(4, tokens_per_step=lambda inputs: inputs.numel(), flops_per_step="measure")
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[tokens]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    global_step/sec: ...
+    tokens/sec: ..., flops/sec: ...
+
+    The fetch ``"steps_per_sec"`` is the rate that was reported last, in any hook of the loop; NaN before.
+
+    With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` count those of all
+    ranks, which are taken to be equal on each; the other rates are those of one rank. If one rank trails the others for
+    most of a period, a log line says so: ``slowest rank: 3, at 80% of the ticks, by up to 1 runs``. This is known from
+    the ticks of the ranks, without further communication. A rank that is slow before the collective of its step is not
+    recognised, because the others wait for it in the same run.
 
     Args:
         every_n_steps: the period in steps.
-        every_n_secs: the period in seconds; requires ``every_n_steps=None``.
+        every_n_secs: the period in seconds; requires ``every_n_steps=None``, as in TensorFlow.
         output_dir: the folder of the event file to write to.
         summary_writer: the writer, or a list of several, to use in place of ``output_dir``. Without either, the rate is
             only logged.
@@ -101,15 +119,13 @@ class StepCounterHook(ReportingHook):
             different lengths, a fetch: the number of tokens in a run. It is evaluated in every run and added up where
             it is.
         flops_per_step: the number of floating-point operations in a step, to report ``flops/sec``, or ``"measure"`` to
-            have ``torch.utils.flop_counter`` count those of the first step. What is compiled may run uncompiled then.
-        peak_flops: how many of them the device can make in a second, to report their share as ``mfu``. By default, that
-            of common GPUs in bfloat16 is known.
-        memory: whether to report, in bytes, ``memory/device_peak``, the most that torch has allocated on the model's
-            GPU during the period, and ``memory/host``, what the process has at its end. This resets torch's peak.
-
-    These are logged in one line. The fetch ``"steps_per_sec"`` is the rate that was reported last, NaN before.
-
-        StepCounterHook(100, tokens_per_step=lambda mask: mask.sum(), flops_per_step="measure", memory=True)
+            have ``torch.utils.flop_counter`` count those of the first step. In that step, compiled code may run
+            uncompiled.
+        peak_flops: the number of these operations that the device can perform in a second, to report the share that is
+            achieved as ``mfu``. By default, that of common GPUs in bfloat16.
+        memory: whether to report ``memory/device_peak``, the most that torch has allocated on the model's GPU during
+            the period, and ``memory/host``, the resident memory of the process at its end. The curves are in bytes, the
+            log line in GiB. This resets torch's peak.
 
     Raises:
         ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.

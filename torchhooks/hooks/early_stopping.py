@@ -152,10 +152,19 @@ class _StopIfNoImprovement(_StopByMetric):
 
 
 class StopIfNoDecreaseHook(_StopIfNoImprovement):
-    """Stops the loop if a metric has not decreased for some steps (``stop_if_no_decrease_hook``).
+    """Stops the loop if a metric has not decreased for some steps (``tf.estimator``'s ``stop_if_no_decrease_hook``).
 
-        evaluation = EvaluationHook(evaluate, every_n_steps=1000)
-        hooks = [evaluation, StopIfNoDecreaseHook(evaluation["loss"], max_steps_without_decrease=5000)]
+    >>> errors = iter([0.3, 0.1, 0.2, 0.1])
+    >>> evaluation = EvaluationHook(lambda: {"error": next(errors)}, every_n_steps=2)
+    >>> patience = StopIfNoDecreaseHook(evaluation["error"], max_steps_without_decrease=4)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, patience]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
+    evaluation at step 2: error = 0.3
+    evaluation at step 4: error = 0.1
+    evaluation at step 6: error = 0.2
+    evaluation at step 8: error = 0.1
+    No decrease in metric "error" for 4 steps, which is greater than or equal to max steps (4) configured ...
 
     The loop stops if a value is not less than the least value so far, which is at least ``max_steps_without_decrease``
     steps old. The least value and its step are in the checkpoints, so that a training run that is resumed does not
@@ -192,11 +201,19 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
 
 
 class StopIfNoIncreaseHook(_StopIfNoImprovement):
-    """Stops the loop if a metric has not increased for some steps (``stop_if_no_increase_hook``).
+    """Stops the loop if a metric has not increased for some steps (``tf.estimator``'s ``stop_if_no_increase_hook``).
 
-        StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=5000)
+    >>> evaluation = EvaluationHook(lambda: {"accuracy": 0.5}, every_n_steps=2)
+    >>> patience = StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=4)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, patience]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
+    evaluation at step 2: accuracy = 0.5
+    evaluation at step 4: accuracy = 0.5
+    evaluation at step 6: accuracy = 0.5
+    No increase in metric "accuracy" for 4 steps, which is greater than or equal to max steps (4) configured ...
 
-    Like :class:`StopIfNoDecreaseHook`, with the greatest value in place of the least one.
+    Like :class:`torchhooks.StopIfNoDecreaseHook`, with the greatest value in place of the least one.
 
     Args:
         metric: any fetch of one number.
@@ -266,9 +283,19 @@ class _StopAtThreshold(_StopByMetric):
 
 
 class StopIfHigherHook(_StopAtThreshold):
-    """Stops the loop once a metric is greater than a threshold (``stop_if_higher_hook``).
+    """Stops the loop once a metric is greater than a threshold (``tf.estimator``'s ``stop_if_higher_hook``).
 
-        StopIfHigherHook(evaluation["accuracy"], 0.99, min_steps=1000)
+    >>> accuracies = iter([0.7, 0.95, 0.8, 0.99])
+    >>> evaluation = EvaluationHook(lambda: {"accuracy": next(accuracies)}, every_n_steps=2)
+    >>> enough = StopIfHigherHook(evaluation["accuracy"], 0.9, min_steps=5)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, enough]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
+    evaluation at step 2: accuracy = 0.7
+    evaluation at step 4: accuracy = 0.95
+    evaluation at step 6: accuracy = 0.8
+    evaluation at step 8: accuracy = 0.99
+    At step 8, metric "accuracy" has value 0.99 which is greater than the configured threshold (0.9) for early stopping.
 
     On a GPU, the host does not wait for the value, and the loop stops a few runs later.
 
@@ -289,11 +316,16 @@ class StopIfHigherHook(_StopAtThreshold):
 
 
 class StopIfLowerHook(_StopAtThreshold):
-    """Stops the loop once a metric is less than a threshold (``stop_if_lower_hook``).
+    """Stops the loop once a metric is less than a threshold (``tf.estimator``'s ``stop_if_lower_hook``).
 
-        StopIfLowerHook("loss", 0.01)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopIfLowerHook("loss", 0.01)]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
+    At step ..., metric "loss" has value ... which is less than the configured threshold (0.01) for early stopping.
+    >>> bool(loss < 0.01)
+    True
 
-    The arguments are those of :class:`StopIfHigherHook`.
+    The arguments and errors are those of :class:`torchhooks.StopIfHigherHook`.
     """
 
     _relation = "less than"

@@ -33,40 +33,50 @@ class _Result(NamedTuple):
 class EvaluationHook(ReportingHook):
     """Evaluates the model periodically, and logs the results and writes them as curves.
 
-        def evaluate(model):
-            correct = sum((model(x).argmax(1) == y).sum() for x, y in validation)
-            return {"accuracy": correct / len(validation.dataset)}
+    >>> validation = torch.randn(100, 4)
+    >>> def evaluate(model):
+    ...     errors = model(validation) - validation.sum(dim=1, keepdim=True)
+    ...     return {"error": errors.abs().mean(), "worst": errors.abs().max()}
+    >>> evaluation = EvaluationHook(evaluate, every_n_steps=4, output_dir="run")
+    >>> enough = StopIfLowerHook(evaluation["error"], 0.5)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, enough]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    evaluation at step 4: error = ..., worst = ...
+    evaluation at step 8: error = ..., worst = ...
+    At step 8, metric "error" has value ... which is less than the configured threshold (0.5) for early stopping.
+    >>> sorted(evaluation.values)
+    ['error', 'worst']
 
-        evaluation = EvaluationHook(evaluate, every_n_steps=1000, output_dir="run")
-        best = BestCheckpointHook("run", evaluation["accuracy"], save_steps=1000, mode="max")
-        patience = StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=5000)
-        with MonitoredLoop(step, model, optimizer, hooks=[evaluation, patience, best]) as loop:
-            ...
+    The function is called with the model in evaluation mode and without gradients. Afterwards the random states, the
+    training mode of each module and the gradients are what they were. A StepCounterHook does not count the time. On a
+    GPU, the host does not wait for what the function returns.
 
-    This logs ``evaluation at step 1000: accuracy = 0.93``. The function is called with the model in evaluation mode and
-    without gradients. Afterwards the random states, the training mode of each module and the gradients are what they
-    were. A StepCounterHook does not count the time. On a GPU, the host does not wait for what the function returns.
+    ``evaluation["error"]`` is a fetch for other hooks, such as a :class:`torchhooks.BestCheckpointHook` or a
+    :class:`torchhooks.StopIfNoDecreaseHook`, wherever they are in the list. Hooks that request it in a run in which the
+    evaluation is due share one call of the function. A hook that requests it in any other run has the function called
+    for that step; the results are then reported together with those of the next evaluation. There is at most one call
+    for each step.
 
-    ``evaluation["accuracy"]`` is a fetch for other hooks, wherever they are in the list. Hooks that request it in a run
-    in which the evaluation is due share one call of the function. A hook that requests it in any other run has the
-    function called for that step; the results are then reported together with those of the next evaluation. There is at
-    most one call for each step.
+    With several ranks, the function is called on every rank, and the chief logs and writes its own results. To report
+    the result of all ranks, combine it in the function, for instance with ``all_reduce``.
 
     Args:
-        evaluate: called as a closure is, see :mod:`torchhooks.fetch`: its parameters can be ``model``, ``global_step``
-            and other names. It returns one number, or a mapping from names to numbers. A single number has the name of
-            the function, or ``"evaluation"`` if the function has none.
+        evaluate: called as a closure is: its parameters can be ``model``, ``global_step`` and the names of other
+            fetches. It returns one number, or a mapping from names to numbers. A single number has the name of the
+            function, or ``"evaluation"`` if the function has none.
         every_n_steps: the period in steps: 1000 evaluates at steps 1000 and 2000, whatever step was restored.
         timer: the timer to use in place of ``every_n_steps``. The first period begins when the session is created.
-        at_start: whether to evaluate before the first run as well.
+        at_start: whether to evaluate before the first run as well. The function then cannot ask for outputs of the
+            step.
         at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated.
         output_dir: the folder of the event file to write to. A curve of the training loss needs another name there.
         summary_writer: the writer to use in place of ``output_dir``. Without either, the results are only logged.
 
     Raises:
         ValueError: two periods or more than one place to write to is given; there is no period, no ``at_start`` and no
-            ``at_end``; or the period is not valid.
-        TypeError: ``evaluate`` is not callable; from the run, a result is not one number.
+            ``at_end``; or the period is not valid. From the run, a result is a tensor of several elements.
+        TypeError: ``evaluate`` is not callable; from the run, a result is not a number.
         FetchError: from the run, the function returned no value of a name that a hook requested.
     """
 

@@ -12,12 +12,23 @@ from torchhooks.text import call_repr, shown
 class FeedFnHook(SessionRunHook):
     """Passes keyword arguments to the step in every run (``tf.train.FeedFnHook``).
 
+    >>> data = iter(batches)
+    >>> feed = FeedFnHook(lambda: {"inputs": next(data)})
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[feed]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run()
+    >>> loop.global_step, loop.stop_reason
+    (8, 'StopIteration')
+
+    The hook cannot feed the body of ``with loop.step()``, which has no parameters.
+
     Args:
         feed_fn: called before each step; returns the keyword arguments, a mapping from parameter name to value. If it
             raises ``StopIteration``, for instance because the data is exhausted, the loop ends cleanly.
 
     Raises:
-        TypeError: ``feed_fn`` is not callable.
+        TypeError: ``feed_fn`` is not callable; from the run, it returned something other than a mapping.
+        FeedError: from the run, another hook or the caller of ``run`` passes one of the arguments too.
     """
 
     def __init__(self, feed_fn: Callable[[], Mapping[str, Any]]) -> None:

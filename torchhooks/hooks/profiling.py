@@ -23,7 +23,11 @@ _FLOW_PHASES = ("s", "t", "f")  # the start, the steps and the end of an arrow, 
 class ProfilerHook(ReportingHook):
     """Profiles a run periodically (``tf.train.ProfilerHook``), and writes ``timeline-STEP.json``.
 
-        ProfilerHook(save_steps=1000, output_dir="run/profiles")
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[ProfilerHook(save_steps=4, output_dir="profiles")]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    wrote the profile of step 4 to ...profiles/timeline-4.json
+    wrote the profile of step 8 to ...profiles/timeline-8.json
 
     The files are Chrome traces, which https://ui.perfetto.dev opens. STEP is the global step after the run. The first
     run, with its compilation and warm-up, is never profiled. As in TensorFlow, the hook knows the global step only from
@@ -35,12 +39,12 @@ class ProfilerHook(ReportingHook):
     request a trace.
 
     Torch has one profiler. A hook that is due while it is in use is due in the next run instead. Two hooks that profile
-    the same run share the profile; a hook without arrows comes after one with them.
+    the same run share the profile. Of these, list a hook with ``show_dataflow=False`` after one with arrows.
 
     Args:
         save_steps: the number of steps from one profile to the next.
         save_secs: the number of seconds from one profile to the next; give exactly one period.
-        output_dir: the folder of the files; it is created if necessary.
+        output_dir: the folder of the files, by default the current one; it is created if necessary.
         show_dataflow: whether to draw arrows, such as those from an operation to the one of its gradient and from the
             launch of a kernel to the kernel.
         show_memory: whether to record what memory tensors use.

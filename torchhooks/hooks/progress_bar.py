@@ -42,16 +42,23 @@ class _Sample(NamedTuple):
 class ProgressBarHook(ReportingHook):
     """Shows a progress bar, with the rate, the remaining time and chosen values. Needs tqdm.
 
-        with MonitoredLoop(step, model, optimizer, hooks=[ProgressBarHook(1000, ["loss"])]) as loop:
-            ...
-
-    shows ``40%|####      | 400/1000 [00:08<00:12, 48.9step/s, loss=0.125]``. The bar is refreshed at most ten times a
-    second, and the other runs do not call the hook. The rate is measured as a StepCounterHook does: without the first
-    step and without pauses, and on a GPU by the device's clock. The host does not wait for the device.
+    In a terminal, ``ProgressBarHook(1000, ["loss"])`` shows
+    ``40%|####      | 400/1000 [00:08<00:12, 48.9step/s, loss=0.125]``. The bar is refreshed at most ten times a second,
+    and the other runs do not call the hook. The rate is measured as a StepCounterHook does: without the first step and
+    without pauses, and on a GPU by the device's clock. The host does not wait for the device.
 
     In a notebook the bar is a widget. Where there is neither a notebook nor a terminal, as in a batch job, the hook
-    logs lines instead: ``step 400/1000: 48.9 steps/sec, 0:00:12 left, loss = 0.125``. A line that is logged to the
-    terminal replaces the bar, which appears again below it with the next refresh.
+    logs lines such as ``step 400/1000: 48.9 steps/sec, 0:00:12 left, loss = 0.125`` instead, in the first run, in each
+    period after it, and at the end. Here, the output is a file:
+
+    >>> import io
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[ProgressBarHook(8, ["loss"], file=io.StringIO())]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    step 1/8: loss = ...
+    step 8/8...
+
+    A line that is logged to the terminal replaces the bar, which appears again below it with the next refresh.
 
     With several ranks, the chief alone shows the bar, with its own values.
 

@@ -22,9 +22,24 @@ from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_tim
 class LoggingTensorHook(ReportingHook):
     """Logs values periodically (``tf.train.LoggingTensorHook``): ``loss = 0.1, step = 7 (2.500 sec)``.
 
+    >>> hooks = [LoggingTensorHook({"loss": "loss", "step": "global_step"}, every_n_iter=4)]
+    >>> with MonitoredLoop(step, model, optimizer, hooks=hooks) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    loss = ..., step = 1
+    loss = ..., step = 5 (... sec)
+
     The hook counts runs, not global steps: ``every_n_iter=4`` logs the 1st, 5th and 9th run. A ``timer`` gets global
-    steps: ``timer=EverySteps(4)`` logs at steps 4, 8 and 12. From the second line on,
-    the seconds are those since the previous line.
+    steps: ``timer=EverySteps(4)`` logs at steps 4, 8 and 12. From the second line on, the seconds are those since the
+    previous line. On a GPU, the host does not wait for the values, and a line is logged a few runs later.
+
+    The method of a format string can be the ``formatter``:
+
+    >>> line = "step {step}: loss {loss:.2f}"
+    >>> hooks = [LoggingTensorHook({"loss": "loss", "step": "global_step"}, at_end=True, formatter=line.format_map)]
+    >>> with MonitoredLoop(step, model, optimizer, hooks=hooks) as loop:
+    ...     loss = loop.run(batches[0])
+    step 1: loss ...
 
     With several ranks, every rank evaluates the fetches in the same runs, and the chief logs. ``over_ranks("loss",
     "mean")`` logs the mean of all ranks instead of the chief's value.
@@ -35,7 +50,8 @@ class LoggingTensorHook(ReportingHook):
         every_n_iter: the period in runs.
         every_n_secs: the period in seconds, in place of ``every_n_iter``.
         at_end: whether to log at a clean end of the loop, in addition to a period or without one.
-        formatter: a function that returns the whole line, given a dict from tag to a printable value.
+        formatter: a function that returns the whole line, given a dict from tag to value, with NumPy scalars and
+            arrays in place of tensors.
         timer: the timer to use in place of a period.
 
     Raises:
@@ -43,6 +59,7 @@ class LoggingTensorHook(ReportingHook):
             nothing to log, or two fetches in a list have the same name; or a value is available only while a step runs,
             with ``at_end``.
         TypeError: ``tensors`` is neither a dict nor a list, or ``formatter`` is not callable.
+        FetchError: from the run, a fetch has no value.
     """
 
     def __init__(
@@ -145,6 +162,18 @@ class LoggingTensorHook(ReportingHook):
 
 class FinalOpsHook(SessionRunHook):
     """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``), on every rank.
+
+    >>> def error(model, inputs):
+    ...     return (model(inputs) - inputs.sum(dim=1, keepdim=True)).abs().mean()
+    >>> final = FinalOpsHook({"error": error, "step": "global_step"}, {"inputs": torch.randn(100, 4)})
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[final]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    >>> final.final_ops_values
+    {'error': tensor(...), 'step': 8}
+
+    The model is in the mode in which the loop left it: a function that needs ``model.eval()`` calls it. A fetch that
+    only a run can give a value is left out, with a warning, if the loop made no run.
 
     Args:
         final_ops: any fetch, for instance a closure that computes the test accuracy.

@@ -24,12 +24,29 @@ from torchhooks.writers import WriterTarget
 
 
 class SummarySaverHook(ReportingHook):
-    """Writes summaries periodically (``tf.train.SummarySaverHook``).
+    """Writes curves, histograms, images, text and figures periodically (``tf.train.SummarySaverHook``).
+
+    >>> curves = {"loss": "loss", "weights": summary.histogram("weights", "weight")}
+    >>> tensorboard = SummarySaverHook(save_steps=4, output_dir="run", summary_op=curves)
+    >>> json = SummarySaverHook(
+    ...     save_steps=4, summary_writer=JsonLinesWriter("run/curves.jsonl"), summary_op={"loss": "loss", "lr": "lr"}
+    ... )
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[tensorboard, json]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    >>> with open("run/curves.jsonl") as file:
+    ...     print(file.read())
+    {"step": 1, "time": ..., "loss": ..., "lr": 0.1}
+    {"step": 5, "time": ..., "loss": ..., "lr": 0.1}
+    <BLANKLINE>
 
     ``save_steps=8`` writes at steps 1, 9 and 17. The first run also writes ``SessionLog.START``, which tells
     TensorBoard to discard what an earlier process wrote beyond the restored step. If the writer has
     ``purge_from(step)``, as :class:`torchhooks.JsonLinesWriter` has, that is called instead, also after a recovery, and
     the points that it removes are written again.
+
+    On a GPU, the host does not wait for the values, and a point is written a few runs later, with the step and the time
+    of its run.
 
     Unlike TensorFlow, which relies on the step it saw last, the hook decides on ``session.global_step + 1`` whether a
     run is due.
@@ -48,7 +65,11 @@ class SummarySaverHook(ReportingHook):
         timer: the timer to use in place of a period, such as ``EverySteps(100)``.
 
     Raises:
-        ValueError: not exactly one period, or not exactly one of ``scaffold`` and ``summary_op``.
+        ValueError: not exactly one period, not exactly one of ``scaffold`` and ``summary_op``, or both ``output_dir``
+            and ``summary_writer``; from the run, the value of a curve has several elements.
+        TypeError: from ``begin``, the writer cannot write a summary of this kind, such as a histogram; from the run,
+            the value of a curve is not a real number.
+        FetchError: from the run, a fetch has no value.
     """
 
     def __init__(
@@ -142,7 +163,23 @@ class SummarySaverHook(ReportingHook):
 
 
 class CheckpointSaverListener:
-    """Base class of what a CheckpointSaverHook calls around each checkpoint (``tf.train.CheckpointSaverListener``)."""
+    """Base class of what a CheckpointSaverHook calls around each checkpoint (``tf.train.CheckpointSaverListener``).
+
+    >>> class Announce(CheckpointSaverListener):
+    ...     def after_save(self, session, step):
+    ...         print("the newest checkpoint is", latest_checkpoint("run"))
+    >>> saver = CheckpointSaverHook("run", save_steps=8, listeners=[Announce()])
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[saver], checkpoint_dir="run") as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    saving a checkpoint of step 0 into run
+    the newest checkpoint is run/model.ckpt-0
+    saving a checkpoint of step 8 into run
+    the newest checkpoint is run/model.ckpt-8
+
+    Every method is a no-op here. With several ranks, the methods are called on every rank. An exception from a method
+    propagates as one of the hook.
+    """
 
     def begin(self) -> None:
         """Called in the hook's ``begin``."""
@@ -164,6 +201,21 @@ class CheckpointSaverListener:
 class CheckpointSaverHook(WritingHook):
     """Saves checkpoints periodically (``tf.train.CheckpointSaverHook``).
 
+    >>> saver = CheckpointSaverHook("run", save_steps=4)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[saver], checkpoint_dir="run") as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    saving a checkpoint of step 0 into run
+    saving a checkpoint of step 4 into run
+    saving a checkpoint of step 8 into run
+
+    A later loop with the same ``checkpoint_dir`` continues from the newest one, in this process or in another:
+
+    >>> with MonitoredLoop(step, model, optimizer, checkpoint_dir="run") as loop:
+    ...     loop.global_step
+    restored step 8 from run/model.ckpt-8
+    8
+
     ``save_steps=4`` saves at steps 0, 4 and 8, and at a clean end, unless that step was just saved. A session that was
     restored is saved again when it is created. A StepCounterHook does not count the time that saving takes.
 
@@ -181,16 +233,18 @@ class CheckpointSaverHook(WritingHook):
         checkpoint_dir: the folder. Give the same one to the loop, which restores from it.
         save_secs: the number of seconds from one checkpoint to the next.
         save_steps: the number of steps from one checkpoint to the next; give exactly one period.
-        saver: what writes the checkpoints.
+        saver: what writes the checkpoints, such as ``Saver(max_to_keep=10)``; see :class:`torchhooks.Saver`.
         checkpoint_basename: the name of a checkpoint without its step, as in ``model.ckpt-700``.
         scaffold: the scaffold whose saver writes them. If it has none, or without ``saver`` and ``scaffold``,
             ``session.saver`` does.
-        listeners: called for every checkpoint, all of them even if one asks to stop.
+        listeners: called for every checkpoint, all of them even if one asks to stop; instances of
+            :class:`CheckpointSaverListener`.
         timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
             the name of a file.
+        CheckpointError: from the run, a checkpoint cannot be written.
     """
 
     saves_checkpoints = True

@@ -53,6 +53,12 @@ _Finding = tuple[int, _Found]  # with the global step of its run
 class StopAtStepHook(SessionRunHook):
     """Stops the loop at a global step (``tf.train.StopAtStepHook``): the run that reaches it is the last one.
 
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=3)]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    >>> loop.global_step, loop.stop_reason
+    (3, 'StopAtStepHook: step 3')
+
     Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, even
     if a run counts no step or several. A loop that starts at or after its last step makes one run, as in TensorFlow.
 
@@ -98,7 +104,17 @@ class StopAtStepHook(SessionRunHook):
 
 
 class NanTensorHook(SessionRunHook):
-    """Fails or stops the loop when a value is NaN (``tf.train.NanTensorHook``). Checks the value of every run.
+    """Raises an error or stops the loop when a value is NaN (``tf.train.NanTensorHook``). It checks every run.
+
+    >>> batches[2] = float("nan")
+    >>> try:
+    ...     with MonitoredLoop(step, model, optimizer, hooks=[NanTensorHook("loss")]) as loop:
+    ...         for inputs in loop.until_stop(batches):
+    ...             loss = loop.run(inputs)
+    ... except NanLossDuringTrainingError as error:
+    ...     print("failed:", error)
+    loss is NaN at step 3: training fails
+    failed: loss is NaN at step 3. NanTensorHook(..., fail_on_nan_loss=False) stops at such a step instead of failing.
 
     Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. A single number is
     itself read back, and checked on the host. The host never waits for it, so the loop ends a few runs after the NaN.
@@ -109,10 +125,12 @@ class NanTensorHook(SessionRunHook):
     and writes no file if one of them is a NaN.
 
     With several ranks, each checks its own value, and of a ``DTensor`` the part that it has, without communication. A
-    NaN on one rank ends the loop on all of them: with a PeerError that names the rank, or by a stop whose reason does.
+    NaN on one rank ends the loop on all of them: with a :class:`torchhooks.PeerError` that names the rank, or by a stop
+    whose reason does.
 
     Args:
-        loss_tensor: what to check: any fetch of real or complex numbers. A single NaN among them is enough.
+        loss_tensor: what to check: any fetch of real or complex numbers, such as ``"loss"`` or
+            :func:`torchhooks.grad_norm`. A single NaN among them is enough.
         fail_on_nan_loss: whether to raise an error; otherwise the hook logs a warning and stops the loop after the run.
         also_inf: whether to treat infinities like NaN.
         max_lag_steps: how many runs later than on the CPU, where the check is immediate, a NaN on a device may be
@@ -122,6 +140,8 @@ class NanTensorHook(SessionRunHook):
     Raises:
         NanLossDuringTrainingError: from the run in which the NaN is noticed, with ``fail_on_nan_loss``.
         ValueError: ``max_lag_steps`` is not a whole number, 0 or more.
+        TypeError: from the run, the value is not made of numbers.
+        FetchError: from the run, the fetch has no value.
     """
 
     def __init__(
@@ -324,6 +344,19 @@ class GlobalStepWaiterHook(SessionRunHook):
     TensorFlow uses it to start workers one after the other. Here, only a thread that is registered with the
     coordinator, such as a :class:`torchhooks.LooperThread`, can advance the step during the wait. A stop request or a
     signal ends the wait.
+
+    >>> class OtherWorker(SessionRunHook):  # advances the global step a hundred times a second
+    ...     def after_create_session(self, session, coord):
+    ...         LooperThread.loop(coord, 0.01, self.advance, args=[session])
+    ...
+    ...     def advance(self, session):
+    ...         if session.global_step < 20:
+    ...             session.global_step += 1
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[OtherWorker(), GlobalStepWaiterHook(20)]) as loop:
+    ...     loss = loop.run(batches[0])
+    waiting for global step 20
+    >>> loop.global_step
+    21
 
     Args:
         wait_until_step: the step to wait for; 0 or less disables the wait.
