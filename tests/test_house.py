@@ -45,6 +45,7 @@ FLOORS: list[set[str]] = [
     {"summary"},
     {"jsonl", "rollback", "running", "snapshot", "state", "trackers", "writers"},
     {"rank_checkpoints"},
+    {"checkpoint_reading"},
     {"checkpoint"},
     # the session and the contract
     {"session"},
