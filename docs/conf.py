@@ -23,6 +23,9 @@ myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_class_signature = "mixed"
+autodoc_inherit_docstrings = False  # a hook shows what it adds, not the methods of every hook
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 100
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
@@ -31,6 +34,6 @@ python_use_unqualified_type_names = True
 # of signatures make references too, to libraries that have no page here and to classes that are not public.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"(collections|contextlib|os|threading|torch|types|typing|typing_extensions)\..*"),
+    ("py:class", r"(collections|contextlib|os|signal|threading|torch|types|typing|typing_extensions)\..*"),
     ("py:class", r"torchhooks(\.\w+)+\.[A-Z]\w*"),
 ]
