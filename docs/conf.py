@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 
@@ -37,3 +39,19 @@ nitpick_ignore_regex = [
     ("py:class", r"(collections|contextlib|os|signal|threading|torch|types|typing|typing_extensions)\..*"),
     ("py:class", r"torchhooks(\.\w+)+\.[A-Z]\w*"),
 ]
+
+
+# What is private, or imported for type checkers only, and what to show in its place.
+SHOWN = {
+    "_DEFAULT_STEPS": "100",
+    "_Path": "str | os.PathLike[str]",
+    "TensorBoardWriter": "torch.utils.tensorboard.SummaryWriter",
+}
+
+
+def shown(text: str | None) -> str | None:
+    return text and re.sub(rf"\b({'|'.join(SHOWN)})\b", lambda name: SHOWN[name[0]], text)
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", lambda *event: (shown(event[5]), shown(event[6])))

@@ -154,7 +154,7 @@ class Saver:
                 returns a reason, it is logged, and nothing is written.
 
         Returns:
-            The path of the checkpoint, which with ``async_save`` may not be there yet: ``"run/model.ckpt-700"``.
+            The path of the checkpoint, ``"run/model.ckpt-700"``. With ``async_save``, it may not be there yet.
 
         Raises:
             CheckpointError: it could not be written, or something in the state cannot be saved. The older checkpoints

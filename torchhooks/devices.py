@@ -38,7 +38,7 @@ class FakeDevice:
     >>> with FakeDevice(lag=2) as device:
     ...     seen = trace(NanTensorHook("loss"), losses=[1, float("nan"), 1, 1, 1], catch=NanLossDuringTrainingError)
     loss is NaN at step 2: training fails
-    >>> seen.steps, device.waits  # step 4 noticed it; the host waited once, when the loop closed
+    >>> seen.steps, device.waits  # the run of step 4 raised; the host waited once, when the loop closed
     ([1, 2, 3], 1)
 
     Work can be queued on several streams: see :meth:`on_stream`. A copy has the values of the moment at which it was

@@ -74,8 +74,8 @@ class MonitoredLoop(Generic[R]):
     (5, 'StopAtStepHook: step 5')
 
     Args:
-        step: the user's function. It may take anything, and return anything: :doc:`/reference/fetches` says under which
-            names hooks can fetch what it returns. Without it, runs are made with :meth:`step`.
+        step: the user's function. It may take and return anything. Hooks fetch what it returns by :doc:`these names
+            </reference/fetches>`; a single tensor is ``"loss"``. Without it, runs are made with :meth:`step`.
         model: the module to save and restore, whose parameters, buffers and submodules hooks can fetch.
         optimizer: the optimizer to save and restore, whose learning rate is ``"lr"``.
         hooks: any iterable of hooks. It is copied; its order is the order of every call.
@@ -340,7 +340,7 @@ class MonitoredLoop(Generic[R]):
         * An iterator, such as ``enumerate(loader)`` or a generator, continues from wherever it is. A log line says so.
 
         The item of an outer ``until_stop`` is yielded again, and the inner one continues in it. A checkpoint is taken
-        when the body of the ``for`` is done with an item. :doc:`/loops` has the rules, with examples of each.
+        when the body of the ``for`` is done with an item. :doc:`This page </loops>` has the rules and examples of each.
 
         Args:
             iterable: the items.

@@ -284,7 +284,7 @@ class Session:
         Names of outputs refer to the last run. Every rank has to call this for ``over_ranks`` and a ``DTensor``.
 
         Args:
-            fetches: any fetch; :doc:`/reference/fetches` has the table.
+            fetches: any fetch, of :doc:`this table </reference/fetches>`.
             feed_dict: values for names, and thereby for parameters of closures, in this call.
             who: the hook that asks, whose running fetches can then be evaluated. Errors name it.
 

@@ -89,7 +89,7 @@ class _TrackerWriter:
         self._add(tag, _Media("image", pixels[..., 0] if pixels.shape[2] == 1 else pixels), step, walltime)
 
     def add_text(self, tag: str, text: str, step: int, walltime: float | None = None) -> None:
-        """Write a text."""
+        """Write a text, a ``str``."""
         self._add(tag, _Media("text", text), step, walltime)
 
     def add_figure(self, tag: str, figure: Any, step: int, walltime: float | None = None) -> None:
@@ -102,7 +102,7 @@ class _TrackerWriter:
             self._submit(self._send_config, dict(config))
 
     def flush(self) -> None:
-        """Send all points, and wait until the library has them, at most :data:`FLUSH_SECS`.
+        """Send all points, and wait until the library has them, at most 10 seconds.
 
         If that takes longer, a warning is logged, and the points are sent later.
         """
@@ -114,7 +114,11 @@ class _TrackerWriter:
         self._raise_errors()
 
     def close(self) -> None:
-        """Send all points, wait for as long as that takes, and finish the run. Closing twice is harmless."""
+        """Send all points, wait for as long as that takes, and finish the run of the tracker.
+
+        The end of a ``with`` block does this too, and after an exception marks that run as failed. Closing twice is
+        harmless.
+        """
         self._close(failed=False)
 
     def __enter__(self) -> Self:
