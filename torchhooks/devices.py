@@ -36,10 +36,10 @@ class FakeDevice:
 
     >>> from torchhooks.testing import FakeDevice, trace
     >>> with FakeDevice(lag=2) as device:
-    ...     seen = trace(NanTensorHook("loss"), losses=[1, float("nan"), 1, 1, 1], catch=NanLossDuringTrainingError)
-    loss is NaN at step 2: training fails
-    >>> seen.steps, device.waits  # the run of step 4 raised; the host waited once, when the loop closed
-    ([1, 2, 3], 1)
+    ...     seen = trace(NanTensorHook("loss", fail_on_nan_loss=False), losses=[1, float("nan"), 1, 1, 1])
+    loss is NaN at step 2
+    >>> seen.steps, device.waits  # stopped two runs later; the host waited once, when the loop closed
+    ([1, 2, 3, 4], 1)
 
     Work can be queued on several streams: see :meth:`on_stream`. A copy has the values of the moment at which it was
     started, even if the tensor is updated before it completes. What has arrived on the host, such as the values of a
