@@ -37,7 +37,7 @@ class FakeDevice:
     >>> from torchhooks.testing import FakeDevice, trace
     >>> with FakeDevice(lag=2) as device:
     ...     seen = trace(NanTensorHook("loss", fail_on_nan_loss=False), losses=[1, float("nan"), 1, 1, 1])
-    loss is NaN at step 2
+    loss is NaN at step 2: training stops
     >>> seen.steps, device.waits  # stopped two runs later; the host waited once, when the loop closed
     ([1, 2, 3, 4], 1)
 
