@@ -76,7 +76,7 @@ class Session:
         ranks: Ranks | None = None,
         running: RunningValues | None = None,
     ) -> None:
-        """Create a session; only the loop does.
+        """Create a session. A loop does this; without one, it holds what a Saver saves and restores.
 
         Args:
             model: the module in which parameter names are looked up.
