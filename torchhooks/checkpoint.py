@@ -198,7 +198,7 @@ class Saver:
         too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
 
         Raises:
-            DamagedCheckpointError: the file is not what was written. :meth:`restore_latest` falls back to an older one.
+            DamagedCheckpointError: the file is missing or damaged. :meth:`restore_latest` falls back to an older one.
             CheckpointError: it does not match the session, or could run code.
         """
         checkpoint = os.fspath(path)
