@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 
@@ -16,14 +18,18 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"torchhooks {release}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_class_signature = "mixed"
-autodoc_inherit_docstrings = False  # each hook would repeat the contract for its before_run, after_run, ...
+autodoc_inherit_docstrings = False  # a hook shows what it adds, not the methods of every hook
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 120
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 python_use_unqualified_type_names = True
@@ -32,6 +38,22 @@ python_use_unqualified_type_names = True
 # of signatures make references too, to libraries that have no page here and to classes that are not public.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"(collections|contextlib|os|threading|torch|types|typing|typing_extensions)\..*"),
+    ("py:class", r"(collections|contextlib|os|signal|threading|torch|types|typing|typing_extensions)\..*"),
     ("py:class", r"torchhooks(\.\w+)+\.[A-Z]\w*"),
 ]
+
+
+# What is private, or imported for type checkers only, and what to show in its place.
+SHOWN = {
+    "_DEFAULT_STEPS": "100",
+    "_Path": "str | os.PathLike[str]",
+    "TensorBoardWriter": "torch.utils.tensorboard.SummaryWriter",
+}
+
+
+def shown(text: str | None) -> str | None:
+    return text and re.sub(rf"\b({'|'.join(SHOWN)})\b", lambda name: SHOWN[name[0]], text)
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", lambda *event: (shown(event[5]), shown(event[6])))

@@ -276,7 +276,7 @@ def test_a_checkpoint_that_is_asked_for_and_damaged_raises_on_all(tmp_path: Path
 
 
 def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
-    read: Any = vars(torchhooks.checkpoint)["_load_file"]
+    read: Any = vars(torchhooks.checkpoint)["load_file"]
 
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         path = str(tmp_path / "model.ckpt-3")

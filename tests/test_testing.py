@@ -96,18 +96,6 @@ def test_keeps_the_original_results() -> None:
     assert torch.equal(hook.results[0]["l"], torch.tensor(0.5))
 
 
-def test_the_docstring_of_recording_hook_shows_what_it_records() -> None:
-    calls: list[tuple[Any, ...]] = []
-    hooks = [
-        RecordingHook("loss", name="a", calls=calls),
-        RecordingHook(name="b", calls=calls, raises={("before_run", 2): ValueError}),
-    ]
-    trace(*hooks, losses=[0.5, 0.5], catch=ValueError)
-    lines = (RecordingHook.__doc__ or "").splitlines()
-    shown = [line.strip().split("  ")[0] for line in lines if line.strip().startswith(('("a"', '("b"'))]
-    assert [repr(call).replace("'", '"') for call in calls[2:-2]] == shown
-
-
 def test_requests_a_stop_in_the_given_run() -> None:
     seen = trace(RecordingHook(stop_at=2))
     assert (seen.steps, seen.stop_reason) == ([1, 2], "RecordingHook: run 2")

@@ -30,7 +30,8 @@ from torchhooks import (
     trackers,
 )
 from torchhooks.histograms import as_histogram, count
-from torchhooks.summary import flat_config, write_config, write_summaries
+from torchhooks.summary import write_config, write_summaries
+from torchhooks.text import flat_config
 
 NAN, INF = math.nan, math.inf
 NEEDED_SECS = 60  # on a machine that does other things as well

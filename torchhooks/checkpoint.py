@@ -1,10 +1,5 @@
 """Saver: writes the whole state of a training run to one file, and restores it.
 
-    saver = Saver(max_to_keep=3)
-    path = saver.save(session, "run/model.ckpt", session.global_step)       # "run/model.ckpt-700"
-    saver.restore(session, path)
-    saver.restore_latest(session, "run")                                    # the newest undamaged checkpoint
-
 What a checkpoint contains is described in :mod:`torchhooks.state`; ``torch.load(path, weights_only=True)`` reads it
 without this library. How files are written atomically, ordered and found again is described in
 :mod:`torchhooks.checkpoint_files`.
@@ -16,7 +11,6 @@ import errno
 import math
 import os
 import threading
-import zipfile
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, BinaryIO, TypeVar, cast
@@ -32,9 +26,16 @@ from torchhooks.checkpoint_files import (
     Sink,
     has_checkpoints,
     is_checkpoint_name,
-    latest_checkpoint,
     list_checkpoints,
-    verify,
+)
+from torchhooks.checkpoint_reading import (
+    best_checkpoint,
+    latest_checkpoint,
+    load_file,
+    read_checkpoint,
+    read_for,
+    read_metadata,
+    scored_checkpoints,
 )
 from torchhooks.checks import seconds, whole_number
 from torchhooks.claim import take_back
@@ -46,8 +47,6 @@ from torchhooks.rank_checkpoints import (
     collect_of_all,
     commit_shards,
     leads,
-    load_part,
-    read_folder,
     read_for_all,
     share_of,
     together,
@@ -77,8 +76,19 @@ _Path = str | os.PathLike[str]
 class Saver:
     """Writes checkpoints, restores them, and removes old ones (``tf.train.Saver``).
 
-    A checkpoint is written atomically, at whatever moment the process is killed, and older ones are removed only after
-    that. Checkpoints that an earlier process wrote to the folder count towards the number to keep.
+    Pass one to :class:`torchhooks.Scaffold` or :class:`torchhooks.CheckpointSaverHook`, or call it between two runs:
+
+    >>> saver = Saver(max_to_keep=2)
+    >>> with MonitoredLoop(step, model, optimizer) as loop:
+    ...     for inputs in loop.until_stop(batches[:3]):
+    ...         loss = loop.run(inputs)
+    ...         path = saver.save(loop.session, "run/model.ckpt", loop.global_step)
+    ...     saver.restore(loop.session, "run/model.ckpt-2")
+    >>> loop.global_step, path
+    (2, 'run/model.ckpt-3')
+
+    A checkpoint is written atomically, and older ones are removed only after that. Checkpoints that an earlier process
+    wrote to the folder count towards the number to keep.
 
     With the session of a loop of several ranks, every rank has to make each call, in its training thread. The chief
     writes and chooses the files, the other ranks read them, and an error on one rank is raised on all. Only
@@ -94,10 +104,12 @@ class Saver:
         async_save: copy the state to CPU memory, return, and write the file in a background thread. The next call
             raises an error of that thread. The memory, one copy of the state, is kept for the next save until
             :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, in blocks of up
-            to 256 MB, or of one larger tensor, which torch rounds up to a power of two. Only the background thread
-            waits for the device.
+            to 256 MB, or of one larger tensor, which torch rounds up to a power of two.
         strict: whether a checkpoint that does not match the session is an error. Otherwise the parts that match are
             loaded, and a warning names the others.
+
+    Raises:
+        ValueError: an argument is not a whole number, or not a number of hours.
     """
 
     def __init__(
@@ -139,10 +151,10 @@ class Saver:
             global_step: the number in the name of the checkpoint.
             score: how good the state is, higher is better. :func:`best_checkpoint` compares scores.
             refusals: called before the file is written, with ``async_save`` in the background thread. If one of them
-                returns a reason, it is logged, and nothing is written. See ``Session.guard_checkpoints``.
+                returns a reason, it is logged, and nothing is written.
 
         Returns:
-            The path of the checkpoint, which with ``async_save`` may not be there yet: ``"run/model.ckpt-700"``.
+            The path of the checkpoint, ``"run/model.ckpt-700"``. With ``async_save``, it may not be there yet.
 
         Raises:
             CheckpointError: it could not be written, or something in the state cannot be saved. The older checkpoints
@@ -186,12 +198,12 @@ class Saver:
         too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
 
         Raises:
-            DamagedCheckpointError: the file is not what was written. :meth:`restore_latest` falls back to an older one.
+            DamagedCheckpointError: the file is missing or damaged. :meth:`restore_latest` falls back to an older one.
             CheckpointError: it does not match the session, or could run code.
         """
         checkpoint = os.fspath(path)
         self.wait_for_all(session)
-        self._restore(session, lambda: (checkpoint, _read(checkpoint, session)))
+        self._restore(session, lambda: (checkpoint, read_for(checkpoint, session)))
 
     def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each one that is.
@@ -347,7 +359,7 @@ class Saver:
 
     def _restore(self, session: SessionLike, choose: Callable[[], tuple[str, dict[str, Any]] | None]) -> str | None:
         """Load the checkpoint that ``choose()`` returns, with its path, and return the path."""
-        found = read_for_all(session, choose, partial(_load_file, session=session))
+        found = read_for_all(session, choose, partial(load_file, session=session))
         if found is None:
             return None
         path, saved, is_whole = found
@@ -409,7 +421,7 @@ class Saver:
         if not changed:
             return
         try:
-            saved, _ = of_rank(session, _read(path, session))
+            saved, _ = of_rank(session, read_for(path, session))
             pairs, misfits = compare(session, saved)
             if misfits:
                 raise CheckpointError(f"{path} does not match any more: {shortened(misfits)}")
@@ -443,72 +455,6 @@ class Saver:
             async_save=self.async_save,
             strict=self._strict,
         )
-
-
-def best_checkpoint(directory: _Path) -> str | None:
-    """Return the path of the checkpoint in ``directory`` with the highest score, ``None`` if none has a score.
-
-    Of equal scores the first counts. A BestCheckpointHook keeps its checkpoints in their own folder, ``"run/best"``.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
-    scored = scored_checkpoints(directory)
-    return max(scored, key=lambda pair: pair[0])[1].path if scored else None
-
-
-def scored_checkpoints(directory: _Path) -> list[tuple[float, Checkpoint]]:
-    """Return the checkpoints in ``directory`` that have a score, each after its score, in the order of writing."""
-    scored = [(_score(checkpoint.path), checkpoint) for checkpoint in list_checkpoints(directory)]
-    return [(score, checkpoint) for score, checkpoint in scored if score is not None]
-
-
-def read_metadata(path: _Path) -> dict[str, Any]:
-    """Return the ``metadata`` of the loop that wrote the checkpoint at ``path``; ``{}`` if it had none.
-
-    Needs no model, and reads no tensors of the checkpoint: the metadata can say which model to build for them.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is not a checkpoint.
-    """
-    try:
-        saved = _read_without_tensors(os.fspath(path))
-        if "global_step" not in saved:
-            raise ValueError("it has no global_step")
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint, or cannot be read: {brief(error).splitlines()[0]}"
-        ) from error
-    return cast("dict[str, Any]", saved.get("metadata", {}))
-
-
-def read_checkpoint(path: _Path) -> dict[str, Any]:
-    """Return the contents of the checkpoint at ``path``, a file or a folder, with whole tensors on the CPU.
-
-    Raises:
-        DamagedCheckpointError: it is not what was written.
-        CheckpointError: it could run code.
-    """
-    return _read(os.fspath(path))
-
-
-def _read_without_tensors(path: str) -> dict[str, Any]:
-    if os.path.isdir(path):
-        return load_part(path, 0)  # only small data that is not sharded
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith("/data.pkl"):
-                archive.read(name)  # raises if its checksum does not match, which torch does not compare with mmap
-    return cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-
-
-def _score(path: str) -> float | None:
-    try:
-        saved = _read_without_tensors(path)
-    except Exception as error:
-        logger.warning("%s is damaged, or cannot be read: %s. It is skipped.", path, brief(error).splitlines()[0])
-        return None
-    return saved.get("score")
 
 
 def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> Retention:
@@ -561,7 +507,7 @@ def _newest(directory: _Path, session: SessionLike) -> tuple[str, dict[str, Any]
     take_back(os.fspath(directory))
     for checkpoint in reversed(list_checkpoints(directory)):
         try:
-            return checkpoint.path, _read(checkpoint.path, session)
+            return checkpoint.path, read_for(checkpoint.path, session)
         except DamagedCheckpointError as error:
             logger.warning("%s It is skipped.", error)
     if has_checkpoints(directory):
@@ -570,28 +516,3 @@ def _newest(directory: _Path, session: SessionLike) -> tuple[str, dict[str, Any]
             " move them away, or choose another folder."
         )
     return None
-
-
-def _read(path: str, session: SessionLike | None = None) -> dict[str, Any]:
-    verify(path)
-    return _load_file(path, session)
-
-
-def _load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
-    try:
-        if os.path.isdir(path):
-            return read_folder(session, path)
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror or error}. With several ranks, all of them have to see its folder."
-        ) from error
-    except Exception as error:
-        interrupt = interrupt_in(error)
-        if interrupt is not None:
-            raise interrupt from None
-        raise CheckpointError(
-            f"{path} is not damaged, but torch does not load it with weights_only=True: "
-            f"{brief(error).splitlines()[0]} Without weights_only it could run code, so it is not loaded."
-        ) from error
-    return saved

@@ -547,7 +547,16 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the complete checkpoints in ``directory``, in the order in which they were written.
 
     A folder that does not exist has none. Damaged checkpoints are left out, with a warning. Sizes are checked here;
-    ``Saver.restore`` checks contents. Files that no Saver wrote are ignored.
+    :meth:`torchhooks.Saver.restore` checks contents. Files that no Saver wrote are ignored. A checkpoint has the
+    attributes ``path``, ``name``, ``step``, ``bytes``, ``time`` (in seconds since 1970), ``order`` and ``kept``.
+
+    >>> with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run", save_checkpoint_steps=4) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    saving a checkpoint of step 0 into run
+    ...
+    >>> [(checkpoint.name, checkpoint.step) for checkpoint in list_checkpoints("run")]
+    [('model.ckpt-0', 0), ...]
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -563,20 +572,6 @@ def list_again(folder: str, seals: Seals) -> list[Checkpoint]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}. Make it readable.") from error
-
-
-def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """Return the path of the newest complete checkpoint in ``directory``, ``None`` if there is none.
-
-    The newest is the one written last. After a return to an earlier state that is not the one of the highest step.
-
-    Unlike TensorFlow, which trusts its index, this looks for the file and checks that it is complete.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
-    checkpoints = list_checkpoints(directory)
-    return checkpoints[-1].path if checkpoints else None
 
 
 def is_checkpoint_name(prefix: str) -> bool:

@@ -32,13 +32,18 @@ from torchhooks.session import Session
 class FakeDevice:
     """A context manager in which CPU tensors are read back as from a device whose copies take ``lag`` runs.
 
-        with FakeDevice(lag=3) as device:
-            ...                                        # runs of a loop; values arrive three runs after they are sent
-        assert device.waits == 0                       # and the host never waited for one
+    It tests, without a GPU, whether a hook copes with values that arrive late:
+
+    >>> from torchhooks.testing import FakeDevice, trace
+    >>> with FakeDevice(lag=2) as device:
+    ...     seen = trace(NanTensorHook("loss", fail_on_nan_loss=False), losses=[1, float("nan"), 1, 1, 1])
+    loss is NaN at step 2: training stops
+    >>> seen.steps, device.waits  # stopped two runs later; the host waited once, when the loop closed
+    ([1, 2, 3, 4], 1)
 
     Work can be queued on several streams: see :meth:`on_stream`. A copy has the values of the moment at which it was
-    started, even if the tensor is updated before it completes. What
-    has arrived on the host, such as the values of a ``when_ready`` callback, is an ordinary CPU tensor.
+    started, even if the tensor is updated before it completes. What has arrived on the host, such as the values of a
+    ``when_ready`` callback, is an ordinary CPU tensor.
 
     Args:
         lag: the number of runs in which work that starts now is polled before it is done.
@@ -177,7 +182,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Sync(NamedTuple):
-    """An operation that blocked the host on a device, or would have blocked it on a GPU.
+    """An operation that blocked the host on a device, or would have blocked it on a GPU. See :func:`sync_audit`.
+
+    >>> from torchhooks.testing import Sync
+    >>> print(Sync(NanTensorHook("loss"), "after_run", 3, "aten.equal"))
+    NanTensorHook('loss') in after_run at step 3: aten.equal
 
     Args:
         hook: the hook that made the operation, or whose fetch did.
@@ -201,10 +210,18 @@ class Sync(NamedTuple):
 def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
     """List every operation of a hook or a fetch that would block the host on a GPU, with its hook, method and step.
 
-        with sync_audit() as syncs:
-            for batch in batches:
-                loop.run(batch)
-        assert not syncs, "\\n".join(map(str, syncs))
+    >>> from torchhooks.testing import sync_audit
+    >>> class Report(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs("loss")
+    ...     def after_run(self, run_context, run_values):
+    ...         self.loss = run_values.results.item()
+    ...     def __repr__(self):
+    ...         return "Report()"
+    >>> with sync_audit("cpu") as syncs, MonitoredLoop(step, model, optimizer, hooks=[Report()]) as loop:
+    ...     loss = loop.run(batches[0])
+    >>> print(*syncs, sep="\\n")
+    Report() in after_run at step 1: ...
 
     On a GPU, torch reports the operators and copies that synchronize (``torch.cuda.set_sync_debug_mode``). Without one,
     the audit runs on a :class:`FakeDevice` and lists the operators that would synchronize on a GPU: ``item()``,

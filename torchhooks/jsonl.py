@@ -41,6 +41,19 @@ _private = partial(os.open, mode=0o600)  # no other user can open a new file bef
 class JsonLinesWriter:
     """A ``summary_writer`` that appends scalars to a file, as one JSON object per line.
 
+    >>> with JsonLinesWriter("runs/curves.jsonl") as writer:
+    ...     hook = SummarySaverHook(save_steps=4, summary_writer=writer, summary_op={"lr": "lr"})
+    ...     with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...         for inputs in loop.until_stop(batches):
+    ...             loss = loop.run(inputs)
+    >>> from pathlib import Path
+    >>> print(Path("runs/curves.jsonl").read_text(), end="")
+    {"step": 1, "time": ..., "lr": 0.1}
+    {"step": 5, "time": ..., "lr": 0.1}
+
+    The points that a hook writes for one step are one line, with the time in seconds since 1970.
+    ``pandas.read_json("runs/curves.jsonl", lines=True).groupby("step").first()`` returns one row per step.
+
     A line is in the file when the call returns, so a process that is killed loses none. JSON has no NaN or infinity:
     these are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` and pandas read.
 

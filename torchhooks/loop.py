@@ -1,12 +1,5 @@
 """The loop: TensorFlow's monitored session around a PyTorch training step.
 
-    def step(inputs, targets):
-        optimizer.zero_grad()
-        loss = loss_fn(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
     with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=1000)]) as loop:
         for inputs, targets in loop.until_stop(loader):
             loop.run(inputs, targets)
@@ -70,31 +63,33 @@ T = TypeVar("T")
 
 
 class MonitoredLoop(Generic[R]):
-    """Runs ``step`` with hooks around it (``tf.train.MonitoredSession``).
+    """Runs a training step with hooks around it (``tf.train.MonitoredSession``).
 
     The constructor calls the hooks' ``begin``, creates the session, and calls the hooks' ``after_create_session``.
 
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=5)]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    >>> loop.global_step, loop.stop_reason
+    (5, 'StopAtStepHook: step 5')
+
     Args:
-        step: the user's function. It may take and return anything; :func:`torchhooks.fetch.named_outputs` says under
-            which names hooks can fetch what it returns. Without it, runs are made with :meth:`step`.
-        model: the module whose parameters, buffers and submodules hooks can fetch.
-        optimizer: the source of ``"lr"``; with ``step_unit="optimizer_step"``, also what counts.
+        step: the user's function. It may take and return anything. Hooks fetch what it returns by :doc:`these names
+            </reference/fetches>`; a single tensor is ``"loss"``. Without it, runs are made with :meth:`step`.
+        model: the module to save and restore, whose parameters, buffers and submodules hooks can fetch.
+        optimizer: the optimizer to save and restore, whose learning rate is ``"lr"``.
         hooks: any iterable of hooks. It is copied; its order is the order of every call.
-        scaffold: how a session is initialised.
-        state: further objects to save and restore, by name. They need ``state_dict`` and ``load_state_dict``.
-        step_unit: what one global step is: ``"run"``, a call of :meth:`run` whose step returned, or
-            ``"optimizer_step"``, a completed ``optimizer.step()``, counted at that moment, so that one run can count
-            zero, one or several.
-        checkpoint_dir: the folder whose newest whole checkpoint is restored, here and when recovering. The loop does
-            not write to it: a CheckpointSaverHook does.
-        recoverable_errors: exceptions after which the loop restores the newest checkpoint and makes the failed run
-            again. If a background thread reports one, the loop recovers after the run, or in :meth:`should_stop`.
-            Without a checkpoint to restore, they propagate.
-        max_recoveries: how many recoveries are made within an hour. The first is made at once, later ones after a
-            growing pause.
-        signals: signals after which the loop stops cleanly at the end of the run, so that a CheckpointSaverHook saves
-            once more: ``["SIGTERM", "SIGINT"]``, for example. When the loop closes, they are delivered to their
-            previous handlers; see :mod:`torchhooks.preemption`.
+        scaffold: how a session is initialised, and its saver.
+        state: further objects with ``state_dict`` and ``load_state_dict`` to save and restore, by name.
+        step_unit: what one global step is: ``"run"``, a run whose step returned, or ``"optimizer_step"``, a completed
+            ``optimizer.step()``, so that one run counts zero, one or several.
+        checkpoint_dir: the folder whose newest undamaged checkpoint is restored, here and when recovering. The loop
+            does not write to it: a :class:`torchhooks.CheckpointSaverHook` does.
+        recoverable_errors: exceptions, of a run or a background thread, after which the loop restores the newest
+            checkpoint and makes the failed run again. Without a checkpoint to restore, they propagate.
+        max_recoveries: the limit within an hour. The first recovery is made at once, later ones after growing pauses.
+        signals: signals after which the loop stops at the end of the run, so that a CheckpointSaverHook saves once
+            more, such as ``["SIGTERM", "SIGINT"]``. When it closes, they are delivered to their previous handlers.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
         metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
@@ -104,11 +99,11 @@ class MonitoredLoop(Generic[R]):
             creates the same loop, all make the same last run, and if one fails, the others raise PeerError.
 
     Raises:
-        TypeError: an item of ``hooks`` is not a hook, or another argument has the wrong type.
+        TypeError, ValueError: an item of ``hooks`` is not a hook, or another argument is not valid.
+        CheckpointError: every checkpoint in ``checkpoint_dir`` is damaged, or the newest one does not match the loop.
     """
 
-    _hooks_elsewhere: Collection[str] = ()
-    """The names of hooks that only another process has. The subclass of MonitoredTrainingLoop sets it."""
+    _hooks_elsewhere: Collection[str] = ()  # of a worker: the names of hooks that only another process has
 
     def __init__(
         self,
@@ -254,16 +249,20 @@ class MonitoredLoop(Generic[R]):
         return outputs
 
     def step(self) -> Body:
-        """Return the context manager of a run whose step is the body: ``with loop.step() as outputs: ...``
+        """Return the context manager of a run whose step is the body of a ``with`` statement.
 
-        ``outputs`` is a new dict. What the body puts into it, ``outputs["loss"] = loss``, hooks can fetch by name. The
-        run counts if the body ends without an exception, also by ``break``, ``continue`` or ``return``. Apart from
-        that, everything is as in :meth:`run`, except what only a function allows:
+        >>> with MonitoredLoop(hooks=[LoggingTensorHook(["loss"], every_n_iter=2)]) as loop:
+        ...     for inputs in loop.until_stop(batches[:2]):
+        ...         with loop.step() as outputs:
+        ...             outputs["loss"] = step(inputs)
+        loss = ...
+
+        ``outputs`` is a new dict; hooks can fetch what the body puts into it. The run counts if the body ends without
+        an exception, also by ``break``, ``continue`` or ``return``. All else is as in :meth:`run`, with two exceptions:
 
         * The body has no parameters. A hook that feeds one causes a FeedError.
-        * The body cannot be called again. If it or a hook raises one of ``recoverable_errors``, the session is
-          restored, but the loop continues after the ``with`` statement, with a warning. Variables of the body may then
-          be unset, or those of an earlier run.
+        * The body cannot be called again. After one of ``recoverable_errors``, the session is restored, and the loop
+          continues after the ``with`` statement, with a warning. Variables of the body may then be unset or old.
 
         Raises:
             LifecycleError, FetchError, FeedError: as in :meth:`run`, or the returned object was entered twice.
@@ -272,7 +271,9 @@ class MonitoredLoop(Generic[R]):
         return self._body
 
     def run_step_fn(self, step_fn: Callable[[StepContext[R]], T]) -> T:
-        """Call ``step_fn(step_context)``, which decides what to run with hooks and what without.
+        """Call ``step_fn`` with a :class:`torchhooks.StepContext`, and return what it returned.
+
+        ``step_fn`` decides what to run with hooks and what without. It may make several runs, or none.
 
         Raises:
             ValueError: ``step_fn`` does not take exactly one argument (``tf.train.MonitoredSession``'s rule).
@@ -307,9 +308,7 @@ class MonitoredLoop(Generic[R]):
     def should_stop(self) -> bool:
         """Return whether the loop is to end: a hook, a thread or a signal asked for it, a run failed, or it is closed.
 
-        Raises:
-            Exception: a background thread reported one of ``recoverable_errors``, and the loop does not recover from
-                it.
+        Raises one of ``recoverable_errors`` if a background thread reported it and the loop does not recover from it.
         """
         stopping = self._is_to_stop()
         if stopping:
@@ -321,37 +320,32 @@ class MonitoredLoop(Generic[R]):
     ) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end. Nests: epochs around batches.
 
-        An item that was taken is never dropped. If a signal or a thread asks to stop while the loop waits for an item,
-        the item is still yielded, and its run is made. When the outermost ``until_stop`` runs out of items,
-        ``stop_reason`` is "data ended".
+        >>> with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=10)]) as loop:
+        ...     for epoch in loop.until_stop(range(3)):
+        ...         for inputs in loop.until_stop(batches):  # eight of them
+        ...             loss = loop.run(inputs)
+        >>> epoch, loop.global_step
+        (1, 10)
+
+        If a signal or a thread asks to stop while the loop waits for an item, that item is still yielded, and its run
+        is made. When the outermost ``until_stop`` runs out of items, ``stop_reason`` is ``"data ended"``.
 
         Checkpoints contain the position in the data. In a loop that was restored from one, ``until_stop`` does not
         yield items that are done, and random numbers continue as they would have:
 
-        * An iterable with ``state_dict()`` and ``load_state_dict()``, such as torchdata's StatefulDataLoader, continues
-          by itself. It need not be in the loop's ``state``.
+        * An iterable with a ``state_dict()``, such as torchdata's StatefulDataLoader, continues without skipping.
         * A ``range`` continues after the last value. A longer range than before yields its additional values.
-        * Any other iterable, such as a DataLoader or a list, is iterated again, from the random state at which it was
-          started, and the items that are done are dropped. Unless it is a list, a log line says how many items were
-          dropped and how long that took.
+        * A DataLoader, a list or another iterable is iterated again, from the random state of its start, and the items
+          that are done are dropped. Unless it is a list, a log line has their number and how long that took.
         * An iterator, such as ``enumerate(loader)`` or a generator, continues from wherever it is. A log line says so.
 
-        A checkpoint that comes due in an item is taken when the body of the ``for`` is done with it, and a stop takes
-        one at the item where it is noticed. Code after an inner ``until_stop`` still runs when the loop stops, but it
-        is not in the checkpoint, so the resumed process runs it once.
-
-        A checkpoint that is taken in the middle of an item, because the item took longer than a whole period, has that
-        item yielded again, unless exactly one run was made in it. The item of an outer ``until_stop`` is always yielded
-        again: its body starts with the random states of the first time, and the inner one continues in it. What the
-        body changed on the way there is loaded from the checkpoint again. Consecutive loops are told apart by their
-        number; those that had ended yield nothing. A recovery within the process does not
-        move the position. An ``until_stop`` inside a run, such as an evaluation in a hook, is not part of the position.
+        The item of an outer ``until_stop`` is yielded again, and the inner one continues in it. A checkpoint is taken
+        when the body of the ``for`` is done with an item. :doc:`This page </loops>` has the rules and examples of each.
 
         Args:
             iterable: the items.
             resume: whether to continue from the position in the checkpoint. False takes ``iterable`` as it is.
-            limit: the greatest number of items to yield, including those of earlier processes. Counting items with
-                ``enumerate`` instead starts at 0 again after a resume.
+            limit: the greatest number of items to yield, including those of earlier processes.
 
         Raises:
             LifecycleError: the loop has failed or is closed.
@@ -379,7 +373,7 @@ class MonitoredLoop(Generic[R]):
 
     @property
     def session(self) -> Session:
-        """The raw session: evaluates fetches without a step and without hooks."""
+        """The raw session, which evaluates fetches without a step and without hooks. A recovery replaces it."""
         return self._sessions.session
 
     @property
@@ -389,7 +383,7 @@ class MonitoredLoop(Generic[R]):
 
     @property
     def stop_reason(self) -> str | None:
-        """What ended the loop: ``"StopAtStepHook: step 1000"``, ``"data ended"``; ``None`` while it continues."""
+        """What ended the loop, ``"StopAtStepHook: step 1000"`` or ``"data ended"``; ``None`` while it continues."""
         return self._ending.reason
 
     def close(self) -> None:
@@ -571,7 +565,17 @@ class MonitoredLoop(Generic[R]):
 
 
 class StepContext(Generic[R]):
-    """The argument of the function passed to ``run_step_fn`` (``tf.train.MonitoredSession.StepContext``)."""
+    """The argument of the function passed to ``run_step_fn`` (``tf.train.MonitoredSession.StepContext``).
+
+    >>> def fit_one_batch(step_context):
+    ...     if step_context.run_with_hooks(batches[0]) < 0.5:
+    ...         step_context.request_stop()
+    >>> with MonitoredLoop(step, model, optimizer) as loop:
+    ...     while not loop.should_stop():
+    ...         loop.run_step_fn(fit_one_batch)
+    >>> loop.stop_reason
+    'StopIteration: step_fn asked to stop'
+    """
 
     def __init__(self, loop: MonitoredLoop[R]) -> None:
         self._loop = loop
@@ -582,9 +586,9 @@ class StepContext(Generic[R]):
         return self._loop.session
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> R:
-        """Make one run, like ``loop.run``."""
+        """Make one run, like :meth:`torchhooks.MonitoredLoop.run`, and return what the step returned."""
         return self._loop.run(*args, **kwargs)
 
     def request_stop(self) -> NoReturn:
-        """End the loop cleanly, by leaving the function here."""
+        """End the loop cleanly: raise ``StopIteration``, which leaves the function and the ``with`` block."""
         raise StopIteration("step_fn asked to stop")

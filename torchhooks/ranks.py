@@ -73,14 +73,21 @@ class Ranks:
     """The processes that train one model together, as ``torchrun`` starts them.
 
     A :class:`torchhooks.MonitoredLoop` creates one by itself. Create one to change a period, and pass it as ``ranks``.
+    Hooks find it in ``session.ranks``.
+
+    >>> ranks = Ranks(lost_after_secs=300)
+    >>> with MonitoredLoop(step, model, optimizer, ranks=ranks) as loop:
+    ...     loss = loop.run(batches[0])
+    >>> ranks.rank, ranks.size, ranks.is_chief  # in a process that is alone
+    (0, 1, True)
 
     Args:
-        tick_secs: how often the ranks exchange a few numbers.
+        tick_secs: how often the ranks exchange a few numbers, in seconds.
         lost_after_secs: after how many seconds without an answer a rank counts as lost. It has to be longer than any
             call on any rank that keeps Python's global lock.
         stuck_secs: how long a process may stay in a call after another rank has failed, before it is ended with exit
             code 70.
-        join_secs: how long to wait for the other ranks when the loop is created.
+        join_secs: how long to wait for the other ranks when the loop is created, in seconds.
 
     Raises:
         ValueError: an argument is not a number of seconds, 0 or more.
@@ -115,7 +122,7 @@ class Ranks:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes and reports: rank 0."""
+        """Whether this process is rank 0, the one that writes and reports."""
         return self.rank == 0
 
     @property

@@ -56,7 +56,10 @@ RANK_OPS = ("mean", "sum", "min", "max")
 def over_ranks(fetch: Any, op: str) -> OverRanks:
     """Return a fetch of the ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` of what ``fetch`` is on all ranks.
 
-        LoggingTensorHook({"loss": over_ranks("loss", "mean")}, every_n_iter=100)
+    >>> hook = LoggingTensorHook({"mean loss": over_ranks("loss", "mean")}, every_n_iter=100)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     loss = loop.run(batches[0])
+    mean loss = ...
 
     It is evaluated only in the runs in which a hook requests it, all of a run in one exchange between the ranks. Every
     rank has to request it in the same run. So a hook cannot that not every rank has, or that is due by its own clock
@@ -69,6 +72,7 @@ def over_ranks(fetch: Any, op: str) -> OverRanks:
 
     Raises:
         ValueError: ``op`` is none of the four.
+        TypeError: ``fetch`` is made of other fetches, and is not a running one.
         FetchError: from the run, if the hook cannot request it, or the ranks request different things.
     """
     return OverRanks(fetch, op)

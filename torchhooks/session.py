@@ -36,28 +36,21 @@ _CPU = torch.device("cpu")
 class Session:
     """The state of a training run: model, optimizer, global step, and the outputs of the last run.
 
-    The loop creates it. A hook receives it in ``after_create_session`` and ``end``, and as ``run_context.session``.
+    The loop creates it: ``loop.session``. A hook receives it in ``after_create_session`` and ``end``, and as
+    ``run_context.session``. It calls no hooks. After a recovery the loop has a new one, and the old one is closed.
 
-    Args:
-        model: the module in which parameter names are looked up.
-        optimizer: the optimizer whose learning rate is ``"lr"``.
-        state: further objects that belong to the training state, by name.
-        saver: what writes its checkpoints; by default a :class:`torchhooks.Saver` with its defaults.
-        hooks: the hooks that have a state, by the name under which a checkpoint keeps it.
-        hooks_elsewhere: names of hooks that only another process has. Their states in checkpoints are ignored.
+    >>> with MonitoredLoop(step, model, optimizer) as loop:
+    ...     loss = loop.run(batches[0])
+    ...     loop.session.run({"step": "global_step", "lr": "lr", "bias": lambda model: model.bias.shape})
+    {'step': 1, 'lr': 0.1, 'bias': torch.Size([1])}
+
+    Attributes:
+        model: the model of the loop, ``None`` without one.
+        optimizer: the optimizer of the loop, ``None`` without one.
+        state: the loop's ``state``: further objects to save and restore, by name.
+        saver: what writes checkpoints: that of the scaffold, or a :class:`torchhooks.Saver` with its defaults.
         checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
-        metadata: plain data for every checkpoint.
-        warned: what a warning was logged about that is logged once per loop.
-        position: how far the loop is in its data; ``None`` for a session without a loop.
-        gradients: those that the optimizer has not used yet; ``None`` if nothing watches the optimizer.
-        progress: the global step and the last outputs, which the loop updates.
-        data_waits: how long the loop has waited for its data.
-        items: the calls to make between two items of ``until_stop``.
-        inputs: the names of the step's parameters, which have values only during a run.
-        drain: makes every pending ``when_ready`` call, and waits for the device.
-        interrupted: whether a signal asked the loop to stop.
-        ranks: which of several processes this is; by default, of the initialised ``torch.distributed``.
-        running: what is accumulated for the hooks in every run.
+        metadata: the loop's ``metadata``, plain data for every checkpoint.
     """
 
     def __init__(
@@ -83,6 +76,29 @@ class Session:
         ranks: Ranks | None = None,
         running: RunningValues | None = None,
     ) -> None:
+        """Create a session. A loop does this; without one, it holds what a Saver saves and restores.
+
+        Args:
+            model: the module in which parameter names are looked up.
+            optimizer: the optimizer whose learning rate is ``"lr"``.
+            state: further objects that belong to the training state, by name.
+            saver: what writes its checkpoints; by default a Saver with its defaults.
+            hooks: the hooks that have a state, by the name under which a checkpoint keeps it.
+            hooks_elsewhere: names of hooks that only another process has. Their states in checkpoints are ignored.
+            checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
+            metadata: plain data for every checkpoint.
+            warned: what a warning was logged about that is logged once per loop.
+            position: how far the loop is in its data; ``None`` for a session without a loop.
+            gradients: those that the optimizer has not used yet; ``None`` if nothing watches the optimizer.
+            progress: the global step and the last outputs, which the loop updates.
+            data_waits: how long the loop has waited for its data.
+            items: the calls to make between two items of ``until_stop``.
+            inputs: the names of the step's parameters, which have values only during a run.
+            drain: makes every pending ``when_ready`` call, and waits for the device.
+            interrupted: whether a signal asked the loop to stop.
+            ranks: which of several processes this is; by default, of the initialised ``torch.distributed``.
+            running: what is accumulated for the hooks in every run.
+        """
         self.model = model
         self.optimizer = optimizer
         self.state = {} if state is None else state
@@ -95,9 +111,9 @@ class Session:
         self.position = position
         self.gradients = gradients
         self.ranks = Ranks() if ranks is None else ranks
-        """Which of several processes this is: ``rank``, ``size``, ``is_chief``."""
+        """The :class:`torchhooks.Ranks` of the loop, with the ``rank`` of this process, ``size`` and ``is_chief``."""
         self.running = RunningValues() if running is None else running
-        """What running fetches accumulate: for evaluating them and for checkpoints."""
+        """The accumulated values of running fetches, to evaluate them and to save them."""
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
         # Decided here, so that nothing of several ranks is on the path of one.
@@ -113,7 +129,7 @@ class Session:
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._created, self._paused_secs = time.monotonic(), 0.0
         self.steps_per_sec: float | None = None
-        """The rate that a StepCounterHook reported last: NaN before, ``None`` without such a hook."""
+        """The rate that a StepCounterHook reported last; NaN before the first one, ``None`` without such a hook."""
         self._closed = False
 
     @property
@@ -127,7 +143,7 @@ class Session:
 
     @property
     def begun_at(self) -> int:
-        """The global step before this session's first run: the one that was restored or set; otherwise 0."""
+        """The global step before this session's first run, which was restored or set; otherwise 0."""
         return self._progress.begun_at
 
     @property
@@ -139,7 +155,10 @@ class Session:
         return _CPU
 
     def paused(self) -> AbstractContextManager[None]:
-        """Do not count the time inside this ``with`` block as training time: an evaluation, a checkpoint. Nests."""
+        """Do not count the time inside this ``with`` block as training time: an evaluation, a checkpoint. Nests.
+
+        Rates such as steps per second leave it out, and so does :attr:`secs`. The periods of timers include it.
+        """
         return _Pause(self._begin_pause, self._end_pause)
 
     def _begin_pause(self) -> Moment:
@@ -265,13 +284,13 @@ class Session:
         Names of outputs refer to the last run. Every rank has to call this for ``over_ranks`` and a ``DTensor``.
 
         Args:
-            fetches: any fetch; see :mod:`torchhooks.fetch`.
+            fetches: any fetch, of :doc:`this table </reference/fetches>`.
             feed_dict: values for names, and thereby for parameters of closures, in this call.
             who: the hook that asks, whose running fetches can then be evaluated. Errors name it.
 
         Raises:
             FetchError: an unknown name, or one that has a value only during a run.
-            LifecycleError: the loop is closed.
+            LifecycleError: the loop is closed, or a recovery has replaced this session.
         """
         return self._evaluator(fetches, feed_dict).evaluate(fetches, who)
 
@@ -342,13 +361,25 @@ def _without_left_out(tree: Any) -> Any:
 class Scaffold:
     """The parts from which a session is created (``tf.train.Scaffold``).
 
+    >>> pretrained = torch.nn.Linear(4, 1).state_dict()
+    >>> def load(scaffold, session):
+    ...     session.model.load_state_dict(pretrained)
+    >>> scaffold = Scaffold(init_fn=load, saver=Saver(max_to_keep=2))
+    >>> with MonitoredLoop(step, model, optimizer, scaffold=scaffold) as loop:
+    ...     torch.equal(model.weight, pretrained["weight"])
+    True
+
     Args:
         init_fn: called as ``init_fn(scaffold, session)`` when a session starts that was not restored.
-        summary_op: what a SummarySaverHook with this scaffold writes.
-        saver: what writes and reads checkpoints: ``session.saver``.
+        summary_op: what a :class:`torchhooks.SummarySaverHook` with this scaffold writes.
+        saver: what writes and reads checkpoints, ``session.saver``; by default a :class:`torchhooks.Saver`. The hooks
+            that save checkpoints use it if they get no saver of their own.
         ready_fn: called as ``ready_fn(session)`` once the session is initialised or restored. It returns True, or a
             text that says what is missing; the text becomes an error.
         copy_from_scaffold: another scaffold that supplies the arguments not given here.
+
+    Raises:
+        TypeError: ``copy_from_scaffold`` is not a Scaffold.
     """
 
     def __init__(
@@ -370,7 +401,7 @@ class Scaffold:
                 setattr(self, name, value)
 
     def prepare(self, session: Session, restored: bool = False) -> None:
-        """Initialise ``session`` unless it was ``restored``, and check that it is ready.
+        """Initialise ``session`` unless it was ``restored``, and check that it is ready. The loop calls this.
 
         Raises:
             LifecycleError: ``ready_fn`` says that it is not.

@@ -1,25 +1,14 @@
 """Summary ops, which write fetched values under a tag, and the writers that they write to.
 
 A summary op is a fetch with a tag. The loop evaluates the fetch, :meth:`SummaryOp.compose` combines the op with the
-value, and the result is written once the value is on the host:
+value, and :func:`write_summaries` writes the result once the value is on the host.
 
-    ops = summary_ops({"loss": "loss", "weights": histogram("fc1/weight", "fc1.weight")})
-    composed = [op.compose(value) for op, value in zip(ops, values)]
-    write_summaries(SummaryWriterCache.get("runs/1"), composed, step)
-
-Writers are ``torch.utils.tensorboard.SummaryWriter``, or any object with ``add_scalar(tag, value, step)`` and
-``flush()``, and with ``add_histogram``, ``add_image``, ``add_text`` and ``add_figure`` for the ops of these names. The
-methods are called with three positional arguments; only torch's own also get the wall time. Every writer gets the same
-values: an ``int`` or ``float``; a flat float64 array; a ``uint8`` array of shape (C, H, W); a ``str``; a figure.
+Writers are ``torch.utils.tensorboard.SummaryWriter``, or any other :class:`SummaryWriter`. Their methods are called
+with three positional arguments; only torch's own also get the wall time.
 
 A writer whose class also has ``add_histogram_raw``, with the arguments of torch's, gets the counts of the bins instead
-of the array. They are computed where the tensor is, so the tensor is not copied.
-
-Functions that take a writer also take a tuple of several. Each writes what it has methods for.
-
-A tag is a string that is not blank and has no control characters or lone surrogates; an op with another tag cannot be
-created. Unlike TensorFlow, which replaces some characters with underscores, tags are written exactly as given:
-``"loss %"``, ``"a b"``, ``"ä"``, ``"/a"``, ``"a//b"``. One exception: torch's ``add_text`` appends ``/text_summary``.
+of the array. They are computed where the tensor is, so the tensor is not copied. Functions that take a writer also take
+a tuple of several. Each writes what it has methods for.
 """
 
 from __future__ import annotations
@@ -41,11 +30,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from torchhooks.arrays import dtype_name, grid, number_in
 from torchhooks.closing import Attempts
 from torchhooks.fetch import ComposedFetch, GroupRates, snapshot
 from torchhooks.histograms import END, Counts, as_histogram, can_count, count, count_array
 from torchhooks.log import logger
-from torchhooks.text import shown
+from torchhooks.text import flat_config
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
@@ -55,10 +45,24 @@ _Array = np.ndarray[Any, Any]
 
 
 class SummaryWriter(Protocol):
-    """A writer of curves: TensorBoard's, or one of your own, such as an adapter to an experiment tracker.
+    """A writer of curves: TensorBoard's, or one of your own. Pass it to hooks as ``summary_writer``.
 
-    If it also has ``purge_from(step)``, hooks call it when a training run is about to repeat ``step`` and later steps,
-    for the writer to remove the points it has of them. ``step`` is 0 if the run begins at step 0.
+    >>> class Printer:
+    ...     def add_scalar(self, tag, value, step):
+    ...         print(step, tag, value)
+    ...     def flush(self):
+    ...         pass
+    >>> hook = SummarySaverHook(save_steps=4, summary_writer=Printer(), summary_op={"rate": "lr"})
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    1 rate 0.1
+    5 rate 0.1
+
+    It may also have ``add_histogram(tag, array, step)``, with a flat float64 array; ``add_image``, with ``uint8``
+    pixels of shape (channels, height, width); ``add_text``, with a ``str``; and ``add_figure``. Hooks call
+    ``purge_from(step)``, if it has it, when a training run is about to repeat ``step`` and later steps, so that it
+    removes the points it has of them. ``step`` is 0 if the run begins at step 0.
     """
 
     def add_scalar(self, tag: str, value: float, step: int, /) -> object:
@@ -69,7 +73,14 @@ class SummaryWriter(Protocol):
 
 
 class SummaryWriterCache:
-    """One TensorBoard writer per directory, shared by all hooks that write there (``tf.summary.FileWriterCache``)."""
+    """One TensorBoard writer per directory, shared by all hooks that write there (``tf.summary.FileWriterCache``).
+
+    >>> writer = SummaryWriterCache.get("runs/1")
+    >>> writer.add_scalar("accuracy", 0.9, 100)
+    >>> writer is SummaryWriterCache.get("runs/1/")
+    True
+    >>> SummaryWriterCache.close("runs/1")
+    """
 
     _lock = threading.RLock()  # reentrant, because clear() calls close()
     _open: ClassVar[dict[str, TensorBoardWriter]] = {}
@@ -154,8 +165,8 @@ class SummaryOp(ComposedFetch):
     def _check_array(self, value: Any, wanted: str) -> None:
         if not isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
             raise TypeError(self._message(_described(value), wanted))
-        if not _dtype(value).startswith(("float", "bfloat", "int", "uint", "bool")):
-            raise TypeError(self._message(f"a value of dtype {_dtype(value)}", wanted))
+        if not dtype_name(value).startswith(("float", "bfloat", "int", "uint", "bool")):
+            raise TypeError(self._message(f"a value of dtype {dtype_name(value)}", wanted))
 
     def _message(self, got: str, wanted: str) -> str:
         return f"{self.kind} {self.tag!r}: got {got}; {wanted}"
@@ -167,11 +178,23 @@ class SummaryOp(ComposedFetch):
 class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.partial is
     """A point of a curve: a real number, or a tensor or array with exactly one element, of any shape.
 
+    >>> from torchhooks.testing import RecordingWriter, trace
+    >>> writer = RecordingWriter()
+    >>> ops = [summary.scalar("train/loss", "loss"), summary.scalar("log2", lambda loss: loss.log2())]
+    >>> seen = trace(SummarySaverHook(2, summary_writer=writer, summary_op=ops), losses=[8, 4, 2])
+    >>> writer.scalars
+    {'train/loss': [(1, 8.0), (3, 2.0)], 'log2': [(1, 3.0), (3, 1.0)]}
+
     NaN and infinities are written. Event files hold float32, so TensorBoard shows integers beyond 2**24 rounded and
     numbers beyond 3.4e38 as infinite. Other writers get the exact number.
 
     If the fetch is ``"lr"`` and the optimizer has several parameter groups, each group has a curve of its own: for the
     tag ``"lr"``, these are ``"lr/0"``, ``"lr/1"`` and so on. A group with a ``"name"`` has that in place of its index.
+
+    Args:
+        tag: the name of the curve, a string that is not blank and has no control characters. Unlike TensorFlow, which
+            replaces some characters with underscores, tags are written as given: ``"loss %"``, ``"a//b"``.
+        fetch: one fetch.
     """
 
     def compose(self, value: Any) -> Any:
@@ -202,7 +225,7 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
         return self._host_value(value)
 
     def _host_value(self, value: Any) -> float:
-        number = _number(value)
+        number = number_in(value)
         try:
             as_float = float(number)
         except OverflowError:
@@ -211,22 +234,14 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
         return int(number) if isinstance(number, int) else as_float
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        try:
-            # Unlike Tensor.item(), this keeps the GIL, which a writer's background thread would take in between.
-            return value.numpy().item()
-        except (TypeError, RuntimeError):  # a dtype or layout that numpy does not have
-            return value.item()
-    return value.item() if isinstance(value, (np.ndarray, np.generic)) else value
-
-
 class histogram(SummaryOp):  # noqa: N801
-    """The distribution of the elements of a tensor or array of any shape.
+    """The distribution of the elements of a tensor or array of any shape; the arguments are those of :class:`scalar`.
+
+    >>> ops = {"loss": "loss", "weight": summary.histogram("weight", "weight")}
+    >>> hook = SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=ops)
 
     Elements that have no bin in TensorBoard (NaN, infinities, numbers beyond 9e19) are left out, and a warning with
-    their number is logged; torch's method would write a sum of NaN, or raise an error. If no element is left, nothing
-    is written.
+    their number is logged. If no element is left, nothing is written.
     """
 
     def counted(self) -> histogram:
@@ -277,6 +292,9 @@ class image(SummaryOp):  # noqa: N801
     Pixels are ``uint8``, ``bool``, or floats in 0..1; floats outside of this range are clipped, and NaN is black.
     ``dataformats`` has the letters of HW, CHW or NCHW in the order of the dimensions. By default it is the one of these
     three that has as many letters as the value has dimensions.
+
+    >>> op = summary.image("inputs", lambda inputs: inputs.sigmoid(), dataformats="HW")
+    >>> hook = SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=op)
     """
 
     def __init__(self, tag: str, fetch: Any, dataformats: str | None = None) -> None:
@@ -287,8 +305,8 @@ class image(SummaryOp):  # noqa: N801
 
     def _check(self, value: Any) -> None:
         self._check_array(value, "an image is a tensor or array of pixels")
-        if not _dtype(value).startswith(("uint8", "bool", "float", "bfloat")):
-            raise TypeError(self._message(f"{_dtype(value)} pixels", "give uint8, bool, or floats in 0..1"))
+        if not dtype_name(value).startswith(("uint8", "bool", "float", "bfloat")):
+            raise TypeError(self._message(f"{dtype_name(value)} pixels", "give uint8, bool, or floats in 0..1"))
         layout, shape = self._layout(value), tuple(value.shape)
         channels = dict(zip(layout, shape, strict=False)).get("C", 1)
         if len(layout) != len(shape) or 0 in shape or channels not in (1, 3, 4):
@@ -304,14 +322,18 @@ class image(SummaryOp):  # noqa: N801
             # Rounded, not truncated as in torch, so that bytes that were divided by 255 come out unchanged.
             pixels = np.rint(np.nan_to_num(pixels.astype(np.float32)).clip(0, 1) * 255).astype(np.uint8)
         pixels = pixels.transpose([layout.index(letter) for letter in "NCHW" if letter in layout])
-        return _grid(pixels.reshape((1,) * (4 - pixels.ndim) + pixels.shape))
+        return grid(pixels.reshape((1,) * (4 - pixels.ndim) + pixels.shape))
 
     def __repr__(self) -> str:
         return super().__repr__()[:-1] + (f", dataformats={self.dataformats!r})" if self.dataformats else ")")
 
 
 class text(SummaryOp):  # noqa: N801
-    """A ``str``, which TensorBoard shows as Markdown."""
+    """A ``str``, which TensorBoard shows as Markdown. torch's writer appends ``/text_summary`` to the tag.
+
+    >>> op = summary.text("report", lambda loss: f"The loss is **{loss:.3f}**.")
+    >>> hook = SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=op)
+    """
 
     def _check(self, value: Any) -> None:
         if not isinstance(value, str):
@@ -319,7 +341,16 @@ class text(SummaryOp):  # noqa: N801
 
 
 class figure(SummaryOp):  # noqa: N801
-    """A matplotlib figure. It is closed after it is written, so the fetch has to draw a new one each time."""
+    """A matplotlib figure. It is closed after it is written, so the fetch has to draw a new one each time.
+
+    >>> import matplotlib.figure
+    >>> def weights(model):
+    ...     chart = matplotlib.figure.Figure()
+    ...     chart.subplots().bar(range(4), model.weight[0])
+    ...     return chart
+    >>> op = summary.figure("weights", weights)
+    >>> hook = SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=op)
+    """
 
     def _check(self, value: Any) -> None:
         if not isinstance(value, getattr(sys.modules.get("matplotlib.figure"), "Figure", ())):
@@ -413,9 +444,6 @@ def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path 
     On a START, TensorBoard discards what it has read for ``step`` and later, so write it before the summaries of that
     step. The writer must be torch's, or have ``add_session_log(session_log, step)``, as TensorFlow's does; with any
     other writer this is a no-op.
-
-    Raises:
-        ValueError: ``status`` is neither of the two.
     """
     if status not in ("START", "CHECKPOINT"):
         raise ValueError(f"status={status!r}: must be 'START' or 'CHECKPOINT'")
@@ -454,20 +482,6 @@ def write_config(writer: Any, config: Mapping[str, Any]) -> None:
         writer._get_file_writer().add_summary(started)
 
 
-def flat_config(config: Mapping[Any, Any]) -> dict[str, bool | int | float | str]:
-    """Return ``config`` without nested mappings: ``{"model": {"width": 3}}`` becomes ``{"model.width": 3}``.
-
-    A value other than a number or a string becomes its repr.
-    """
-    flat: dict[str, bool | int | float | str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= {f"{name}.{rest}": part for rest, part in flat_config(value).items()}
-        else:
-            flat[str(name)] = value if isinstance(value, (bool, int, float, str)) else shown(value)
-    return flat
-
-
 def _ops(summary_op: Any) -> Iterator[SummaryOp]:
     if isinstance(summary_op, SummaryOp):
         yield summary_op
@@ -503,26 +517,12 @@ def _described(value: Any) -> str:
     return repr(value) if small else f"a {type(value).__name__}"
 
 
-def _dtype(value: Any) -> str:
-    """Return the name of the dtype of a tensor or array; torch and numpy use the same names."""
-    return getattr(value.dtype, "name", None) or str(value.dtype).removeprefix("torch.")
-
-
 def _array(value: Any) -> _Array:
     """Return a host value as an array. Dtypes that numpy does not have become float32; sparse tensors become dense."""
     if not isinstance(value, torch.Tensor):
         return np.asarray(value)
     known = not value.is_floating_point() or value.dtype in (torch.float16, torch.float32, torch.float64)
     return np.asarray((value if known else value.float()).detach().to_dense().numpy())
-
-
-def _grid(batch: _Array) -> _Array:
-    """Return a batch of shape (N, C, H, W) as one image of shape (C, rows x H, columns x W), padded with black."""
-    count, channels, height, width = batch.shape
-    columns = min(count, 8)
-    padded = np.pad(batch, ((0, -count % columns), (0, 0), (0, 0), (0, 0)))
-    cells = padded.reshape(-1, columns, channels, height, width).transpose(2, 0, 3, 1, 4)
-    return cells.reshape(channels, -1, columns * width)
 
 
 def _method_of(writer: Any, name: str, wanted_by: object) -> Callable[..., Any]:

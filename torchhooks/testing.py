@@ -66,9 +66,15 @@ _METHODS = ("begin", "after_create_session", "before_run", "after_run", "end", "
 class FakeClock:
     """A clock that moves only when it is told to. A context manager that replaces ``time.monotonic``.
 
-        with FakeClock() as clock:
-            timer.update_last_triggered_step(1)
-            clock.advance(2.5)
+    >>> from torchhooks.testing import FakeClock
+    >>> timer = SecondOrStepTimer(every_secs=60)
+    >>> with FakeClock() as clock:
+    ...     last = timer.update_last_triggered_step(1)
+    ...     clock.advance(59.5)
+    ...     early = timer.should_trigger_for_step(2)
+    ...     clock.advance(0.5)
+    ...     early, timer.should_trigger_for_step(3)
+    (False, True)
 
     It can be entered again, even inside itself or another clock. Each exit restores what its entry replaced.
 
@@ -85,7 +91,11 @@ class FakeClock:
         return self._now
 
     def advance(self, secs: float) -> None:
-        """Let ``secs`` seconds pass. Raises ValueError if it is negative or not finite."""
+        """Let ``secs`` seconds pass.
+
+        Raises:
+            ValueError: ``secs`` is negative or not finite.
+        """
         if not 0 <= secs < math.inf:
             raise ValueError(f"FakeClock.advance({secs!r}): a monotonic clock never goes back, give 0 or more seconds")
         self._now += secs
@@ -105,28 +115,23 @@ class FakeClock:
 class RecordingHook(SessionRunHook):
     """A hook that records every call in ``calls``, and that fetches, feeds, stops and raises as its arguments say.
 
-    Two of them, of which the second raises in its second run:
+    >>> from torchhooks.testing import RecordingHook, trace
+    >>> hook = RecordingHook("loss", raises={("before_run", 2): ValueError})
+    >>> seen = trace(hook, losses=[0.5, 0.25], catch=ValueError)
+    >>> for call in hook.calls:
+    ...     print(call)
+    ('begin',)
+    ('after_create_session', 0)
+    ('before_run', False)
+    ('after_run', 0.5, 1)
+    ('before_run', False)
+    ('raises', 'ValueError')
+    ('teardown',)
 
-        calls = []
-        hooks = [
-            RecordingHook("loss", name="a", calls=calls),
-            RecordingHook(name="b", calls=calls, raises={("before_run", 2): ValueError}),
-        ]
-
-    record, between the calls of ``begin`` and ``teardown``:
-
-        ("a", "after_create_session", 0)          the global step
-        ("b", "after_create_session", 0)
-        ("a", "before_run", False)                run_context.stop_requested
-        ("b", "before_run", False)
-        ("a", "after_run", 0.5, 1)                the results, the global step
-        ("b", "after_run", None, 1)
-        ("a", "before_run", False)
-        ("b", "before_run", False)
-        ("b", "raises", "ValueError")
-
-    The entry of ``end`` has the global step too. Entries have numbers and lists in place of tensors and arrays. The
-    original results are in ``results``, one item for each ``after_run``.
+    An entry has the name of the method. Those of ``after_create_session`` and ``end`` also have the global step, those
+    of ``before_run`` ``run_context.stop_requested``, and those of ``after_run`` the results and the global step, with
+    numbers and lists in place of tensors and arrays. The original results are in ``results``, one item for each
+    ``after_run``.
 
     Args:
         fetches: the fetch to request in every run.
@@ -211,9 +216,13 @@ def _fault(where: str | tuple[str, int], error: _Raisable) -> tuple[tuple[str, i
 class RecordingWriter:
     """A summary writer that keeps what it is given. Pass it to a hook as ``summary_writer``.
 
-        writer = RecordingWriter()
-        trace(StepCounterHook(2, summary_writer=writer), losses=[0.1] * 5)
-        assert writer.scalars == {"global_step/sec": [(3, 1.0), (5, 1.0)]}
+    >>> from torchhooks.testing import RecordingWriter, trace
+    >>> writer = RecordingWriter()
+    >>> seen = trace(StepCounterHook(2, summary_writer=writer), losses=[0.1] * 5)
+    global_step/sec: 1
+    global_step/sec: 1
+    >>> writer.scalars["global_step/sec"]
+    [(3, 1.0), (5, 1.0)]
 
     Attributes:
         records: one tuple for each call, in order. ``(kind, tag, value, step)`` for ``add_<kind>``, with numbers and
@@ -273,6 +282,10 @@ class RecordingWriter:
 class Trace:
     """What :func:`trace` observed.
 
+    >>> from torchhooks.testing import trace
+    >>> trace(StopAtStepHook(last_step=1))
+    Trace(steps=[1], lines=[], stop_reason='StopAtStepHook: step 1', global_step=1, error=None)
+
     Args:
         steps: the global step after each run that returned.
         lines: the log lines, as ``(level, text)``: ``("INFO", "loss = 0.1")``.
@@ -298,8 +311,13 @@ def trace(
 ) -> Trace:
     """Run a MonitoredLoop with ``hooks``, one run for each of ``losses``, until they end or a hook stops the loop.
 
-        assert trace(StopAtStepHook(last_step=3), losses=[0.1] * 9).steps == [1, 2, 3]
-        assert trace(NanTensorHook("loss"), losses=[0.1, math.nan], catch=NanLossDuringTrainingError).steps == [1]
+    >>> from torchhooks.testing import trace
+    >>> trace(StopAtStepHook(last_step=3), losses=[0.1] * 9).steps
+    [1, 2, 3]
+    >>> seen = trace(NanTensorHook("loss"), losses=[0.1, float("nan")], catch=NanLossDuringTrainingError)
+    loss is NaN at step 2: training fails
+    >>> seen.steps, type(seen.error).__name__
+    ([1], 'NanLossDuringTrainingError')
 
     Args:
         hooks: the hooks, in order.
@@ -307,7 +325,7 @@ def trace(
             type is raised. Anything else, such as a mapping of several outputs, is returned as it is.
         secs: how many seconds each step takes, on a :class:`FakeClock`.
         start_step: the global step before the first run.
-        catch: exceptions to return in :attr:`Trace.error`. All others are raised.
+        catch: exceptions to return in ``Trace.error``. All others are raised.
         loop_arguments: passed to the loop: ``model``, ``optimizer``, ``step_unit`` and so on.
     """
     pending = deque(losses)
@@ -344,7 +362,16 @@ def _while_any(pending: deque[Any]) -> Iterator[int]:
 
 @contextmanager
 def log_lines() -> Iterator[list[tuple[str, str]]]:
-    """Collect the log lines of ``"torchhooks"`` and its children, INFO and above, as ``(level, text)``."""
+    """Collect the log lines of ``"torchhooks"`` and its children, INFO and above, as ``(level, text)``.
+
+    >>> from torchhooks.testing import log_lines
+    >>> hook = LoggingTensorHook({"step": "global_step"}, every_n_iter=1)
+    >>> with log_lines() as lines, MonitoredLoop(step, model, hooks=[hook]) as loop:
+    ...     loss = loop.run(batches[0])
+    step = 1
+    >>> lines
+    [('INFO', 'step = 1')]
+    """
     lines: list[tuple[str, str]] = []
     handler = _LineHandler(lines)
     logger.addHandler(handler)
@@ -370,5 +397,10 @@ class _LineHandler(logging.Handler):
 
 
 def plain(values: Any) -> Any:
-    """Return ``values``, of any structure, with numbers and lists in place of tensors and arrays."""
+    """Return ``values``, of any structure, with numbers and lists in place of tensors and arrays.
+
+    >>> from torchhooks.testing import plain
+    >>> plain({"loss": torch.tensor(0.5), "shape": torch.ones(2, 2).shape, "weight": torch.ones(2)})
+    {'loss': 0.5, 'shape': torch.Size([2, 2]), 'weight': [1.0, 1.0]}
+    """
     return map_leaves(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, values)

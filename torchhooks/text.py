@@ -1,10 +1,11 @@
-"""Wording that error messages, log lines and reprs share."""
+"""Wording that error messages, log lines, reprs and configs share."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 _OTHER_NAMES = {"learning_rate": "lr"}
@@ -57,3 +58,17 @@ def shortened(names: list[str], limit: int = 24) -> str:
     """Return ``names`` as one line; a long list ends in the number of names left out."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
+
+
+def flat_config(config: Mapping[Any, Any]) -> dict[str, bool | int | float | str]:
+    """Return ``config`` without nested mappings: ``{"model": {"width": 3}}`` becomes ``{"model.width": 3}``.
+
+    A value other than a number or a string becomes its repr.
+    """
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{rest}": part for rest, part in flat_config(value).items()}
+        else:
+            flat[str(name)] = value if isinstance(value, (bool, int, float, str)) else shown(value)
+    return flat

@@ -35,7 +35,7 @@ import numpy as np
 from torchhooks import summary
 from torchhooks.errors import add_note
 from torchhooks.log import logger
-from torchhooks.text import shown
+from torchhooks.text import flat_config, shown
 
 FLUSH_SECS = 10.0
 """How many seconds ``flush()`` waits at most, so that a tracker that does not answer cannot stop a training run."""
@@ -89,7 +89,7 @@ class _TrackerWriter:
         self._add(tag, _Media("image", pixels[..., 0] if pixels.shape[2] == 1 else pixels), step, walltime)
 
     def add_text(self, tag: str, text: str, step: int, walltime: float | None = None) -> None:
-        """Write a text."""
+        """Write a text, a ``str``."""
         self._add(tag, _Media("text", text), step, walltime)
 
     def add_figure(self, tag: str, figure: Any, step: int, walltime: float | None = None) -> None:
@@ -102,7 +102,7 @@ class _TrackerWriter:
             self._submit(self._send_config, dict(config))
 
     def flush(self) -> None:
-        """Send all points, and wait until the library has them, at most :data:`FLUSH_SECS`.
+        """Send all points, and wait until the library has them, at most 10 seconds.
 
         If that takes longer, a warning is logged, and the points are sent later.
         """
@@ -114,7 +114,11 @@ class _TrackerWriter:
         self._raise_errors()
 
     def close(self) -> None:
-        """Send all points, wait for as long as that takes, and finish the run. Closing twice is harmless."""
+        """Send all points, wait for as long as that takes, and finish the run of the tracker.
+
+        The end of a ``with`` block does this too, and after an exception marks that run as failed. Closing twice is
+        harmless.
+        """
         self._close(failed=False)
 
     def __enter__(self) -> Self:
@@ -192,16 +196,24 @@ class _TrackerWriter:
 class WandbWriter(_TrackerWriter):
     """A ``summary_writer`` for Weights & Biases.
 
-        with WandbWriter("runs/1", project="mnist") as writer:
-            hooks = [SummarySaverHook(100, summary_writer=writer, summary_op={"loss": "loss"})]
+    >>> with WandbWriter("runs/1", project="mnist", mode="disabled") as writer:  # or "online", "offline"
+    ...     hook = SummarySaverHook(save_steps=4, summary_writer=writer, summary_op={"loss": "loss"})
+    ...     with MonitoredLoop(step, model, optimizer, hooks=[hook], metadata={"lr": 0.1}) as loop:
+    ...         for inputs in loop.until_stop(batches):
+    ...             loss = loop.run(inputs)
 
-    The x-axis of every curve is ``global_step``, which each call has, so points may also arrive late.
+    A background thread makes the calls of the library. The points of one step are sent in one call: when a later step
+    has its first point, or when the writer is flushed, as hooks do before each checkpoint and when the loop closes. An
+    error of the thread is raised by the next call of any method, at the latest by :meth:`close`.
+
+    The x-axis of every curve is ``global_step``, which each call has, so points may also arrive late. The ``metadata``
+    of the loop becomes the config of the run. Points of steps that are repeated after a restore are written twice.
 
     Args:
         folder: the folder of the run. The file ``wandb-run-id`` in it has the id of the run, which is resumed if there
             is one. W&B's own files are also in this folder.
         run: what ``wandb.init`` returned, in place of ``folder``. Closing the writer does not finish it.
-        init: further arguments of ``wandb.init``, such as ``project``.
+        init: further arguments of ``wandb.init``, such as ``project`` and ``mode``.
 
     Raises:
         ImportError: wandb is not installed.
@@ -252,7 +264,7 @@ class WandbWriter(_TrackerWriter):
         self._run.log({**values, "global_step": step, "_timestamp": points.walltime})
 
     def _send_config(self, config: dict[str, Any]) -> None:
-        self._run.config.update(summary.flat_config(config), allow_val_change=True)
+        self._run.config.update(flat_config(config), allow_val_change=True)
 
     def _finish(self, failed: bool) -> None:
         if self._owns_run:
@@ -274,8 +286,15 @@ class WandbWriter(_TrackerWriter):
 class MlflowWriter(_TrackerWriter):
     """A ``summary_writer`` for MLflow.
 
-        with MlflowWriter("runs/1", tracking_uri="sqlite:///mlflow.db", experiment="mnist") as writer:
-            hooks = [SummarySaverHook(100, summary_writer=writer, summary_op={"loss": "loss"})]
+    >>> writer = MlflowWriter("runs/1", tracking_uri="sqlite:///mlflow.db", experiment="mnist")  # doctest: +SKIP
+    >>> with writer:  # doctest: +SKIP
+    ...     hook = SummarySaverHook(save_steps=4, summary_writer=writer, summary_op={"loss": "loss"})
+    ...     with MonitoredLoop(step, model, optimizer, hooks=[hook], metadata={"lr": 0.1}) as loop:
+    ...         for inputs in loop.until_stop(batches):
+    ...             loss = loop.run(inputs)
+
+    It sends points and raises errors as :class:`torchhooks.WandbWriter` does. The ``metadata`` of the loop becomes the
+    parameters of the run, which MLflow never changes: a warning names those that differ in a resumed training run.
 
     MLflow has no histograms. Give such an op to a hook that has several writers, one of which has them. Characters that
     a name must not have in MLflow are replaced: ``"loss %"`` becomes ``"loss _"``. Texts and figures are artifacts.
@@ -340,9 +359,7 @@ class MlflowWriter(_TrackerWriter):
 
     def _send_config(self, config: dict[str, Any]) -> None:
         known = self._client.get_run(self._run_id).data.params
-        wanted = {
-            _mlflow_name(name): str(value)[:_MLFLOW_LENGTH] for name, value in summary.flat_config(config).items()
-        }
+        wanted = {_mlflow_name(name): str(value)[:_MLFLOW_LENGTH] for name, value in flat_config(config).items()}
         for name in wanted.keys() & known.keys():
             if wanted[name] != known[name]:
                 message = "%r: MLflow keeps the parameter %r at %s, because it allows no change to %s"

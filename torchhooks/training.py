@@ -1,19 +1,4 @@
-"""MonitoredTrainingLoop: a loop with the hooks that nearly every training run needs.
-
-    with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run", hooks=[StopAtStepHook(1000)]) as loop:
-        for inputs, targets in loop.until_stop(loader):
-            loop.run(inputs, targets)
-
-If the script is run again, it continues from the newest checkpoint in ``run``. The loop calls its hooks in this order:
-
-    the chief_only_hooks
-    StepCounterHook          every 100 steps
-    SummarySaverHook         every 100 steps, to summary_dir
-    CheckpointSaverHook      every 600 seconds, to checkpoint_dir
-    the hooks
-
-Hooks with a state are moved before the first hook that saves checkpoints, so that their saved state includes the run.
-"""
+"""MonitoredTrainingLoop: a loop with the hooks that nearly every training run needs."""
 
 from __future__ import annotations
 
@@ -80,7 +65,24 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
 ) -> MonitoredLoop[R]:
     """Return a :class:`torchhooks.MonitoredLoop` with the default hooks (``tf.train.MonitoredTrainingSession``).
 
-    A period in steps replaces the default period in seconds, and vice versa. ``None`` or 0 disables a hook. Unlike
+    >>> hooks = [StopAtStepHook(last_step=5)]
+    >>> with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run", hooks=hooks) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    saving a checkpoint of step 0 into run
+    saving a checkpoint of step 5 into run
+
+    If the script is run again, it continues from the newest checkpoint in ``run``. The loop calls its hooks in this
+    order, which is TensorFlow's:
+
+    1. the ``chief_only_hooks``
+    2. a :class:`torchhooks.StepCounterHook`, every 100 steps
+    3. a :class:`torchhooks.SummarySaverHook`, every 100 steps, which writes to ``summary_dir``
+    4. a :class:`torchhooks.CheckpointSaverHook`, every 600 seconds, which writes to ``checkpoint_dir``
+    5. the ``hooks``
+
+    Hooks with a state are moved before the first hook that saves checkpoints, so that their saved state includes the
+    run. A period in steps replaces the default period in seconds, and vice versa. ``None`` or 0 disables a hook. Unlike
     TensorFlow, steps per second are logged even if there is no folder to write them to.
 
     Args:
