@@ -34,7 +34,8 @@ from rank_processes import context
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LIBRARIES = ("ignite", "keras", "lightning", "tensorflow", "transformers")  # too large to be installed for the tests
+# Too large to be installed for the tests.
+LIBRARIES = ("accelerate", "ignite", "keras", "lightning", "tensorflow", "transformers")
 DEADLINE_SECS = 300
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 
