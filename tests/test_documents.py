@@ -14,10 +14,12 @@ In README.md, CONTRIBUTING.md and the pages in docs/:
 * A relative link leads to a file that exists, and to one of its headings.
 * The rows of the tables under "What it costs" in README.md and docs/cost.md are rows of benchmarks/RESULTS.md, word for
   word.
+* In a table whose first column is called "message", that column quotes strings of the package, with ``...`` for values.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import itertools
@@ -27,6 +29,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +39,8 @@ from rank_processes import context
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LIBRARIES = ("ignite", "keras", "lightning", "tensorflow", "transformers")  # too large to be installed for the tests
+# Too large to be installed for the tests.
+LIBRARIES = ("accelerate", "ignite", "keras", "lightning", "tensorflow", "transformers")
 DEADLINE_SECS = 300
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 
@@ -186,6 +190,35 @@ def rows(text: str) -> set[str]:
 def test_every_row_under_what_it_costs_is_in_the_results(document: str) -> None:
     costs = (ROOT / document).read_text(encoding="utf-8").partition("\n## What it costs\n")[2].partition("\n## ")[0]
     assert set() < rows(costs) <= rows((ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8"))
+
+
+def messages(text: str) -> Iterator[str]:
+    """Yield what the first cells of the tables of messages quote."""
+    for table in re.findall(r"^\| message \|.*\n((?:\|.*\n?)+)", BLOCK.sub("", text), re.MULTILINE):
+        for row in table.splitlines()[1:]:
+            quoted = re.match(r"\| `([^`]+)` \|", row)
+            assert quoted is not None, f"{row!r} quotes no message"
+            yield quoted[1]
+
+
+def strings_of(tree: ast.AST) -> Iterator[str]:
+    """Yield the strings in a module, except docstrings, with ``...`` for the values that are inserted into them."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield re.sub(r"%[-.\d]*[a-z]", "...", node.value)
+
+
+def test_every_message_that_a_page_explains_is_one_of_the_package() -> None:
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / "torchhooks").rglob("*.py")]
+    known = [string for tree in trees for string in strings_of(tree)]
+    quoted = [message for document in DOCUMENTS for message in messages(document.read_text(encoding="utf-8"))]
+    patterns = {message: re.compile(re.escape(message).replace(r"\.\.\.", ".*")) for message in quoted}
+    gone = [message for message, pattern in patterns.items() if not any(map(pattern.search, known))]
+    assert quoted
+    assert not gone
 
 
 DOCUMENT = """\
