@@ -19,7 +19,7 @@ import torch.distributed.fsdp
 from rank_processes import run_ranks
 from rank_threads import Hub, ThreadRanks, in_threads
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhooks.hooks.best
 from torchhooks import (
@@ -53,6 +53,7 @@ from torchhooks import (
     summary,
 )
 from torchhooks.agreement import Pace, Row, Slowest
+from torchhooks.histograms import as_histogram, count
 from torchhooks.log import logger, speak_as
 from torchhooks.reduction import RanksEvaluator
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
@@ -853,6 +854,85 @@ def sharded(rank: int) -> list[str]:
         results += [f"{point[1]:.6f}" for point in writer.scalars["norm"][1:]]
         assert np.array_equal([r for r in writer.records if r[0] == "histogram"][1][2], final.flatten().tolist())
     return results
+
+
+class RecordsCounts(RecordingWriter):
+    """A writer that takes the counts of histograms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, Any] = {}
+
+    def add_histogram_raw(self, tag: str, *counts: Any) -> None:
+        self.counts[tag] = counts
+
+
+def counted_in_shards(rank: int) -> list[str]:
+    """Write histograms of DTensors without a full tensor, and return the tags of those that are right."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = {
+        "even": torch.randn(6, 4, 8).mul(256).round().div(256),  # so that their sums are exact in any order
+        "uneven": torch.tensor([[0.5], [math.nan], [-3.0]]),
+        "on one rank": torch.tensor([2.0]),
+        "replicated": torch.tensor([1.0, 1.0]),
+        "partial": torch.tensor([2.0, 4.0]),
+        "ordinary": torch.tensor([0.25]),
+    }
+    parts: dict[str, Any] = {tag: distribute_tensor(whole[tag], mesh, [Shard(0)]) for tag in [*whole][:3]}
+    parts["replicated"] = DTensor.from_local(whole["replicated"], mesh, [Replicate()])
+    parts["partial"] = DTensor.from_local(whole["partial"] / 2, mesh, [Partial()])
+    parts["ordinary"] = whole["ordinary"]
+    model = torch.nn.Linear(4, 5)
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    whole["parameter"] = model.weight.full_tensor().detach()  # type: ignore[attr-defined]
+    ops = [summary.histogram(tag, lambda value=value: value) for tag, value in parts.items()]
+    # The chief's writer decides what every rank requests.
+    writer = RecordsCounts() if rank == 0 else RecordingWriter()
+    ops.append(summary.histogram("parameter", "weight"))
+    hook = SummarySaverHook(1, summary_writer=writer, summary_op=ops)
+
+    def refuse(tensor: Any) -> None:
+        raise AssertionError("a full tensor was requested")
+
+    DTensor.full_tensor = refuse  # type: ignore[assignment]  # in this process
+    with MonitoredLoop(lambda: 1.0, model, hooks=[hook], ranks=Ranks(**QUICK)) as loop:
+        loop.run()
+    assert isinstance(writer, RecordsCounts) or not writer.records
+    counts = getattr(writer, "counts", {})
+    for tag, got in counts.items():
+        expected, _ = as_histogram(count(whole[tag]))
+        assert expected is not None
+        assert (*got[:3], *got[5:]) == (*expected[:3], *expected[5:], 1), tag
+        assert got[3:5] == (expected[3:5] if tag != "parameter" else pytest.approx(expected[3:5])), tag
+    return list(counts)
+
+
+def test_histograms_of_dtensors_are_counted_in_their_shards(tmp_path: Path) -> None:
+    chief, other = run_ranks(tmp_path, 2, counted_in_shards)
+    assert (chief.code, other.code) == (0, 0), (chief, other)
+    assert chief.value == ["even", "uneven", "on one rank", "replicated", "partial", "ordinary", "parameter"]
+    assert other.value == []
+    assert "histogram 'uneven', step 1: left out 1 of 3 values" in chief.output
+
+
+def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    session, hook = Session(), Wants("weight")
+    session.ranks.hooks_of_some = [hook]
+    evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
+    with pytest.raises(FetchError, match=r"asked for the histogram of a DTensor of shape \(4,\), which all ranks"):
+        evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), hook)
+
+
+def test_a_writer_that_only_the_chief_has_decides_for_all_ranks() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        writer = None if ranks.rank else RecordsCounts()
+        op = [{"loss": over_ranks("loss", "sum")}, summary.histogram("w", lambda: torch.ones(3))]
+        train(ranks, hub, [SummarySaverHook(1, summary_writer=writer, summary_op=op)], runs=1)
+        return writer and (writer.scalars, writer.counts["w"][2])
+
+    assert in_threads(2, main) == [({"loss": [(1, 12.0)]}, 3), None]
 
 
 def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ class Ranks:
             return None
         if f"{kind}:" not in str(distributed.get_backend_config()):
             return None
-        return _all_gather(tensors, self.size)
+        return all_gather(tensors, self.size)
 
     def connect(self, failure: Callable[[], TorchHooksError | None]) -> Transport:
         """Reach the other ranks; each of them has to call this. ``failure()`` says why not to wait for one any more.
@@ -323,12 +323,15 @@ class _GlooTransport:
             raise failure
 
 
-def _all_gather(tensors: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
-    """Return ``tensors`` of the ``size`` ranks of the default process group, sent as bytes in one call."""
+def all_gather(tensors: list[torch.Tensor], size: int, group: Any = None) -> list[list[torch.Tensor]]:
+    """Return ``tensors`` of the ``size`` ranks of ``group``, by default the default process group.
+
+    They are sent as bytes in one call, and have the same shapes and dtypes on all of its ranks.
+    """
     pieces = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     data = torch.cat(pieces)
     rows = [torch.empty_like(data) for _ in range(size)]
-    torch.distributed.all_gather(rows, data)
+    torch.distributed.all_gather(rows, data, group=group)
     lengths = [piece.numel() for piece in pieces]
 
     def read(row: torch.Tensor) -> list[torch.Tensor]:

@@ -20,6 +20,13 @@ from torchhooks.ranks import Ranks
 from torchhooks.text import shown
 
 
+class Shared:
+    """What a fetch has on this rank of a value whose parts are on several ranks."""
+
+    def combined(self) -> Any:
+        """Return the whole value. Every rank has to call this."""
+
+
 class OverRanks(ComposedFetch):
     """A fetch whose value is combined from those of all ranks. See :func:`over_ranks`."""
 
@@ -133,7 +140,10 @@ class RanksEvaluator(Evaluator):
             self._combined[key] = each, map_leaves(lambda _: next(results), value)
 
     def _whole(self, leaf: Any) -> Any:
-        """Return the full tensor of a ``DTensor``; anything else as it is."""
+        """Return the full tensor of a ``DTensor``, and the whole of what is shared; anything else as it is."""
+        if isinstance(leaf, Shared):
+            self._check_every_rank_calls(self._requester, leaf)
+            return leaf.combined()
         if not isinstance(leaf, torch.Tensor) or not hasattr(leaf, "full_tensor"):
             return leaf
         if all(placement.is_replicate() for placement in leaf.placements):  # type: ignore[attr-defined]

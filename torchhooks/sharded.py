@@ -42,6 +42,14 @@ def _may_be_sharded() -> bool:
     return hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor")  # loaded by whatever creates DTensors
 
 
+def without_partial(tensor: Any) -> Any:
+    """Return the DTensor with the sums in place of summands, if its ranks have these. A collective in that case."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    whole = torch.distributed.tensor.Replicate()
+    return tensor.redistribute(placements=[whole if each.is_partial() else each for each in tensor.placements])
+
+
 def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of ``parts``, by name, that have DTensors: modules, and optimizers of their parameters."""
     found: dict[str, Any] = {}
