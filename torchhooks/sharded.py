@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,47 @@ def without_partial(tensor: Any) -> Any:
         return tensor
     whole = torch.distributed.tensor.Replicate()
     return tensor.redistribute(placements=[whole if each.is_partial() else each for each in tensor.placements])
+
+
+def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
+    """Return what FSDP2 has accumulated on this rank alone, by the id of the parameter.
+
+    These are gradients of backward passes without ``set_requires_gradient_sync``. They are whole tensors, and are not in
+    ``parameter.grad`` before a later pass reduces them over the ranks.
+    """
+    held = {id(each.sharded_param): _unreduced(each) for module in modules for each in _fsdp_parameters(module)}
+    return {parameter: gradient for parameter, gradient in held.items() if gradient is not None}
+
+
+def set_unreduced_gradients(modules: Iterable[torch.nn.Module], gradients: Mapping[int, torch.Tensor]) -> set[int]:
+    """Set what :func:`unreduced_gradients` returned, drop all else that has accumulated, and return which were set."""
+    found = set()
+    for each in [each for module in modules for each in _fsdp_parameters(module)]:
+        gradient = gradients.get(id(each.sharded_param))
+        if gradient is not None:
+            found.add(id(each.sharded_param))
+            gradient = gradient.to(each.sharded_param.device, copy=True)
+        # FSDP2 adds the next gradient to this one, whatever their dtypes are, before it reduces them.
+        each.unsharded_accumulated_grad = gradient
+        if hasattr(each, "_unsharded_param"):
+            each._unsharded_param.grad = None
+    return found
+
+
+def _unreduced(parameter: Any) -> torch.Tensor | None:
+    accumulated: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    latest: torch.Tensor | None = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+    if accumulated is None or latest is None:
+        return latest if accumulated is None else accumulated
+    return accumulated + latest
+
+
+def _fsdp_parameters(module: torch.nn.Module) -> list[Any]:
+    """Return FSDP2's own objects for the parameters of ``module``."""
+    wrapped: list[Any] = [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]
+    states = [each._get_fsdp_state() for each in wrapped]
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+    return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,16 +237,19 @@ def files_of(rank: int, folder: str) -> list[str]:
     return [*shards, f"rank-{rank}.pt", *([_METADATA] if rank == 0 else [])]
 
 
-def read_tensors(folder: str, saved: dict[str, Any], parts: Mapping[str, Any]) -> None:
+def read_tensors(
+    folder: str, saved: dict[str, Any], parts: Mapping[str, Any], others: Mapping[tuple[str, ...], Any]
+) -> None:
     """Fill the entries of ``saved`` that :func:`split` returned with the tensors in ``folder``.
 
-    Where ``parts`` have DTensors, only the shards of this rank are read.
+    Where ``parts`` have DTensors, and ``others``, which are by their path in the files, only the shards of this rank are
+    read.
     """
     dcp = _dcp()
     with open(os.path.join(folder, _METADATA), "rb") as file:
         metadata: Any = _Unpickler(file).load()
     names = _names_of(parts)
-    own: dict[tuple[str, ...], Any] = {}
+    own = dict(others)
     for part_name, part in parts.items():
         if isinstance(part, torch.nn.Module):
             own |= {(part_name, canonical(name)): value for name, value in part.state_dict().items()}

@@ -10,6 +10,8 @@ A checkpoint is a dict with these entries:
 * ``"metadata"``: the loop's ``metadata``, if there is any;
 * ``"random"``: the random states of Python, NumPy and torch;
 * ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.position`);
+* ``"gradients"``: the gradients that have accumulated on this rank, by the number of their parameter, and
+  ``"sharded_gradients"``: those that are DTensors;
 * ``"running_values"``: what running fetches have accumulated since their last reports (:mod:`torchhooks.running`);
 * ``"score"``, if one was passed to ``Saver.save``;
 * ``"ranks"``: with several ranks, what belongs to each of the others alone, from rank 1 on: its ``"random"``,
@@ -37,11 +39,14 @@ from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
 from torchhooks.ranks import Ranks
-from torchhooks.sharded import renamed
+from torchhooks.sharded import is_sharded, renamed, set_unreduced_gradients, unreduced_gradients
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
-_OWN = ("classes", "global_step", "gradients", "metadata", "position", "random", "ranks", "running_values", "score")
+_OWN = (
+    *("classes", "global_step", "gradients", "metadata", "position", "random", "ranks", "running_values", "score"),
+    "sharded_gradients",
+)
 _OF_EACH_RANK = ("gradients", "position", "random", "running_values")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
@@ -157,8 +162,8 @@ def collect(
         _check_schedulers(session, parts, state)
     if session.metadata and not of_rank_only:
         state["metadata"] = plain(session.metadata, ("metadata",))
-    gradients = None if session.gradients is None else session.gradients.state_dict()
-    if gradients is not None:
+    gradients = accumulated_gradients(session)[0] if given is None else given.get("gradients")
+    if gradients:
         state["gradients"] = plain(gradients, ("gradients",))
     running = session.running.state_dict()
     if running is not None:
@@ -206,6 +211,47 @@ def compare(
             continue
         pairs[name] = part, saved[name]
     return pairs, misfits
+
+
+def accumulated_gradients(session: SessionLike) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the gradients that have accumulated, by the number of their parameter: those of this rank, and DTensors."""
+    if session.gradients is None:
+        return {}, {}
+    gradients = session.gradients.state_dict() or {}
+    shards = {number: gradient for number, gradient in gradients.items() if is_sharded(gradient)}
+    own = {number: gradient for number, gradient in gradients.items() if number not in shards}
+    unreduced = unreduced_gradients(_modules(session))
+    parameters = enumerate(session.gradients.parameters())
+    return own | {str(i): unreduced[id(each)] for i, each in parameters if id(each) in unreduced}, shards
+
+
+def load_gradients(session: SessionLike, saved: Mapping[str, Any]) -> None:
+    """Set the gradients that have accumulated to those of ``saved``.
+
+    Those of one rank alone count like those of a backward pass that was not reduced over the ranks. So they can also
+    be loaded into a model that is sharded in another way.
+    """
+    if session.gradients is None:
+        return
+    own, shards = saved.get("gradients") or {}, saved.get("sharded_gradients") or {}
+    unreduced: dict[int, torch.Tensor] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for number, parameter in enumerate(session.gradients.parameters()):
+        gradients = [each[str(number)] for each in (shards, own) if str(number) in each]
+        if is_sharded(parameter):
+            unreduced |= {id(parameter): each for each in gradients if not is_sharded(each)}
+            gradients = [each for each in gradients if is_sharded(each)]
+        if gradients:
+            whole[str(number)] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
+    session.gradients.load_state_dict(whole or None)
+    if len(set_unreduced_gradients(_modules(session), unreduced)) < len(unreduced):
+        logger.warning(
+            "gradients that had accumulated in a model that was not sharded are dropped: this one has DTensors"
+        )
+
+
+def _modules(session: SessionLike) -> list[torch.nn.Module]:
+    return [part for part in parts_of(session).values() if isinstance(part, torch.nn.Module)]
 
 
 def plain_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
