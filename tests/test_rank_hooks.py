@@ -26,6 +26,7 @@ from torchhooks import (
     BestCheckpointHook,
     CheckpointSaverHook,
     EvaluationHook,
+    EverySteps,
     FetchError,
     FinalOpsHook,
     LifecycleError,
@@ -47,6 +48,8 @@ from torchhooks import (
     SessionRunValues,
     StepCounterHook,
     StopAtStepHook,
+    StopIfHigherHook,
+    StopIfNoIncreaseHook,
     SummarySaverHook,
     over_ranks,
     running_mean,
@@ -490,6 +493,17 @@ def test_over_ranks_of_a_running_mean_covers_the_runs_of_the_hook_that_requests_
     assert in_threads(2, main) == [[[6.0, 7.0, 8.0], [7.0]]] * 2
 
 
+class WantsSecond(Wants):
+    """Requests its fetch in every second run."""
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:  # type: ignore[override]
+        return super().before_run(run_context) if run_context.session.global_step % 2 else None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if run_values.results is not None:
+            super().after_run(run_context, run_values)
+
+
 VALUES: dict[str, tuple[Callable[[int], Any], str, Any]] = {
     "an int": (lambda rank: rank + 1, "sum", 3),
     "the mean of ints": (lambda rank: rank + 1, "mean", 1.5),
@@ -588,13 +602,74 @@ def test_an_unknown_operation_is_refused() -> None:
         over_ranks("loss", "median")
 
 
-def test_the_refusal_of_a_result_of_an_evaluation_says_where_to_combine_it() -> None:
-    evaluation = EvaluationHook(lambda: 1.0, every_n_steps=1)
-    with pytest.raises(TypeError, match="combine the results of an evaluation in its function"):
-        over_ranks(evaluation["loss"], "mean")
+def evaluation_of(rank: int, values: list[float], **arguments: Any) -> EvaluationHook:
+    """Return a hook whose result ``"x"`` is what is left of ``values``, the chief's, and 10 more on the next rank."""
+    return EvaluationHook(lambda: {"x": values.pop(0) + 10 * rank}, **arguments)
 
 
-@pytest.mark.parametrize("fetch", [None, over_ranks("loss", "mean")])
+def test_a_result_of_an_evaluation_is_combined_over_ranks_for_every_hook(
+    saves: list[Saves], tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        evaluation = evaluation_of(ranks.rank, [1.0, 3.0, 2.0], every_n_steps=2)
+        mean, writer = over_ranks(evaluation["x"], "mean"), RecordingWriter()
+        wants = WantsSecond(mean)
+        hooks = [
+            LoggingTensorHook([mean], timer=EverySteps(2)),
+            SummarySaverHook(timer=EverySteps(2), summary_writer=writer, summary_op={"x": mean}),
+            StopIfNoIncreaseHook(mean, max_steps_without_increase=2),
+            BestCheckpointHook(tmp_path / str(ranks.rank), mean, save_steps=2, mode="max"),
+            evaluation,
+            wants,
+        ]
+        step, reason = train(ranks, hub, hooks, runs=20)
+        return step, reason, wants.values, writer.scalars
+
+    (step, reason, values, scalars), other = in_threads(2, main)
+    why = 'No increase in metric "x" for 2 steps, which is greater than or equal to max steps (2) configured for early'
+    assert (step, reason) == (6, f"StopIfNoIncreaseHook: {why} stopping. (all ranks)")
+    assert values == [6.0, 8.0, 7.0]
+    assert scalars == {"x": [(2, 6.0), (4, 8.0), (6, 7.0)]}
+    assert other == (6, reason, values, {})
+    assert [text.partition(" (")[0] for _, text in lines if text.startswith("x = ")] == [
+        "x = 6.0",
+        "x = 8.0",
+        "x = 7.0",
+    ]
+    assert [each.steps for each in saves] == [[("model.1.ckpt", 2, 6.0), ("model.1.ckpt", 4, 8.0)]] * 2
+
+
+def test_an_evaluation_before_the_first_run_is_combined_over_ranks_too() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        evaluation = evaluation_of(ranks.rank, [1.0, 0.0], every_n_steps=100, at_start=True)
+        stop = StopIfHigherHook(over_ranks(evaluation["x"], "sum"), 11.5)
+        return train(ranks, hub, [evaluation, stop], runs=5)
+
+    reason = (
+        'StopIfHigherHook: At step 0, metric "x" has value 12.0 which is greater than the configured threshold (11.5)'
+    )
+    assert in_threads(2, main) == [(1, f"{reason} for early stopping. (all ranks)")] * 2
+
+
+def test_the_clock_of_the_chief_decides_when_all_ranks_look_at_a_metric() -> None:
+    looked: list[list[int]] = [[], []]
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def metric(global_step: int) -> float:
+            looked[ranks.rank].append(global_step)
+            return 1.0
+
+        # Without the chief's clock, the clocks of the ranks would never trigger, or in other runs.
+        timer = SecondOrStepTimer(every_secs=600 if ranks.rank else 0.01)
+        stop = StopIfHigherHook(over_ranks(metric, "sum"), 1.5, timer=timer)
+        return train(ranks, hub, [stop], runs=100_000)[0]
+
+    (step, other) = in_threads(2, main)
+    assert step == other < 100_000
+    assert looked[0] == looked[1] == [looked[0][0]]
+
+
+@pytest.mark.parametrize("fetch", [None, over_ranks("loss", "mean"), summary.scalar("loss", "loss")])
 def test_what_cannot_be_combined_is_refused(fetch: Any) -> None:
     with pytest.raises(TypeError, match="give the fetch to combine, such as 'loss'"):
         over_ranks(fetch, "mean")

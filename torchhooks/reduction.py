@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torchhooks.errors import FetchError
 from torchhooks.fetch import ComposedFetch, Evaluator, as_snapshot, describe, map_leaves
 from torchhooks.ranks import Ranks
 from torchhooks.text import shown
+from torchhooks.timer import GivenTimer
 
 
 class Shared:
@@ -25,6 +26,16 @@ class Shared:
 
     def combined(self) -> Any:
         """Return the whole value. Every rank has to call this."""
+
+
+@runtime_checkable
+class Evaluated(Protocol):
+    """A result of an EvaluationHook, such as ``evaluation["accuracy"]``, as a fetch."""
+
+    name: str
+    timer: GivenTimer
+
+    def latest(self) -> tuple[int, Any] | None: ...
 
 
 class OverRanks(ComposedFetch):
@@ -35,15 +46,16 @@ class OverRanks(ComposedFetch):
             raise ValueError(f"over_ranks({shown(fetch)}, {op!r}): give one of {', '.join(map(repr, RANK_OPS))}")
         self.accumulated = isinstance(fetch, ComposedFetch) and fetch.accumulates
         """Whether the fetch is a running one, so that its value depends on which hook asks."""
-        if fetch is None or (isinstance(fetch, ComposedFetch) and not self.accumulated):
+        is_other = isinstance(fetch, ComposedFetch) and not self.accumulated and not isinstance(fetch, Evaluated)
+        if fetch is None or is_other:
             raise TypeError(
-                f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'. A fetch that is made "
-                "of others cannot be combined: combine the results of an evaluation in its function, as with "
-                "dist.all_reduce"
+                f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss', a running one, or a "
+                "result of an evaluation. Another fetch that is made of others cannot be combined"
             )
         self._fetch = fetch
         self.op = op
-        self.__name__ = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
+        name = fetch if isinstance(fetch, str) else type(fetch).__name__
+        self.__name__ = getattr(fetch, "__name__", getattr(fetch, "name", name))
 
     @property
     def fetch(self) -> Any:
@@ -55,6 +67,21 @@ class OverRanks(ComposedFetch):
 
     def __repr__(self) -> str:
         return f"over_ranks({self._fetch!r}, {self.op!r})"
+
+
+class EvaluatedOverRanks(OverRanks):
+    """A result of an evaluation, combined from those of all ranks. Hooks are due with the evaluation."""
+
+    def __init__(self, fetch: Evaluated, op: str) -> None:
+        super().__init__(fetch, op)
+        self.name = fetch.name
+        self.timer = fetch.timer
+        """The timer of the evaluation."""
+
+    def latest(self) -> tuple[int, Any] | None:
+        """Return the step of the latest evaluation in this session, and its value on this rank alone."""
+        latest: tuple[int, Any] | None = self._fetch.latest()
+        return latest
 
 
 RANK_OPS = ("mean", "sum", "min", "max")
@@ -71,14 +98,14 @@ def over_ranks(fetch: Any, op: str) -> OverRanks:
 
     Args:
         fetch: any fetch of numbers, tensors or arrays, which have the same shapes and dtypes on all ranks; also
-            ``running_mean("loss")`` and its siblings.
+            ``running_mean("loss")`` and its siblings, and a result of an EvaluationHook, ``evaluation["accuracy"]``.
         op: how to combine them, element by element.
 
     Raises:
         ValueError: ``op`` is none of the four.
         FetchError: from the run, if the hook cannot request it, or the ranks request different things.
     """
-    return OverRanks(fetch, op)
+    return (EvaluatedOverRanks if isinstance(fetch, Evaluated) else OverRanks)(fetch, op)
 
 
 class RanksEvaluator(Evaluator):

@@ -53,8 +53,8 @@ def without_partial(tensor: Any) -> Any:
 def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
     """Return what FSDP2 has accumulated on this rank alone, by the id of the parameter.
 
-    These are gradients of backward passes without ``set_requires_gradient_sync``. They are whole tensors, and are not in
-    ``parameter.grad`` before a later pass reduces them over the ranks.
+    These are gradients of backward passes after ``set_requires_gradient_sync(False)``. They are whole tensors, and are
+    not in ``parameter.grad`` before a later pass reduces them over the ranks.
     """
     held = {id(each.sharded_param): _unreduced(each) for module in modules for each in _fsdp_parameters(module)}
     return {parameter: gradient for parameter, gradient in held.items() if gradient is not None}
@@ -242,8 +242,8 @@ def read_tensors(
 ) -> None:
     """Fill the entries of ``saved`` that :func:`split` returned with the tensors in ``folder``.
 
-    Where ``parts`` have DTensors, and ``others``, which are by their path in the files, only the shards of this rank are
-    read.
+    Where ``parts`` have DTensors, and where ``others`` has them by their path in the files, only the shards of this rank
+    are read.
     """
     dcp = _dcp()
     with open(os.path.join(folder, _METADATA), "rb") as file:

@@ -214,7 +214,7 @@ def compare(
 
 
 def accumulated_gradients(session: SessionLike) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the gradients that have accumulated, by the number of their parameter: those of this rank, and DTensors."""
+    """Return the gradients that have accumulated on this rank alone, by the number of their parameter, and DTensors."""
     if session.gradients is None:
         return {}, {}
     gradients = session.gradients.state_dict() or {}
