@@ -21,7 +21,19 @@ ROOT = Path(__file__).parents[1]
 # From the ground up. A module imports only from floors below its own, so those on one floor do not know each other.
 FLOORS: list[set[str]] = [
     # values
-    {"agreement", "closing", "errors", "log", "manifest", "modules", "norms", "randomness", "stateful", "text"},
+    {
+        "agreement",
+        "closing",
+        "errors",
+        "log",
+        "manifest",
+        "modules",
+        "norms",
+        "randomness",
+        "roster",
+        "stateful",
+        "text",
+    },
     {"checks", "claim", "files", "throughput"},
     {"digest", "generators", "gradients", "items", "progress", "timer"},
     {"place"},

@@ -59,6 +59,7 @@ from torchhooks.agreement import Pace, Row, Slowest
 from torchhooks.histograms import as_histogram, count
 from torchhooks.log import logger, speak_as
 from torchhooks.reduction import RanksEvaluator
+from torchhooks.roster import step_period
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
 from torchhooks.timer import NOW, Due
 
@@ -411,7 +412,7 @@ def test_a_best_checkpoint_hook_on_the_chief_alone_is_an_error_where_the_loop_is
     def hooks_of(rank: int) -> list[SessionRunHook]:
         return [] if rank else [BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")]
 
-    assert all("collective hooks is" in str(error) for error in refused(hooks_of))
+    assert all("the collective hooks are" in str(error) for error in refused(hooks_of))
 
 
 def test_every_rank_has_the_default_hooks_whatever_is_chief_says(tmp_path: Path) -> None:
@@ -623,11 +624,11 @@ def test_a_result_of_an_evaluation_is_combined_over_ranks_for_every_hook(
             wants,
         ]
         step, reason = train(ranks, hub, hooks, runs=20)
-        return step, reason, wants.values, writer.scalars
+        return step, str(reason).rpartition(" (")[0], wants.values, writer.scalars  # without the ranks that asked
 
     (step, reason, values, scalars), other = in_threads(2, main)
     why = 'No increase in metric "x" for 2 steps, which is greater than or equal to max steps (2) configured for early'
-    assert (step, reason) == (6, f"StopIfNoIncreaseHook: {why} stopping. (all ranks)")
+    assert (step, reason) == (6, f"StopIfNoIncreaseHook: {why} stopping.")
     assert values == [6.0, 8.0, 7.0]
     assert scalars == {"x": [(2, 6.0), (4, 8.0), (6, 7.0)]}
     assert other == (6, reason, values, {})
@@ -643,12 +644,13 @@ def test_an_evaluation_before_the_first_run_is_combined_over_ranks_too() -> None
     def main(ranks: ThreadRanks, hub: Hub) -> Any:
         evaluation = evaluation_of(ranks.rank, [1.0, 0.0], every_n_steps=100, at_start=True)
         stop = StopIfHigherHook(over_ranks(evaluation["x"], "sum"), 11.5)
-        return train(ranks, hub, [evaluation, stop], runs=5)
+        step, reason = train(ranks, hub, [evaluation, stop], runs=5)
+        return step, str(reason).rpartition(" (")[0]
 
     reason = (
         'StopIfHigherHook: At step 0, metric "x" has value 12.0 which is greater than the configured threshold (11.5)'
     )
-    assert in_threads(2, main) == [(1, f"{reason} for early stopping. (all ranks)")] * 2
+    assert in_threads(2, main) == [(1, f"{reason} for early stopping.")] * 2
 
 
 def test_the_clock_of_the_chief_decides_when_all_ranks_look_at_a_metric() -> None:
@@ -787,13 +789,79 @@ class Gathers(SessionRunHook):
             run_context.session.run(over_ranks("loss", "mean"))
 
 
+def periodic_hooks(rank: int, folder: Path) -> dict[str, SessionRunHook]:
+    """Return hooks that need every rank, and whose periods are other ones on each rank."""
+    n, mean = 2 + rank, over_ranks("loss", "mean")
+    return {
+        f"LoggingTensorHook has every_n_iter={n}": LoggingTensorHook({"loss": mean}, n),
+        f"SummarySaverHook has save_steps={n}": SummarySaverHook(n, output_dir=folder, summary_op={"loss": mean}),
+        f"CheckpointSaverHook has save_steps={n}": CheckpointSaverHook(folder, save_steps=n),
+        f"BestCheckpointHook has timer=EverySteps({n})": BestCheckpointHook(
+            folder, lambda: 1.0, mode="max", timer=EverySteps(n)
+        ),
+    }
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_another_period_on_another_rank_is_an_error_that_names_the_hook(number: int, tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        hook = [*periodic_hooks(ranks.rank, tmp_path / str(ranks.rank)).values()][number]
+        train(ranks, hub, [hook], runs=10)
+
+    errors = in_threads(2, main)
+    for rank, error in enumerate(errors):
+        here, there = ([*periodic_hooks(each, tmp_path)][number] for each in (rank, 1 - rank))
+        there = there.partition(" has ")[2]
+        why = "it needs every rank in the same run, so give it the same period"
+        assert isinstance(error, LifecycleError)
+        assert str(error) == f"{here} on rank {rank} and {there} on rank {1 - rank}: {why}"
+
+
+def test_another_period_is_a_warning_if_the_hook_may_not_need_every_rank(lines: list[tuple[str, str]]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        return train(ranks, hub, [LoggingTensorHook(["loss"], 2 + ranks.rank)])[0]
+
+    assert in_threads(2, main) == [3, 3]
+    message = "LoggingTensorHook has every_n_iter=2 on rank 0 and every_n_iter=3 on rank 1: if it fetches a DTensor, a "
+    assert [text for level, text in lines if level == "WARNING"] == [
+        f"{message}rank that is alone in a run waits for ever"
+    ]
+
+
+def test_periods_are_not_compared_if_the_chief_alone_has_more_hooks_of_the_class(lines: list[tuple[str, str]]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        own = [LoggingTensorHook(["global_step"], 1)] if ranks.rank == 0 else []
+        return train(ranks, hub, [*own, LoggingTensorHook([over_ranks("loss", "mean")], 2)])[0]
+
+    assert in_threads(2, main) == [3, 3]
+    assert not [text for level, text in lines if level == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("text", "period"),
+    [
+        ("LoggingTensorHook({'loss': 'loss'}, every_n_iter=10, formatter=<function main.<locals>.<lambda> at >)", "10"),
+        ("SummarySaverHook(save_secs=10, summary_op='loss')", ""),
+        ("CheckpointSaverHook('run', timer=SecondOrStepTimer(every_secs=10))", ""),
+        ("<main.Hook object at >", ""),
+        ("Hook(every_n_iter=", ""),
+        ("Hook(**kwargs)", ""),
+    ],
+)
+def test_the_period_is_read_from_the_repr_of_a_hook(text: str, period: str) -> None:
+    assert step_period(text) == (period and f"every_n_iter={period}")
+
+
 def test_a_rank_that_waits_alone_gets_an_error_after_a_bounded_time() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> Any:
         return train(ranks, hub, [] if ranks.rank else [Gathers()], runs=5)
 
     error, other = in_threads(2, main, stuck_secs=0.2)
     assert isinstance(error, LifecycleError)
-    assert str(error).startswith("rank 0 waits in run 2 for values of the other ranks, and rank 1 is in run 3 already")
+    assert str(error).startswith(
+        "rank 0 waits in run 2 for values of the other ranks (Session.run asked for over_ranks('loss', 'mean')), and "
+        "rank 1 is in run 3 already"
+    )
     assert isinstance(other, PeerError)
     assert other.rank == 0
 
@@ -804,7 +872,7 @@ def test_a_collective_hook_on_the_chief_alone_is_an_error_where_the_loop_is_crea
 
     for error in refused(hooks_of):
         assert isinstance(error, LifecycleError)
-        assert "collective hooks is" in str(error)
+        assert "the collective hooks are" in str(error)
 
 
 @pytest.fixture

@@ -105,6 +105,8 @@ class Ranks:
         self.join_secs = seconds(join_secs, "join_secs")
         self.hooks_of_some: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
+        self.gathered_for = ""
+        """What the values that are being gathered are for, in parentheses after a space; empty if nothing is known."""
         self.pace: Pace | None = None
         """On the chief, how far the ranks are in comparison; ``None`` elsewhere, and in a loop of one process."""
         self._transport: Transport | None = None

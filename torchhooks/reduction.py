@@ -17,7 +17,7 @@ import torch
 from torchhooks.errors import FetchError
 from torchhooks.fetch import ComposedFetch, Evaluator, as_snapshot, describe, map_leaves
 from torchhooks.ranks import Ranks
-from torchhooks.text import shown
+from torchhooks.text import shortened, shown
 from torchhooks.timer import GivenTimer
 
 
@@ -162,7 +162,10 @@ class RanksEvaluator(Evaluator):
             map_leaves(found.append, values[-1])
             parts += [_part(each, self._whole(leaf)) for leaf in found]
         self._requester = requester
+        asked = [f"{who} asked for {each!r}" for each, who in wanted.values()]
+        self._ranks.gathered_for = f" ({shortened(asked, 4)})"
         results = iter(_combined(self._ranks, parts))
+        self._ranks.gathered_for = ""
         for (key, (each, _)), value in zip(wanted.items(), values, strict=True):
             self._combined[key] = each, map_leaves(lambda _: next(results), value)
 

@@ -242,8 +242,8 @@ def read_tensors(
 ) -> None:
     """Fill the entries of ``saved`` that :func:`split` returned with the tensors in ``folder``.
 
-    Where ``parts`` have DTensors, and where ``others`` has them by their path in the files, only the shards of this rank
-    are read.
+    Where ``parts`` have DTensors, only the shards of this rank are read. ``others`` are further DTensors, by their path
+    in the files.
     """
     dcp = _dcp()
     with open(os.path.join(folder, _METADATA), "rb") as file:
