@@ -20,10 +20,14 @@ from torchhooks import (
     CheckpointError,
     CheckpointSaverHook,
     DamagedCheckpointError,
+    EvaluationHook,
     MonitoredLoop,
     Saver,
     Session,
+    SessionRunArgs,
+    SessionRunHook,
     StopAtStepHook,
+    grad_norm,
     latest_checkpoint,
     list_checkpoints,
     read_metadata,
@@ -179,6 +183,49 @@ def test_gradients_that_a_model_with_dtensors_has_no_place_for_are_dropped_with_
     assert lines == [
         ("WARNING", "gradients that had accumulated in a model that was not sharded are dropped: this one has DTensors")
     ]
+
+
+def test_an_evaluation_leaves_the_parameters_in_their_shards(tmp_path: Path) -> None:
+    session = make_session(1)
+    model, optimizer = session.model, session.optimizer
+    assert model is not None
+    assert optimizer is not None
+    norms: list[Any] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+
+    def evaluate(model: Any) -> float:
+        return float(model(torch.ones(4, 2)).sum())
+
+    class Norms(SessionRunHook):
+        def before_run(self, run_context: Any) -> SessionRunArgs:
+            return SessionRunArgs([evaluation["evaluate"], grad_norm()])
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            norms.append(run_values.results[1])
+
+    evaluation = EvaluationHook(evaluate, every_n_steps=1)
+    hooks = [evaluation, Norms(), CheckpointSaverHook(tmp_path, save_steps=1)]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        loop.run()
+    assert all(map(is_sharded, model.parameters()))
+    assert norms[0] is not None
+    assert [each.step for each in list_checkpoints(tmp_path)] == [0, 1]
+
+
+def test_a_model_with_whole_parameters_after_a_forward_pass_is_saved_and_restored_in_shards(tmp_path: Path) -> None:
+    before = make_session(3)
+    assert before.model is not None
+    before.model(torch.ones(4, 2))
+    assert not any(map(is_sharded, before.model.parameters()))
+    path = Saver().save(before, tmp_path / "model.ckpt", 3)
+    after = make_session(0)
+    assert after.model is not None
+    after.model(torch.ones(4, 2))
+    Saver().restore(after, path)
+    assert contents(after) == contents(before)
 
 
 def test_an_optimizer_without_a_state_is_not_stepped(tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def is_sharded(value: object) -> bool:
     return _may_be_sharded() and isinstance(value, sys.modules["torch.distributed.tensor"].DTensor)
 
 
+def reshard(module: torch.nn.Module) -> None:
+    """Have FSDP2 put shards back in place of whole parameters, which it leaves in a module after a forward pass."""
+    if _may_be_sharded():
+        for each in module.modules():
+            if hasattr(each, "reshard") and hasattr(each, "unshard"):
+                each.reshard()
+
+
 def _may_be_sharded() -> bool:
     return hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor")  # loaded by whatever creates DTensors
 

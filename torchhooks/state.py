@@ -39,7 +39,7 @@ from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
 from torchhooks.ranks import Ranks
-from torchhooks.sharded import is_sharded, renamed, set_unreduced_gradients, unreduced_gradients
+from torchhooks.sharded import is_sharded, renamed, reshard, set_unreduced_gradients, unreduced_gradients
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
@@ -93,12 +93,15 @@ def parts_of(session: SessionLike) -> dict[str, Stateful]:
     """Return the objects whose state is saved, by name. A reserved name, or an object without state, is an error."""
     parts: dict[str, Any] = {}
     if session.model is not None:
+        reshard(session.model)
         parts["model"] = session.model
     if session.optimizer is not None:
         parts["optimizer"] = session.optimizer
     for name, part in session.state.items():
         if name in _RESERVED or name.startswith(_HOOKS):
             raise CheckpointError(f"state[{name!r}]: this name is reserved in checkpoints. Choose another one.")
+        if isinstance(part, torch.nn.Module):
+            reshard(part)
         parts[name] = part
     parts |= {f"{_HOOKS}{name}": hook for name, hook in session.hooks.items()}
     for name, part in parts.items():
