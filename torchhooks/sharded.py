@@ -40,10 +40,10 @@ def is_sharded(value: object) -> bool:
 
 def reshard(module: torch.nn.Module) -> None:
     """Have FSDP2 put shards back in place of whole parameters, which it leaves in a module after a forward pass."""
-    if _may_be_sharded():
-        for each in module.modules():
-            if hasattr(each, "reshard") and hasattr(each, "unshard"):
-                each.reshard()
+    modules: list[Any] = [*module.modules()] if _may_be_sharded() else []
+    for each in modules:
+        if hasattr(each, "reshard") and hasattr(each, "unshard"):
+            each.reshard()
 
 
 def _may_be_sharded() -> bool:
