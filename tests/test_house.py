@@ -90,6 +90,7 @@ PRIVATE_ACCESS = {
     ("torchhooks.devices", "sys._getframe"): "CPython's only way to a frame of the stack",
     ("torchhooks.hooks.profiling", "torch.autograd._profiler_enabled"): "torch's only way to ask whether it profiles",
     ("torchhooks.sharded", "each._get_fsdp_state"): "torch's only way to gradients that FSDP2 has not reduced",
+    ("torchhooks.sharded", "group._partial_reduce_output"): "torch's only way to gradients that FSDP2 has not reduced",
     ("torchhooks.sharded", "each._unsharded_param"): "torch's only way to gradients that FSDP2 has not reduced",
     ("torchhooks.sharded", "state._fsdp_param_group"): "torch's only way to gradients that FSDP2 has not reduced",
     ("torchhooks.summary", "writer._get_file_writer"): "torch's SummaryWriter has no public way to add an event",

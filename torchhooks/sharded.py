@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,29 +58,37 @@ def without_partial(tensor: Any) -> Any:
     return tensor.redistribute(placements=[whole if each.is_partial() else each for each in tensor.placements])
 
 
-def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
-    """Return what FSDP2 has accumulated on this rank alone, by the id of the parameter.
+def unreduced_gradients(modules: Iterable[torch.nn.Module], parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Return what FSDP2 has accumulated on this rank alone, and has not put into ``parameter.grad`` yet.
 
-    These are gradients of backward passes after ``set_requires_gradient_sync(False)``. They are whole tensors, and are
-    not in ``parameter.grad`` before a later pass reduces them over the ranks.
+    After ``set_requires_gradient_sync(False)``, these are whole gradients, by the number of the parameter in
+    ``parameters``. After ``set_requires_all_reduce(False)``, these are one tensor for each group of parameters.
     """
-    held = {id(each.sharded_param): _unreduced(each) for module in modules for each in _fsdp_parameters(module)}
-    return {parameter: gradient for parameter, gradient in held.items() if gradient is not None}
+    numbers = {id(parameter): str(number) for number, parameter in enumerate(parameters)}
+    found: dict[str, torch.Tensor | None] = {}
+    for name, group in _fsdp_groups(modules):
+        found[name] = group._partial_reduce_output
+        for each in group.fsdp_params:
+            found[numbers.get(id(each.sharded_param), "")] = _unreduced(each)
+    return {name: gradient for name, gradient in found.items() if name and gradient is not None}
 
 
-def set_unreduced_gradients(modules: Iterable[torch.nn.Module], gradients: Mapping[int, torch.Tensor]) -> set[int]:
-    """Set what :func:`unreduced_gradients` returned, drop all else that has accumulated, and return which were set."""
-    found = set()
-    for each in [each for module in modules for each in _fsdp_parameters(module)]:
-        gradient = gradients.get(id(each.sharded_param))
-        if gradient is not None:
-            found.add(id(each.sharded_param))
-            gradient = gradient.to(each.sharded_param.device, copy=True)
-        # FSDP2 adds the next gradient to this one, whatever their dtypes are, before it reduces them.
-        each.unsharded_accumulated_grad = gradient
-        if hasattr(each, "_unsharded_param"):
-            each._unsharded_param.grad = None
-    return found
+def set_unreduced_gradients(
+    modules: Iterable[torch.nn.Module], parameters: Iterable[Any], gradients: Mapping[str, torch.Tensor]
+) -> bool:
+    """Set what :func:`unreduced_gradients` returned, drop all else that has accumulated, and return whether all fit."""
+    numbers = {id(parameter): str(number) for number, parameter in enumerate(parameters)}
+    left = {name: gradient.clone() for name, gradient in gradients.items()}
+    for name, group in _fsdp_groups(modules):
+        part = left.pop(name, None)
+        group._partial_reduce_output = None if part is None else part.to(group.device)
+        for each in group.fsdp_params:
+            gradient = left.pop(numbers.get(id(each.sharded_param), ""), None)
+            # FSDP2 adds the next gradient to this one before it reduces them, also if their dtypes are the same.
+            each.unsharded_accumulated_grad = None if gradient is None else gradient.to(group.device)
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+    return not left
 
 
 def _unreduced(parameter: Any) -> torch.Tensor | None:
@@ -91,12 +99,14 @@ def _unreduced(parameter: Any) -> torch.Tensor | None:
     return accumulated + latest
 
 
-def _fsdp_parameters(module: torch.nn.Module) -> list[Any]:
-    """Return FSDP2's own objects for the parameters of ``module``."""
-    wrapped: list[Any] = [each for each in module.modules() if hasattr(each, "_get_fsdp_state")]
+def _fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield FSDP2's own objects for the groups of parameters that it gathers together, each after a name for it."""
+    wrapped: list[Any] = [each for module in modules for each in module.modules() if hasattr(each, "_get_fsdp_state")]
     states = [each._get_fsdp_state() for each in wrapped]
-    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
-    return [parameter for group in groups for parameter in group.fsdp_params]
+    # Newer versions of torch have several groups for a module.
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    for number, group in enumerate(each for several in groups for each in several if each is not None):
+        yield f"group {number}", group
 
 
 def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:

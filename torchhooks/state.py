@@ -223,9 +223,7 @@ def accumulated_gradients(session: SessionLike) -> tuple[dict[str, Any], dict[st
     gradients = session.gradients.state_dict() or {}
     shards = {number: gradient for number, gradient in gradients.items() if is_sharded(gradient)}
     own = {number: gradient for number, gradient in gradients.items() if number not in shards}
-    unreduced = unreduced_gradients(_modules(session))
-    parameters = enumerate(session.gradients.parameters())
-    return own | {str(i): unreduced[id(each)] for i, each in parameters if id(each) in unreduced}, shards
+    return own | unreduced_gradients(_modules(session), session.gradients.parameters()), shards
 
 
 def load_gradients(session: SessionLike, saved: Mapping[str, Any]) -> None:
@@ -237,20 +235,15 @@ def load_gradients(session: SessionLike, saved: Mapping[str, Any]) -> None:
     if session.gradients is None:
         return
     own, shards = saved.get("gradients") or {}, saved.get("sharded_gradients") or {}
-    unreduced: dict[int, torch.Tensor] = {}
-    whole: dict[str, torch.Tensor] = {}
-    for number, parameter in enumerate(session.gradients.parameters()):
-        gradients = [each[str(number)] for each in (shards, own) if str(number) in each]
-        if is_sharded(parameter):
-            unreduced |= {id(parameter): each for each in gradients if not is_sharded(each)}
-            gradients = [each for each in gradients if is_sharded(each)]
-        if gradients:
-            whole[str(number)] = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1]
+    parameters = session.gradients.parameters()
+    unreduced, whole = dict(own), dict(shards)
+    for number, parameter in zip(map(str, range(len(parameters))), parameters, strict=True):
+        if number in own and not is_sharded(parameter):
+            gradient = unreduced.pop(number)
+            whole[number] = whole[number] + gradient if number in whole else gradient
     session.gradients.load_state_dict(whole or None)
-    if len(set_unreduced_gradients(_modules(session), unreduced)) < len(unreduced):
-        logger.warning(
-            "gradients that had accumulated in a model that was not sharded are dropped: this one has DTensors"
-        )
+    if not set_unreduced_gradients(_modules(session), parameters, unreduced):
+        logger.warning("gradients that had accumulated in a model that was sharded in another way are dropped")
 
 
 def _modules(session: SessionLike) -> list[torch.nn.Module]:
