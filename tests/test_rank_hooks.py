@@ -562,7 +562,7 @@ def test_all_fetches_of_a_run_are_combined_in_one_exchange(gathered: list[Any]) 
     assert results[0][2] == {"loss": [(1, 11.0)]}
     exchanges = [value for value in gathered if isinstance(value, tuple) and value[0] == "over_ranks"]
     assert len(exchanges) == 2  # one on each rank
-    assert exchanges[0][1] == ["mean of float64[]", "sum of float64[]", "max of float64[]"]
+    assert exchanges[0][1] == ["mean of loss: float64[]", "sum of loss: float64[]", "max of loss: float64[]"]
 
 
 def test_a_run_without_such_a_fetch_makes_no_exchange(gathered: list[Any]) -> None:
@@ -698,9 +698,22 @@ def test_ranks_that_request_different_things_get_an_error_that_names_them() -> N
     for error in in_threads(2, main):
         assert isinstance(error, FetchError)
         assert str(error) == (
-            "rank 0 combines ['sum of float32[2]'] over ranks in this run, and rank 1 ['mean of float64[]']: request "
-            "the same with over_ranks on every rank"
+            "rank 0 combines ['sum of <lambda>: float32[2]'] over ranks in this run, and rank 1 ['mean of loss: "
+            "float64[]']: request the same with over_ranks on every rank"
         )
+
+
+def test_ranks_that_request_the_same_in_another_order_get_an_error_instead_of_swapped_values() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        fetches = [over_ranks("loss", "mean"), over_ranks(other, "mean")]
+        train(ranks, hub, [Wants(fetch) for fetch in (fetches if ranks.rank else reversed(fetches))])
+
+    def other() -> float:
+        return 1.0
+
+    for error in in_threads(2, main):
+        assert isinstance(error, FetchError)
+        assert "['mean of other: float64[]', 'mean of loss: float64[]']" in str(error)
 
 
 class ByClock(Wants):

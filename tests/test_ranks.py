@@ -530,7 +530,6 @@ def calls_of_idle_runs(loop: MonitoredLoop[float]) -> int:
 
 def test_an_idle_run_makes_no_additional_call() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> int:
-        # Ticks that rarely come, so that none asks for something in these runs.
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
             loop.run()
             result: int = calls_of_idle_runs(loop)

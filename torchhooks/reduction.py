@@ -202,6 +202,7 @@ class RanksEvaluator(Evaluator):
 
 
 class _Part(NamedTuple):
+    name: str
     op: str
     tensor: torch.Tensor
     kind: type
@@ -209,7 +210,7 @@ class _Part(NamedTuple):
 
     @property
     def signature(self) -> str:
-        return f"{self.op} of {str(self.tensor.dtype).removeprefix('torch.')}{[*self.tensor.shape]}"
+        return f"{self.op} of {self.name}: {str(self.tensor.dtype).removeprefix('torch.')}{[*self.tensor.shape]}"
 
 
 def _key(fetch: OverRanks, requester: object) -> tuple[int, int]:
@@ -233,7 +234,7 @@ def _part(fetch: OverRanks, value: Any) -> _Part:
         raise FetchError(
             f"{fetch!r} is {shown(value)} on this rank: only numbers, tensors and arrays can be combined over ranks"
         ) from error
-    return _Part(fetch.op, tensor.long() if tensor.dtype is torch.bool else tensor, kind)
+    return _Part(fetch.__name__, fetch.op, tensor.long() if tensor.dtype is torch.bool else tensor, kind)
 
 
 def _combined(ranks: Ranks, parts: list[_Part]) -> list[Any]:
