@@ -21,6 +21,7 @@ from rank_threads import Hub, ThreadRanks, in_threads
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import torchhooks.histograms
 import torchhooks.hooks.best
 from torchhooks import (
     BestCheckpointHook,
@@ -1081,7 +1082,15 @@ def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_ha
         evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), hook)
 
 
-def test_a_writer_that_only_the_chief_has_decides_for_all_ranks() -> None:
+def test_a_writer_that_only_the_chief_has_decides_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[torch.Tensor] = []
+
+    def noted(value: torch.Tensor) -> Any:
+        counted.append(value)
+        return count(value)
+
+    monkeypatch.setattr(torchhooks.histograms, "count", noted)
+
     def main(ranks: ThreadRanks, hub: Hub) -> Any:
         writer = None if ranks.rank else RecordsCounts()
         op = [{"loss": over_ranks("loss", "sum")}, summary.histogram("w", lambda: torch.ones(3))]
@@ -1089,6 +1098,7 @@ def test_a_writer_that_only_the_chief_has_decides_for_all_ranks() -> None:
         return writer and (writer.scalars, writer.counts["w"][2])
 
     assert in_threads(2, main) == [({"loss": [(1, 12.0)]}, 3), None]
+    assert len(counted) == 1  # on the rank that writes
 
 
 def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path) -> None:

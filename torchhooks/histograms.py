@@ -97,13 +97,16 @@ def count_array(values: np.ndarray[Any, Any]) -> Counts:
     return count(torch.from_numpy(np.array(values, dtype=np.float64)))
 
 
-def counts_of(value: Any, *, is_shared: bool) -> Counts | Shards | None:
+def counts_of(value: Any, *, is_shared: bool = False, is_written: bool = True) -> Any:
     """Return the counts of ``value``, or ``None`` if :func:`count` does not take it.
 
-    With ``is_shared``, every rank calls this in the same run, so that each one can count its part of a DTensor.
+    With ``is_shared``, every rank calls this in the same run, so that each one can count its part of a DTensor. What
+    this rank does not write is not counted, unless it is such a part.
     """
     if is_shared and is_sharded(value) and can_count(value.detach().to_local()):
         return Shards(value)
+    if not is_written:
+        return value
     return count(value) if can_count(value) else None
 
 

@@ -84,7 +84,7 @@ def set_unreduced_gradients(
         group._partial_reduce_output = None if part is None else part.to(group.device)
         for each in group.fsdp_params:
             gradient = left.pop(numbers.get(id(each.sharded_param), ""), None)
-            # FSDP2 adds the next gradient to this one before it reduces them, also if their dtypes are the same.
+            # FSDP2 itself uses this only if gradients are reduced in another dtype, but adds to it in any case.
             each.unsharded_accumulated_grad = None if gradient is None else gradient.to(group.device)
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None

@@ -90,7 +90,10 @@ class SessionLike(Protocol):
 
 
 def parts_of(session: SessionLike) -> dict[str, Stateful]:
-    """Return the objects whose state is saved, by name. A reserved name, or an object without state, is an error."""
+    """Return the objects whose state is saved, by name. A reserved name, or an object without state, is an error.
+
+    Their parameters are put back into the shards of FSDP2, if the script has left whole ones in a module.
+    """
     parts: dict[str, Any] = {}
     if session.model is not None:
         reshard(session.model)

@@ -229,19 +229,19 @@ class histogram(SummaryOp):  # noqa: N801
     is written.
     """
 
-    _is_shared = False
+    _about: Mapping[str, bool] = {}
 
-    def counted(self, *, is_shared: bool = False) -> histogram:
-        """Return an op whose value is the counts of the bins, for a writer that has ``add_histogram_raw``."""
+    def counted(self, **about: bool) -> histogram:
+        """Return an op whose value is the counts of the bins, as :func:`torchhooks.histograms.counts_of` finds them."""
         counted = copy.copy(self)
-        counted.copies, counted._is_shared = False, is_shared
+        counted.copies, counted._about = False, about
         return counted
 
     def compose(self, value: Any) -> Summary:
         self._check(value)
         if self.copies:
             return Summary(self, value)
-        counts = counts_of(value, is_shared=self._is_shared)
+        counts = counts_of(value, **self._about)
         return Summary(self, snapshot(value) if counts is None else counts)
 
     def _check(self, value: Any) -> None:
@@ -377,9 +377,9 @@ def takes_counts(writer: Any) -> bool:
     return all(_takes_counts(one) for one in _writers(writer) if hasattr(one, "add_histogram"))
 
 
-def counted(ops: tuple[SummaryOp, ...], *, is_shared: bool = False) -> tuple[SummaryOp, ...]:
-    """Return what to evaluate for a writer that takes counts; with ``is_shared``, by every rank in the same run."""
-    return tuple(op.counted(is_shared=is_shared) if isinstance(op, histogram) else op for op in ops)
+def counted(ops: tuple[SummaryOp, ...], **about: bool) -> tuple[SummaryOp, ...]:
+    """Return what to evaluate for a writer that takes the counts of histograms; see :meth:`histogram.counted`."""
+    return tuple(op.counted(**about) if isinstance(op, histogram) else op for op in ops)
 
 
 def _write_to_one(writer: Any, summaries: list[Summary], step: int, walltime: float | None) -> None:
@@ -556,7 +556,7 @@ def _takes_counts(writer: Any) -> bool:
 
 def _counts(value: Any) -> Counts:
     """Return the counts of a host value."""
-    counts: Any = value if type(value) is Counts else counts_of(value, is_shared=False)
+    counts = value if type(value) is Counts else counts_of(value)
     return count_array(_array(value)) if counts is None else counts
 
 

@@ -98,7 +98,8 @@ class SummarySaverHook(ReportingHook):
         if not self.alone and not any(self is hook for hook in session.ranks.hooks_of_some):
             # Every rank has to request the same, because of DTensors, and only the chief has opened the writer.
             self._has_place, self._takes_counts = session.ranks.gather((self._has_place, self._takes_counts))[0]
-        ops = summary.counted(self._ops, is_shared=not self.alone) if self._takes_counts else self._ops
+        about = {"is_shared": not self.alone, "is_written": self.writes}
+        ops = summary.counted(self._ops, **about) if self._takes_counts else self._ops
         # By its own period, the hook has TensorFlow's rule, which decides before the step.
         self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
         self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
