@@ -53,6 +53,7 @@ from torchhooks import (
     StopIfNoIncreaseHook,
     SummarySaverHook,
     over_ranks,
+    param_norm,
     running_mean,
     summary,
 )
@@ -1025,7 +1026,7 @@ class RecordsCounts(RecordingWriter):
 
 
 def counted_in_shards(rank: int) -> list[str]:
-    """Write histograms of DTensors without a full tensor, and return the tags of those that are right."""
+    """Write histograms and norms of DTensors without a full tensor; return the tags of the histograms."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     whole = {
@@ -1043,18 +1044,26 @@ def counted_in_shards(rank: int) -> list[str]:
     model = torch.nn.Linear(4, 5)
     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     whole["parameter"] = model.weight.full_tensor().detach()  # type: ignore[attr-defined]
+    ordinary = torch.nn.Linear(5, 1)  # not sharded
+    tensors = [whole["parameter"], model.bias.full_tensor().detach(), *ordinary.parameters()]  # type: ignore[attr-defined]
+    expected_norm = torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors])
+    norm = Wants({2: param_norm(), "inf": param_norm(math.inf), "mean": over_ranks(param_norm(), "mean")})
     ops = [summary.histogram(tag, lambda value=value: value) for tag, value in parts.items()]
     # The chief's writer decides what every rank requests.
     writer = RecordsCounts() if rank == 0 else RecordingWriter()
-    ops.append(summary.histogram("parameter", "weight"))
-    hook = SummarySaverHook(1, summary_writer=writer, summary_op=ops)
+    ops.append(summary.histogram("parameter", "0.weight"))
+    hook = SummarySaverHook(1, summary_writer=writer, summary_op=[*ops, {"norm": param_norm()}])
 
     def refuse(tensor: Any) -> None:
         raise AssertionError("a full tensor was requested")
 
     DTensor.full_tensor = refuse  # type: ignore[assignment]  # in this process
-    with MonitoredLoop(lambda: 1.0, model, hooks=[hook], ranks=Ranks(**QUICK)) as loop:
+    whole_model = torch.nn.Sequential(model, ordinary)
+    with MonitoredLoop(lambda: 1.0, whole_model, hooks=[hook, norm], ranks=Ranks(**QUICK)) as loop:
         loop.run()
+    (norms,) = norm.values
+    assert [float(norms[key]) for key in (2, "mean")] == pytest.approx([float(expected_norm)] * 2)
+    assert float(norms["inf"]) == max(float(tensor.detach().abs().max()) for tensor in tensors)
     assert isinstance(writer, RecordsCounts) or not writer.records
     counts = getattr(writer, "counts", {})
     for tag, got in counts.items():
@@ -1065,7 +1074,7 @@ def counted_in_shards(rank: int) -> list[str]:
     return list(counts)
 
 
-def test_histograms_of_dtensors_are_counted_in_their_shards(tmp_path: Path) -> None:
+def test_histograms_and_norms_of_dtensors_are_computed_in_their_shards(tmp_path: Path) -> None:
     chief, other = run_ranks(tmp_path, 2, counted_in_shards)
     assert (chief.code, other.code) == (0, 0), (chief, other)
     assert chief.value == ["even", "uneven", "on one rank", "replicated", "partial", "ordinary", "parameter"]
@@ -1080,6 +1089,15 @@ def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_ha
     evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
     with pytest.raises(FetchError, match=r"asked for the histogram of a DTensor of shape \(4,\), which all ranks"):
         evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), hook)
+
+
+def test_the_norm_of_dtensors_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
+    model: Any = torch.distributed.fsdp.fully_shard(torch.nn.Linear(1, 1))
+    session, hook = Session(model), Wants(param_norm())
+    assert float(param_norm()(model)) == float(session.run(param_norm()))
+    session.ranks.hooks_of_some, session.ranks.size = [hook], 2
+    with pytest.raises(FetchError, match="asked for the norm of 2 tensors with DTensors among them, which all ranks"):
+        RanksEvaluator(session).evaluate({"norm": param_norm()}, hook)
 
 
 def test_a_writer_that_only_the_chief_has_decides_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,15 @@ class RanksEvaluator(Evaluator):
             self._combine(fetch)
         return self._combined[key][1]
 
+    def _kept(self, value: Any) -> Any:
+        return super()._kept(map_leaves(self._combined_if_shared, value))
+
+    def _combined_if_shared(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Shared):
+            return leaf
+        self._check_every_rank_calls(self._requester, leaf)
+        return leaf.combined()
+
     def _combine(self, fetch: OverRanks) -> None:
         """Combine ``fetch`` with all others that the hooks requested in this run, in one exchange."""
         requester = self._requester
@@ -171,9 +180,7 @@ class RanksEvaluator(Evaluator):
 
     def _whole(self, leaf: Any) -> Any:
         """Return the full tensor of a ``DTensor``, and the whole of what is shared; anything else as it is."""
-        if isinstance(leaf, Shared):
-            self._check_every_rank_calls(self._requester, leaf)
-            return leaf.combined()
+        leaf = self._combined_if_shared(leaf)
         if not isinstance(leaf, torch.Tensor) or not hasattr(leaf, "full_tensor"):
             return leaf
         if all(placement.is_replicate() for placement in leaf.placements):  # type: ignore[attr-defined]
