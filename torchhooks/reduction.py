@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchhooks.errors import FetchError
-from torchhooks.fetch import ComposedFetch, Evaluator, as_snapshot, describe, map_leaves
+from torchhooks.fetch import ComposedFetch, Evaluator, as_snapshot, describe, map_leaves, snapshot
 from torchhooks.ranks import Ranks
 from torchhooks.text import shortened, shown
 from torchhooks.timer import GivenTimer
@@ -142,7 +142,8 @@ class RanksEvaluator(Evaluator):
         return self._combined[key][1]
 
     def _kept(self, value: Any) -> Any:
-        return super()._kept(map_leaves(self._combined_if_shared, value))
+        value = map_leaves(self._combined_if_shared, value)
+        return snapshot(value) if self.copies else value
 
     def _combined_if_shared(self, leaf: Any) -> Any:
         if not isinstance(leaf, Shared):
