@@ -26,7 +26,7 @@ a list, tuple, dict, dataclass of these   the same structure, with values in pla
 Fetches are evaluated after the step, in the runs in which a hook asks for them: a name, a closure or an object once in
 a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
 Tensors are detached from the graph and stay on their device. With several ranks, a ``DTensor`` becomes the full tensor,
-which every rank has to request in the same run, unless a hook needs the local part only, as NanTensorHook does.
+which every rank has to request in the same run. NanTensorHook and histograms need no full tensor.
 
 A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
 ``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``).

@@ -124,6 +124,8 @@ class _OneWriter:
             # Targets of one loop are all opened before it has a session, so one that has a session is of another loop.
             self._is_within_another = any(target._has_session for target in self._others_at_this_place())
             self._all_open.add(self)
+        if hasattr(self.writer, "start_run"):  # of a tracker: better now than in the first run, because it takes time
+            self.writer.start_run()
         return self.writer
 
     def close(self) -> None:

@@ -109,17 +109,21 @@ class SummarySaverHook(ReportingHook):
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
         writer = self._target.open() if self.writes else None
-        # What is requested must not depend on the writer, which only the chief has: a DTensor needs every rank.
-        ops = summary.requests(self._ops, writer) if self.alone else self._ops
-        # By its own period, the hook has TensorFlow's rule, which decides before the step.
-        self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
-        self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
+        self._takes_counts = summary.takes_counts(writer)
         if writer is None and self.writes:
             logger.warning("%r has neither output_dir nor summary_writer: it writes nothing", self)
         elif writer is not None:
             summary.check_writer(writer, self._ops)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        if not self.alone and not any(self is hook for hook in session.ranks.hooks_of_some):
+            # Every rank has to request the same, because of DTensors, and only the chief has opened the writer.
+            self._has_place, self._takes_counts = session.ranks.gather((self._has_place, self._takes_counts))[0]
+        about = {"is_shared": not self.alone, "is_written": self.writes}
+        ops = summary.counted(self._ops, **about) if self._takes_counts else self._ops
+        # By its own period, the hook has TensorFlow's rule, which decides before the step.
+        self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
+        self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
         last_step = self._timer.last_triggered_step()
         if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
