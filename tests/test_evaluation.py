@@ -349,6 +349,21 @@ def test_a_result_that_does_not_exist_is_an_error_with_a_suggestion() -> None:
         trace(evaluation, LoggingTensorHook({"a": evaluation["acuracy"]}, timer=EverySteps(2)))
 
 
+def no_results() -> dict[str, float]:
+    return {}
+
+
+def test_a_result_of_an_evaluation_without_results_is_an_error() -> None:
+    evaluation = EvaluationHook(no_results, every_n_steps=2)
+    with pytest.raises(FetchError, match=r"the evaluation returned no 'accuracy'\. It returned an empty dict\."):
+        trace(evaluation, LoggingTensorHook({"a": evaluation["accuracy"]}, timer=EverySteps(2)))
+
+
+def test_an_evaluation_without_results_is_logged() -> None:
+    lines = trace(EvaluationHook(no_results, every_n_steps=2), losses=[0.1] * 2).lines
+    assert lines == [("INFO", "evaluation at step 2: no values")]
+
+
 def test_a_result_of_an_evaluation_that_is_not_in_the_loop_is_an_error() -> None:
     evaluation = EvaluationHook(Evaluating(), every_n_steps=2)
     with pytest.raises(LifecycleError, match=r"EvaluationHook\(.*\) is not in this loop: add it to hooks"):

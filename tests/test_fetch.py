@@ -29,10 +29,11 @@ from torchhooks import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
+    StopIfHigherHook,
     summary,
 )
-from torchhooks.fetch import ComposedFetch
-from torchhooks.testing import RecordingHook, plain
+from torchhooks.fetch import ComposedFetch, describe
+from torchhooks.testing import RecordingHook, plain, trace
 
 
 class Net(nn.Module):
@@ -388,6 +389,24 @@ def test_what_another_hook_feeds_has_its_name() -> None:
 
 
 # -- closures -------------------------------------------------------------------------------------------------------
+
+
+class Scoring:
+    def score(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("function", [Scoring.score, Scoring().score], ids=["function", "bound method"])
+def test_a_closure_is_described_by_its_name_and_the_name_of_its_file(function: Callable[..., Any]) -> None:
+    line = Scoring.score.__code__.co_firstlineno
+    assert describe(function) == f"Scoring.score (test_fetch.py:{line})"
+
+
+def test_the_log_line_of_a_hook_names_no_folder_of_a_closure() -> None:
+    stopped = trace(StopIfHigherHook(Scoring().score, 0.1), losses=[0.5])
+    line = Scoring.score.__code__.co_firstlineno
+    (text,) = [text for _, text in stopped.lines]
+    assert f'"Scoring.score (test_fetch.py:{line})"' in text
 
 
 def test_the_parameters_of_a_closure_are_names() -> None:

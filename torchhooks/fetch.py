@@ -49,6 +49,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import os
 import types
 import weakref
 from collections import OrderedDict
@@ -365,7 +366,8 @@ def describe(fetch: Any) -> str:
     """Return a description of ``fetch`` for errors and log lines: of a function, its name, file and line."""
     code = getattr(fetch, "__code__", None)
     if code is not None:
-        return f"{fetch.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+        # Without the folders of the file, which would make up most of a log line.
+        return f"{fetch.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return fetch if isinstance(fetch, str) else repr(fetch)
 
 

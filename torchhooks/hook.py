@@ -42,7 +42,9 @@ Exceptions
 ----------
 * Exactly ``StopIteration``, not a subclass, from a hook, the step, a closure or the body of the ``with`` block: the
   loop ends cleanly. The interrupted run gets no further ``after_run``. Every ``end`` is called. The ``with`` block
-  raises nothing.
+  raises nothing. The same holds for ``after_create_session`` in a recovery.
+* A ``StopIteration`` from the constructor of the loop, where hooks get ``begin`` and the first
+  ``after_create_session``, or from ``end`` or ``teardown`` is an error like any other.
 * Any other exception, ``KeyboardInterrupt`` included: no further ``after_run`` and no ``end``. It propagates with its
   type and traceback, and with a note that names the hook, the method and the step.
 * Unlike TensorFlow, an ``end`` that raises does not prevent the other hooks' ``end``. One error propagates as it is,

@@ -217,7 +217,7 @@ class EvaluationHook(ReportingHook):
         self.values = {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
         texts = {name: printable(value) for name, value in values.items()}
         if self.writes:
-            logger.info("evaluation at step %d: %s", result.step, tagged_line(texts))
+            logger.info("evaluation at step %d: %s", result.step, tagged_line(texts) or "no values")
         if self._target.writer is not None:
             summary.write_summaries(self._target.writer, _points(values), result.step, result.wall_time)
 
@@ -241,9 +241,10 @@ class EvaluationValue(ComposedFetch):
     def compose(self, value: Mapping[str, Any]) -> Any:
         if self.name not in value:
             names = [*map(str, value)]
+            returned = f"It returned: {', '.join(names)}." if names else "It returned an empty dict."
             raise FetchError(
                 f"{self!r} was requested, but the evaluation returned no {self.name!r}."
-                f"{did_you_mean(str(self.name), names)} It returned: {', '.join(names)}."
+                f"{did_you_mean(str(self.name), names)} {returned}"
             )
         return value[self.name]
 
