@@ -21,7 +21,9 @@ from torch.nn.utils import parametrizations
 from torchhooks import (
     FetchError,
     FinalOpsHook,
+    LoggingTensorHook,
     MonitoredLoop,
+    NanTensorHook,
     NoRunYetError,
     Scaffold,
     Session,
@@ -30,10 +32,15 @@ from torchhooks import (
     SessionRunHook,
     SessionRunValues,
     StopIfHigherHook,
+    SummarySaverHook,
+    grad_norm,
+    over_ranks,
+    param_norm,
+    running_mean,
     summary,
 )
 from torchhooks.fetch import ComposedFetch, describe
-from torchhooks.testing import RecordingHook, plain, trace
+from torchhooks.testing import RecordingHook, RecordingWriter, plain, trace
 
 
 class Net(nn.Module):
@@ -1155,6 +1162,46 @@ def test_the_error_for_an_unknown_name_outside_of_a_run_names_session_run() -> N
         loop.run()
         with pytest.raises(FetchError, match=r"Session\.run asked for 'los'.*Did you mean 'loss'"):
             loop.session.run("los")
+
+
+def double(factor: float = 2.0) -> Callable[..., Any]:
+    return lambda loss: factor * loss
+
+
+def mean_of_loss() -> Any:
+    return running_mean("loss")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (grad_norm, r"asked for grad_norm \(.*of type function: a value is neither .* call it: grad_norm\(\)$"),
+        (param_norm, r"asked for param_norm \(.*of type function: a value is neither .* call it: param_norm\(\)$"),
+        (double, r"asked for double \(.*of type function: a value is neither .* call it: double\(\)$"),
+        (mean_of_loss, r"of type RunningFetch: a value is neither .* call it: mean_of_loss\(\)$"),
+        (Metric, r"of type Metric: a value is neither .* call it: Metric\(\)$"),
+        (running_mean(grad_norm), r"a value is neither .* call it: grad_norm\(\)$"),
+        (running_mean, r"parameter 'fetch' is not an available name: call it, running_mean\(\.\.\.\)\. Available"),
+        (over_ranks, r"parameter 'fetch' is not an available name: call it, over_ranks\(\.\.\.\)\. Available"),
+        (summary.scalar, r"parameter 'tag' is not an available name: call it, scalar\(\.\.\.\)\. Available"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda fetch: LoggingTensorHook({"fetch": fetch}, 1),
+        lambda fetch: SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op={"fetch": fetch}),
+        NanTensorHook,
+    ],
+    ids=["log", "summary", "nan"],
+)
+def test_a_function_that_creates_a_fetch_is_no_fetch(
+    factory: Any, message: str, hook: Callable[[Any], SessionRunHook]
+) -> None:
+    loop = MonitoredLoop(lambda: 0.5, nn.Linear(1, 1), hooks=[hook(factory)])
+    with pytest.raises(FetchError, match=message), loop:
+        loop.run()
 
 
 def test_the_inputs_of_a_run_do_not_exist_outside_of_it() -> None:

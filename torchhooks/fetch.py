@@ -373,6 +373,9 @@ def describe(fetch: Any) -> str:
 
 # -- evaluation ---------------------------------------------------------------------------------------------------
 
+_NOT_VALUES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, ComposedFetch)
+"""What no closure returns as its value, but a function that creates a fetch does, such as ``grad_norm``."""
+
 
 class Evaluator:
     """Evaluates the fetches of one run, each distinct one once."""
@@ -494,7 +497,10 @@ class Evaluator:
         if value is not inspect.Parameter.empty:
             return value
         asked = f"{self._requester} asked for {describe(closure)}"
-        raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name")
+        way_out = ""
+        if isinstance(closure, (types.FunctionType, type)) and f"{closure.__module__}.".startswith("torchhooks."):
+            way_out = f": call it, {closure.__name__}(...)"
+        raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}")
 
     def composed(self, fetch: ComposedFetch) -> Any:
         """Return the value of ``fetch``."""
@@ -511,10 +517,17 @@ class Evaluator:
     def _call(self, fetch: Any, function: Callable[[], Any]) -> Any:
         try:
             with torch.no_grad():
-                return function()
+                value = function()
         except BaseException as error:
             self._note(error, fetch)
             raise
+        if isinstance(value, _NOT_VALUES) or (isinstance(fetch, type) and hasattr(value, "compute")):
+            raise FetchError(
+                f"{self._requester} asked for {describe(inspect.unwrap(fetch))}, whose value is of type "
+                f"{type(value).__name__}: a value is neither a function nor a fetch. If it creates a fetch, "
+                f"call it: {getattr(fetch, '__name__', 'fetch')}()"
+            )
+        return value
 
     def _note(self, error: BaseException, fetch: Any) -> None:
         with contextlib.suppress(Exception):  # a fetch that cannot be printed must not replace the error
