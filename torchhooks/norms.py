@@ -7,6 +7,7 @@ DTensors, it is the norm of the whole tensors, which every rank has to request i
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torchhooks.ranks import all_gather
 from torchhooks.reduction import Shared
 from torchhooks.sharded import is_sharded, without_partial
+from torchhooks.text import shown
 
 
 # Cached, so that several hooks that ask for the same norm share one value: equal fetches are evaluated once in a run.
@@ -33,11 +35,15 @@ def grad_norm(norm_type: float = 2.0) -> Callable[..., Any]:
     The value is ``None`` if there is no gradient, as after ``optimizer.zero_grad()``: call it first in the step.
 
     Args:
-        norm_type: the order of the norm, such as 2 or ``float("inf")``.
+        norm_type: the order of the norm, more than 0, such as 2 or ``float("inf")``.
 
     Returns:
         A fetch, whose value is a tensor without dimensions, or ``None``. It is computed on the device of the model.
+
+    Raises:
+        ValueError: ``norm_type`` is not such a number.
     """
+    _check_order(norm_type)
 
     def grad_norm(model: torch.nn.Module, session: Any = None) -> Any:
         return _norm([each.grad for each in model.parameters() if each.grad is not None], norm_type, session)
@@ -59,16 +65,25 @@ def param_norm(norm_type: float = 2.0) -> Callable[..., Any]:
     model.
 
     Args:
-        norm_type: the order of the norm, such as 2 or ``float("inf")``.
+        norm_type: the order of the norm, more than 0, such as 2 or ``float("inf")``.
 
     Returns:
         A fetch, whose value is a tensor without dimensions; ``None`` for a model without parameters.
+
+    Raises:
+        ValueError: ``norm_type`` is not such a number.
     """
+    _check_order(norm_type)
 
     def param_norm(model: torch.nn.Module, session: Any = None) -> Any:
         return _norm(list(model.parameters()), norm_type, session)
 
     return param_norm
+
+
+def _check_order(norm_type: Any) -> None:
+    if isinstance(norm_type, bool) or not isinstance(norm_type, numbers.Real) or not float(norm_type) > 0:
+        raise ValueError(f'norm_type={shown(norm_type)}: must be a number, more than 0, such as 2 or float("inf")')
 
 
 def _norm(tensors: list[torch.Tensor], norm_type: float, session: Any) -> Any:
