@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from torchhooks.checks import folder
 from torchhooks.closing import Attempts
 from torchhooks.summary import SummaryWriterCache, add_session_log, shared_name, write_config
 
@@ -24,9 +25,12 @@ class WriterTarget:
 
     Raises:
         ValueError: both places are given, or an empty list.
+        TypeError: ``output_dir`` is not a path.
     """
 
     def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
+        if output_dir is not None:
+            folder(output_dir, "output_dir")
         if output_dir is not None and summary_writer is not None:
             raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
         self._is_several = isinstance(summary_writer, (list, tuple))

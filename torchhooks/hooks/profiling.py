@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchhooks.checks import whole_number
+from torchhooks.checks import folder, whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
@@ -80,7 +80,9 @@ class ProfilerHook(ReportingHook):
         }
         self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
         self._guesses_step = timer is None
-        self._folder = os.path.abspath(output_dir)  # a script may change the current directory while it trains
+        self._folder = os.path.abspath(
+            folder(output_dir, "output_dir")
+        )  # a script may change the current directory while it trains
         self._show_dataflow, self._show_memory = show_dataflow, show_memory
         self._runs = whole_number(runs, "runs", 1)
         self._request = SessionRunArgs(options=RunOptions(trace=True, memory=show_memory))

@@ -11,6 +11,7 @@ from typing import Any
 from torchhooks import summary
 from torchhooks.changes import StateMark
 from torchhooks.checkpoint_files import is_checkpoint_name
+from torchhooks.checks import folder
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import brief
 from torchhooks.evaluating import IfDue
@@ -92,12 +93,12 @@ class SummarySaverHook(ReportingHook):
             "summary_op": summary_op,
             "timer": timer,
         }
+        self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
+        self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         if (scaffold is None) == (summary_op is None):
             raise ValueError(
                 f"scaffold={scaffold!r}, summary_op={summary_op!r}: give SummarySaverHook exactly one of them"
             )
-        self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
-        self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._has_place = output_dir is not None or summary_writer is not None
         self.collective = save_secs is not None or is_by_clock(timer)
         self._scaffold = scaffold
@@ -278,7 +279,7 @@ class CheckpointSaverHook(WritingHook):
             "listeners": listeners,
             "timer": timer,
         }
-        self._checkpoint_dir = os.fspath(checkpoint_dir)
+        self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = hook_timer(timer, save_secs=save_secs, save_steps=save_steps)
@@ -293,10 +294,10 @@ class CheckpointSaverHook(WritingHook):
                 f"{self._checkpoint_dir} again: give a name without '/' and 'tfevents', that does not begin with a dot"
             )
         # The folder as it was given is for messages. A script may change the current directory while it trains.
-        folder = os.path.abspath(self._checkpoint_dir)
-        self._path = os.path.join(folder, checkpoint_basename)
+        absolute = os.path.abspath(self._checkpoint_dir)
+        self._path = os.path.join(absolute, checkpoint_basename)
         self._listeners = tuple(listeners or ())
-        self._target = WriterTarget(folder, None)
+        self._target = WriterTarget(absolute, None)
 
     def begin(self) -> None:
         self._timer.reset()
