@@ -388,6 +388,14 @@ def test_an_argument_in_the_place_of_another_is_named_in_the_error(case: str) ->
     assert str(raised.value) == said
 
 
+@pytest.mark.parametrize("secs", [5, 0.5])
+def test_a_default_period_next_to_a_given_one_is_named_as_such(secs: float) -> None:
+    with pytest.raises(
+        ValueError, match=f"every_n_secs={secs}: every_n_steps has the default 100, .* every_n_steps=None$"
+    ):
+        StepCounterHook(every_n_secs=secs)
+
+
 def test_a_large_item_in_a_list_is_printed_as_its_type() -> None:
     with pytest.raises(TypeError, match=r"^optimizer=\[SGD\(\.\.\.\), SGD\(\.\.\.\)\]: must be"):
         MonitoredLoop(half, MODEL, [OPTIMIZER, OPTIMIZER])  # type: ignore[arg-type]
