@@ -428,3 +428,22 @@ def test_repr_shows_the_arguments() -> None:
         r"EvaluationHook\(<function measure at .*>, every_n_steps=5, at_end=True\)",
         repr(EvaluationHook(measure, 5, at_end=True)),
     )
+
+
+# -- errors of the function -------------------------------------------------------------------------------------------
+
+
+def failing(model: Any) -> float:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize("requested", [False, True], ids=["its own hook", "another hook"])
+def test_a_note_on_an_error_of_the_function_names_the_function(requested: bool) -> None:
+    evaluation = EvaluationHook(failing, every_n_steps=1 if not requested else 100)
+    hooks = [evaluation, LoggingTensorHook([evaluation["failing"]], 1)] if requested else [evaluation]
+    error = trace(*hooks, catch=KeyError).error
+    assert error is not None
+    notes = "".join(error.__notes__)
+    asking = "LoggingTensorHook" if requested else "EvaluationHook"
+    assert re.search(rf"in the evaluation failing \({re.escape(Path(__file__).name)}:\d+\), which {asking}\(", notes)
+    assert "EvaluationHook.current" not in notes

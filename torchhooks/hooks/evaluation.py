@@ -11,7 +11,7 @@ from torchhooks import summary
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError, LifecycleError
 from torchhooks.evaluating import IfDue, Undisturbed
-from torchhooks.fetch import ComposedFetch, leaves
+from torchhooks.fetch import ComposedFetch, describe, leaves
 from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lines import printable, tagged_line
 from torchhooks.log import logger
@@ -28,6 +28,20 @@ class _Result(NamedTuple):
     step: int
     wall_time: float
     values: Mapping[str, Any]
+
+
+class _Results:
+    """The closure whose value is the results for the present step: that of ``hook.current``, with another name."""
+
+    def __init__(self, hook: EvaluationHook, function: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._function = function
+
+    def __call__(self, session: Session) -> Mapping[str, Any]:
+        return self._hook.current(session)
+
+    def __repr__(self) -> str:
+        return f"the evaluation {describe(self._function)}"
 
 
 class EvaluationHook(ReportingHook):
@@ -107,7 +121,8 @@ class EvaluationHook(ReportingHook):
         """The timer, for hooks that are due together with this one."""
         self._timer = hook_timer(self.timer)
         self.collective = is_by_clock(self.timer)
-        self._if_due = IfDue(self.current, self._timer)
+        self._results = _Results(self, evaluate)
+        self._if_due = IfDue(self._results, self._timer)
         self._request = SessionRunArgs(self._if_due)
         self._at_start, self._at_end = at_start, at_end
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
@@ -119,7 +134,7 @@ class EvaluationHook(ReportingHook):
 
     def __getitem__(self, name: str) -> EvaluationValue:
         """Return a fetch of the result ``name``."""
-        return EvaluationValue(self, name)
+        return EvaluationValue(self, name, self._results)
 
     def begin(self) -> None:
         self._timer.reset()
@@ -228,15 +243,16 @@ class EvaluationHook(ReportingHook):
 class EvaluationValue(ComposedFetch):
     """One result of an evaluation: the fetch that ``evaluation["accuracy"]`` returns."""
 
-    def __init__(self, evaluation: EvaluationHook, name: str) -> None:
+    def __init__(self, evaluation: EvaluationHook, name: str, results: Callable[..., Mapping[str, Any]]) -> None:
         self.name = name
         self.timer = evaluation.timer
         """The timer of the evaluation."""
         self._evaluation = evaluation
+        self._results = results
 
     @property
     def fetch(self) -> Any:
-        return self._evaluation.current
+        return self._results
 
     def compose(self, value: Mapping[str, Any]) -> Any:
         if self.name not in value:
