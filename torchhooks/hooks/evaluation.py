@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torchhooks import summary
@@ -17,7 +17,7 @@ from torchhooks.lines import printable, tagged_line
 from torchhooks.log import logger
 from torchhooks.readback import is_remote, to_host
 from torchhooks.session import Session
-from torchhooks.text import call_repr, did_you_mean, shown
+from torchhooks.text import call_repr, did_you_mean, shortened, shown
 from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer, is_by_clock
 from torchhooks.writers import WriterTarget
 
@@ -139,7 +139,7 @@ class EvaluationHook(ReportingHook):
     def begin(self) -> None:
         self._timer.reset()
         self._runs = 0
-        self._begun = False
+        self._begun = self._has_warned = False
         self.values = {}
         self._unreported = []
         writer = self._target.open() if self.writes else None
@@ -234,7 +234,18 @@ class EvaluationHook(ReportingHook):
         if self.writes:
             logger.info("evaluation at step %d: %s", result.step, tagged_line(texts) or "no values")
         if self._target.writer is not None:
+            self._warn_of_one_curve(values)
             summary.write_summaries(self._target.writer, _points(values), result.step, result.wall_time)
+
+    def _warn_of_one_curve(self, names: Iterable[str]) -> None:
+        """Log a warning, once, if another hook writes some of ``names`` to the same place."""
+        taken = self._target.claim(names, self)
+        if taken and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%r and %r both write %s to the same place, where that is one curve: return another name",
+                *(next(iter(taken.values())), self, shortened([*map(repr, taken)])),
+            )
 
     def __repr__(self) -> str:
         return call_repr(self, self._function, **self._arguments)

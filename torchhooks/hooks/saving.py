@@ -115,6 +115,7 @@ class SummarySaverHook(ReportingHook):
             logger.warning("%r has neither output_dir nor summary_writer: it writes nothing", self)
         elif writer is not None:
             summary.check_writer(writer, self._ops)
+            self._target.claim((op.tag for op in self._ops), self)  # an EvaluationHook warns of the same tag
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         if not self.alone and not any(self is hook for hook in session.ranks.hooks_of_some):
