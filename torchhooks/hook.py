@@ -230,8 +230,7 @@ class SessionRunContext:
     """Whether a hook has requested a stop in this run."""
     stop_reason: str | None = None
     """The reason given by the first hook that requested a stop."""
-    stopped_by: Caller | None = None
-    """The hook whose method was running when the stop was requested."""
+    _stopped_by: Caller | None = None  # the hook whose method was running when the stop was requested
     caller: Caller | None = None
     """The hook whose method is running. The loop sets this before each call."""
     void: bool = False
@@ -270,7 +269,7 @@ class SessionRunContext:
     @property
     def why_stopped(self) -> str:
         """The hook that requested the stop and its reason, such as ``"StopAtStepHook: step 1000"``."""
-        name = "request_stop" if self.stopped_by is None else type(self.stopped_by.hook).__name__
+        name = "request_stop" if self._stopped_by is None else type(self._stopped_by.hook).__name__
         return f"{name}: {self.stop_reason or f'step {self.session.global_step}'}"
 
     def request_stop(self, reason: str | None = None) -> None:
@@ -283,7 +282,7 @@ class SessionRunContext:
             reason: why, in a few words. By default, the global step. The first reason of a run counts.
         """
         if not self.stop_requested:
-            self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
+            self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self.caller
             self._services.ending.request(self)
 
     def after_item(self, callback: Callable[[], object]) -> None:
