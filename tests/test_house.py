@@ -248,10 +248,15 @@ def test_the_run_reads_as_the_lifecycle() -> None:
     assert [node.attr for node in sorted(called, key=lambda node: node.lineno)] == phases
 
 
-def test_the_roof_is_names_and_no_code() -> None:
-    docstring, *statements, exported = ast.parse(source("torchhooks")).body
+def test_the_roof_is_names_and_no_code_but_that_of_the_version() -> None:
+    docstring, typing, *statements, version, exported = ast.parse(source("torchhooks")).body
     assert isinstance(docstring, ast.Expr)
+    assert ast.unparse(typing) == "import typing"
     assert all(isinstance(statement, ast.ImportFrom) for statement in statements)
+    assert isinstance(version, ast.If)
+    assert ast.unparse(version.body) == "__version__: str"
+    assert [node.name for node in version.orelse if isinstance(node, ast.FunctionDef)] == ["__getattr__"]
+    assert len(version.orelse) == 1
     assert ast.unparse(exported).startswith("__all__ = ")
 
 
