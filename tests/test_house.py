@@ -254,9 +254,11 @@ def test_the_roof_is_names_and_no_code_but_that_of_the_version() -> None:
     assert ast.unparse(typing) == "import typing"
     assert all(isinstance(statement, ast.ImportFrom) for statement in statements)
     assert isinstance(version, ast.If)
-    assert ast.unparse(version.body) == "__version__: str"
-    assert [node.name for node in version.orelse if isinstance(node, ast.FunctionDef)] == ["__getattr__"]
-    assert len(version.orelse) == 1
+    [annotation], [function] = version.body, version.orelse
+    assert ast.unparse(version.test) == "typing.TYPE_CHECKING"
+    assert ast.unparse(annotation) == "__version__: str"
+    assert isinstance(function, ast.FunctionDef)
+    assert function.name == "__getattr__"
     assert ast.unparse(exported).startswith("__all__ = ")
 
 
