@@ -252,10 +252,17 @@ def test_the_run_reads_as_the_lifecycle() -> None:
     assert [node.attr for node in sorted(called, key=lambda node: node.lineno)] == phases
 
 
-def test_the_roof_is_names_and_no_code() -> None:
-    docstring, *statements, exported = ast.parse(source("torchhooks")).body
+def test_the_roof_is_names_and_no_code_but_that_of_the_version() -> None:
+    docstring, typing, *statements, version, exported = ast.parse(source("torchhooks")).body
     assert isinstance(docstring, ast.Expr)
+    assert ast.unparse(typing) == "import typing"
     assert all(isinstance(statement, ast.ImportFrom) for statement in statements)
+    assert isinstance(version, ast.If)
+    [annotation], [function] = version.body, version.orelse
+    assert ast.unparse(version.test) == "typing.TYPE_CHECKING"
+    assert ast.unparse(annotation) == "__version__: str"
+    assert isinstance(function, ast.FunctionDef)
+    assert function.name == "__getattr__"
     assert ast.unparse(exported).startswith("__all__ = ")
 
 

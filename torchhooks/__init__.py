@@ -19,6 +19,8 @@ is, without what happens on errors:
 :mod:`torchhooks.testing` what the tests of a hook of one's own need.
 """
 
+import typing
+
 from torchhooks import summary
 from torchhooks.checkpoint import Saver, best_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
 from torchhooks.coordinator import Coordinator, LooperThread
@@ -70,6 +72,22 @@ from torchhooks.summary import SummaryWriter, SummaryWriterCache
 from torchhooks.timer import Due, EverySteps, NeverTriggerTimer, SecondOrStepTimer
 from torchhooks.trackers import MlflowWriter, WandbWriter
 from torchhooks.training import MonitoredTrainingLoop
+
+if typing.TYPE_CHECKING:
+    __version__: str
+else:  # not for type checkers, which would let every name pass
+
+    def __getattr__(name: str) -> str:
+        """Return ``__version__``, which is read on request because the metadata of packages is slow to find."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version(__name__)
+        except PackageNotFoundError:  # a checkout on the path that is not installed
+            return "0+unknown"
+
 
 __all__ = [
     "AbortedError",
