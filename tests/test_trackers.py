@@ -447,9 +447,10 @@ def history(folder: Path, runs: int) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()  # it reads the environment once in a process, and another test may have used it
 
 
 wandb_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

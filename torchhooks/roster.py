@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-_STEP_PERIODS = {"every_n_iter", "every_n_steps", "save_steps", "timer"}
+# Arguments in a repr, such as "save_steps=10" or "timer=EverySteps(10)". Not parsed with ast: in Python 3.11, threads
+# that parse at the same time get a SystemError.
+_STEP_PERIOD = re.compile(r"\b(?:every_n_iter|every_n_steps|save_steps)=\d+|\btimer=\w+\((?:every_steps=)?\d+\)")
 
 
 class Identity(NamedTuple):
@@ -57,16 +58,7 @@ def other_periods(own: list[Identity], others: list[Identity]) -> Iterator[tuple
 
 def step_period(text: str) -> str:
     """Return the period in steps in ``text``, the repr of a hook, such as ``"save_steps=10"``; ``""`` for none."""
-    previous = ""
-    while previous != text:  # from the inside out, because of "<function main.<locals>.<lambda> at >"
-        previous, text = text, re.sub(r"<[^<>]*>", "None", text)
-    try:
-        call = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError):  # a repr of another form
-        return ""
-    given = call.keywords if isinstance(call, ast.Call) else []
-    periods = [f"{each.arg}={ast.unparse(each.value)}" for each in given if each.arg in _STEP_PERIODS]
-    return ", ".join(period for period in periods if "secs" not in period)
+    return ", ".join(_STEP_PERIOD.findall(text))
 
 
 def _texts(roster: list[Identity]) -> dict[str, list[str]]:
