@@ -53,6 +53,28 @@ def test_stops_by_the_rule_of_tensorflow(create: Create, losses: list[float], st
     assert trace(create("loss"), losses=losses).global_step == (len(losses) if stop is None else stop)
 
 
+@pytest.mark.parametrize(
+    ("create", "losses", "stop"),
+    [
+        (lambda: StopIfNoDecreaseHook("loss", 2, min_delta=0.1), [0.5, 0.45, 0.41, 0.1], 3),
+        (lambda: StopIfNoDecreaseHook("loss", 2, min_delta=0.1), [0.5, 0.45, 0.39, 0.3, 0.28], 5),
+        (lambda: StopIfNoDecreaseHook("loss", 1, min_delta=0.25), [0.5, 0.25, 0.0], 2),  # not larger
+        (lambda: StopIfNoIncreaseHook("loss", 2, min_delta=0.1), [0.5, 0.55, 0.59, 0.9], 3),
+        (lambda: StopIfNoIncreaseHook("loss", 2, min_delta=0.1), [0.5, 0.55, 0.61, 0.75], None),
+    ],
+)
+def test_a_change_up_to_min_delta_is_no_improvement(
+    create: Callable[[], SessionRunHook], losses: list[float], stop: int | None
+) -> None:
+    assert trace(create(), losses=losses).global_step == (len(losses) if stop is None else stop)
+
+
+@pytest.mark.parametrize("min_delta", [-0.1, math.nan, math.inf, "0.1", True, None])
+def test_min_delta_is_a_finite_number(min_delta: Any) -> None:
+    with pytest.raises(ValueError, match="must be a finite number, 0 or more"):
+        StopIfNoDecreaseHook("loss", 2, min_delta=min_delta)
+
+
 def test_the_reason_is_logged_and_is_that_of_the_stop() -> None:
     ran = trace(StopIfNoDecreaseHook("loss", 2), losses=[{"loss": 0.5}] * 4)
     reason = (
@@ -210,7 +232,7 @@ def test_a_metric_that_is_not_one_number_is_an_error_of_the_run() -> None:
         "StopIfHigherHook('loss', threshold=0.5)",
         "StopIfLowerHook('loss', threshold=0.5, min_steps=3, every_n_steps=2)",
         "StopIfNoDecreaseHook('loss', max_steps_without_decrease=5)",
-        "StopIfNoIncreaseHook('loss', max_steps_without_increase=5, timer=EverySteps(3), name='patient')",
+        "StopIfNoIncreaseHook('loss', max_steps_without_increase=5, timer=EverySteps(3), name='loss', min_delta=0.5)",
     ],
 )
 def test_repr_can_be_pasted_back(text: str) -> None:

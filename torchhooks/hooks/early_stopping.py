@@ -89,6 +89,12 @@ class _StopByMetric(SessionRunHook):
             run_context.request_stop(reason)
 
 
+def _non_negative(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={shown(value)}: must be a finite number, 0 or more")
+    return float(value)
+
+
 class _StopIfNoImprovement(_StopByMetric):
     _change: str
     _best: float | None
@@ -102,8 +108,10 @@ class _StopIfNoImprovement(_StopByMetric):
         every_n_steps: int | None,
         timer: GivenTimer | None,
         name: str | None,
+        min_delta: float,
     ) -> None:
         super().__init__(metric, min_steps, every_n_steps, timer)
+        self._min_delta = _non_negative(min_delta, "min_delta")
         self._max_steps = whole_number(max_steps, f"max_steps_without_{self._change}", 1)
         self.name = name
         """The name of the state in checkpoints; ``None`` for that of the class."""
@@ -113,6 +121,7 @@ class _StopIfNoImprovement(_StopByMetric):
             "every_n_steps": every_n_steps,
             "timer": timer,
             "name": name,
+            "min_delta": min_delta,
         }
         self._forget()
 
@@ -145,7 +154,7 @@ class _StopIfNoImprovement(_StopByMetric):
         self._best = self._best_step = None
 
     def _is_better(self, value: float, best: float) -> bool:
-        return value < best if self._change == "decrease" else value > best
+        return best - value > self._min_delta if self._change == "decrease" else value - best > self._min_delta
 
     def __repr__(self) -> str:
         return call_repr(self, self._metric, **self._given)
@@ -179,9 +188,10 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
             or 1 for other fetches.
         timer: the timer to use in place of ``every_n_steps``.
         name: the name of its state in checkpoints. Two hooks of this class need two names.
+        min_delta: a decrease counts only if it is larger than this. TensorFlow's hook has no such argument.
 
     Raises:
-        ValueError: a number of steps is not valid, or two periods are given.
+        ValueError: a number of steps or ``min_delta`` is not valid, or two periods are given.
         TypeError: from the run, the metric is not one number.
     """
 
@@ -196,8 +206,9 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
         every_n_steps: int | None = None,
         timer: GivenTimer | None = None,
         name: str | None = None,
+        min_delta: float = 0.0,
     ) -> None:
-        super().__init__(metric, max_steps_without_decrease, min_steps, every_n_steps, timer, name)
+        super().__init__(metric, max_steps_without_decrease, min_steps, every_n_steps, timer, name, min_delta)
 
 
 class StopIfNoIncreaseHook(_StopIfNoImprovement):
@@ -222,9 +233,10 @@ class StopIfNoIncreaseHook(_StopIfNoImprovement):
         every_n_steps: the period, in steps, in which to look at the metric.
         timer: the timer to use in place of ``every_n_steps``.
         name: the name of its state in checkpoints. Two hooks of this class need two names.
+        min_delta: an increase counts only if it is larger than this. TensorFlow's hook has no such argument.
 
     Raises:
-        ValueError: a number of steps is not valid, or two periods are given.
+        ValueError: a number of steps or ``min_delta`` is not valid, or two periods are given.
         TypeError: from the run, the metric is not one number.
     """
 
@@ -239,8 +251,9 @@ class StopIfNoIncreaseHook(_StopIfNoImprovement):
         every_n_steps: int | None = None,
         timer: GivenTimer | None = None,
         name: str | None = None,
+        min_delta: float = 0.0,
     ) -> None:
-        super().__init__(metric, max_steps_without_increase, min_steps, every_n_steps, timer, name)
+        super().__init__(metric, max_steps_without_increase, min_steps, every_n_steps, timer, name, min_delta)
 
 
 class _StopAtThreshold(_StopByMetric):

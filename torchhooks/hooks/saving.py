@@ -317,8 +317,7 @@ class CheckpointSaverHook(WritingHook):
         self._timer.start_at(session.global_step)
         self._timer.update_last_triggered_step(session.global_step)
 
-    def trigger(self) -> None:
-        """Save in the next run, as every other rank does."""
+    def trigger(self) -> None:  # all ranks save in the next run
         self._triggered = True
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
