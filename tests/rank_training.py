@@ -102,7 +102,10 @@ class _Killing:
 
 
 def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sharded: bool = False) -> dict[str, Any]:
-    """Train to the end, from the newest checkpoint in ``folder``, and return all that has to be the same bits."""
+    """Train to the end, from the newest checkpoint in ``folder``, and return all that has to be the same bits.
+
+    With ``sharded``, the gradients of three steps accumulate, of the first one without a reduction over the ranks.
+    """
     torch.manual_seed(rank)
     random.seed(rank)
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
@@ -120,11 +123,16 @@ def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sh
     seen, attempt = Seen(), os.environ.get("TORCHELASTIC_RESTART_COUNT")
 
     def step(batch: torch.Tensor) -> Any:
-        optimizer.zero_grad()
+        number = loop.global_step % 3
+        if sharded:
+            model.set_requires_gradient_sync(number > 0)
+        if number == 0 or not sharded:
+            optimizer.zero_grad()
         inputs = batch.float().unsqueeze(1).expand(-1, 4) / 100 + random.random()
         loss = model(inputs).square().mean()
         loss.backward()
-        optimizer.step()
+        if number == 2 or not sharded:
+            optimizer.step()
         seen.items += batch.tolist()
         return loss.item()
 

@@ -135,6 +135,40 @@ def test_an_unknown_parameter_is_an_error_that_names_the_function() -> None:
         trace(CallFnHook(report, every_n_steps=1))
 
 
+def any_arguments(*args: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "function",
+    [print, any_arguments, lambda *values: None, lambda **values: None, lambda *values, sep=" ": None],
+    ids=["print", "args and kwargs", "args", "kwargs", "an option"],
+)
+def test_a_function_that_takes_any_arguments_and_names_none_is_refused(function: Callable[..., object]) -> None:
+    with pytest.raises(
+        TypeError, match=r"^function=.*: it would be called without arguments, .* such as lambda loss: print\(loss\)$"
+    ):
+        CallFnHook(function, 4)
+
+
+class Silent(torch.nn.Module):
+    def forward(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: None,
+        functools.partial(any_arguments, 3),
+        Silent(),
+        lambda *values, loss: None,
+        lambda loss=None, *_: None,
+    ],
+    ids=["no parameters", "partial", "module", "after any", "before any"],
+)
+def test_a_function_without_parameters_or_with_a_named_one_is_called(function: Callable[..., object]) -> None:
+    assert trace(CallFnHook(function, 1)).error is None
+
+
 def test_an_error_of_the_function_is_one_of_the_run_and_names_the_hook() -> None:
     def fail(loss: Any) -> None:
         raise KeyError("mine")
@@ -196,7 +230,7 @@ def test_values_on_a_device_at_the_end_are_read_from_it() -> None:
 )
 def test_refuses_invalid_arguments_and_shows_them(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        CallFnHook(print, **arguments)
+        CallFnHook(len, **arguments)
 
 
 def test_refuses_what_is_not_a_function() -> None:
@@ -205,6 +239,6 @@ def test_refuses_what_is_not_a_function() -> None:
 
 
 def test_repr_shows_the_arguments() -> None:
-    assert repr(CallFnHook(print, 5, at_end=True)) == (
-        "CallFnHook(<built-in function print>, every_n_steps=5, at_end=True)"
+    assert repr(CallFnHook(len, 5, at_end=True)) == (
+        "CallFnHook(<built-in function len>, every_n_steps=5, at_end=True)"
     )

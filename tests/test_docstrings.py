@@ -91,3 +91,39 @@ def test_every_public_name_has_an_example_that_runs(
 def test_every_public_name_is_in_the_reference(name: str) -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
     assert re.search(rf":: ({re.escape(name)}\b|torchhooks\.testing$|torchhooks\.summary$)", pages, re.MULTILINE), name
+
+
+# What another module of the library reads or sets, and a user has no use for.
+OF_THE_LIBRARY = {
+    "SessionRunContext": {"caller", "void"},
+    "SecondOrStepTimer": {"told"},
+    "EverySteps": {"told"},
+    "NeverTriggerTimer": {"told"},
+    "CheckpointSaverHook": {"saves_checkpoints"},
+    "BestCheckpointHook": {"saves_checkpoints"},
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_the_reference_leaves_out_what_only_the_library_uses(name: str) -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in REFERENCE.glob("*.md"))
+    [left_out] = re.findall(rf"autoclass:: torchhooks\.{name}(?:\(\))?\n   :exclude-members: (.*)", pages)
+    assert OF_THE_LIBRARY[name] <= set(left_out.split(", "))
+    assert OF_THE_LIBRARY[name] <= set(dir(getattr(torchhooks, name))) | set(vars(torchhooks.EverySteps(1)))
+
+
+def test_a_context_shows_what_a_hook_has_a_use_for() -> None:
+    shown = {name for name in dir(torchhooks.SessionRunContext) if not name.startswith("_")}
+    assert shown - {"caller", "finished", "void"} == {
+        "after_item",
+        "before_next_run",
+        "inputs",
+        "not_reported",
+        "original_args",
+        "request_stop",
+        "session",
+        "stop_reason",
+        "stop_requested",
+        "when_ready",
+        "why_stopped",
+    }

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +313,58 @@ def test_stop_iteration_around_a_checkpoint_between_two_items_is_a_clean_end(reg
             loop.run()
     assert (loop.global_step, loop.stop_reason) == (2, "StopIteration: enough")
     assert methods(recorder)[-2:] == ["end", "teardown"]
+
+
+class GuardingSession(SessionRunHook):
+    """Guards the checkpoints of one session with a function that raises StopIteration."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.created = number, 0
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self.created += 1
+        session.guard_checkpoints(self.refusal)
+
+    def refusal(self) -> None:
+        if self.created == self.number:
+            raise StopIteration("enough")
+
+
+def by_run(loop: MonitoredLoop[Any], step: Callable[[], None]) -> None:
+    loop.run()
+
+
+def by_step_function(loop: MonitoredLoop[Any], step: Callable[[], None]) -> None:
+    loop.run_step_fn(lambda context: context.run_with_hooks())
+
+
+def by_body(loop: MonitoredLoop[Any], step: Callable[[], None]) -> None:
+    with loop.step():
+        step()
+
+
+@pytest.mark.parametrize("make_run", [by_run, by_step_function, by_body])
+def test_stop_iteration_around_the_first_checkpoint_after_a_recovery_is_a_clean_end(
+    make_run: Callable[[MonitoredLoop[Any], Callable[[], None]], None], tmp_path: Path
+) -> None:
+    def step() -> None:
+        if loop.global_step == 1:
+            raise AbortedError("preempted")
+
+    recorder, saver = RecordingHook(), CheckpointSaverHook(tmp_path, save_steps=9)
+    with MonitoredLoop(step, hooks=[GuardingSession(2), saver, recorder], checkpoint_dir=tmp_path) as loop:
+        for _ in range(2):
+            make_run(loop, step)
+        pytest.fail("the loop did not recover")
+    assert loop.stop_reason == "StopIteration: enough"
+    assert methods(recorder)[-2:] == ["end", "teardown"]
+
+
+def test_stop_iteration_around_the_first_checkpoint_of_the_constructor_is_an_error(tmp_path: Path) -> None:
+    recorder, saver = RecordingHook(), CheckpointSaverHook(tmp_path, save_steps=9)
+    with pytest.raises(StopIteration, match="enough"):
+        MonitoredLoop(half, hooks=[recorder, GuardingSession(1), saver], checkpoint_dir=tmp_path)
+    assert methods(recorder) == ["begin", "after_create_session", "teardown"]
 
 
 def test_stop_iteration_of_a_pause_listener_in_the_body_is_a_clean_end() -> None:

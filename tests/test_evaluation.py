@@ -31,6 +31,7 @@ from torchhooks import (
     SessionRunHook,
     StepCounterHook,
     StopIfHigherHook,
+    SummarySaverHook,
     list_checkpoints,
 )
 from torchhooks.testing import FakeClock, FakeDevice, RecordingWriter, log_lines, plain, sync_audit, trace
@@ -349,6 +350,21 @@ def test_a_result_that_does_not_exist_is_an_error_with_a_suggestion() -> None:
         trace(evaluation, LoggingTensorHook({"a": evaluation["acuracy"]}, timer=EverySteps(2)))
 
 
+def no_results() -> dict[str, float]:
+    return {}
+
+
+def test_a_result_of_an_evaluation_without_results_is_an_error() -> None:
+    evaluation = EvaluationHook(no_results, every_n_steps=2)
+    with pytest.raises(FetchError, match=r"the evaluation returned no 'accuracy'\. It returned an empty dict\."):
+        trace(evaluation, LoggingTensorHook({"a": evaluation["accuracy"]}, timer=EverySteps(2)))
+
+
+def test_an_evaluation_without_results_is_logged() -> None:
+    lines = trace(EvaluationHook(no_results, every_n_steps=2), losses=[0.1] * 2).lines
+    assert lines == [("INFO", "evaluation at step 2: no values")]
+
+
 def test_a_result_of_an_evaluation_that_is_not_in_the_loop_is_an_error() -> None:
     evaluation = EvaluationHook(Evaluating(), every_n_steps=2)
     with pytest.raises(LifecycleError, match=r"EvaluationHook\(.*\) is not in this loop: add it to hooks"):
@@ -413,3 +429,69 @@ def test_repr_shows_the_arguments() -> None:
         r"EvaluationHook\(<function measure at .*>, every_n_steps=5, at_end=True\)",
         repr(EvaluationHook(measure, 5, at_end=True)),
     )
+
+
+# -- the curves of other hooks ----------------------------------------------------------------------------------------
+
+
+def one_curve(*hooks: SessionRunHook, runs: int = 4) -> list[tuple[str, str]]:
+    with log_lines() as lines:
+        trace(*hooks, losses=[0.1] * runs)
+    return [line for line in lines if "one curve" in line[1]]
+
+
+@pytest.mark.parametrize("place", ["output_dir", "summary_writer"])
+def test_two_evaluations_that_write_the_same_tag_to_the_same_place_are_named_once(place: str, tmp_path: Path) -> None:
+    target: dict[str, Any] = {place: tmp_path if place == "output_dir" else JsonLinesWriter(tmp_path / "run.jsonl")}
+    first = EvaluationHook(Evaluating(), every_n_steps=1, **target)
+    second = EvaluationHook(Evaluating(loss=0.1), every_n_steps=2, **target)
+    for _ in range(2):  # once in each loop
+        assert one_curve(first, second) == [
+            (
+                "WARNING",
+                f"{first!r} and {second!r} both write 'accuracy' to the same place, where that is one curve: return "
+                "another name",
+            )
+        ]
+
+
+def test_an_evaluation_that_writes_the_tag_of_a_summary_is_named(tmp_path: Path) -> None:
+    evaluation = EvaluationHook(Evaluating(loss=0.5), every_n_steps=2, output_dir=tmp_path)
+    summaries = SummarySaverHook(1, output_dir=tmp_path, summary_op={"loss": "loss", "step": "global_step"})
+    for hooks in ([evaluation, summaries], [summaries, evaluation]):
+        ((level, text),) = one_curve(*hooks)
+        assert level == "WARNING"
+        assert text.startswith(f"{summaries!r} and {evaluation!r} both write 'loss' to")
+
+
+@pytest.mark.parametrize("others", [{"output_dir": "b"}, {"summary_writer": RecordingWriter()}, {}], ids=str)
+def test_evaluations_at_several_places_may_have_the_same_tags(
+    others: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hooks = [EvaluationHook(Evaluating(), every_n_steps=1, **given) for given in ({"output_dir": "a"}, others, {})]
+    assert one_curve(*hooks) == []
+
+
+def test_evaluations_with_several_tags_may_have_the_same_place(tmp_path: Path) -> None:
+    functions = (lambda: {"train/loss": 0.5}, lambda: {"valid/loss": 0.5})
+    assert one_curve(*(EvaluationHook(each, every_n_steps=1, output_dir=tmp_path) for each in functions)) == []
+
+
+# -- errors of the function -------------------------------------------------------------------------------------------
+
+
+def failing(model: Any) -> float:
+    raise KeyError("mine")
+
+
+@pytest.mark.parametrize("requested", [False, True], ids=["its own hook", "another hook"])
+def test_a_note_on_an_error_of_the_function_names_the_function(requested: bool) -> None:
+    evaluation = EvaluationHook(failing, every_n_steps=1 if not requested else 100)
+    hooks = [evaluation, LoggingTensorHook([evaluation["failing"]], 1)] if requested else [evaluation]
+    error = trace(*hooks, catch=KeyError).error
+    assert error is not None
+    notes = "".join(error.__notes__)
+    asking = "LoggingTensorHook" if requested else "EvaluationHook"
+    assert re.search(rf"in the evaluation failing \({re.escape(Path(__file__).name)}:\d+\), which {asking}\(", notes)
+    assert "EvaluationHook.current" not in notes

@@ -21,7 +21,9 @@ from torch.nn.utils import parametrizations
 from torchhooks import (
     FetchError,
     FinalOpsHook,
+    LoggingTensorHook,
     MonitoredLoop,
+    NanTensorHook,
     NoRunYetError,
     Scaffold,
     Session,
@@ -29,10 +31,16 @@ from torchhooks import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
+    StopIfHigherHook,
+    SummarySaverHook,
+    grad_norm,
+    over_ranks,
+    param_norm,
+    running_mean,
     summary,
 )
-from torchhooks.fetch import ComposedFetch
-from torchhooks.testing import RecordingHook, plain
+from torchhooks.fetch import ComposedFetch, describe
+from torchhooks.testing import RecordingHook, RecordingWriter, plain, trace
 
 
 class Net(nn.Module):
@@ -388,6 +396,24 @@ def test_what_another_hook_feeds_has_its_name() -> None:
 
 
 # -- closures -------------------------------------------------------------------------------------------------------
+
+
+class Scoring:
+    def score(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("function", [Scoring.score, Scoring().score], ids=["function", "bound method"])
+def test_a_closure_is_described_by_its_name_and_the_name_of_its_file(function: Callable[..., Any]) -> None:
+    line = Scoring.score.__code__.co_firstlineno
+    assert describe(function) == f"Scoring.score (test_fetch.py:{line})"
+
+
+def test_the_log_line_of_a_hook_names_no_folder_of_a_closure() -> None:
+    stopped = trace(StopIfHigherHook(Scoring().score, 0.1), losses=[0.5])
+    line = Scoring.score.__code__.co_firstlineno
+    (text,) = [text for _, text in stopped.lines]
+    assert f'"Scoring.score (test_fetch.py:{line})"' in text
 
 
 def test_the_parameters_of_a_closure_are_names() -> None:
@@ -1136,6 +1162,46 @@ def test_the_error_for_an_unknown_name_outside_of_a_run_names_session_run() -> N
         loop.run()
         with pytest.raises(FetchError, match=r"Session\.run asked for 'los'.*Did you mean 'loss'"):
             loop.session.run("los")
+
+
+def double(factor: float = 2.0) -> Callable[..., Any]:
+    return lambda loss: factor * loss
+
+
+def mean_of_loss() -> Any:
+    return running_mean("loss")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (grad_norm, r"asked for grad_norm \(.*of type function: a value is neither .* call it: grad_norm\(\)$"),
+        (param_norm, r"asked for param_norm \(.*of type function: a value is neither .* call it: param_norm\(\)$"),
+        (double, r"asked for double \(.*of type function: a value is neither .* call it: double\(\)$"),
+        (mean_of_loss, r"of type RunningFetch: a value is neither .* call it: mean_of_loss\(\)$"),
+        (Metric, r"of type Metric: a value is neither .* call it: Metric\(\)$"),
+        (running_mean(grad_norm), r"a value is neither .* call it: grad_norm\(\)$"),
+        (running_mean, r"parameter 'fetch' is not an available name: call it, running_mean\(\.\.\.\)\. Available"),
+        (over_ranks, r"parameter 'fetch' is not an available name: call it, over_ranks\(\.\.\.\)\. Available"),
+        (summary.scalar, r"parameter 'tag' is not an available name: call it, scalar\(\.\.\.\)\. Available"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda fetch: LoggingTensorHook({"fetch": fetch}, 1),
+        lambda fetch: SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op={"fetch": fetch}),
+        NanTensorHook,
+    ],
+    ids=["log", "summary", "nan"],
+)
+def test_a_function_that_creates_a_fetch_is_no_fetch(
+    factory: Any, message: str, hook: Callable[[Any], SessionRunHook]
+) -> None:
+    loop = MonitoredLoop(lambda: 0.5, nn.Linear(1, 1), hooks=[hook(factory)])
+    with pytest.raises(FetchError, match=message), loop:
+        loop.run()
 
 
 def test_the_inputs_of_a_run_do_not_exist_outside_of_it() -> None:

@@ -8,11 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchhooks import LoggingTensorHook, MonitoredLoop
+from torchhooks import (
+    CheckpointSaverHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    MonitoredTrainingLoop,
+    SessionRunHook,
+    StopIfNoDecreaseHook,
+    latest_checkpoint,
+)
 
 OURS = logging.getLogger("torchhooks")
 LINE = "INFO:torchhooks:{} = 0.5"
@@ -185,6 +194,60 @@ def test_lines_appear_once_in_a_new_process(configured: str, out: str, err: str)
     code = PROGRAM.format(configured)
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (ran.stdout, ran.stderr) == (out, err)
+
+
+# -- lines from before the first loop ---------------------------------------------------------------------------------
+
+
+def in_a_misleading_order(folder: Path) -> list[SessionRunHook]:
+    return [CheckpointSaverHook(folder, save_steps=10), StopIfNoDecreaseHook("loss", 10)]
+
+
+def loop_in_a_misleading_order(folder: Path) -> None:
+    MonitoredLoop(lambda: 1.0, hooks=in_a_misleading_order(folder)).close()
+
+
+def worker_in_a_misleading_order(folder: Path) -> None:
+    MonitoredTrainingLoop(lambda: 1.0, hooks=in_a_misleading_order(folder), is_chief=False).close()
+
+
+@pytest.mark.parametrize("construct", [loop_in_a_misleading_order, worker_in_a_misleading_order])
+def test_a_warning_about_the_arguments_of_the_first_loop_has_the_prefix(
+    construct: Callable[[Path], None], tmp_path: Path
+) -> None:
+    with unconfigured() as seen:
+        construct(tmp_path)
+    (line,) = [line for line in seen.err if "comes after" in line]
+    assert line.startswith("WARNING:torchhooks:StopIfNoDecreaseHook(")
+
+
+def damage_a_checkpoint(folder: Path) -> str:
+    path = folder / "model.ckpt-1"
+    path.write_bytes(b"damaged")
+    return str(path)
+
+
+def test_a_warning_of_a_process_without_a_loop_has_the_prefix(tmp_path: Path) -> None:
+    path = damage_a_checkpoint(tmp_path)
+    with unconfigured() as seen:
+        latest_checkpoint(tmp_path)
+    (line,) = seen.err
+    assert line.startswith(f"WARNING:torchhooks:{path}")
+
+
+def test_a_process_without_a_loop_prints_warnings_only() -> None:
+    with unconfigured() as seen:
+        OURS.setLevel("DEBUG")
+        OURS.info("read")
+    assert (seen.out, seen.err) == ([], [])
+
+
+def test_a_warning_of_a_process_without_a_loop_goes_where_logging_is_configured(tmp_path: Path) -> None:
+    damage_a_checkpoint(tmp_path)
+    with unconfigured() as seen:
+        to_stdout("WARNING")
+        latest_checkpoint(tmp_path)
+    assert (len(seen.out), seen.err) == (1, [])
 
 
 # -- logging that is configured while a loop runs ---------------------------------------------------------------------

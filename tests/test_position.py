@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from torchhooks import (
     AbortedError,
@@ -571,6 +571,109 @@ def test_an_item_is_not_kept_longer_than_the_loop_has_it() -> None:
             del item
             alive.append(len(items))
     assert alive == [1, 1, 1, 1, 0]
+
+
+# -- the reminder of variables ----------------------------------------------------------------------------------------
+
+REMINDER = "Variables of the script outside the loop's state, such as a counter or another iterator, start over."
+
+
+class Unlimited(IterableDataset[int]):
+    """An iterable dataset that yields more items than its length says."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def loader_of(data: Any, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=None, **arguments)
+
+
+def reminders(lines: Lines) -> list[str]:
+    """Return the lines that say where the data continue, and those with the reminder."""
+    return [text for _, text in lines if "continues after item" in text or REMINDER in text]
+
+
+FINISHED: dict[str, tuple[Callable[[], Iterable[Any]], dict[str, int]]] = {
+    "list": (lambda: [0, 1, 2, 3], {}),
+    "tuple": (lambda: (0, 1, 2, 3), {}),
+    "range": (lambda: range(4), {}),
+    "DataLoader": (lambda: loader_of([0, 1, 2, 3]), {}),
+    "DataLoader with a limit": (lambda: loader_of(Unlimited()), {"limit": 4}),
+}
+
+
+@pytest.mark.parametrize(("data", "arguments"), FINISHED.values(), ids=FINISHED)
+def test_a_loop_that_stopped_at_its_last_item_has_no_reminder(
+    data: Callable[[], Iterable[Any]], arguments: dict[str, int], tmp_path: Path, lines: Lines
+) -> None:
+    assert in_two(tmp_path, 4, data(), data(), **arguments) == []
+    assert reminders(lines) == [f"until_stop's {type(data()).__name__} continues after item 4, the last one."]
+
+
+@pytest.mark.parametrize("data", [[0, 1], (0, 1), range(2)], ids=repr)
+def test_a_loop_that_had_ended_has_no_reminder(data: Iterable[Any], tmp_path: Path, lines: Lines) -> None:
+    over(looped(tmp_path), data)
+    assert over(looped(tmp_path), data) == []
+    assert reminders(lines) == [f"until_stop's {type(data).__name__} continues after item 2, the last one."]
+
+
+UNFINISHED: dict[str, Callable[[], Iterable[Any]]] = {
+    "it has grown": lambda: range(5),
+    "a sampler without a length": lambda: loader_of([0, 1, 2, 3], sampler=Unsized()),
+    "an iterable dataset": lambda: loader_of(Unlimited()),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("data", UNFINISHED.values(), ids=UNFINISHED)
+def test_a_loop_that_may_yield_more_items_has_the_reminder(
+    data: Callable[[], Iterable[Any]], tmp_path: Path, lines: Lines
+) -> None:
+    first = range(4) if isinstance(data(), range) else data()
+    in_two(tmp_path, 4, first, data())
+    assert reminders(lines) == [f"until_stop's {type(data()).__name__} continues after item 4. {REMINDER}"]
+
+
+def test_an_inner_loop_at_its_last_item_has_the_reminder(tmp_path: Path, lines: Lines) -> None:
+    """The body of the outer loop continues after it, with its variables."""
+    for last_step in (4, None):
+        with looped(tmp_path, last_step) as loop:
+            for _ in loop.until_stop(range(2)):
+                for _ in loop.until_stop(range(2)):
+                    loop.run()
+    assert reminders(lines) == [f"until_stop's range continues after item 2. {REMINDER}"]
+
+
+def test_a_loop_after_one_that_stopped_at_its_last_item_has_the_reminder_once(tmp_path: Path, lines: Lines) -> None:
+    for last_step in (2, None):
+        with looped(tmp_path, last_step) as loop:
+            for _ in range(3):
+                for _ in loop.until_stop([0, 1]):
+                    loop.run()
+    assert reminders(lines) == [
+        "until_stop's list continues after item 2, the last one.",
+        f"until_stop's list comes after a loop that yielded nothing more. {REMINDER}",
+    ]
+
+
+def test_a_loop_left_with_a_break_at_its_last_item_has_the_hint_for_a_break(tmp_path: Path, lines: Lines) -> None:
+    for _ in range(2):
+        with looped(tmp_path) as loop:
+            for item in loop.until_stop([0, 1]):
+                loop.run()
+                if item == 1:
+                    break
+    (text,) = reminders(lines)
+    assert "continues after item 2. The process that saved the checkpoint left it with a break" in text
 
 
 # -- iterators --------------------------------------------------------------------------------------------------------

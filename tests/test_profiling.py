@@ -157,6 +157,38 @@ def test_the_default_folder_is_the_current_one(tmp_path: Path, monkeypatch: pyte
     assert timelines(tmp_path) == [2]
 
 
+@pytest.mark.parametrize("given", ["", "profiles", "./here/.."])
+def test_the_log_has_the_folder_as_it_was_given(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with log_lines() as lines:
+        trace(ProfilerHook(save_steps=2, output_dir=given), losses=[0.1] * 3)
+    assert ("INFO", f"wrote the profile of step 2 to {os.path.join(given, 'timeline-2.json')}") in lines
+
+
+def test_a_hook_that_was_never_due_says_so_at_the_end(tmp_path: Path) -> None:
+    hook = ProfilerHook(save_steps=100, output_dir=tmp_path)
+    with log_lines() as lines:
+        trace(hook, losses=[0.1] * 3)
+    assert [line for line in lines if "profile" in line[1]] == [
+        ("INFO", f"{hook!r} wrote no profile: it was not due in this loop")
+    ]
+
+
+def test_a_hook_that_found_the_profiler_in_use_says_so_at_the_end(tmp_path: Path) -> None:
+    hook = ProfilerHook(save_steps=2, output_dir=tmp_path)
+    with log_lines() as lines, torch.profiler.profile():
+        trace(hook, losses=[0.1] * 3)
+    assert ("INFO", f"{hook!r} wrote no profile: the profiler was in use when it was due") in lines
+
+
+@pytest.mark.parametrize("losses", [[0.1] * 3, [0.1] * 2 + [KeyError]])
+def test_a_hook_that_wrote_a_profile_or_a_loop_that_failed_logs_no_more(losses: list[Any], tmp_path: Path) -> None:
+    hook = ProfilerHook(save_steps=2 if len(set(losses)) == 1 else 100, output_dir=tmp_path)
+    with log_lines() as lines:
+        trace(hook, losses=losses, catch=KeyError)
+    assert [text for _, text in lines if "wrote no profile" in text or "is lost" in text] == []
+
+
 @pytest.mark.parametrize("show", [True, False])
 def test_dataflow_is_shown_as_arrows(show: bool, tmp_path: Path) -> None:
     Training().train(2, ProfilerHook(save_steps=2, output_dir=tmp_path, show_dataflow=show))
@@ -211,8 +243,13 @@ def test_several_runs_are_in_one_file_after_a_warm_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runs", [4, 5])
 def test_a_loop_that_ends_in_the_middle_leaves_no_profiler_running(runs: int, tmp_path: Path) -> None:
-    Training().train(runs, ProfilerHook(save_steps=4, output_dir=tmp_path, runs=3))
+    hook = ProfilerHook(save_steps=4, output_dir=tmp_path, runs=3)
+    with log_lines() as lines:
+        Training().train(runs, hook)
     assert (timelines(tmp_path), is_profiling()) == ([], False)
+    assert [line for line in lines if "profile" in line[1]] == [
+        ("INFO", f"{hook!r}: the loop ended in the middle of the 3 runs of a profile, which is lost")
+    ]
 
 
 def test_a_recovery_in_the_middle_starts_another_profile(tmp_path: Path) -> None:

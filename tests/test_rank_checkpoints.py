@@ -571,14 +571,18 @@ def whole(tensor: Any) -> Any:
 
 
 def train_as(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any]:
-    """Train to ``last_step`` from the newest checkpoint in ``folder``, on the same data in every rank."""
+    """Train to ``last_step`` from the newest checkpoint in ``folder``, on the same data in every rank.
+
+    The gradients of two steps accumulate.
+    """
     model, optimizer = make_model(wrapped)
 
     def step() -> None:
-        optimizer.zero_grad()
         data = torch.arange(12.0).reshape(4, 3) * (loop.global_step + 1) / 10
         model(data).square().mean().backward()
-        optimizer.step()
+        if loop.global_step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
     hooks = [CheckpointSaverHook(folder, save_steps=100), StopAtStepHook(last_step=last_step)]
     with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
@@ -591,7 +595,10 @@ def train_as(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, 
 
 def contents(model: Any, optimizer: Any) -> list[Any]:
     moments = [optimizer.state[parameter] for parameter in model.parameters()]
-    return [whole(each) for state in (model.state_dict(), *moments) for each in state.values()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [whole(each) for state in (model.state_dict(), *moments) for each in state.values()] + [
+        *map(whole, gradients)
+    ]
 
 
 def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any]:
@@ -602,12 +609,13 @@ def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any
 def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     before = None
-    kinds = [(2, "fsdp"), (3, "fsdp"), (2, "ddp"), (2, "fsdp"), (1, "bare"), (2, "fsdp")]
-    for number, (size, wrapped) in enumerate(kinds):
+    # After an odd step, gradients have accumulated. Those that are not sharded belong to one rank each.
+    kinds = [(2, "fsdp", 3), (3, "fsdp", 5), (2, "ddp", 6), (2, "fsdp", 9), (1, "bare", 10), (2, "fsdp", 12)]
+    for number, (size, wrapped, step) in enumerate(kinds):
         function = alone if size == 1 else train_as
-        ended = run_ranks(in_folder(tmp_path, str(number)), size, function, run, wrapped, 2 * number + 2)
+        ended = run_ranks(in_folder(tmp_path, str(number)), size, function, run, wrapped, step)
         assert [each.code for each in ended] == [0] * size, (number, wrapped, ended)
-        assert [each.value["step"] for each in ended] == [2 * number + 2] * size, (number, ended)
+        assert [each.value["step"] for each in ended] == [step] * size, (number, ended)
         if before is not None:
             assert [each.value["begun"] for each in ended] == [before] * size, (number, wrapped)
         before = ended[0].value["ended"]

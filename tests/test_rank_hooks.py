@@ -19,13 +19,15 @@ import torch.distributed.fsdp
 from rank_processes import run_ranks
 from rank_threads import Hub, ThreadRanks, in_threads
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import torchhooks.histograms
 import torchhooks.hooks.best
 from torchhooks import (
     BestCheckpointHook,
     CheckpointSaverHook,
     EvaluationHook,
+    EverySteps,
     FetchError,
     FinalOpsHook,
     LifecycleError,
@@ -47,14 +49,19 @@ from torchhooks import (
     SessionRunValues,
     StepCounterHook,
     StopAtStepHook,
+    StopIfHigherHook,
+    StopIfNoIncreaseHook,
     SummarySaverHook,
     over_ranks,
+    param_norm,
     running_mean,
     summary,
 )
 from torchhooks.agreement import Pace, Row, Slowest
+from torchhooks.histograms import as_histogram, count
 from torchhooks.log import logger, speak_as
 from torchhooks.reduction import RanksEvaluator
+from torchhooks.roster import step_period
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
 from torchhooks.timer import NOW, Due
 
@@ -407,7 +414,7 @@ def test_a_best_checkpoint_hook_on_the_chief_alone_is_an_error_where_the_loop_is
     def hooks_of(rank: int) -> list[SessionRunHook]:
         return [] if rank else [BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")]
 
-    assert all("collective hooks is" in str(error) for error in refused(hooks_of))
+    assert all("the collective hooks are" in str(error) for error in refused(hooks_of))
 
 
 def test_every_rank_has_the_default_hooks_whatever_is_chief_says(tmp_path: Path) -> None:
@@ -489,6 +496,17 @@ def test_over_ranks_of_a_running_mean_covers_the_runs_of_the_hook_that_requests_
     assert in_threads(2, main) == [[[6.0, 7.0, 8.0], [7.0]]] * 2
 
 
+class WantsSecond(Wants):
+    """Requests its fetch in every second run."""
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:  # type: ignore[override]
+        return super().before_run(run_context) if run_context.session.global_step % 2 else None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if run_values.results is not None:
+            super().after_run(run_context, run_values)
+
+
 VALUES: dict[str, tuple[Callable[[int], Any], str, Any]] = {
     "an int": (lambda rank: rank + 1, "sum", 3),
     "the mean of ints": (lambda rank: rank + 1, "mean", 1.5),
@@ -546,7 +564,7 @@ def test_all_fetches_of_a_run_are_combined_in_one_exchange(gathered: list[Any]) 
     assert results[0][2] == {"loss": [(1, 11.0)]}
     exchanges = [value for value in gathered if isinstance(value, tuple) and value[0] == "over_ranks"]
     assert len(exchanges) == 2  # one on each rank
-    assert exchanges[0][1] == ["mean of float64[]", "sum of float64[]", "max of float64[]"]
+    assert exchanges[0][1] == ["mean of loss: float64[]", "sum of loss: float64[]", "max of loss: float64[]"]
 
 
 def test_a_run_without_such_a_fetch_makes_no_exchange(gathered: list[Any]) -> None:
@@ -587,13 +605,75 @@ def test_an_unknown_operation_is_refused() -> None:
         over_ranks("loss", "median")
 
 
-def test_the_refusal_of_a_result_of_an_evaluation_says_where_to_combine_it() -> None:
-    evaluation = EvaluationHook(lambda: 1.0, every_n_steps=1)
-    with pytest.raises(TypeError, match="combine the results of an evaluation in its function"):
-        over_ranks(evaluation["loss"], "mean")
+def evaluation_of(rank: int, values: list[float], **arguments: Any) -> EvaluationHook:
+    """Return a hook whose result ``"x"`` is what is left of ``values``, the chief's, and 10 more on the next rank."""
+    return EvaluationHook(lambda: {"x": values.pop(0) + 10 * rank}, **arguments)
 
 
-@pytest.mark.parametrize("fetch", [None, over_ranks("loss", "mean")])
+def test_a_result_of_an_evaluation_is_combined_over_ranks_for_every_hook(
+    saves: list[Saves], tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        evaluation = evaluation_of(ranks.rank, [1.0, 3.0, 2.0], every_n_steps=2)
+        mean, writer = over_ranks(evaluation["x"], "mean"), RecordingWriter()
+        wants = WantsSecond(mean)
+        hooks = [
+            LoggingTensorHook([mean], timer=EverySteps(2)),
+            SummarySaverHook(timer=EverySteps(2), summary_writer=writer, summary_op={"x": mean}),
+            StopIfNoIncreaseHook(mean, max_steps_without_increase=2),
+            BestCheckpointHook(tmp_path / str(ranks.rank), mean, save_steps=2, mode="max"),
+            evaluation,
+            wants,
+        ]
+        step, reason = train(ranks, hub, hooks, runs=20)
+        return step, str(reason).rpartition(" (")[0], wants.values, writer.scalars  # without the ranks that asked
+
+    (step, reason, values, scalars), other = in_threads(2, main)
+    why = 'No increase in metric "x" for 2 steps, which is greater than or equal to max steps (2) configured for early'
+    assert (step, reason) == (6, f"StopIfNoIncreaseHook: {why} stopping.")
+    assert values == [6.0, 8.0, 7.0]
+    assert scalars == {"x": [(2, 6.0), (4, 8.0), (6, 7.0)]}
+    assert other == (6, reason, values, {})
+    assert [text.partition(" (")[0] for _, text in lines if text.startswith("x = ")] == [
+        "x = 6.0",
+        "x = 8.0",
+        "x = 7.0",
+    ]
+    assert [each.steps for each in saves] == [[("model.1.ckpt", 2, 6.0), ("model.1.ckpt", 4, 8.0)]] * 2
+
+
+def test_an_evaluation_before_the_first_run_is_combined_over_ranks_too() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        evaluation = evaluation_of(ranks.rank, [1.0, 0.0], every_n_steps=100, at_start=True)
+        stop = StopIfHigherHook(over_ranks(evaluation["x"], "sum"), 11.5)
+        step, reason = train(ranks, hub, [evaluation, stop], runs=5)
+        return step, str(reason).rpartition(" (")[0]
+
+    reason = (
+        'StopIfHigherHook: At step 0, metric "x" has value 12.0 which is greater than the configured threshold (11.5)'
+    )
+    assert in_threads(2, main) == [(1, f"{reason} for early stopping.")] * 2
+
+
+def test_the_clock_of_the_chief_decides_when_all_ranks_look_at_a_metric() -> None:
+    looked: list[list[int]] = [[], []]
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def metric(global_step: int) -> float:
+            looked[ranks.rank].append(global_step)
+            return 1.0
+
+        # Without the chief's clock, the clocks of the ranks would never trigger, or in other runs.
+        timer = SecondOrStepTimer(every_secs=600 if ranks.rank else 0.01)
+        stop = StopIfHigherHook(over_ranks(metric, "sum"), 1.5, timer=timer)
+        return train(ranks, hub, [stop], runs=100_000)[0]
+
+    (step, other) = in_threads(2, main)
+    assert step == other < 100_000
+    assert looked[0] == looked[1] == [looked[0][0]]
+
+
+@pytest.mark.parametrize("fetch", [None, over_ranks("loss", "mean"), summary.scalar("loss", "loss")])
 def test_what_cannot_be_combined_is_refused(fetch: Any) -> None:
     with pytest.raises(TypeError, match="give the fetch to combine, such as 'loss'"):
         over_ranks(fetch, "mean")
@@ -620,9 +700,22 @@ def test_ranks_that_request_different_things_get_an_error_that_names_them() -> N
     for error in in_threads(2, main):
         assert isinstance(error, FetchError)
         assert str(error) == (
-            "rank 0 combines ['sum of float32[2]'] over ranks in this run, and rank 1 ['mean of float64[]']: request "
-            "the same with over_ranks on every rank"
+            "rank 0 combines ['sum of <lambda>: float32[2]'] over ranks in this run, and rank 1 ['mean of loss: "
+            "float64[]']: request the same with over_ranks on every rank"
         )
+
+
+def test_ranks_that_request_the_same_in_another_order_get_an_error_instead_of_swapped_values() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        fetches = [over_ranks("loss", "mean"), over_ranks(other, "mean")]
+        train(ranks, hub, [Wants(fetch) for fetch in (fetches if ranks.rank else reversed(fetches))])
+
+    def other() -> float:
+        return 1.0
+
+    for error in in_threads(2, main):
+        assert isinstance(error, FetchError)
+        assert "['mean of other: float64[]', 'mean of loss: float64[]']" in str(error)
 
 
 class ByClock(Wants):
@@ -711,13 +804,79 @@ class Gathers(SessionRunHook):
             run_context.session.run(over_ranks("loss", "mean"))
 
 
+def periodic_hooks(rank: int, folder: Path) -> dict[str, SessionRunHook]:
+    """Return hooks that need every rank, and whose periods are other ones on each rank."""
+    n, mean = 2 + rank, over_ranks("loss", "mean")
+    return {
+        f"LoggingTensorHook has every_n_iter={n}": LoggingTensorHook({"loss": mean}, n),
+        f"SummarySaverHook has save_steps={n}": SummarySaverHook(n, output_dir=folder, summary_op={"loss": mean}),
+        f"CheckpointSaverHook has save_steps={n}": CheckpointSaverHook(folder, save_steps=n),
+        f"BestCheckpointHook has timer=EverySteps({n})": BestCheckpointHook(
+            folder, lambda: 1.0, mode="max", timer=EverySteps(n)
+        ),
+    }
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_another_period_on_another_rank_is_an_error_that_names_the_hook(number: int, tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        hook = [*periodic_hooks(ranks.rank, tmp_path / str(ranks.rank)).values()][number]
+        train(ranks, hub, [hook], runs=10)
+
+    errors = in_threads(2, main)
+    for rank, error in enumerate(errors):
+        here, there = ([*periodic_hooks(each, tmp_path)][number] for each in (rank, 1 - rank))
+        there = there.partition(" has ")[2]
+        why = "it needs every rank in the same run, so give it the same period"
+        assert isinstance(error, LifecycleError)
+        assert str(error) == f"{here} on rank {rank} and {there} on rank {1 - rank}: {why}"
+
+
+def test_another_period_is_a_warning_if_the_hook_may_not_need_every_rank(lines: list[tuple[str, str]]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        return train(ranks, hub, [LoggingTensorHook(["loss"], 2 + ranks.rank)])[0]
+
+    assert in_threads(2, main) == [3, 3]
+    message = "LoggingTensorHook has every_n_iter=2 on rank 0 and every_n_iter=3 on rank 1: if it fetches a DTensor, a "
+    assert [text for level, text in lines if level == "WARNING"] == [
+        f"{message}rank that is alone in a run waits for ever"
+    ]
+
+
+def test_periods_are_not_compared_if_the_chief_alone_has_more_hooks_of_the_class(lines: list[tuple[str, str]]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        own = [LoggingTensorHook(["global_step"], 1)] if ranks.rank == 0 else []
+        return train(ranks, hub, [*own, LoggingTensorHook([over_ranks("loss", "mean")], 2)])[0]
+
+    assert in_threads(2, main) == [3, 3]
+    assert not [text for level, text in lines if level == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("text", "period"),
+    [
+        ("LoggingTensorHook({'loss': 'loss'}, every_n_iter=10, formatter=<function main.<locals>.<lambda> at >)", "10"),
+        ("SummarySaverHook(save_secs=10, summary_op='loss')", ""),
+        ("CheckpointSaverHook('run', timer=SecondOrStepTimer(every_secs=10))", ""),
+        ("<main.Hook object at >", ""),
+        ("Hook(every_n_iter=", ""),
+        ("Hook(**kwargs)", ""),
+    ],
+)
+def test_the_period_is_read_from_the_repr_of_a_hook(text: str, period: str) -> None:
+    assert step_period(text) == (period and f"every_n_iter={period}")
+
+
 def test_a_rank_that_waits_alone_gets_an_error_after_a_bounded_time() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> Any:
         return train(ranks, hub, [] if ranks.rank else [Gathers()], runs=5)
 
     error, other = in_threads(2, main, stuck_secs=0.2)
     assert isinstance(error, LifecycleError)
-    assert str(error).startswith("rank 0 waits in run 2 for values of the other ranks, and rank 1 is in run 3 already")
+    assert str(error).startswith(
+        "rank 0 waits in run 2 for values of the other ranks (Session.run asked for over_ranks('loss', 'mean')), and "
+        "rank 1 is in run 3 already"
+    )
     assert isinstance(other, PeerError)
     assert other.rank == 0
 
@@ -728,7 +887,7 @@ def test_a_collective_hook_on_the_chief_alone_is_an_error_where_the_loop_is_crea
 
     for error in refused(hooks_of):
         assert isinstance(error, LifecycleError)
-        assert "collective hooks is" in str(error)
+        assert "the collective hooks are" in str(error)
 
 
 @pytest.fixture
@@ -853,6 +1012,111 @@ def sharded(rank: int) -> list[str]:
         results += [f"{point[1]:.6f}" for point in writer.scalars["norm"][1:]]
         assert np.array_equal([r for r in writer.records if r[0] == "histogram"][1][2], final.flatten().tolist())
     return results
+
+
+class RecordsCounts(RecordingWriter):
+    """A writer that takes the counts of histograms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, Any] = {}
+
+    def add_histogram_raw(self, tag: str, *counts: Any) -> None:
+        self.counts[tag] = counts
+
+
+def counted_in_shards(rank: int) -> list[str]:
+    """Write histograms and norms of DTensors without a full tensor; return the tags of the histograms."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = {
+        "even": torch.randn(6, 4, 8).mul(256).round().div(256),  # so that their sums are exact in any order
+        "uneven": torch.tensor([[0.5], [math.nan], [-3.0]]),
+        "on one rank": torch.tensor([2.0]),
+        "replicated": torch.tensor([1.0, 1.0]),
+        "partial": torch.tensor([2.0, 4.0]),
+        "ordinary": torch.tensor([0.25]),
+    }
+    parts: dict[str, Any] = {tag: distribute_tensor(whole[tag], mesh, [Shard(0)]) for tag in [*whole][:3]}
+    parts["replicated"] = DTensor.from_local(whole["replicated"], mesh, [Replicate()])
+    parts["partial"] = DTensor.from_local(whole["partial"] / 2, mesh, [Partial()])
+    parts["ordinary"] = whole["ordinary"]
+    model = torch.nn.Linear(4, 5)
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    whole["parameter"] = model.weight.full_tensor().detach()  # type: ignore[attr-defined]
+    ordinary = torch.nn.Linear(5, 1)  # not sharded
+    tensors = [whole["parameter"], model.bias.full_tensor().detach(), *ordinary.parameters()]  # type: ignore[attr-defined]
+    expected_norm = torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors])
+    norm = Wants({2: param_norm(), "inf": param_norm(math.inf), "mean": over_ranks(param_norm(), "mean")})
+    ops = [summary.histogram(tag, lambda value=value: value) for tag, value in parts.items()]
+    # The chief's writer decides what every rank requests.
+    writer = RecordsCounts() if rank == 0 else RecordingWriter()
+    ops.append(summary.histogram("parameter", "0.weight"))
+    hook = SummarySaverHook(1, summary_writer=writer, summary_op=[*ops, {"norm": param_norm()}])
+
+    def refuse(tensor: Any) -> None:
+        raise AssertionError("a full tensor was requested")
+
+    DTensor.full_tensor = refuse  # type: ignore[assignment]  # in this process
+    whole_model = torch.nn.Sequential(model, ordinary)
+    with MonitoredLoop(lambda: 1.0, whole_model, hooks=[hook, norm], ranks=Ranks(**QUICK)) as loop:
+        loop.run()
+    (norms,) = norm.values
+    assert [float(norms[key]) for key in (2, "mean")] == pytest.approx([float(expected_norm)] * 2)
+    assert float(norms["inf"]) == max(float(tensor.detach().abs().max()) for tensor in tensors)
+    assert isinstance(writer, RecordsCounts) or not writer.records
+    counts = getattr(writer, "counts", {})
+    for tag, got in counts.items():
+        expected, _ = as_histogram(count(whole[tag]))
+        assert expected is not None
+        assert (*got[:3], *got[5:]) == (*expected[:3], *expected[5:], 1), tag
+        assert got[3:5] == (expected[3:5] if tag != "parameter" else pytest.approx(expected[3:5])), tag
+    return list(counts)
+
+
+def test_histograms_and_norms_of_dtensors_are_computed_in_their_shards(tmp_path: Path) -> None:
+    chief, other = run_ranks(tmp_path, 2, counted_in_shards)
+    assert (chief.code, other.code) == (0, 0), (chief, other)
+    assert chief.value == ["even", "uneven", "on one rank", "replicated", "partial", "ordinary", "parameter"]
+    assert other.value == []
+    assert "histogram 'uneven', step 1: left out 1 of 3 values" in chief.output
+
+
+def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    session, hook = Session(), Wants("weight")
+    session.ranks.hooks_of_some = [hook]
+    evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
+    with pytest.raises(FetchError, match=r"asked for the histogram of a DTensor of shape \(4,\), which all ranks"):
+        evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), hook)
+
+
+def test_the_norm_of_dtensors_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
+    model: Any = torch.distributed.fsdp.fully_shard(torch.nn.Linear(1, 1))
+    session, hook = Session(model), Wants(param_norm())
+    assert float(param_norm()(model)) == float(session.run(param_norm()))
+    session.ranks.hooks_of_some, session.ranks.size = [hook], 2
+    with pytest.raises(FetchError, match="asked for the norm of 2 tensors with DTensors among them, which all ranks"):
+        RanksEvaluator(session).evaluate({"norm": param_norm()}, hook)
+
+
+def test_a_writer_that_only_the_chief_has_decides_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[torch.Tensor] = []
+
+    def noted(value: torch.Tensor) -> Any:
+        counted.append(value)
+        return count(value)
+
+    monkeypatch.setattr(torchhooks.histograms, "count", noted)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        writer = None if ranks.rank else RecordsCounts()
+        op = [{"loss": over_ranks("loss", "sum")}, summary.histogram("w", lambda: torch.ones(3))]
+        train(ranks, hub, [SummarySaverHook(1, summary_writer=writer, summary_op=op)], runs=1)
+        return writer and (writer.scalars, writer.counts["w"][2])
+
+    assert in_threads(2, main) == [({"loss": [(1, 12.0)]}, 3), None]
+    assert len(counted) == 1  # on the rank that writes
 
 
 def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path) -> None:

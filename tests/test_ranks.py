@@ -165,12 +165,15 @@ def test_the_reason_of_a_stop_names_the_rank() -> None:
 def test_ranks_with_less_data_limit_the_others(lines: list[tuple[str, str]]) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> int:
         with MonitoredLoop(lambda item: hub.gather("step", ranks.rank, 0), ranks=ranks) as loop:
-            for item in loop.until_stop(range(5 + ranks.rank)):
-                loop.run(item)
+            for _epoch in range(3):
+                for item in loop.until_stop(range(5 + ranks.rank)):
+                    loop.run(item)
         return loop.global_step
 
-    assert in_threads(2, main) == [5, 5]
-    assert ("WARNING", "rank 1 has 6 items of data and another rank only 5: every rank makes 5") in lines
+    assert in_threads(2, main) == [15, 15]
+    # Once, and not in every epoch.
+    message = "rank 1 has 6 items of data and another rank only 5: until_stop yields 5 on every rank"
+    assert lines == [("WARNING", message)]
 
 
 def test_the_limit_of_one_rank_counts_for_all() -> None:
@@ -299,7 +302,7 @@ def test_a_hook_list_that_differs_is_an_error_that_names_it() -> None:
 
     errors = in_threads(2, main)
     assert all(isinstance(error, LifecycleError) for error in errors)
-    assert "collective hooks is [] on rank 0 and ['Periodic'] on rank 1: create the loop with" in str(errors[0])
+    assert "the collective hooks are [] on rank 0 and [Periodic] on rank 1: create the loop with" in str(errors[0])
 
 
 def test_another_step_unit_is_an_error_that_names_it() -> None:
@@ -527,7 +530,6 @@ def calls_of_idle_runs(loop: MonitoredLoop[float]) -> int:
 
 def test_an_idle_run_makes_no_additional_call() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> int:
-        # Ticks that rarely come, so that none asks for something in these runs.
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
             loop.run()
             result: int = calls_of_idle_runs(loop)

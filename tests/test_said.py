@@ -11,14 +11,17 @@ import torch
 from torch import nn
 
 from torchhooks import (
+    BestCheckpointHook,
     CheckpointSaverHook,
     Due,
+    EvaluationHook,
     FeedFnHook,
     FetchError,
     LoggingTensorHook,
     MonitoredLoop,
     MonitoredTrainingLoop,
     NanTensorHook,
+    ProfilerHook,
     Saver,
     Session,
     SessionRunArgs,
@@ -27,6 +30,7 @@ from torchhooks import (
     SessionRunValues,
     StepCounterHook,
     StopAtStepHook,
+    SummarySaverHook,
 )
 from torchhooks.testing import RecordingHook
 
@@ -314,7 +318,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "periods": (
         lambda: CheckpointSaverHook("run", MODEL, OPTIMIZER),  # type: ignore[arg-type]
-        "save_secs=Sequential(...), save_steps=SGD(...): give exactly one",
+        "save_secs=Sequential(...): a period is a number of seconds, 0 or more; pass arguments after the first by name",
     ),
     "seconds": (lambda: StepCounterHook(None, MODEL), "every_n_secs=Sequential(...): a period"),  # type: ignore[arg-type]
     "keep": (lambda: Saver(MODEL), "max_to_keep=Sequential(...): must be"),  # type: ignore[arg-type]
@@ -330,6 +334,66 @@ def test_an_error_about_a_wrong_argument_prints_the_type_of_a_large_one(case: st
     with pytest.raises((TypeError, ValueError)) as raised:
         call()
     assert str(raised.value).startswith(said)
+
+
+LOSS: Any = {"loss": "loss"}
+FOLDER: Any = "run"
+NO_PATH = "must be the path of a folder, a str or os.PathLike"
+BY_NAME = "; pass arguments after the first by name"
+IN_ANOTHER_ORDER: dict[str, tuple[Callable[[], object], str]] = {
+    "summaries": (
+        lambda: SummarySaverHook(100, FOLDER, LOSS),
+        "save_secs='run': a period is a number of seconds, 0 or more" + BY_NAME,
+    ),
+    "a period too many": (
+        lambda: SummarySaverHook(100, LOSS, FOLDER),
+        "save_secs={'loss': 'loss'}: a period is a number of seconds, 0 or more" + BY_NAME,
+    ),
+    "the folder first": (
+        lambda: SummarySaverHook(FOLDER, None, LOSS),
+        "save_steps='run': must be a whole number, 1 or more" + BY_NAME,
+    ),
+    "the folder": (
+        lambda: SummarySaverHook(100, None, LOSS, FOLDER),
+        f"output_dir={{'loss': 'loss'}}: {NO_PATH}{BY_NAME}",
+    ),
+    "a profile": (
+        lambda: ProfilerHook(100, FOLDER),
+        "save_secs='run': a period is a number of seconds, 0 or more" + BY_NAME,
+    ),
+    "a counter": (
+        lambda: StepCounterHook(100, FOLDER),
+        "every_n_secs='run': a period is a number of seconds, 0 or more" + BY_NAME,
+    ),
+    "an evaluation": (
+        lambda: EvaluationHook(half, 100, FOLDER),
+        "timer='run': must be an EverySteps, a SecondOrStepTimer or a NeverTriggerTimer, such as EverySteps(100)"
+        + BY_NAME,
+    ),
+    "log lines": (
+        lambda: LoggingTensorHook(["loss"], print),  # type: ignore[arg-type]
+        "every_n_iter=<built-in function print>: must be a whole number, 1 or more" + BY_NAME,
+    ),
+    "checkpoints": (lambda: CheckpointSaverHook(600, save_steps=1), f"checkpoint_dir=600: {NO_PATH}"),  # type: ignore[arg-type]
+    "the best": (lambda: BestCheckpointHook(600, "loss", save_steps=1, mode="min"), f"checkpoint_dir=600: {NO_PATH}"),  # type: ignore[arg-type]
+    "profiles": (lambda: ProfilerHook(100, output_dir=LOSS), f"output_dir={{'loss': 'loss'}}: {NO_PATH}{BY_NAME}"),
+}
+
+
+@pytest.mark.parametrize("case", IN_ANOTHER_ORDER)
+def test_an_argument_in_the_place_of_another_is_named_in_the_error(case: str) -> None:
+    call, said = IN_ANOTHER_ORDER[case]
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call()
+    assert str(raised.value) == said
+
+
+@pytest.mark.parametrize("secs", [5, 0.5])
+def test_a_default_period_next_to_a_given_one_is_named_as_such(secs: float) -> None:
+    with pytest.raises(
+        ValueError, match=f"every_n_secs={secs}: every_n_steps has the default 100, .* every_n_steps=None$"
+    ):
+        StepCounterHook(every_n_secs=secs)
 
 
 def test_a_large_item_in_a_list_is_printed_as_its_type() -> None:

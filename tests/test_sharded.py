@@ -18,9 +18,16 @@ import torch.distributed.fsdp
 
 from torchhooks import (
     CheckpointError,
+    CheckpointSaverHook,
     DamagedCheckpointError,
+    EvaluationHook,
+    MonitoredLoop,
     Saver,
     Session,
+    SessionRunArgs,
+    SessionRunHook,
+    StopAtStepHook,
+    grad_norm,
     latest_checkpoint,
     list_checkpoints,
     read_metadata,
@@ -28,7 +35,9 @@ from torchhooks import (
 from torchhooks.__main__ import main
 from torchhooks.checkpoint import read_checkpoint
 from torchhooks.checkpoint_files import Disk, verify
+from torchhooks.gradients import Gradients
 from torchhooks.sharded import canonical, is_sharded, renamed
+from torchhooks.state import accumulated_gradients, load_gradients
 
 distributed: Any = torch.distributed
 
@@ -91,6 +100,135 @@ def test_a_state_is_restored_sharded_or_whole(
     assert contents(after) == contents(before)
     assert after.global_step == 3
     assert contents(after)["optimizer"]["0"]["step"] == 1
+
+
+def train(folder: Path, last_step: int, reduces: tuple[str, ...], shards: bool = True, async_save: bool = False) -> Any:
+    """Make a step of the optimizer after each three runs, and return the tensors of the model.
+
+    Args:
+        folder: the folder of checkpoints, one after each run.
+        last_step: the run after which to stop.
+        reduces: for each of the three runs, whether its gradients are reduced over the ranks: ``"yes"``, ``"no"``, or
+            ``"in part"``.
+        shards: whether the model has DTensors.
+        async_save: whether a thread writes the checkpoints.
+    """
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    if shards:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicates", "shards"))
+        model = distributed.fsdp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(batch: int) -> None:
+        if shards:
+            model.set_requires_gradient_sync(reduces[batch % 3] != "no")
+            model.set_requires_all_reduce(reduces[batch % 3] == "yes")
+        model(torch.full((2, 2), float(batch % 5))).square().mean().backward()
+        if batch % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    hooks = [
+        CheckpointSaverHook(folder, save_steps=1, saver=Saver(async_save=async_save)),
+        StopAtStepHook(last_step=last_step),
+    ]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
+        for batch in loop.until_stop(range(20)):
+            loop.run(batch)
+    return contents(Session(model, optimizer))["model"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    "reduces", [("yes", "yes", "yes"), ("no", "no", "yes"), ("yes", "no", "yes"), ("in part", "no", "yes")]
+)
+def test_an_accumulation_of_shards_continues_in_the_next_process(
+    tmp_path: Path, reduces: tuple[str, ...], async_save: bool
+) -> None:
+    whole = train(tmp_path / "whole", 9, reduces)
+    for stop in (1, 2, 3, 5, 6, 7, 9):
+        resumed = train(tmp_path / "resumed", stop, reduces, async_save=async_save)
+    assert resumed == whole
+
+
+def test_an_accumulation_continues_in_a_model_that_is_sharded_or_no_longer_is(tmp_path: Path) -> None:
+    reduces = ("yes", "no", "yes")
+    whole = train(tmp_path / "whole", 9, reduces, shards=False)
+    for stop, shards in [(1, True), (2, False), (4, True), (5, True), (7, False), (8, True), (9, False)]:
+        resumed = train(tmp_path / "resumed", stop, reduces, shards)
+    assert resumed == whole
+
+
+def test_gradients_that_have_not_been_reduced_are_dropped_by_a_restore_without_any(tmp_path: Path) -> None:
+    session = make_session(1)
+    model: Any = session.model
+    session.gradients = Gradients(session.optimizer)  # type: ignore[arg-type]
+    path = Saver().save(session, tmp_path / "model.ckpt", 1)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(4, 2)).sum().backward()
+    assert accumulated_gradients(session)[0]
+    Saver().restore(session, path)
+    assert accumulated_gradients(session) == ({}, {})
+
+
+def test_gradients_that_a_model_with_dtensors_has_no_place_for_are_dropped_with_a_warning(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = torch.nn.Linear(1, 1)
+    model.weight = torch.nn.Parameter(distributed.tensor.distribute_tensor(model.weight.detach(), mesh))
+    session = Session(model, torch.optim.SGD(model.parameters()))
+    session.gradients = Gradients(session.optimizer)  # type: ignore[arg-type]
+    load_gradients(session, {"gradients": {"0": torch.ones(1, 1), "1": torch.ones(1)}})
+    assert model.weight.grad is None
+    assert model.bias.grad is not None
+    assert lines == [
+        ("WARNING", "gradients that had accumulated in a model that was sharded in another way are dropped")
+    ]
+
+
+def test_an_evaluation_leaves_the_parameters_in_their_shards(tmp_path: Path) -> None:
+    session = make_session(1)
+    model, optimizer = session.model, session.optimizer
+    assert model is not None
+    assert optimizer is not None
+    norms: list[Any] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+
+    def evaluate(model: Any) -> float:
+        return float(model(torch.ones(4, 2)).sum())
+
+    class Norms(SessionRunHook):
+        def before_run(self, run_context: Any) -> SessionRunArgs:
+            return SessionRunArgs([evaluation["evaluate"], grad_norm()])
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            norms.append(run_values.results[1])
+
+    evaluation = EvaluationHook(evaluate, every_n_steps=1)
+    hooks = [evaluation, Norms(), CheckpointSaverHook(tmp_path, save_steps=1)]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        loop.run()
+    assert all(map(is_sharded, model.parameters()))
+    assert norms[0] is not None
+    assert [each.step for each in list_checkpoints(tmp_path)] == [0, 1]
+
+
+def test_a_model_with_whole_parameters_after_a_forward_pass_is_saved_and_restored_in_shards(tmp_path: Path) -> None:
+    before = make_session(3)
+    assert before.model is not None
+    before.model(torch.ones(4, 2))
+    assert not any(map(is_sharded, before.model.parameters()))
+    path = Saver().save(before, tmp_path / "model.ckpt", 3)
+    after = make_session(0)
+    assert after.model is not None
+    after.model(torch.ones(4, 2))
+    Saver().restore(after, path)
+    assert contents(after) == contents(before)
 
 
 def test_an_optimizer_without_a_state_is_not_stepped(tmp_path: Path) -> None:

@@ -400,3 +400,10 @@ def test_norms_do_not_wait_for_a_device() -> None:
         loop.run()
     assert syncs == []
     assert notebook.points == {"grad_norm": [(1, 5)], "param_norm": [(1, 5)]}
+
+
+@pytest.mark.parametrize("norm", [grad_norm, param_norm])
+@pytest.mark.parametrize("norm_type", ["x", None, True, 0, -1, NAN, nn.Linear(1, 1)], ids=str)
+def test_an_order_that_is_no_positive_number_is_refused(norm: Callable[[Any], Any], norm_type: Any) -> None:
+    with pytest.raises(ValueError, match=r"norm_type=.*: must be a number, more than 0, such as 2"):
+        norm(norm_type)

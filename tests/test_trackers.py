@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from rank_threads import Hub, ThreadRanks, in_threads
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from torchhooks import (
+    EvaluationHook,
     JsonLinesWriter,
     MlflowWriter,
     MonitoredLoop,
@@ -89,6 +92,71 @@ def test_the_points_of_one_step_are_one_call_from_a_background_thread(run: FakeR
     first = {"loss": 0.5, "lr": 0.1, "acc": 0.75, "global_step": 1}
     assert run.logged == [first, {"loss": 0.25, "global_step": 2}]
     assert threading.current_thread().name not in run.threads
+
+
+@pytest.mark.parametrize("library", ["wandb", "mlflow"])
+def test_of_several_ranks_only_the_one_that_writes_starts_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    started: list[str] = []
+    run = FakeRun()
+
+    class Client:
+        """MLflow's client, as far as a run with parameters needs it."""
+
+        def __init__(self, uri: str | None) -> None: ...
+
+        def get_experiment_by_name(self, name: str) -> Any:
+            return SimpleNamespace(experiment_id=name)
+
+        def create_run(self, experiment: str, run_name: str | None) -> Any:
+            started.append(threading.current_thread().name)
+            return SimpleNamespace(info=SimpleNamespace(run_id="1"))
+
+        def get_run(self, run_id: str) -> Any:
+            return SimpleNamespace(data=SimpleNamespace(params={}))
+
+        def log_batch(self, run_id: str, params: Any = (), metrics: Any = (), synchronous: bool = True) -> None:
+            if params:
+                run.configs.append({name: float(value) for name, value in params})
+
+        def set_terminated(self, run_id: str, status: str) -> None: ...
+
+    def init(**_: Any) -> FakeRun:
+        started.append(threading.current_thread().name)
+        return run
+
+    fake = FakeWandb()
+    fake.init, run.finish = init, lambda exit_code: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    entities = SimpleNamespace(Param=lambda *pair: pair, Metric=lambda *values: values)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client, entities=entities))
+    kind: Any = WandbWriter if library == "wandb" else MlflowWriter
+    chiefs: list[str] = []
+
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        if ranks.is_chief:
+            chiefs.append(threading.current_thread().name)
+        with kind(tmp_path) as writer:
+            hooks = [
+                SummarySaverHook(1, summary_writer=writer, summary_op="loss"),
+                EvaluationHook(lambda: 1.0, every_n_steps=1, summary_writer=writer),
+                StepCounterHook(1, summary_writer=writer),
+            ]
+            with MonitoredLoop(lambda: 0.5, hooks=hooks, metadata={"lr": 0.1}, ranks=ranks) as loop:
+                for _ in loop.until_stop(range(3)):
+                    loop.run()
+        return loop.global_step
+
+    assert in_threads(2, main) == [3, 3]
+    assert started == chiefs
+    assert run.configs == [{"lr": 0.1}]
+
+
+def test_a_writer_that_nothing_is_written_to_starts_no_run(tmp_path: Path, run: FakeRun) -> None:
+    with WandbWriter(tmp_path) as writer:  # whose fake library cannot start one
+        writer.flush()
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_point_that_arrives_late_is_still_in_the_call_of_its_step(run: FakeRun) -> None:

@@ -20,14 +20,18 @@ from torchhooks import (
     CheckpointError,
     CheckpointSaverHook,
     Coordinator,
+    EverySteps,
     MonitoredTrainingLoop,
     Saver,
     Scaffold,
     Session,
     SessionRunHook,
+    StepCounterHook,
     StopAtStepHook,
+    SummarySaverHook,
     latest_checkpoint,
     list_checkpoints,
+    summary,
 )
 from torchhooks.log import logger
 from torchhooks.testing import FakeClock, RecordingHook, log_lines
@@ -149,6 +153,23 @@ def test_a_period_replaces_the_default_one(arguments: dict[str, Any], hook: str,
 def test_none_and_zero_disable_a_hook(name: str, kind: str, off: Any, tmp_path: Path) -> None:
     everything = kinds(checkpoint_dir=tmp_path)
     assert set(everything) - set(kinds(checkpoint_dir=tmp_path, **{name: off})) == {kind}
+
+
+def test_hooks_with_a_timer_of_their_own_replace_the_default_ones(tmp_path: Path) -> None:
+    own = [
+        StepCounterHook(timer=EverySteps(4), output_dir=tmp_path),
+        SummarySaverHook(timer=EverySteps(6), output_dir=tmp_path, summary_op=summary.scalar("loss", "loss")),
+        CheckpointSaverHook(tmp_path, timer=EverySteps(5)),
+    ]
+    off: dict[str, Any] = {"log_step_count_steps": None, "save_summaries_steps": None, "save_checkpoint_secs": None}
+    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=own, **off) as loop:
+        for _ in range(12):
+            loop.run()
+    curves = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in curves.Scalars("global_step/sec")] == [4, 8, 12]
+    assert [event.step for event in curves.Scalars("loss")] == [6, 12]
+    assert saved_steps(tmp_path) == [0, 5, 10, 12]
+    assert [seat.hook for seat in loop._schedule.all_seats] == own
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield FinalOpsHook({"loss": "loss"}, {"scale": 1.0})
     yield FeedFnHook(lambda: {"scale": 2.0})
     yield GlobalStepWaiterHook(0)
-    yield CallFnHook(print, every_n_steps=10)
+    yield CallFnHook(len, every_n_steps=10)
     yield ProgressBarHook(1000, ["loss"])
     yield ProgressBarHook(values={"l": lambda loss: loss * 2}, log_every_secs=5)
     yield ProfilerHook(save_steps=100, output_dir=folder, show_memory=True, runs=3)

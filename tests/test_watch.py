@@ -325,6 +325,11 @@ def test_a_submodule_that_does_not_exist() -> None:
     assert message.endswith("the model has no submodule 'twcie'. Did you mean 'twice'? Available: twice, act, unused.")
 
 
+def test_a_submodule_of_a_model_without_submodules() -> None:
+    message = watch_error("fc:output", nn.Linear(1, 1))
+    assert message.endswith("the model has no submodule 'fc'. It has no submodules.")
+
+
 @pytest.mark.parametrize("name", ["twice.weight:output", "forward:output", "twice.deeper:grad"])
 def test_something_else_than_a_submodule(name: str) -> None:
     assert "the model has no submodule" in watch_error(name)

@@ -54,7 +54,7 @@ from torchhooks.rank_checkpoints import (
 from torchhooks.rollback import Rollback
 from torchhooks.sharded import like_own, sharded_parts
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
-from torchhooks.state import SessionLike, changed_metadata, compare, of_rank, parts_of
+from torchhooks.state import SessionLike, changed_metadata, compare, load_gradients, of_rank, parts_of
 from torchhooks.stateful import Stateful
 from torchhooks.text import call_repr, shortened
 
@@ -398,8 +398,7 @@ class Saver:
     ) -> None:
         for name, (part, state) in pairs.items():
             self._load(name, part, state, path)
-        if session.gradients is not None:
-            session.gradients.load_state_dict(saved.get("gradients"))
+        load_gradients(session, saved)
         session.global_step = saved["global_step"]
         if "random" not in saved:
             return  # saved by another number of ranks
@@ -431,8 +430,8 @@ class Saver:
         for name, (part, state) in pairs.items():
             if name in changed and not (session.position is not None and session.position.iterates(part)):
                 self._load(name, part, state, path)
-        if session.gradients is not None and "gradients" in changed:
-            session.gradients.load_state_dict(saved.get("gradients"))
+        if "gradients" in changed:
+            load_gradients(session, saved)
         logger.info("restored %s again, which code that the checkpoint follows had changed", shortened(changed, 8))
 
     def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:

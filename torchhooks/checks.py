@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torchhooks.text import shown
@@ -53,6 +54,19 @@ def period(value: float, name: str) -> float:
             f"{name}={shown(value)}: a period must be finite; 1e9 seconds are longer than any training run"
         )
     return secs
+
+
+def folder(value: Any, name: str) -> Any:
+    """Return ``value``; raise TypeError if it is not a path."""
+    if isinstance(value, (str, bytes, os.PathLike)):
+        return value
+    raise TypeError(f"{name}={shown(value)}: must be the path of a folder, a str or os.PathLike{by_name(value)}")
+
+
+def by_name(value: Any) -> str:
+    """Return the end of an error, ``""`` unless ``value`` looks as if it was meant for another positional argument."""
+    is_other = isinstance(value, (Collection, os.PathLike)) or callable(value)
+    return "; pass arguments after the first by name" if is_other else ""
 
 
 def exception_types(value: Any, name: str, example: str) -> tuple[type[BaseException], ...]:

@@ -90,6 +90,7 @@ class Data:
         )
         waits.depth = depth = waits.depth + 1
         place = position.begin(iterable, ending.busy, site)
+        place.limit = limit
         item: Any = None
         try:
             iterator = self._iterator(place, iterable, resume)

@@ -160,7 +160,7 @@ class Ending:
         if not self._signals.undelivered:
             return 0
         for each in others if error is None else [error, *others]:
-            logger.error("before signal %s is delivered", self.signal, exc_info=each)
+            logger.error("an error, logged now because signal %s may end the process", self.signal, exc_info=each)
         return len(others)
 
     def is_due_to_signal(self, error: BaseException) -> bool:

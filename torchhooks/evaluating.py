@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Protocol
 
 import torch
 
 from torchhooks.fetch import ComposedFetch, running_parts, watched_names
 from torchhooks.randomness import random_states, set_random_states
+from torchhooks.sharded import reshard
 from torchhooks.timer import Timer
 
 
@@ -31,12 +33,15 @@ class Undisturbed:
         model, optimizer = session.model, session.optimizer
         groups = [] if optimizer is None else optimizer.param_groups
         own = [] if model is None else [*model.parameters()]
+        self._model, self._parameters = model, own
         self._random = random_states()
         self._modes = [] if model is None else [(module, module.training) for module in model.modules()]
         self._gradients = [(p, p.grad) for p in [*own, *(p for group in groups for p in group["params"])]]
 
     def restore(self) -> None:
         self.restore_modes()
+        if self._model is not None and any(map(operator.is_not, self._parameters, self._model.parameters())):
+            reshard(self._model)  # the forward pass of the evaluation has put whole parameters in place of DTensors
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient

@@ -26,7 +26,7 @@ a list, tuple, dict, dataclass of these   the same structure, with values in pla
 Fetches are evaluated after the step, in the runs in which a hook asks for them: a name, a closure or an object once in
 a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
 Tensors are detached from the graph and stay on their device. With several ranks, a ``DTensor`` becomes the full tensor,
-which every rank has to request in the same run, unless a hook needs the local part only, as NanTensorHook does.
+which every rank has to request in the same run. NanTensorHook and histograms need no full tensor.
 
 A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
 ``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``).
@@ -49,6 +49,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import os
 import types
 import weakref
 from collections import OrderedDict
@@ -365,11 +366,15 @@ def describe(fetch: Any) -> str:
     """Return a description of ``fetch`` for errors and log lines: of a function, its name, file and line."""
     code = getattr(fetch, "__code__", None)
     if code is not None:
-        return f"{fetch.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
+        # Without the folders of the file, which would make up most of a log line.
+        return f"{fetch.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
     return fetch if isinstance(fetch, str) else repr(fetch)
 
 
 # -- evaluation ---------------------------------------------------------------------------------------------------
+
+_NOT_VALUES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, ComposedFetch)
+"""What no closure returns as its value, but a function that creates a fetch does, such as ``grad_norm``."""
 
 
 class Evaluator:
@@ -492,7 +497,10 @@ class Evaluator:
         if value is not inspect.Parameter.empty:
             return value
         asked = f"{self._requester} asked for {describe(closure)}"
-        raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name")
+        way_out = ""
+        if isinstance(closure, (types.FunctionType, type)) and f"{closure.__module__}.".startswith("torchhooks."):
+            way_out = f": call it, {closure.__name__}(...)"
+        raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}")
 
     def composed(self, fetch: ComposedFetch) -> Any:
         """Return the value of ``fetch``."""
@@ -509,10 +517,17 @@ class Evaluator:
     def _call(self, fetch: Any, function: Callable[[], Any]) -> Any:
         try:
             with torch.no_grad():
-                return function()
+                value = function()
         except BaseException as error:
             self._note(error, fetch)
             raise
+        if isinstance(value, _NOT_VALUES) or (isinstance(fetch, type) and hasattr(value, "compute")):
+            raise FetchError(
+                f"{self._requester} asked for {describe(inspect.unwrap(fetch))}, whose value is of type "
+                f"{type(value).__name__}: a value is neither a function nor a fetch. If it creates a fetch, "
+                f"call it: {getattr(fetch, '__name__', 'fetch')}()"
+            )
+        return value
 
     def _note(self, error: BaseException, fetch: Any) -> None:
         with contextlib.suppress(Exception):  # a fetch that cannot be printed must not replace the error

@@ -46,18 +46,19 @@ class Gradients:
         """Return the accumulated gradients by the number of their parameter; ``None`` if there are none."""
         if not self._accumulate():
             return None
-        return {str(i): p.grad for i, p in enumerate(self._parameters()) if p.grad is not None}
+        return {str(i): p.grad for i, p in enumerate(self.parameters()) if p.grad is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | None) -> None:
         """Set the gradients that :meth:`state_dict` returned; for ``None``, drop what has accumulated."""
         if state is None and not self._accumulate():
             return  # used gradients stay where they are: a CUDA graph may write to their memory
-        for i, parameter in enumerate(self._parameters()):
+        for i, parameter in enumerate(self.parameters()):
             grad = None if state is None else state.get(str(i))
             parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
         self._used = []
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters of the optimizer, in the order of their numbers."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _sampled(self) -> list[torch.Tensor]:

@@ -6,7 +6,8 @@ floating-point representation, its *cell*. There are more cells than bins, and n
 with an edge, the offset in :class:`_Cells` moves the elements beyond the edge into the next cell, which is in the next
 bin. So every element is counted in exactly the bin that ``numpy.histogram`` would find for it.
 
-On a device, all of this is queued without waiting, and only the counts travel to the host.
+On a device, all of this is queued without waiting, and only the counts travel to the host. Of a tensor whose parts are
+on several ranks, each rank counts its own part, and the counts are added up.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import numpy as np
 import torch
 
 from torchhooks.fetch import as_snapshot
+from torchhooks.ranks import all_gather
 from torchhooks.readback import copiers, is_remote
+from torchhooks.reduction import Shared
+from torchhooks.sharded import is_sharded, without_partial
 
 END = 9e19
 """Magnitudes from here on have no bin."""
@@ -84,14 +88,58 @@ def count(tensor: torch.Tensor) -> Counts:
         values = chunk.to(kind)
         cells.add_to(counts, values, ones)
         moments.append(cells.moments(values, may_look=not on_device))
-    low, high, total, squares = torch.stack(moments).unbind(1)
     bins = counts.new_zeros(len(edges())).scatter_add_(0, cells.bins, counts)
-    return Counts(as_snapshot(bins), as_snapshot(torch.stack([low.amin(), high.amax(), total.sum(), squares.sum()])))
+    return Counts(as_snapshot(bins), as_snapshot(_merged(torch.stack(moments))))
 
 
 def count_array(values: np.ndarray[Any, Any]) -> Counts:
     """Count the elements of an array that torch may not have the dtype of."""
     return count(torch.from_numpy(np.array(values, dtype=np.float64)))
+
+
+def counts_of(value: Any, *, is_shared: bool = False, is_written: bool = True) -> Any:
+    """Return the counts of ``value``, or ``None`` if :func:`count` does not take it.
+
+    With ``is_shared``, every rank calls this in the same run, so that each one can count its part of a DTensor. What
+    this rank does not write is not counted, unless it is such a part.
+    """
+    if is_shared and is_sharded(value) and can_count(value.detach().to_local()):
+        return Shards(value)
+    if not is_written:
+        return value
+    return count(value) if can_count(value) else None
+
+
+class Shards(Shared):
+    """A DTensor whose parts :func:`count` takes, to be counted without putting them together."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor.detach()
+
+    def combined(self) -> Counts:
+        """Return the counts of all elements, each of which is counted once, however many ranks have it."""
+        tensor = without_partial(self._tensor)
+        counts = count(tensor.to_local())
+        mesh = tensor.device_mesh
+        for dimension, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                counts = _total(all_gather([*counts], mesh.size(dimension), mesh.get_group(dimension)))
+        return counts
+
+    def __repr__(self) -> str:
+        return f"the histogram of a DTensor of shape {tuple(self._tensor.shape)}"
+
+
+def _total(rows: list[list[torch.Tensor]]) -> Counts:
+    """Return the counts of all elements, given the fields of the counts of each part."""
+    bins, moments = (torch.stack(parts) for parts in zip(*rows, strict=True))
+    return Counts(as_snapshot(bins.sum(0)), as_snapshot(_merged(moments)))
+
+
+def _merged(moments: torch.Tensor) -> torch.Tensor:
+    """Return the moments of all elements, given those of each part as a row."""
+    low, high, total, squares = moments.unbind(1)
+    return torch.stack([low.amin(), high.amax(), total.sum(), squares.sum()])
 
 
 class Histogram(NamedTuple):
@@ -162,6 +210,8 @@ class _Cells(NamedTuple):
 
     def moments(self, values: torch.Tensor, *, may_look: bool) -> torch.Tensor:
         """Return the minimum, the maximum, the sum and the sum of squares of the elements that have a bin."""
+        if not values.numel():  # a rank may have no part of a small tensor
+            return torch.tensor([math.inf, -math.inf, 0.0, 0.0], dtype=torch.float64, device=values.device)
         low, high = values.aminmax()
         if may_look and -self.end < low and high < self.end:  # false if an element is NaN
             doubles = values.double()

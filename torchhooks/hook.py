@@ -42,7 +42,9 @@ Exceptions
 ----------
 * Exactly ``StopIteration``, not a subclass, from a hook, the step, a closure or the body of the ``with`` block: the
   loop ends cleanly. The interrupted run gets no further ``after_run``. Every ``end`` is called. The ``with`` block
-  raises nothing.
+  raises nothing. The same holds for ``after_create_session`` in a recovery.
+* A ``StopIteration`` from the constructor of the loop, where hooks get ``begin`` and the first
+  ``after_create_session``, or from ``end`` or ``teardown`` is an error like any other.
 * Any other exception, ``KeyboardInterrupt`` included: no further ``after_run`` and no ``end``. It propagates with its
   type and traceback, and with a note that names the hook, the method and the step.
 * Unlike TensorFlow, an ``end`` that raises does not prevent the other hooks' ``end``. One error propagates as it is,
@@ -228,8 +230,7 @@ class SessionRunContext:
     """Whether a hook has requested a stop in this run."""
     stop_reason: str | None = None
     """The reason given by the first hook that requested a stop."""
-    stopped_by: Caller | None = None
-    """The hook whose method was running when the stop was requested."""
+    _stopped_by: Caller | None = None  # the hook whose method was running when the stop was requested
     caller: Caller | None = None
     """The hook whose method is running. The loop sets this before each call."""
     void: bool = False
@@ -268,7 +269,7 @@ class SessionRunContext:
     @property
     def why_stopped(self) -> str:
         """The hook that requested the stop and its reason, such as ``"StopAtStepHook: step 1000"``."""
-        name = "request_stop" if self.stopped_by is None else type(self.stopped_by.hook).__name__
+        name = "request_stop" if self._stopped_by is None else type(self._stopped_by.hook).__name__
         return f"{name}: {self.stop_reason or f'step {self.session.global_step}'}"
 
     def request_stop(self, reason: str | None = None) -> None:
@@ -281,7 +282,7 @@ class SessionRunContext:
             reason: why, in a few words. By default, the global step. The first reason of a run counts.
         """
         if not self.stop_requested:
-            self.stop_requested, self.stop_reason, self.stopped_by = True, reason, self.caller
+            self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self.caller
             self._services.ending.request(self)
 
     def after_item(self, callback: Callable[[], object]) -> None:

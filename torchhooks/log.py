@@ -96,7 +96,11 @@ def _is_worth_repeating(record: logging.LogRecord) -> bool:
 def _call_handlers(record: logging.LogRecord) -> None:
     """Call all handlers. A training run must not end because a line cannot be written to a closed stderr."""
     try:
-        type(logger).callHandlers(logger, record)
+        if logger.hasHandlers():
+            type(logger).callHandlers(logger, record)
+        elif record.levelno >= logging.WARNING:
+            # Before the first loop, as in Saver.restore(). Python's handler of last resort prints the message alone.
+            _fallback.handle(record)
     except Exception:
         if _stderr_works():
             raise

@@ -124,6 +124,7 @@ class MonitoredLoop(Generic[R]):
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
     ) -> None:
+        show_lines()  # before the first check, because checks log warnings
         check_model(model)
         check_optimizer(optimizer, step_unit)
         if scaffold is not None and not isinstance(scaffold, Scaffold):
@@ -181,7 +182,6 @@ class MonitoredLoop(Generic[R]):
             *(self._ending, schedule, self._sessions, self._steps_per_run),
             *(self._refuse, self._end_run, self._recovered_for_next_run, self._recover_from_thread),
         )
-        show_lines()
         try:
             self._signals.install()
             if peers is not None:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
@@ -46,6 +44,7 @@ from torchhooks.errors import LifecycleError, PeerError, TorchHooksError, add_no
 from torchhooks.log import logger
 from torchhooks.progress import NO_OUTPUTS, Progress
 from torchhooks.ranks import ContactLostError, Ranks, Transport, end_process, is_communication_error
+from torchhooks.roster import hooks_of_some, identity, other_periods
 from torchhooks.run import NOT_MADE, Begun, Lifecycle
 from torchhooks.schedule import Schedule
 
@@ -94,6 +93,7 @@ class Peers:
         self._met: Met | None = None
         self._stopped = False  # on this rank: the agreed last run is over
         self._agreed_length = False
+        self._warned_of: set[tuple[int, int]] = set()  # lengths of the data, here and on the rank with the fewest
         self._data_is_over = False  # so that the training thread is in code of the user's that is not the loop
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed."""
@@ -115,17 +115,30 @@ class Peers:
         """
         self._transport = transport = self._ranks.connect(self._why_not_to_wait)
         threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
-        mine = {"step_unit": step_unit, "collective hooks": [type(s.hook).__name__ for s in self._schedule.collective]}
+        names = [type(seat.hook).__name__ for seat in self._schedule.collective]
+        mine = {"step_unit is": step_unit, "the collective hooks are": f"[{', '.join(names)}]"}
         hooks = [seat.hook for seat in self._schedule.all_seats]
-        others = self._ranks.gather({**mine, "hooks": [_identity(hook) for hook in hooks]})
-        self._ranks.hooks_of_some = _hooks_of_some(hooks, [other["hooks"] for other in others])
+        others = self._ranks.gather({**mine, "hooks": [identity(hook) for hook in hooks]})
         for rank, other in enumerate(others):
             for name, value in mine.items():
                 if other[name] != value:
                     raise LifecycleError(
-                        f"{name} is {value} on rank {self._ranks.rank} and {other[name]} on rank {rank}: "
+                        f"{name} {value} on rank {self._ranks.rank} and {other[name]} on rank {rank}: "
                         "create the loop with the same arguments on every rank"
                     )
+        rosters = [other["hooks"] for other in others]
+        self._ranks.hooks_of_some = hooks_of_some(hooks, rosters)
+        for rank, roster in enumerate(rosters):
+            for place, here, there in other_periods(rosters[self._ranks.rank], roster):
+                self._compare_periods(self._schedule.all_seats[place], here, f"{there} on rank {rank}")
+
+    def _compare_periods(self, seat: Any, here: str, there: str) -> None:
+        """Raise a LifecycleError if the hook of ``seat``, which has another period elsewhere, needs every rank."""
+        message = f"{type(seat.hook).__name__} has {here} on rank {self._ranks.rank} and {there}"
+        if seat in self._schedule.collective or "over_ranks(" in identity(seat.hook).text:
+            raise LifecycleError(f"{message}: it needs every rank in the same run, so give it the same period")
+        if self._ranks.is_chief:
+            logger.warning("%s: if it fetches a DTensor, a rank that is alone in a run waits for ever", message)
 
     def lifecycle(self, *parts: Any) -> Lifecycle:
         """Return the Lifecycle of ``parts`` that looks at the other ranks before each step with hooks."""
@@ -172,9 +185,10 @@ class Peers:
         self._agreed_length = met is not None and met.all_known
         if met is None or met.least == UNKNOWN_LENGTH:
             return limit
-        if met.least != length != UNKNOWN_LENGTH:
+        if met.least != length != UNKNOWN_LENGTH and (length, met.least) not in self._warned_of:
+            self._warned_of.add((length, met.least))  # once, and not in every epoch
             logger.warning(
-                "rank %d has %d items of data and another rank only %d: every rank makes %d",
+                "rank %d has %d items of data and another rank only %d: until_stop yields %d on every rank",
                 *(self._ranks.rank, length, met.least, met.least),
             )
         return met.least
@@ -272,8 +286,9 @@ class Peers:
             return None  # this rank may just not have noticed yet that the gathering is complete
         rank, theirs = later[0]
         return LifecycleError(
-            f"rank {self._ranks.rank} waits in run {run} for values of the other ranks, and rank {rank} is in run "
-            f"{theirs} already: call Ranks.gather, and request what needs every rank, on all ranks in the same run"
+            f"rank {self._ranks.rank} waits in run {run} for values of the other ranks{self._ranks.gathered_for}, and "
+            f"rank {rank} is in run {theirs} already: call Ranks.gather, and request what needs every rank, on all "
+            "ranks in the same run"
         )
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -521,28 +536,6 @@ class _LifecycleOverRanks(Lifecycle):
         outputs = super().run(args, kwargs, outputs, begun)
         peers.run_number = 0  # not after an error: the run was not made
         return outputs
-
-
-def _identity(hook: object) -> tuple[str, str]:
-    """Return the class of ``hook``, and its repr without what differs between processes."""
-    kind = f"{type(hook).__module__}.{type(hook).__qualname__}"
-    try:
-        return kind, re.sub(r"0x[0-9a-fA-F]+", "", repr(hook))
-    except Exception:  # a broken __repr__ must not end the training run
-        return kind, kind
-
-
-def _hooks_of_some(hooks: list[Any], identities: list[list[tuple[str, str]]]) -> list[object]:
-    """Return those of ``hooks`` that not every rank has, given the ``identities`` of the hooks of all ranks.
-
-    If all ranks have as many hooks of a class, these are the same hooks. Otherwise, their reprs tell.
-    """
-    counts = [Counter(kind for kind, _ in each) + Counter(each) for each in identities]
-
-    def everywhere(key: Any) -> bool:
-        return len({count[key] for count in counts}) == 1
-
-    return [hook for hook in hooks if not everywhere(_identity(hook)[0]) and not everywhere(_identity(hook))]
 
 
 def _length(iterable: Iterable[Any]) -> int:

@@ -28,6 +28,7 @@ class Place:
         self.number = 0  # how many others began before it in the same item of the outer one
         self.item = 0 if outer is None else outer.taken  # the item of the outer one in which it began
         self.epoch = 0  # how often until_stop was called before at the same place in the code
+        self.limit: int | None = None  # the greatest number of items to take
         self.taken: int = 0  # how many items were taken, including those of earlier processes
         self.runs = runs  # how many runs had been made when the last item was taken
         self.several = False  # whether some item had several runs, here or in the same place of an earlier outer item

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchhooks.digest import Digest, differ, digest
 from torchhooks.errors import brief
@@ -62,6 +62,7 @@ class Position:
         self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
         self._loaders: dict[str, Callable[[], Any]] = {}
         self._restored_generators: list[Any] = []
+        self._reminds = False  # whether to log _VARIABLES if another until_stop begins
         self._warned = False
         self._stateless: set[str] = set()
 
@@ -123,6 +124,9 @@ class Position:
         if not place.depth:
             return iter(iterable)
         self._mark_before(place)
+        if self._reminds:
+            self._reminds = False
+            logger.info("%s comes after a loop that yielded nothing more. %s", _name(iterable), _VARIABLES)
         entry = self._restored_in(self._open[-2] if len(self._open) > 1 else self._root)
         loader = self._saved_loaders.pop(place.key, {})
         self._remember(place.key, iterable)
@@ -356,8 +360,11 @@ class Position:
                 logger.info("%s had already ended. %s", _name(iterable), _AGAIN)
             return iter(())
         if place.resumed and len(self._path) == place.depth and not _is_plain_iterator(iterable):
+            # The body of an outer loop would continue after this one, with its variables.
+            self._reminds = done and place.depth == 1 and not entry.get("left") and _is_at_end(place, iterable)
             hint = _AFTER_A_BREAK if entry.get("left") else _VARIABLES
-            logger.info("%s continues after item %d. %s", _name(iterable), place.resumed, hint)
+            ending = ", the last one." if self._reminds else f". {hint}"
+            logger.info("%s continues after item %d%s", _name(iterable), place.resumed, ending)
         if isinstance(iterable, range) and entry["last"] is not None:
             if not done and entry["last"] not in iterable:
                 self._give_up_item(place, entry, iterable)
@@ -508,6 +515,20 @@ def _rest_of_range(values: range, last: int, done: bool) -> range:
     """Return those of ``values`` that come after ``last``, and ``last`` itself if it is not ``done``."""
     passed, between = divmod(last - values.start, values.step)
     return values[max(passed + (done or between != 0), 0) :]
+
+
+def _is_at_end(place: Place, iterable: Iterable[Any]) -> bool:
+    """Return whether ``place``, whose last item is done, is known to yield nothing more of ``iterable``."""
+    if place.limit is not None and place.taken >= place.limit:
+        return True
+    if isinstance(iterable, range):
+        return place.last is not None and not _rest_of_range(iterable, place.last, True)
+    if isinstance(iterable, DataLoader) and isinstance(iterable.dataset, IterableDataset):
+        return False  # asking for its length makes torch warn if it yields more items than that
+    try:
+        return isinstance(iterable, (*_MAY_HAVE_GROWN, DataLoader)) and len(iterable) == place.taken
+    except Exception:  # a sampler need not have a length
+        return False
 
 
 def _is_plain_iterator(iterable: object) -> bool:

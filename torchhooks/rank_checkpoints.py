@@ -22,7 +22,7 @@ from torchhooks.manifest import Files, file_sums
 from torchhooks.ranks import Ranks
 from torchhooks.sharded import ShardWriter, files_of, read_tensors, split
 from torchhooks.snapshot import plain_tensor
-from torchhooks.state import SessionLike, collect, of_rank, parts_of
+from torchhooks.state import SessionLike, accumulated_gradients, collect, of_rank, parts_of
 
 T = TypeVar("T")
 
@@ -93,8 +93,12 @@ def share_of(session: SessionLike, parts: dict[str, Any], score: float | None, c
     """
     ranks = session.ranks
     tensors, rest = split(parts)
+    rest["gradients"], sharded_gradients = accumulated_gradients(session)
     state = collect(session, _copied if copies else plain_tensor, of_rank_only=not leads(ranks), given=rest)
+    if sharded_gradients:
+        tensors["sharded_gradients"] = sharded_gradients
     if leads(ranks):
+        state |= {"sharded_gradients": {}} if sharded_gradients else {}
         state |= {"size": ranks.size, "sharded": list(parts)} | ({} if score is None else {"score": float(score)})
     return Share(_copies_in(tensors) if copies else tensors, state)
 
@@ -164,7 +168,9 @@ def read_folder(session: SessionLike | None, folder: str) -> dict[str, Any]:
     saved = load_part(folder, 0)
     size, names = saved.pop("size"), saved.pop("sharded")
     parts = {} if session is None else {name: part for name, part in parts_of(session).items() if name in names}
-    read_tensors(folder, saved, parts)
+    gradients = None if session is None else session.gradients
+    parameters = [] if gradients is None else gradients.parameters()
+    read_tensors(folder, saved, parts, {("sharded_gradients", str(i)): each for i, each in enumerate(parameters)})
     if size > 1:
         saved["ranks"] = [load_part(folder, rank) for rank in range(1, size)]
     return saved
@@ -207,11 +213,12 @@ def read_for_all(
     own, is_whole = of_rank(session, saved)
     if not is_whole and leads(ranks):
         logger.warning(
-            "%s was saved by %s and is restored by %s: random states, gradients, the position in the data, and the "
-            "states of hooks and loaders start as the script set them",
+            "%s was saved by %s and is restored by %s: random states,%s the position in the data, and the states of "
+            "hooks and loaders start as the script set them",
             path,
             _number(1 + len(saved.get("ranks", []))),
             _number(ranks.size),
+            "" if "sharded_gradients" in saved and "gradients" not in saved else " gradients,",
         )
     return path, own, is_whole
 

@@ -112,6 +112,8 @@ class Ranks:
         self.join_secs = seconds(join_secs, "join_secs")
         self.hooks_of_some: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
+        self.gathered_for = ""
+        """What the values that are being gathered are for, in parentheses after a space; empty if nothing is known."""
         self.pace: Pace | None = None
         """On the chief, how far the ranks are in comparison; ``None`` elsewhere, and in a loop of one process."""
         self._transport: Transport | None = None
@@ -162,7 +164,7 @@ class Ranks:
             return None
         if f"{kind}:" not in str(distributed.get_backend_config()):
             return None
-        return _all_gather(tensors, self.size)
+        return all_gather(tensors, self.size)
 
     def connect(self, failure: Callable[[], TorchHooksError | None]) -> Transport:
         """Reach the other ranks; each of them has to call this. ``failure()`` says why not to wait for one any more.
@@ -330,12 +332,15 @@ class _GlooTransport:
             raise failure
 
 
-def _all_gather(tensors: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
-    """Return ``tensors`` of the ``size`` ranks of the default process group, sent as bytes in one call."""
+def all_gather(tensors: list[torch.Tensor], size: int, group: Any = None) -> list[list[torch.Tensor]]:
+    """Return ``tensors`` of the ``size`` ranks of ``group``, by default the default process group.
+
+    They are sent as bytes in one call, and have the same shapes and dtypes on all of its ranks.
+    """
     pieces = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     data = torch.cat(pieces)
     rows = [torch.empty_like(data) for _ in range(size)]
-    torch.distributed.all_gather(rows, data)
+    torch.distributed.all_gather(rows, data, group=group)
     lengths = [piece.numel() for piece in pieces]
 
     def read(row: torch.Tensor) -> list[torch.Tensor]:

@@ -9,15 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from torchhooks.errors import FetchError
-from torchhooks.fetch import ComposedFetch, Evaluator, as_snapshot, describe, map_leaves
+from torchhooks.fetch import ComposedFetch, Evaluator, as_snapshot, describe, map_leaves, snapshot
 from torchhooks.ranks import Ranks
-from torchhooks.text import shown
+from torchhooks.text import shortened, shown
+from torchhooks.timer import GivenTimer
+
+
+class Shared:
+    """What a fetch has on this rank of a value whose parts are on several ranks."""
+
+    def combined(self) -> Any:
+        """Return the whole value. Every rank has to call this."""
+
+
+@runtime_checkable
+class Evaluated(Protocol):
+    """A result of an EvaluationHook, such as ``evaluation["accuracy"]``, as a fetch."""
+
+    name: str
+    timer: GivenTimer
+
+    def latest(self) -> tuple[int, Any] | None: ...
 
 
 class OverRanks(ComposedFetch):
@@ -28,15 +46,16 @@ class OverRanks(ComposedFetch):
             raise ValueError(f"over_ranks({shown(fetch)}, {op!r}): give one of {', '.join(map(repr, RANK_OPS))}")
         self.accumulated = isinstance(fetch, ComposedFetch) and fetch.accumulates
         """Whether the fetch is a running one, so that its value depends on which hook asks."""
-        if fetch is None or (isinstance(fetch, ComposedFetch) and not self.accumulated):
+        is_other = isinstance(fetch, ComposedFetch) and not self.accumulated and not isinstance(fetch, Evaluated)
+        if fetch is None or is_other:
             raise TypeError(
-                f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss'. A fetch that is made "
-                "of others cannot be combined: combine the results of an evaluation in its function, as with "
-                "dist.all_reduce"
+                f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss', a running one, or a "
+                "result of an evaluation. Another fetch that is made of others cannot be combined"
             )
         self._fetch = fetch
         self.op = op
-        self.__name__ = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
+        name = fetch if isinstance(fetch, str) else type(fetch).__name__
+        self.__name__ = getattr(fetch, "__name__", getattr(fetch, "name", name))
 
     @property
     def fetch(self) -> Any:
@@ -48,6 +67,21 @@ class OverRanks(ComposedFetch):
 
     def __repr__(self) -> str:
         return f"over_ranks({self._fetch!r}, {self.op!r})"
+
+
+class EvaluatedOverRanks(OverRanks):
+    """A result of an evaluation, combined from those of all ranks. Hooks are due with the evaluation."""
+
+    def __init__(self, fetch: Evaluated, op: str) -> None:
+        super().__init__(fetch, op)
+        self.name = fetch.name
+        self.timer = fetch.timer
+        """The timer of the evaluation."""
+
+    def latest(self) -> tuple[int, Any] | None:
+        """Return the step of the latest evaluation in this session, and its value on this rank alone."""
+        latest: tuple[int, Any] | None = self._fetch.latest()
+        return latest
 
 
 RANK_OPS = ("mean", "sum", "min", "max")
@@ -67,7 +101,7 @@ def over_ranks(fetch: Any, op: str) -> OverRanks:
 
     Args:
         fetch: any fetch of numbers, tensors or arrays, which have the same shapes and dtypes on all ranks; also
-            ``running_mean("loss")`` and its siblings.
+            ``running_mean("loss")`` and its siblings, and a result of an EvaluationHook, ``evaluation["accuracy"]``.
         op: how to combine them, element by element.
 
     Raises:
@@ -75,7 +109,7 @@ def over_ranks(fetch: Any, op: str) -> OverRanks:
         TypeError: ``fetch`` is made of other fetches, and is not a running one.
         FetchError: from the run, if the hook cannot request it, or the ranks request different things.
     """
-    return OverRanks(fetch, op)
+    return (EvaluatedOverRanks if isinstance(fetch, Evaluated) else OverRanks)(fetch, op)
 
 
 class RanksEvaluator(Evaluator):
@@ -111,6 +145,16 @@ class RanksEvaluator(Evaluator):
             self._combine(fetch)
         return self._combined[key][1]
 
+    def _kept(self, value: Any) -> Any:
+        value = map_leaves(self._combined_if_shared, value)
+        return snapshot(value) if self.copies else value
+
+    def _combined_if_shared(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Shared):
+            return leaf
+        self._check_every_rank_calls(self._requester, leaf)
+        return leaf.combined()
+
     def _combine(self, fetch: OverRanks) -> None:
         """Combine ``fetch`` with all others that the hooks requested in this run, in one exchange."""
         requester = self._requester
@@ -132,12 +176,16 @@ class RanksEvaluator(Evaluator):
             map_leaves(found.append, values[-1])
             parts += [_part(each, self._whole(leaf)) for leaf in found]
         self._requester = requester
+        asked = [f"{who} asked for {each!r}" for each, who in wanted.values()]
+        self._ranks.gathered_for = f" ({shortened(asked, 4)})"
         results = iter(_combined(self._ranks, parts))
+        self._ranks.gathered_for = ""
         for (key, (each, _)), value in zip(wanted.items(), values, strict=True):
             self._combined[key] = each, map_leaves(lambda _: next(results), value)
 
     def _whole(self, leaf: Any) -> Any:
-        """Return the full tensor of a ``DTensor``; anything else as it is."""
+        """Return the full tensor of a ``DTensor``, and the whole of what is shared; anything else as it is."""
+        leaf = self._combined_if_shared(leaf)
         if not isinstance(leaf, torch.Tensor) or not hasattr(leaf, "full_tensor"):
             return leaf
         if all(placement.is_replicate() for placement in leaf.placements):  # type: ignore[attr-defined]
@@ -166,6 +214,7 @@ class RanksEvaluator(Evaluator):
 
 
 class _Part(NamedTuple):
+    name: str
     op: str
     tensor: torch.Tensor
     kind: type
@@ -173,7 +222,7 @@ class _Part(NamedTuple):
 
     @property
     def signature(self) -> str:
-        return f"{self.op} of {str(self.tensor.dtype).removeprefix('torch.')}{[*self.tensor.shape]}"
+        return f"{self.op} of {self.name}: {str(self.tensor.dtype).removeprefix('torch.')}{[*self.tensor.shape]}"
 
 
 def _key(fetch: OverRanks, requester: object) -> tuple[int, int]:
@@ -197,7 +246,7 @@ def _part(fetch: OverRanks, value: Any) -> _Part:
         raise FetchError(
             f"{fetch!r} is {shown(value)} on this rank: only numbers, tensors and arrays can be combined over ranks"
         ) from error
-    return _Part(fetch.op, tensor.long() if tensor.dtype is torch.bool else tensor, kind)
+    return _Part(fetch.__name__, fetch.op, tensor.long() if tensor.dtype is torch.bool else tensor, kind)
 
 
 def _combined(ranks: Ranks, parts: list[_Part]) -> list[Any]:

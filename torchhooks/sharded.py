@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,8 +38,75 @@ def is_sharded(value: object) -> bool:
     return _may_be_sharded() and isinstance(value, sys.modules["torch.distributed.tensor"].DTensor)
 
 
+def reshard(module: torch.nn.Module) -> None:
+    """Have FSDP2 put shards back in place of whole parameters, which it leaves in a module after a forward pass."""
+    modules: list[Any] = [*module.modules()] if _may_be_sharded() else []
+    for each in modules:
+        if hasattr(each, "reshard") and hasattr(each, "unshard"):
+            each.reshard()
+
+
 def _may_be_sharded() -> bool:
     return hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor")  # loaded by whatever creates DTensors
+
+
+def without_partial(tensor: Any) -> Any:
+    """Return the DTensor with the sums in place of summands, if its ranks have these. A collective in that case."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    whole = torch.distributed.tensor.Replicate()
+    return tensor.redistribute(placements=[whole if each.is_partial() else each for each in tensor.placements])
+
+
+def unreduced_gradients(modules: Iterable[torch.nn.Module], parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Return what FSDP2 has accumulated on this rank alone, and has not put into ``parameter.grad`` yet.
+
+    After ``set_requires_gradient_sync(False)``, these are whole gradients, by the number of the parameter in
+    ``parameters``. After ``set_requires_all_reduce(False)``, these are one tensor for each group of parameters.
+    """
+    numbers = {id(parameter): str(number) for number, parameter in enumerate(parameters)}
+    found: dict[str, torch.Tensor | None] = {}
+    for name, group in _fsdp_groups(modules):
+        found[name] = group._partial_reduce_output
+        for each in group.fsdp_params:
+            found[numbers.get(id(each.sharded_param), "")] = _unreduced(each)
+    return {name: gradient for name, gradient in found.items() if name and gradient is not None}
+
+
+def set_unreduced_gradients(
+    modules: Iterable[torch.nn.Module], parameters: Iterable[Any], gradients: Mapping[str, torch.Tensor]
+) -> bool:
+    """Set what :func:`unreduced_gradients` returned, drop all else that has accumulated, and return whether all fit."""
+    numbers = {id(parameter): str(number) for number, parameter in enumerate(parameters)}
+    left = {name: gradient.clone() for name, gradient in gradients.items()}
+    for name, group in _fsdp_groups(modules):
+        part = left.pop(name, None)
+        group._partial_reduce_output = None if part is None else part.to(group.device)
+        for each in group.fsdp_params:
+            gradient = left.pop(numbers.get(id(each.sharded_param), ""), None)
+            # FSDP2 itself uses this only if gradients are reduced in another dtype, but adds to it in any case.
+            each.unsharded_accumulated_grad = None if gradient is None else gradient.to(group.device)
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+    return not left
+
+
+def _unreduced(parameter: Any) -> torch.Tensor | None:
+    accumulated: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    latest: torch.Tensor | None = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+    if accumulated is None or latest is None:
+        return latest if accumulated is None else accumulated
+    return accumulated + latest
+
+
+def _fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield FSDP2's own objects for the groups of parameters that it gathers together, each after a name for it."""
+    wrapped: list[Any] = [each for module in modules for each in module.modules() if hasattr(each, "_get_fsdp_state")]
+    states = [each._get_fsdp_state() for each in wrapped]
+    # Newer versions of torch have several groups for a module.
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    for number, group in enumerate(each for several in groups for each in several if each is not None):
+        yield f"group {number}", group
 
 
 def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,16 +255,19 @@ def files_of(rank: int, folder: str) -> list[str]:
     return [*shards, f"rank-{rank}.pt", *([_METADATA] if rank == 0 else [])]
 
 
-def read_tensors(folder: str, saved: dict[str, Any], parts: Mapping[str, Any]) -> None:
+def read_tensors(
+    folder: str, saved: dict[str, Any], parts: Mapping[str, Any], others: Mapping[tuple[str, ...], Any]
+) -> None:
     """Fill the entries of ``saved`` that :func:`split` returned with the tensors in ``folder``.
 
-    Where ``parts`` have DTensors, only the shards of this rank are read.
+    Where ``parts`` have DTensors, only the shards of this rank are read. ``others`` are further DTensors, by their path
+    in the files.
     """
     dcp = _dcp()
     with open(os.path.join(folder, _METADATA), "rb") as file:
         metadata: Any = _Unpickler(file).load()
     names = _names_of(parts)
-    own: dict[tuple[str, ...], Any] = {}
+    own = dict(others)
     for part_name, part in parts.items():
         if isinstance(part, torch.nn.Module):
             own |= {(part_name, canonical(name)): value for name, value in part.state_dict().items()}

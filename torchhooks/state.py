@@ -10,6 +10,8 @@ A checkpoint is a dict with these entries:
 * ``"metadata"``: the loop's ``metadata``, if there is any;
 * ``"random"``: the random states of Python, NumPy and torch;
 * ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.position`);
+* ``"gradients"``: the gradients that have accumulated on this rank, by the number of their parameter, and
+  ``"sharded_gradients"``: those that are DTensors;
 * ``"running_values"``: what running fetches have accumulated since their last reports (:mod:`torchhooks.running`);
 * ``"score"``, if one was passed to ``Saver.save``;
 * ``"ranks"``: with several ranks, what belongs to each of the others alone, from rank 1 on: its ``"random"``,
@@ -37,11 +39,14 @@ from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
 from torchhooks.ranks import Ranks
-from torchhooks.sharded import renamed
+from torchhooks.sharded import is_sharded, renamed, reshard, set_unreduced_gradients, unreduced_gradients
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
-_OWN = ("classes", "global_step", "gradients", "metadata", "position", "random", "ranks", "running_values", "score")
+_OWN = (
+    *("classes", "global_step", "gradients", "metadata", "position", "random", "ranks", "running_values", "score"),
+    "sharded_gradients",
+)
 _OF_EACH_RANK = ("gradients", "position", "random", "running_values")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
@@ -85,15 +90,21 @@ class SessionLike(Protocol):
 
 
 def parts_of(session: SessionLike) -> dict[str, Stateful]:
-    """Return the objects whose state is saved, by name. A reserved name, or an object without state, is an error."""
+    """Return the objects whose state is saved, by name. A reserved name, or an object without state, is an error.
+
+    Their parameters are put back into the shards of FSDP2, if the script has left whole ones in a module.
+    """
     parts: dict[str, Any] = {}
     if session.model is not None:
+        reshard(session.model)
         parts["model"] = session.model
     if session.optimizer is not None:
         parts["optimizer"] = session.optimizer
     for name, part in session.state.items():
         if name in _RESERVED or name.startswith(_HOOKS):
             raise CheckpointError(f"state[{name!r}]: this name is reserved in checkpoints. Choose another one.")
+        if isinstance(part, torch.nn.Module):
+            reshard(part)
         parts[name] = part
     parts |= {f"{_HOOKS}{name}": hook for name, hook in session.hooks.items()}
     for name, part in parts.items():
@@ -157,8 +168,8 @@ def collect(
         _check_schedulers(session, parts, state)
     if session.metadata and not of_rank_only:
         state["metadata"] = plain(session.metadata, ("metadata",))
-    gradients = None if session.gradients is None else session.gradients.state_dict()
-    if gradients is not None:
+    gradients = accumulated_gradients(session)[0] if given is None else given.get("gradients")
+    if gradients:
         state["gradients"] = plain(gradients, ("gradients",))
     running = session.running.state_dict()
     if running is not None:
@@ -206,6 +217,40 @@ def compare(
             continue
         pairs[name] = part, saved[name]
     return pairs, misfits
+
+
+def accumulated_gradients(session: SessionLike) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the gradients that have accumulated on this rank alone, by the number of their parameter, and DTensors."""
+    if session.gradients is None:
+        return {}, {}
+    gradients = session.gradients.state_dict() or {}
+    shards = {number: gradient for number, gradient in gradients.items() if is_sharded(gradient)}
+    own = {number: gradient for number, gradient in gradients.items() if number not in shards}
+    return own | unreduced_gradients(_modules(session), session.gradients.parameters()), shards
+
+
+def load_gradients(session: SessionLike, saved: Mapping[str, Any]) -> None:
+    """Set the gradients that have accumulated to those of ``saved``.
+
+    Those of one rank alone count like those of a backward pass that was not reduced over the ranks. So they can also
+    be loaded into a model that is sharded in another way.
+    """
+    if session.gradients is None:
+        return
+    own, shards = saved.get("gradients") or {}, saved.get("sharded_gradients") or {}
+    parameters = session.gradients.parameters()
+    unreduced, whole = dict(own), dict(shards)
+    for number, parameter in zip(map(str, range(len(parameters))), parameters, strict=True):
+        if number in own and not is_sharded(parameter):
+            gradient = unreduced.pop(number)
+            whole[number] = whole[number] + gradient if number in whole else gradient
+    session.gradients.load_state_dict(whole or None)
+    if not set_unreduced_gradients(_modules(session), parameters, unreduced):
+        logger.warning("gradients that had accumulated in a model that was sharded in another way are dropped")
+
+
+def _modules(session: SessionLike) -> list[torch.nn.Module]:
+    return [part for part in parts_of(session).values() if isinstance(part, torch.nn.Module)]
 
 
 def plain_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

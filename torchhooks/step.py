@@ -67,9 +67,8 @@ class Step:
                     "hook out of the loop"
                 )
             if not self._takes_any and name not in self._feedable:
-                raise TypeError(
-                    f"{who} feeds {name!r}, which the step does not take. It takes: {shortened(self._feedable)}."
-                )
+                takes = f": {shortened(self._feedable)}" if self._feedable else " no arguments by name"
+                raise TypeError(f"{who} feeds {name!r}, which the step does not take. It takes{takes}.")
 
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:
         try:

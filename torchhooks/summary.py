@@ -33,7 +33,7 @@ import torch
 from torchhooks.arrays import dtype_name, grid, number_in
 from torchhooks.closing import Attempts
 from torchhooks.fetch import ComposedFetch, GroupRates, snapshot
-from torchhooks.histograms import END, Counts, as_histogram, can_count, count, count_array
+from torchhooks.histograms import END, Counts, as_histogram, count_array, counts_of
 from torchhooks.log import logger
 from torchhooks.text import flat_config
 
@@ -244,17 +244,20 @@ class histogram(SummaryOp):  # noqa: N801
     their number is logged. If no element is left, nothing is written.
     """
 
-    def counted(self) -> histogram:
-        """Return an op whose value is the counts of the bins, for a writer that has ``add_histogram_raw``."""
+    _about: Mapping[str, bool] = {}
+
+    def counted(self, **about: bool) -> histogram:
+        """Return an op whose value is the counts of the bins, as :func:`torchhooks.histograms.counts_of` finds them."""
         counted = copy.copy(self)
-        counted.copies = False
+        counted.copies, counted._about = False, about
         return counted
 
     def compose(self, value: Any) -> Summary:
         self._check(value)
         if self.copies:
             return Summary(self, value)
-        return Summary(self, count(value) if can_count(value) else snapshot(value))
+        counts = counts_of(value, **self._about)
+        return Summary(self, snapshot(value) if counts is None else counts)
 
     def _check(self, value: Any) -> None:
         self._check_array(value, "a histogram takes a tensor or array of real numbers")
@@ -395,16 +398,19 @@ def write_summaries(writer: Any, composed: Any, step: int, walltime: float | Non
         return
     attempt = Attempts(Exception)
     for one in writer:
-        attempt(_write_to_one, one, _that_have_methods(one, summaries), step, walltime)
+        written = [each for each in summaries if callable(getattr(one, each.op.method, None))]
+        attempt(_write_to_one, one, written, step, walltime)
     attempt.raise_errors("several writers raised an error")
 
 
-def requests(ops: tuple[SummaryOp, ...], writer: Any) -> tuple[SummaryOp, ...]:
-    """Return what to evaluate in a run to write ``ops``: histograms are only counted if the writer takes the counts."""
-    takers = [one for one in _writers(writer) if hasattr(one, "add_histogram")]
-    if not all(map(_takes_counts, takers)):
-        return ops
-    return tuple(op.counted() if isinstance(op, histogram) else op for op in ops)
+def takes_counts(writer: Any) -> bool:
+    """Return whether ``writer`` needs no elements of a histogram. Of several writers, none may need them."""
+    return all(_takes_counts(one) for one in _writers(writer) if hasattr(one, "add_histogram"))
+
+
+def counted(ops: tuple[SummaryOp, ...], **about: bool) -> tuple[SummaryOp, ...]:
+    """Return what to evaluate for a writer that takes the counts of histograms; see :meth:`histogram.counted`."""
+    return tuple(op.counted(**about) if isinstance(op, histogram) else op for op in ops)
 
 
 def _write_to_one(writer: Any, summaries: list[Summary], step: int, walltime: float | None) -> None:
@@ -537,11 +543,6 @@ def _writers(writer: Any) -> tuple[Any, ...]:
     return writer if type(writer) is tuple else (writer,)
 
 
-def _that_have_methods(writer: Any, summaries: list[Summary]) -> list[Summary]:
-    """Return the summaries for which ``writer``, one of several, has the method."""
-    return [one for one in summaries if callable(getattr(writer, one.op.method, None))]
-
-
 def _takes_counts(writer: Any) -> bool:
     """Return whether ``writer`` takes the counts of a histogram."""
     for names in (getattr(writer, "__dict__", {}), *map(vars, type(writer).__mro__)):
@@ -555,9 +556,8 @@ def _takes_counts(writer: Any) -> bool:
 
 def _counts(value: Any) -> Counts:
     """Return the counts of a host value."""
-    if type(value) is Counts:
-        return value
-    return count(value) if can_count(value) else count_array(_array(value))
+    counts = value if type(value) is Counts else counts_of(value)
+    return count_array(_array(value)) if counts is None else counts
 
 
 def _walltime(writer: Any, method: str, walltime: float | None) -> dict[str, float]:

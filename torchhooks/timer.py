@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, Self
 
-from torchhooks.checks import period, whole_number
+from torchhooks.checks import by_name, period, whole_number
 from torchhooks.text import shown
 
 
@@ -148,14 +148,12 @@ class SecondOrStepTimer:
         Raises:
             ValueError: not exactly one is given, or it is invalid. The message has the name that was given.
         """
-        given = {name: value for name, value in periods.items() if value is not None}
+        given = {name: _checked(name, value) for name, value in periods.items() if value is not None}
         if len(given) != 1:
             listed = ", ".join(f"{name}={shown(value)}" for name, value in periods.items())
             raise ValueError(f"{listed}: give exactly one of them{', and None for the other' if given else ''}")
         ((name, value),) = given.items()
-        if name.endswith("secs"):
-            return cls(every_secs=period(value, name))
-        return cls(every_steps=whole_number(value, name, 1))
+        return cls(**{"every_secs" if name.endswith("secs") else "every_steps": value})
 
     def reset(self) -> None:
         """Forget the last trigger, so that the next step triggers."""
@@ -207,6 +205,14 @@ class SecondOrStepTimer:
         if self.every_steps is not None:
             return f"SecondOrStepTimer(every_steps={self.every_steps})"
         return f"SecondOrStepTimer(every_secs={self._every_secs})"
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return ``value`` as the period ``name``: seconds if the name ends in ``secs``, else steps."""
+    try:
+        return period(value, name) if name.endswith("secs") else whole_number(value, name, 1)
+    except ValueError as error:
+        raise ValueError(f"{error}{by_name(value)}") from None
 
 
 class EverySteps:
@@ -402,6 +408,11 @@ def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **period
         ValueError: not exactly one of them is given, or the period is invalid.
         TypeError: ``timer`` is not a timer.
     """
+    if timer is not None and not isinstance(timer, GivenTimer):
+        raise TypeError(
+            f"timer={shown(timer)}: must be an EverySteps, a SecondOrStepTimer or a NeverTriggerTimer, such as "
+            f"EverySteps(100){by_name(timer)}"
+        )
     given = {name: value for name, value in periods.items() if value is not None}
     if timer is None:
         chosen = SecondOrStepTimer.named(**periods)
@@ -411,9 +422,4 @@ def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **period
         raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
     if isinstance(timer, EverySteps):
         return EverySteps(timer.every_steps)  # triggers by the step alone, so that copies agree
-    if isinstance(timer, GivenTimer):
-        return _Shared(timer)
-    raise TypeError(
-        f"timer={shown(timer)}: must be an EverySteps, a SecondOrStepTimer or a NeverTriggerTimer, such as "
-        "EverySteps(100)"
-    )
+    return _Shared(timer)

@@ -7,6 +7,9 @@ A background thread makes the calls of the library, so a slow tracker does not s
 one step are sent in one call: when a later step has its first point, or when the writer is flushed. Hooks flush it
 before each checkpoint and when the loop closes.
 
+The run of the tracker is started when a loop opens the writer, or by the first point. So with several ranks, every rank
+can create the writer, and only the one that writes starts a run.
+
 The run of the tracker belongs to a folder. Its id is kept there, so a process that resumes the training run continues
 the same run of the tracker. Trackers cannot remove points: those of steps that are repeated after a restore are
 written twice.
@@ -73,6 +76,14 @@ class _TrackerWriter:
         self._thread: ThreadPoolExecutor | None = None
         self._queued: deque[Future[None]] = deque()
         self._closed = False
+        self._is_open = False
+
+    def start_run(self) -> None:
+        """Start the run of the tracker, or continue it, unless that is done. Hooks call this in their ``begin``."""
+        with self._lock:
+            if not self._is_open and not self._closed:
+                self._start()
+                self._is_open = True
 
     def add_scalar(self, tag: str, value: Any, step: int, walltime: float | None = None) -> None:
         """Write one point of the curve ``tag``, at ``walltime``, in seconds since 1970; by default, now."""
@@ -133,6 +144,9 @@ class _TrackerWriter:
         except Exception:  # must not replace the error that the body of the with block raised
             logger.exception("%r could not send all of its points", self)
 
+    def _start(self) -> None:
+        """Start or continue the run of the tracker. Called once, in the thread of the first call."""
+
     def _send(self, step: int, points: _Points) -> None:
         """Write the points of ``step``. Called in the background, like all methods that follow."""
 
@@ -159,6 +173,7 @@ class _TrackerWriter:
     def _submit(self, send: Any, *args: Any) -> None:
         if self._closed:
             raise ValueError(f"{self!r} is closed: write before close(), or create another writer")
+        self.start_run()
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="torchhooks-tracker")
         if len(self._queued) >= _MAX_QUEUED:
             wait([self._queued[0]])
@@ -185,7 +200,8 @@ class _TrackerWriter:
         with self._lock:
             try:
                 self._send_collected()
-                self._submit(self._finish, failed)
+                if self._is_open:
+                    self._submit(self._finish, failed)
             finally:
                 self._closed = True
                 if self._thread is not None:
@@ -227,13 +243,16 @@ class WandbWriter(_TrackerWriter):
             raise ValueError(f"WandbWriter(run=..., {', '.join(init)}=...): these are arguments for a new run only")
         self._wandb = _library("wandb")
         self._owns_run = run is None
-        if folder is not None:
-            run_id = _kept_id(folder, "wandb-run-id") or init.pop("id", None) or uuid.uuid4().hex[:12]
-            _keep_id(folder, "wandb-run-id", run_id)
-            run = self._wandb.init(**{"dir": os.fspath(folder), "resume": "allow", **init, "id": run_id})
-        self._run = run
-        run.define_metric("global_step")
-        run.define_metric("*", step_metric="global_step")
+        self._run, self._folder, self._init = run, folder, init
+
+    def _start(self) -> None:
+        if self._folder is not None:
+            run_id = _kept_id(self._folder, "wandb-run-id") or self._init.pop("id", None) or uuid.uuid4().hex[:12]
+            _keep_id(self._folder, "wandb-run-id", run_id)
+            given = {"dir": os.fspath(self._folder), "resume": "allow", **self._init, "id": run_id}
+            self._run = self._wandb.init(**given)
+        self._run.define_metric("global_step")
+        self._run.define_metric("*", step_metric="global_step")
 
     def add_histogram(self, tag: str, values: Any, step: int, walltime: float | None = None) -> None:
         """Write the distribution of the elements of a tensor or array."""
@@ -327,16 +346,19 @@ class MlflowWriter(_TrackerWriter):
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri)
         self._owns_run = run_id is None
-        if folder is not None:
-            run_id = _kept_id(folder, "mlflow-run-id")
-            if run_id is None:
-                found = self._client.get_experiment_by_name(experiment)
-                parent = self._client.create_experiment(experiment) if found is None else found.experiment_id
-                run_id = str(self._client.create_run(parent, run_name=run_name).info.run_id)
-                _keep_id(folder, "mlflow-run-id", run_id)
-            else:
-                self._client.update_run(run_id, status="RUNNING")
-        self._run_id = run_id
+        self._run_id, self._folder, self._experiment, self._run_name = run_id, folder, experiment, run_name
+
+    def _start(self) -> None:
+        if self._folder is None:
+            return
+        self._run_id = _kept_id(self._folder, "mlflow-run-id")
+        if self._run_id is None:
+            found = self._client.get_experiment_by_name(self._experiment)
+            parent = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+            self._run_id = str(self._client.create_run(parent, run_name=self._run_name).info.run_id)
+            _keep_id(self._folder, "mlflow-run-id", self._run_id)
+        else:
+            self._client.update_run(self._run_id, status="RUNNING")
 
     def _send(self, step: int, points: _Points) -> None:
         millis = int(points.walltime * 1000)

@@ -85,6 +85,10 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
     run. A period in steps replaces the default period in seconds, and vice versa. ``None`` or 0 disables a hook. Unlike
     TensorFlow, steps per second are logged even if there is no folder to write them to.
 
+    To give a default hook other arguments, such as ``timer=``, disable it and put your own into ``hooks``: for example,
+    ``log_step_count_steps=None, hooks=[StepCounterHook(timer=EverySteps(100), output_dir="run")]``.
+    ``save_summaries_steps=None`` and ``save_checkpoint_secs=None`` disable the other two.
+
     Args:
         step: the training step, a function. Without it, runs are made with ``loop.step()``.
         model: the module to save and restore, whose parameters and submodules hooks can fetch.

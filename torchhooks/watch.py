@@ -129,9 +129,10 @@ def _submodule(model: torch.nn.Module | None, name: str, requester: object) -> t
                 raise _inside_compiled(module, name, requester)
         if child is None:
             paths = submodule_names(model)
+            available = f"Available: {shortened(paths)}." if paths else "It has no submodules."
             raise FetchError(
                 f"{requester} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} "
-                f"Available: {shortened(paths)}."
+                f"{available}"
             )
         module = child
     scripted = isinstance(module, torch.jit.ScriptModule) and "_actual_script_module" not in attributes(module)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from torchhooks.checks import folder
 from torchhooks.closing import Attempts
 from torchhooks.summary import SummaryWriterCache, add_session_log, shared_name, write_config
 
@@ -24,9 +25,12 @@ class WriterTarget:
 
     Raises:
         ValueError: both places are given, or an empty list.
+        TypeError: ``output_dir`` is not a path.
     """
 
     def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
+        if output_dir is not None:
+            folder(output_dir, "output_dir")
         if output_dir is not None and summary_writer is not None:
             raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
         self._is_several = isinstance(summary_writer, (list, tuple))
@@ -53,6 +57,11 @@ class WriterTarget:
         for part in self._parts:
             attempt(part.close)
         attempt.raise_errors("several writers could not be closed")
+
+    def claim(self, tags: Iterable[str], hook: object) -> dict[str, object]:
+        """Record that ``hook`` writes ``tags``; return those that another hook at its place writes, and that hook."""
+        tags = tuple(tags)
+        return {tag: other for part in self._parts for tag, other in part.claim(tags, hook).items()}
 
     def session_created(self, step: int, last_written: int | None, metadata: Mapping[str, Any] = _NO_METADATA) -> bool:
         """Record that the loop has a session, at ``step``. After a recovery, have the writers purge repeated points.
@@ -113,17 +122,22 @@ class _OneWriter:
         self.starts_session = starts_session
         """Whether the hook writes the session's START."""
         self.start_is_written = self.config_is_written = False
+        self.tags: dict[str, object] = {}
+        """The tags that are known to be written, and the hook that writes them."""
         self.writer: Any = None
         """The writer, from :meth:`open` to :meth:`close`; ``None`` if the hook has nowhere to write."""
 
     def open(self) -> Any:
         """Open the writer, and return it."""
         self._has_session = self.start_is_written = self.config_is_written = False
+        self.tags = {}
         with self._lock:  # so that no other target closes the writer before this one is known
             self.writer = self._given if self._folder is None else SummaryWriterCache.get(self._folder)
             # Targets of one loop are all opened before it has a session, so one that has a session is of another loop.
             self._is_within_another = any(target._has_session for target in self._others_at_this_place())
             self._all_open.add(self)
+        if hasattr(self.writer, "start_run"):  # of a tracker: better now than in the first run, because it takes time
+            self.writer.start_run()
         return self.writer
 
     def close(self) -> None:
@@ -137,6 +151,16 @@ class _OneWriter:
                 return
         if writer is not None:
             writer.flush()
+
+    def claim(self, tags: tuple[str, ...], hook: object) -> dict[str, object]:
+        """Do what :meth:`WriterTarget.claim` says, for this writer."""
+        if self.writer is None:
+            return {}
+        with self._lock:
+            others = self._others_at_this_place()
+            taken = {tag: other.tags[tag] for other in others for tag in tags if tag in other.tags}
+            self.tags.update((tag, hook) for tag in tags if tag not in taken)
+        return taken
 
     def session_created(self, step: int, last_written: int | None, metadata: Mapping[str, Any]) -> bool:
         """Do what :meth:`WriterTarget.session_created` says, for this writer."""

@@ -10,7 +10,7 @@ import weakref
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torchhooks.checkpoint import Saver, scored_checkpoints
-from torchhooks.checks import whole_number
+from torchhooks.checks import folder, whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError
 from torchhooks.evaluating import IfDue, Undisturbed
@@ -155,7 +155,7 @@ class BestCheckpointHook(ReportingHook):
             "async_save": async_save,
             "timer": timer,
         }
-        self._checkpoint_dir = os.fspath(checkpoint_dir)
+        self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (".", ".."):
             raise ValueError(f"name={name!r}: must name a folder in {self._checkpoint_dir}, such as 'best'")
         self._folder = os.path.join(self._checkpoint_dir, name)  # for messages

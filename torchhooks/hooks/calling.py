@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from torchhooks.coordinator import Coordinator
 from torchhooks.evaluating import IfDue
@@ -28,6 +31,20 @@ class _Arguments:
 
     def __repr__(self) -> str:
         return f"the arguments of {describe(self._function)}"
+
+
+def _names_nothing(function: Callable[..., object]) -> bool:
+    """Return whether ``function`` takes arguments, as ``*args`` or ``**kwargs``, but names none that it needs."""
+    if isinstance(function, (functools.partial, torch.nn.Module)):
+        return False  # a partial function has its arguments, and the signature of a module is that of __call__
+    try:
+        kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    named = closure_parameters(function)
+    if inspect.Parameter.VAR_POSITIONAL in kinds:  # options such as those of print() are not what it is called with
+        named = tuple(each for each in named if each.kind is not each.KEYWORD_ONLY or each.default is each.empty)
+    return not named and bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
 class CallFnHook(SessionRunHook):
@@ -55,7 +72,7 @@ class CallFnHook(SessionRunHook):
 
     Raises:
         ValueError: neither a period nor ``at_end`` is given, or two periods are, or the period is not valid.
-        TypeError: ``function`` is not callable.
+        TypeError: ``function`` is not callable, or takes ``*args`` or ``**kwargs`` and names no parameter.
         FetchError: from the run, a parameter without a default is not an available name.
     """
 
@@ -69,6 +86,11 @@ class CallFnHook(SessionRunHook):
         self._options = {"every_n_steps": every_n_steps, "timer": timer, "at_end": at_end}
         if not callable(function):
             raise TypeError(f"function={shown(function)}: must be a function whose parameters are names of fetches")
+        if _names_nothing(function):
+            raise TypeError(
+                f"function={describe(function)}: it would be called without arguments, because it is called with what "
+                "its parameters name, and it names none: give a function that does, such as lambda loss: print(loss)"
+            )
         self._function = function
         self._at_end = at_end
         self._timer: Timer = NeverTriggerTimer()

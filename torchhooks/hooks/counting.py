@@ -16,7 +16,7 @@ from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, Se
 from torchhooks.log import logger
 from torchhooks.readback import Elapsed, Moment
 from torchhooks.session import Session
-from torchhooks.text import call_repr
+from torchhooks.text import call_repr, shown
 from torchhooks.throughput import (
     DEVICE_MEMORY,
     FLOPS_RATE,
@@ -159,6 +159,11 @@ class StepCounterHook(ReportingHook):
         }
         if timer is not None and every_n_steps == _DEFAULT_STEPS:
             every_n_steps = None  # not given, as far as the hook can tell
+        if isinstance(every_n_secs, numbers.Real) and every_n_steps == _DEFAULT_STEPS:
+            raise ValueError(
+                f"every_n_secs={shown(every_n_secs)}: every_n_steps has the default {_DEFAULT_STEPS}, and a hook has "
+                "one period: pass every_n_steps=None"
+            )
         self._timer = hook_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
         self._every_n_steps: int | None = self._timer.every_steps
         self._examples_per_step = _number("examples_per_step", examples_per_step, "a number of examples")

@@ -5,30 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torchhooks.checks import whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.evaluating import IfDue
 from torchhooks.fetch import describe
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
+from torchhooks.reduction import Evaluated
 from torchhooks.session import Session
 from torchhooks.text import call_repr, shown
-from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, hook_timer
+from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, hook_timer, is_by_clock
 
 
-@runtime_checkable
-class Evaluated(Protocol):
-    """A result of an EvaluationHook, such as ``evaluation["accuracy"]``."""
-
-    name: str
-    timer: GivenTimer
-
-    def latest(self) -> tuple[int, Any] | None: ...
-
-
-class _StopByMetric(SessionRunHook):
+class _StopByMetric(ReportingHook):
     """Looks at a metric when a timer triggers, and stops the loop if :meth:`reason_to_stop` returns a reason."""
 
     def __init__(self, metric: Any, min_steps: int, every_n_steps: int | None, timer: GivenTimer | None) -> None:
@@ -39,6 +30,7 @@ class _StopByMetric(SessionRunHook):
         if every_n_steps is None and timer is None:
             timer = EverySteps(1) if self._evaluated is None else self._evaluated.timer
         self._timer = hook_timer(timer, at_multiples=True, every_n_steps=every_n_steps)
+        self.collective = is_by_clock(timer)
         self._if_due = IfDue(metric, self._timer)
         self._request = SessionRunArgs(self._if_due)
 
@@ -56,9 +48,11 @@ class _StopByMetric(SessionRunHook):
         self._if_due.evaluated = False
         if self._evaluated is not None and not self._looked_at_start:
             self._looked_at_start = True
+            session = run_context.session
+            step = session.global_step
             latest = self._evaluated.latest()  # of an evaluation before the first run
-            if latest is not None:
-                step, value = latest
+            if latest is not None and latest[0] == step:
+                value = session.run(self._metric, who=self)
                 run_context.when_ready(value, functools.partial(self._look, run_context, step))
         return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torchhooks import summary
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import FetchError, LifecycleError
 from torchhooks.evaluating import IfDue, Undisturbed
-from torchhooks.fetch import ComposedFetch, leaves
+from torchhooks.fetch import ComposedFetch, describe, leaves
 from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lines import printable, tagged_line
 from torchhooks.log import logger
 from torchhooks.readback import is_remote, to_host
 from torchhooks.session import Session
-from torchhooks.text import call_repr, did_you_mean, shown
+from torchhooks.text import call_repr, did_you_mean, shortened, shown
 from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer, is_by_clock
 from torchhooks.writers import WriterTarget
 
@@ -28,6 +28,20 @@ class _Result(NamedTuple):
     step: int
     wall_time: float
     values: Mapping[str, Any]
+
+
+class _Results:
+    """The closure whose value is the results for the present step: that of ``hook.current``, with another name."""
+
+    def __init__(self, hook: EvaluationHook, function: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._function = function
+
+    def __call__(self, session: Session) -> Mapping[str, Any]:
+        return self._hook.current(session)
+
+    def __repr__(self) -> str:
+        return f"the evaluation {describe(self._function)}"
 
 
 class EvaluationHook(ReportingHook):
@@ -107,7 +121,8 @@ class EvaluationHook(ReportingHook):
         """The timer, for hooks that are due together with this one."""
         self._timer = hook_timer(self.timer)
         self.collective = is_by_clock(self.timer)
-        self._if_due = IfDue(self.current, self._timer)
+        self._results = _Results(self, evaluate)
+        self._if_due = IfDue(self._results, self._timer)
         self._request = SessionRunArgs(self._if_due)
         self._at_start, self._at_end = at_start, at_end
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
@@ -119,12 +134,12 @@ class EvaluationHook(ReportingHook):
 
     def __getitem__(self, name: str) -> EvaluationValue:
         """Return a fetch of the result ``name``."""
-        return EvaluationValue(self, name)
+        return EvaluationValue(self, name, self._results)
 
     def begin(self) -> None:
         self._timer.reset()
         self._runs = 0
-        self._begun = False
+        self._begun = self._has_warned = False
         self.values = {}
         self._unreported = []
         writer = self._target.open() if self.writes else None
@@ -217,9 +232,20 @@ class EvaluationHook(ReportingHook):
         self.values = {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
         texts = {name: printable(value) for name, value in values.items()}
         if self.writes:
-            logger.info("evaluation at step %d: %s", result.step, tagged_line(texts))
+            logger.info("evaluation at step %d: %s", result.step, tagged_line(texts) or "no values")
         if self._target.writer is not None:
+            self._warn_of_one_curve(values)
             summary.write_summaries(self._target.writer, _points(values), result.step, result.wall_time)
+
+    def _warn_of_one_curve(self, names: Iterable[str]) -> None:
+        """Log a warning, once, if another hook writes some of ``names`` to the same place."""
+        taken = self._target.claim(names, self)
+        if taken and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%r and %r both write %s to the same place, where that is one curve: return another name",
+                *(next(iter(taken.values())), self, shortened([*map(repr, taken)])),
+            )
 
     def __repr__(self) -> str:
         return call_repr(self, self._function, **self._arguments)
@@ -228,22 +254,24 @@ class EvaluationHook(ReportingHook):
 class EvaluationValue(ComposedFetch):
     """One result of an evaluation: the fetch that ``evaluation["accuracy"]`` returns."""
 
-    def __init__(self, evaluation: EvaluationHook, name: str) -> None:
+    def __init__(self, evaluation: EvaluationHook, name: str, results: Callable[..., Mapping[str, Any]]) -> None:
         self.name = name
         self.timer = evaluation.timer
         """The timer of the evaluation."""
         self._evaluation = evaluation
+        self._results = results
 
     @property
     def fetch(self) -> Any:
-        return self._evaluation.current
+        return self._results
 
     def compose(self, value: Mapping[str, Any]) -> Any:
         if self.name not in value:
             names = [*map(str, value)]
+            returned = f"It returned: {', '.join(names)}." if names else "It returned an empty dict."
             raise FetchError(
                 f"{self!r} was requested, but the evaluation returned no {self.name!r}."
-                f"{did_you_mean(str(self.name), names)} It returned: {', '.join(names)}."
+                f"{did_you_mean(str(self.name), names)} {returned}"
             )
         return value[self.name]
 

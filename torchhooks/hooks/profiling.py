@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchhooks.checks import whole_number
+from torchhooks.checks import folder, whole_number
 from torchhooks.coordinator import Coordinator
 from torchhooks.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.log import logger
@@ -80,6 +80,7 @@ class ProfilerHook(ReportingHook):
         }
         self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
         self._guesses_step = timer is None
+        self._given_folder = os.fspath(folder(output_dir, "output_dir"))  # for the log
         self._folder = os.path.abspath(output_dir)  # a script may change the current directory while it trains
         self._show_dataflow, self._show_memory = show_dataflow, show_memory
         self._runs = whole_number(runs, "runs", 1)
@@ -90,6 +91,7 @@ class ProfilerHook(ReportingHook):
         self._timer.reset()
         self._next_step: int | None = None  # what the hook takes for the step that the next run reaches
         self._traces = False
+        self._has_written = self._was_in_use = False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._stop_profiler()  # the run failed, and is made again
@@ -104,6 +106,7 @@ class ProfilerHook(ReportingHook):
             return None
         running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         if running or any(self._in_use.values()) or (self._runs > 1 and self._in_use):
+            self._was_in_use = True
             return None
         self._in_use[self] = self._runs > 1
         if self._runs > 1:
@@ -127,6 +130,13 @@ class ProfilerHook(ReportingHook):
                 profiler = self._profiler
                 self._stop_profiler()
                 self._save(session, profiler)
+
+    def end(self, session: Session) -> None:
+        if self._profiler is not None:
+            logger.info("%r: the loop ended in the middle of the %d runs of a profile, which is lost", self, self._runs)
+        elif self.writes and not self._has_written:
+            why = "the profiler was in use when it was due" if self._was_in_use else "it was not due in this loop"
+            logger.info("%r wrote no profile: %s", self, why)
 
     def teardown(self) -> None:
         self._stop_profiler()
@@ -165,7 +175,8 @@ class ProfilerHook(ReportingHook):
             return  # the run counted no step: the profile is that of a later one
         self._timer.update_last_triggered_step(step)
         self._next_step = step + 1
-        path = os.path.join(self._folder, f"timeline-{step}.json")
+        name = f"timeline-{step}.json"
+        path = os.path.join(self._folder, name)
         unfinished = os.path.join(self._folder, f".timeline-{step}.{os.getpid()}.json")
         with session.paused():
             os.makedirs(self._folder, exist_ok=True)
@@ -184,7 +195,8 @@ class ProfilerHook(ReportingHook):
                 if os.path.exists(unfinished):
                     os.remove(unfinished)
                 raise
-        logger.info("wrote the profile of step %d to %s", step, path)
+        self._has_written = True
+        logger.info("wrote the profile of step %d to %s", step, os.path.join(self._given_folder, name))
 
     def __repr__(self) -> str:
         return call_repr(self, **self._arguments)

@@ -11,6 +11,7 @@ from typing import Any
 from torchhooks import summary
 from torchhooks.changes import StateMark
 from torchhooks.checkpoint_files import is_checkpoint_name
+from torchhooks.checks import folder
 from torchhooks.coordinator import Coordinator
 from torchhooks.errors import brief
 from torchhooks.evaluating import IfDue
@@ -92,12 +93,12 @@ class SummarySaverHook(ReportingHook):
             "summary_op": summary_op,
             "timer": timer,
         }
+        self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
+        self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         if (scaffold is None) == (summary_op is None):
             raise ValueError(
                 f"scaffold={scaffold!r}, summary_op={summary_op!r}: give SummarySaverHook exactly one of them"
             )
-        self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
-        self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._has_place = output_dir is not None or summary_writer is not None
         self.collective = save_secs is not None or is_by_clock(timer)
         self._scaffold = scaffold
@@ -109,17 +110,22 @@ class SummarySaverHook(ReportingHook):
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
         writer = self._target.open() if self.writes else None
-        # What is requested must not depend on the writer, which only the chief has: a DTensor needs every rank.
-        ops = summary.requests(self._ops, writer) if self.alone else self._ops
-        # By its own period, the hook has TensorFlow's rule, which decides before the step.
-        self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
-        self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
+        self._takes_counts = summary.takes_counts(writer)
         if writer is None and self.writes:
             logger.warning("%r has neither output_dir nor summary_writer: it writes nothing", self)
         elif writer is not None:
             summary.check_writer(writer, self._ops)
+            self._target.claim((op.tag for op in self._ops), self)  # an EvaluationHook warns of the same tag
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        if not self.alone and not any(self is hook for hook in session.ranks.hooks_of_some):
+            # Every rank has to request the same, because of DTensors, and only the chief has opened the writer.
+            self._has_place, self._takes_counts = session.ranks.gather((self._has_place, self._takes_counts))[0]
+        about = {"is_shared": not self.alone, "is_written": self.writes}
+        ops = summary.counted(self._ops, **about) if self._takes_counts else self._ops
+        # By its own period, the hook has TensorFlow's rule, which decides before the step.
+        self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
+        self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
         last_step = self._timer.last_triggered_step()
         if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
@@ -274,7 +280,7 @@ class CheckpointSaverHook(WritingHook):
             "listeners": listeners,
             "timer": timer,
         }
-        self._checkpoint_dir = os.fspath(checkpoint_dir)
+        self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = hook_timer(timer, save_secs=save_secs, save_steps=save_steps)
@@ -289,10 +295,10 @@ class CheckpointSaverHook(WritingHook):
                 f"{self._checkpoint_dir} again: give a name without '/' and 'tfevents', that does not begin with a dot"
             )
         # The folder as it was given is for messages. A script may change the current directory while it trains.
-        folder = os.path.abspath(self._checkpoint_dir)
-        self._path = os.path.join(folder, checkpoint_basename)
+        absolute = os.path.abspath(self._checkpoint_dir)
+        self._path = os.path.join(absolute, checkpoint_basename)
         self._listeners = tuple(listeners or ())
-        self._target = WriterTarget(folder, None)
+        self._target = WriterTarget(absolute, None)
 
     def begin(self) -> None:
         self._timer.reset()
