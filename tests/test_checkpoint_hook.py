@@ -759,7 +759,8 @@ def test_one_after_the_saver_is_warned_about(tmp_path: Path, lines: Lines) -> No
     saver = CheckpointSaverHook(tmp_path, save_steps=9)
     MonitoredLoop(lambda: None, hooks=[saver, Counting()], checkpoint_dir=tmp_path).close()
     assert warnings_in(lines) == [
-        f"Counting() comes after {saver!r}, so checkpoints contain its state from before the run: move it to the front"
+        f"Counting() comes after {saver!r}, so without until_stop, checkpoints contain its state from before the run: "
+        "move it to the front"
     ]
 
 

@@ -839,7 +839,7 @@ def test_another_period_is_a_warning_if_the_hook_may_not_need_every_rank(lines: 
     assert in_threads(2, main) == [3, 3]
     message = "LoggingTensorHook has every_n_iter=2 on rank 0 and every_n_iter=3 on rank 1: if it fetches a DTensor, a "
     assert [text for level, text in lines if level == "WARNING"] == [
-        f"{message}rank that is alone in a run waits for ever"
+        f"{message}rank that is alone in a run waits forever"
     ]
 
 

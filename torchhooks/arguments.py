@@ -68,7 +68,8 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
             named[name] = hook
             if saver is not None:
                 logger.warning(
-                    "%r comes after %r, so checkpoints contain its state from before the run: move it to the front",
+                    "%r comes after %r, so without until_stop, checkpoints contain its state from before the run: "
+                    "move it to the front",
                     hook,
                     saver,
                 )

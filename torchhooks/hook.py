@@ -19,7 +19,7 @@ Order of calls (``tf.train.MonitoredSession``'s)
 ::
 
     for hook in hooks: hook.begin()
-    session = Session(...)                               # initialised, or restored
+    session = Session(...)                               # initialized, or restored
     for hook in hooks: hook.after_create_session(session, coord)
     while the body of the `with` calls loop.run(...):
         for hook in hooks: requests += hook.before_run(context)
@@ -370,7 +370,7 @@ class SessionRunHook:
         """Called once, before the session exists: open files, reset counters."""
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        """Called for every new session, initialised or restored, before its first run; again after a recovery.
+        """Called for every new session, initialized or restored, before its first run; again after a recovery.
 
         Args:
             session: the raw session; ``session.global_step`` is the restored step, or 0.

@@ -79,7 +79,7 @@ class MonitoredLoop(Generic[R]):
         model: the module to save and restore, whose parameters, buffers and submodules hooks can fetch.
         optimizer: the optimizer to save and restore, whose learning rate is ``"lr"``.
         hooks: any iterable of hooks. It is copied; its order is the order of every call.
-        scaffold: how a session is initialised, and its saver.
+        scaffold: how a session is initialized, and its saver.
         state: further objects with ``state_dict`` and ``load_state_dict`` to save and restore, by name.
         step_unit: what one global step is: ``"run"``, a run whose step returned, or ``"optimizer_step"``, a completed
             ``optimizer.step()``, so that one run counts zero, one or several.
@@ -94,7 +94,7 @@ class MonitoredLoop(Generic[R]):
         hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
         metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
             copied. :func:`torchhooks.read_metadata` reads it. A restored loop logs which values differ.
-        ranks: the processes that train together. ``None`` means those of ``torch.distributed``, if it is initialised;
+        ranks: the processes that train together. ``None`` means those of ``torch.distributed``, if it is initialized;
             False means this process alone. A :class:`torchhooks.Ranks` sets periods. With several ranks, each of them
             creates the same loop, all make the same last run, and if one fails, the others raise PeerError.
 

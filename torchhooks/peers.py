@@ -138,7 +138,7 @@ class Peers:
         if seat in self._schedule.collective or "over_ranks(" in identity(seat.hook).text:
             raise LifecycleError(f"{message}: it needs every rank in the same run, so give it the same period")
         if self._ranks.is_chief:
-            logger.warning("%s: if it fetches a DTensor, a rank that is alone in a run waits for ever", message)
+            logger.warning("%s: if it fetches a DTensor, a rank that is alone in a run waits forever", message)
 
     def lifecycle(self, *parts: Any) -> Lifecycle:
         """Return the Lifecycle of ``parts`` that looks at the other ranks before each step with hooks."""
@@ -370,7 +370,7 @@ class Peers:
                 self._hurry.clear()
         except ContactLostError as error:
             self._lose(error, transport)
-        except BaseException as error:  # or the training thread would wait for ever
+        except BaseException as error:  # or the training thread would wait forever
             logger.error("the thread that talks to the other ranks failed", exc_info=error)
             self._fail(None, f"the thread that talks to the other ranks failed: {brief(error)}", brief(error))
         with self._changed:
@@ -451,7 +451,7 @@ class Peers:
                 self._decision, self._promising = event, False
                 self._asked &= ~bits
                 if self._asked_in is not None and event.last > self._asked_in:
-                    self._asked_in = None  # holding earlier than the other ranks would make them wait for ever
+                    self._asked_in = None  # holding earlier than the other ranks would make them wait forever
                 if bits & STOP:
                     self._asked_in = None
                     reason = texts[askers[0]]

@@ -402,7 +402,7 @@ _exiting = threading.Event()
 
 
 def _pause(secs: float) -> None:
-    """Sleep, or for ever if the interpreter is exiting.
+    """Sleep, or forever if the interpreter is exiting.
 
     A daemon thread that then returns from a call of torch's to Python would end the process with SIGABRT.
     """

@@ -1,6 +1,6 @@
 """Evaluating fetches that need every rank: ``over_ranks``, and a ``DTensor``.
 
-One rank alone in a collective call waits for ever, or ends its process. So a fetch is refused, before it is evaluated,
+One rank alone in a collective call waits forever, or ends its process. So a fetch is refused, before it is evaluated,
 if its hook may be called in a run in which the same hook of another rank is not.
 """
 
@@ -96,8 +96,9 @@ def over_ranks(fetch: Any, op: str) -> OverRanks:
     mean loss = ...
 
     It is evaluated only in the runs in which a hook requests it, all of a run in one exchange between the ranks. Every
-    rank has to request it in the same run. So a hook cannot that not every rank has, or that is due by its own clock
-    or by what its step returned. A mean of integers is a float. In a single process, the value is that of ``fetch``.
+    rank has to request it in the same run. It is refused in a hook that not every rank has, and in one that is due by
+    its own clock or by what its step returned. A mean of integers is a float. In a single process, the value is that
+    of ``fetch``.
 
     Args:
         fetch: any fetch of numbers, tensors or arrays, which have the same shapes and dtypes on all ranks; also

@@ -96,7 +96,7 @@ class Session:
             inputs: the names of the step's parameters, which have values only during a run.
             drain: makes every pending ``when_ready`` call, and waits for the device.
             interrupted: whether a signal asked the loop to stop.
-            ranks: which of several processes this is; by default, of the initialised ``torch.distributed``.
+            ranks: which of several processes this is; by default, of the initialized ``torch.distributed``.
             running: what is accumulated for the hooks in every run.
         """
         self.model = model
@@ -374,7 +374,7 @@ class Scaffold:
         summary_op: what a :class:`torchhooks.SummarySaverHook` with this scaffold writes.
         saver: what writes and reads checkpoints, ``session.saver``; by default a :class:`torchhooks.Saver`. The hooks
             that save checkpoints use it if they get no saver of their own.
-        ready_fn: called as ``ready_fn(session)`` once the session is initialised or restored. It returns True, or a
+        ready_fn: called as ``ready_fn(session)`` once the session is initialized or restored. It returns True, or a
             text that says what is missing; the text becomes an error.
         copy_from_scaffold: another scaffold that supplies the arguments not given here.
 

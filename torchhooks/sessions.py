@@ -103,7 +103,7 @@ class Sessions:
             raise
 
     def create(self, recovers: bool = False) -> None:
-        """Restore or initialise the current session, and call every hook's ``after_create_session``."""
+        """Restore or initialize the current session, and call every hook's ``after_create_session``."""
         session, restored = self.session, None
         if self._folder is not None:
             restored = session.saver.restore_latest(session, self._folder)

@@ -98,7 +98,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints. With
             several ranks, they are due by the chief's clock, and cannot fetch what needs every rank. Those that save
             checkpoints are then hooks of every rank, because a save needs all of them.
-        scaffold: how a session is initialised, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
+        scaffold: how a session is initialized, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
             the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
         state: additional objects to save and restore, by name.
         save_checkpoint_secs: the period of checkpoints in seconds; 600 if neither period is given.
