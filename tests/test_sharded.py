@@ -360,6 +360,34 @@ def test_metadata_that_could_run_code_is_refused(tmp_path: Path) -> None:
         Saver().restore(make_session(0), path)
 
 
+def test_tensors_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
+    theirs = Saver().save(make_session(1), tmp_path / "theirs" / "model.ckpt", 1)
+    path = Saver().save(make_session(2), tmp_path / "run" / "model.ckpt", 1)
+    from torchhooks.manifest import encoded, file_sums, read_manifest
+
+    metadata: Any = pickle.loads(Path(path, ".metadata").read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.relative_path = os.path.relpath(os.path.join(theirs, stored.relative_path), path)
+    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest, _ = read_manifest(path)
+    manifest["files"] |= file_sums(path, [".metadata"])
+    Path(path, "manifest.json").write_bytes(encoded(manifest))
+    with pytest.raises(DamagedCheckpointError, match="outside of the folder"):
+        Saver().restore(make_session(0), path)
+
+
+def test_a_save_replaces_a_link_to_a_folder_and_leaves_the_folder(tmp_path: Path) -> None:
+    theirs = Saver().save(make_session(1), tmp_path / "theirs" / "model.ckpt", 1)
+    before = sorted(os.listdir(theirs))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.ckpt-1").symlink_to(theirs)
+    path = Saver().save(make_session(2), tmp_path / "run" / "model.ckpt", 1)
+    assert path is not None
+    assert not os.path.islink(path)
+    assert os.listdir(tmp_path / "run") == ["model.ckpt-1"]
+    assert sorted(os.listdir(theirs)) == before
+
+
 def test_a_refusal_writes_no_folder(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
     Saver().save(make_session(1), tmp_path / "model.ckpt", 1, refusals=[lambda: None, lambda: "bad"])
     assert lines == [("WARNING", "no checkpoint of step 1: bad")]

@@ -286,7 +286,7 @@ class Folder:
 
     def _remove(self, path: str) -> None:
         """Remove a checkpoint; a folder only after it has a name that is none of a checkpoint."""
-        if not os.path.isdir(path):
+        if os.path.islink(path) or not os.path.isdir(path):
             self._disk.remove(path)
             return
         temporary = self._temporary(os.path.basename(path), "tmp")

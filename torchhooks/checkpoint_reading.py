@@ -134,6 +134,8 @@ def load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
         if os.path.isdir(path):
             return read_folder(session, path)
         saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except DamagedCheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror or error}. With several ranks, all of them have to see its folder."

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from torchhooks.errors import DamagedCheckpointError
+
 _METADATA = ".metadata"
 _WRAPPED = re.compile(r"^(module\.)+|_orig_mod\.")
 _PICKLED = {
@@ -266,6 +268,11 @@ def read_tensors(
     dcp = _dcp()
     with open(os.path.join(folder, _METADATA), "rb") as file:
         metadata: Any = _Unpickler(file).load()
+    for stored in metadata.storage_data.values():
+        if os.path.basename(stored.relative_path) != stored.relative_path:
+            raise DamagedCheckpointError(
+                f"{folder} is damaged: its metadata name tensors in {stored.relative_path!r}, outside of the folder"
+            )
     names = _names_of(parts)
     own = dict(others)
     for part_name, part in parts.items():
