@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from torchhooks.checkpoint_files import Checkpoint, list_checkpoints, verify
-from torchhooks.errors import CheckpointError, brief, interrupt_in
+from torchhooks.errors import CheckpointError, DamagedCheckpointError, brief, interrupt_in
 from torchhooks.log import logger
 from torchhooks.rank_checkpoints import load_part, read_folder
 from torchhooks.state import SessionLike
