@@ -6,6 +6,7 @@ import errno
 import math
 import random
 import re
+import signal
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ from torchhooks import (
     CheckpointError,
     CheckpointSaverHook,
     Coordinator,
+    EvaluationHook,
     FetchError,
     MonitoredLoop,
     NanTensorHook,
@@ -284,6 +286,27 @@ def test_what_a_submodule_returned_is_a_metric(tmp_path: Path) -> None:
     with MonitoredLoop(training, training.model, hooks=[hook]) as loop:
         loss = float(loop.run(torch.ones(1, 1))["loss"].detach())
     assert [score for score, _ in scored_checkpoints(tmp_path / "best")] == [loss]
+
+
+def test_a_stop_by_a_signal_evaluates_nothing_because_the_training_run_is_resumed(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def metric(global_step: int) -> float:
+        seen.append(global_step)
+        return 0.5
+
+    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+    hook = BestCheckpointHook(tmp_path, metric, save_steps=2, mode="max")
+    evaluation = EvaluationHook(metric, every_n_steps=2, at_end=True)
+    with MonitoredLoop(lambda: None, hooks=[hook, evaluation], signals=["SIGUSR1"], step_unit="run") as loop:
+        while not loop.should_stop():
+            loop.run()
+            if loop.global_step == 3:
+                signal.raise_signal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, handler)
+    assert loop.stop_reason == "signal SIGUSR1"
+    assert seen == [2, 2]
+    assert kept(tmp_path) == [2]
 
 
 def test_what_only_a_run_knows_is_left_out_at_the_end_with_a_warning(tmp_path: Path) -> None:

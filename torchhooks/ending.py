@@ -10,6 +10,7 @@ from torchhooks.errors import LifecycleError, brief
 from torchhooks.log import logger
 from torchhooks.preemption import SignalWatch
 
+_SIGNAL = "signal "  # how the reason begins if a signal stopped the loop
 _LOST_WORKER_SECS = 2.0  # a batch system signals the processes of a job within milliseconds of each other
 
 
@@ -86,7 +87,7 @@ class Ending:
             if run is not self.run:
                 self.stop(run.why_stopped)
         if self.signal is not None:
-            self.stop(f"signal {self.signal}")
+            self.stop(f"{_SIGNAL}{self.signal}")
 
     def stop(self, reason: str, *, by_thread: bool = False) -> None:
         """Make no further run; with several ranks, propose it, and stop once all of them have agreed on the run."""
@@ -142,6 +143,11 @@ class Ending:
                 "until_stop()"
             )
         self.last_run_allowed = in_step_fn
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal stopped the loop, on this rank or on another one. All ranks have the same reason."""
+        return self.reason is not None and self.reason.startswith(_SIGNAL)
 
     @property
     def signal(self) -> str | None:

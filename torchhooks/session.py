@@ -73,6 +73,7 @@ class Session:
         inputs: Collection[str] = (),
         drain: Callable[[], object] = bool,
         interrupted: Callable[[], bool] = bool,
+        stopped_by_signal: Callable[[], bool] = bool,
         ranks: Ranks | None = None,
         running: RunningValues | None = None,
     ) -> None:
@@ -96,6 +97,7 @@ class Session:
             inputs: the names of the step's parameters, which have values only during a run.
             drain: makes every pending ``when_ready`` call, and waits for the device.
             interrupted: whether a signal asked the loop to stop.
+            stopped_by_signal: whether a signal stopped the loop.
             ranks: which of several processes this is; by default, of the initialized ``torch.distributed``.
             running: what is accumulated for the hooks in every run.
         """
@@ -124,6 +126,7 @@ class Session:
         self._inputs = inputs
         self._drain = drain
         self._interrupted = interrupted
+        self._stopped_by_signal = stopped_by_signal
         self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
@@ -269,6 +272,15 @@ class Session:
             PeerError: another rank has failed.
         """
         return self._interrupted()
+
+    @property
+    def stopped_by_signal(self) -> bool:
+        """Whether a signal stopped the loop, on any rank. It is the same on all ranks when a hook's ``end`` is called.
+
+        The training run is expected to be resumed then. So ``end`` skips what belongs to the end of the training run,
+        such as a last evaluation, which would also use up the time until the process is killed.
+        """
+        return self._stopped_by_signal()
 
     @property
     def data_wait_secs(self) -> float | None:

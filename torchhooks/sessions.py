@@ -188,6 +188,7 @@ class Sessions:
             inputs=self._step.parameters,
             drain=self._readback.drain,
             interrupted=self._is_interrupted,
+            stopped_by_signal=lambda: self._ending.by_signal,
             ranks=self._ranks,
             running=self._schedule.running,
         )

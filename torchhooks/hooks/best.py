@@ -76,9 +76,9 @@ class BestCheckpointHook(ReportingHook):
     >>> Saver().restore(Session(model, optimizer), best_checkpoint("run/best"))  # the state of step 4
 
     ``save_steps=1000`` evaluates the metric at steps 1000, 2000 and 3000, whatever step was restored, and at a clean
-    end. A state that is better than one of those kept replaces it, once it is on disk. The first ``keep`` states are
-    kept in any case. NaN is never kept, and of equal values the earlier ones are. ``best_checkpoint("run/best")``
-    returns the path of the best.
+    end, unless a signal stopped the loop: the training run is resumed then. A state that is better than one of those
+    kept replaces it, once it is on disk. The first ``keep`` states are kept in any case. NaN is never kept, and of
+    equal values the earlier ones are. ``best_checkpoint("run/best")`` returns the path of the best.
 
     The metric is free to call ``model.eval()``, to draw random numbers and to call ``zero_grad()``. Afterwards the
     random states, the training mode of each module and the gradients are what they were. Only a gradient that is
@@ -208,7 +208,7 @@ class BestCheckpointHook(ReportingHook):
             run_context.after_item(lambda: self._save(session))
 
     def end(self, session: Session) -> None:
-        if session.global_step != self._evaluated_at:
+        if session.global_step != self._evaluated_at and not session.stopped_by_signal:
             self._evaluate_at_end(session)
         if hasattr(self._saver, "wait_for_all"):
             self._saver.wait_for_all(session)

@@ -83,7 +83,8 @@ class EvaluationHook(ReportingHook):
         timer: the timer to use in place of ``every_n_steps``. The first period begins when the session is created.
         at_start: whether to evaluate before the first run as well. The function then cannot ask for outputs of the
             step.
-        at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated.
+        at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated, or a signal stopped
+            the loop.
         output_dir: the folder of the event file to write to. A curve of the training loss needs another name there.
         summary_writer: the writer to use in place of ``output_dir``. Without either, the results are only logged.
 
@@ -177,7 +178,7 @@ class EvaluationHook(ReportingHook):
             run_context.when_ready(result.values, functools.partial(self._report, result))
 
     def end(self, session: Session) -> None:
-        if self._at_end:
+        if self._at_end and not session.stopped_by_signal:
             self.current(session)
         self._report_now()
 
