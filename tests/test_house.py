@@ -31,6 +31,7 @@ FLOORS: list[set[str]] = [
         "modules",
         "randomness",
         "roster",
+        "saving",
         "stateful",
         "text",
     },
