@@ -29,6 +29,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -95,6 +96,7 @@ def run_script(script: str, output: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = [script]
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # torch.compile's
     torch.set_num_threads(1)  # threads that wait for each other are slow on a busy machine
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115  # until exit
     runpy.run_path(script, run_name="__main__")
