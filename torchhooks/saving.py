@@ -11,7 +11,7 @@ import torch
 
 def save(state: dict[str, Any], file: Any) -> None:
     """Write ``state`` to the open ``file``, with a CRC-32 of each record; keep no reference to its tensors."""
-    # Before version 2.10, the class that torch.save derives from Pickler has a method that refers to every storage. A
+    # In torch 2.6, the class that torch.save derives from Pickler has a method that refers to every storage. A
     # class is part of a reference cycle, so all of them stayed in memory until the garbage collector ran.
     derived: list[Any] = []
 
