@@ -1478,16 +1478,25 @@ def test_what_was_restored_stays_until_a_newer_one_is_complete(tmp_path: Path, l
             assert (folder / "model.ckpt-1").exists() or restored(folder) == 7
 
 
-@pytest.mark.parametrize("place", range(1, 40))
-def test_a_failed_save_leaves_no_temporary_file_and_the_older_one_as_it_was(tmp_path: Path, place: int) -> None:
-    (path,) = save_steps(tmp_path, 1)
-    before = Path(path).read_bytes()
-    saver = Saver()
-    saver.disk = FaultyDisk(place, FULL)
-    with pytest.raises(CheckpointError, match=r"model\.ckpt-2 was not written: No space left on device\. Free some"):
-        save_steps(tmp_path, 2, saver=saver)
-    assert Path(path).read_bytes() == before
-    assert [name for name in names(tmp_path) if name.endswith("tmp")] == []
+def test_a_failed_save_leaves_no_temporary_file_and_the_older_one_as_it_was(tmp_path: Path) -> None:
+    def save_twice(folder: Path, place: int) -> int:
+        (path,) = save_steps(folder, 1)
+        before = Path(path).read_bytes()
+        saver, disk = Saver(), FaultyDisk(place, FULL)
+        saver.disk = disk
+        try:
+            save_steps(folder, 2, saver=saver)
+        finally:
+            assert Path(path).read_bytes() == before
+            assert [name for name in names(folder) if name.endswith("tmp")] == []
+        return disk.count
+
+    message = r"model\.ckpt-2 was not written: No space left on device\. Free some"
+    operations = save_twice(tmp_path / "all", -1)  # their number depends on the version of torch
+    assert operations > 30
+    for place in range(1, operations + 1):
+        with pytest.raises(CheckpointError, match=message):
+            save_twice(tmp_path / str(place), place)
 
 
 def test_an_old_one_that_cannot_be_removed_is_named_and_removed_later(tmp_path: Path, lines: Lines) -> None:

@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -97,6 +98,7 @@ def run_script(script: str, output: str) -> None:
     os.dup2(file, 2)
     sys.argv = [script]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores SIGINT
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # torch.compile's
     torch.set_num_threads(1)  # threads that wait for each other are slow on a busy machine
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115  # until exit
     runpy.run_path(script, run_name="__main__")

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +23,6 @@ from torchhooks.checkpoint_files import (
     Disk,
     Folder,
     Retention,
-    Sink,
     has_checkpoints,
     is_checkpoint_name,
     list_checkpoints,
@@ -52,6 +51,7 @@ from torchhooks.rank_checkpoints import (
     together,
 )
 from torchhooks.rollback import Rollback
+from torchhooks.saving import save
 from torchhooks.sharded import like_own, sharded_parts
 from torchhooks.snapshot import Held, Snapshot, plain_tensor
 from torchhooks.state import SessionLike, changed_metadata, compare, load_gradients, of_rank, parts_of
@@ -333,7 +333,7 @@ class Saver:
                 return
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
         message = f"{os.path.join(folder, name)}-{step} was not written"
-        self._reported(message, lambda: writer.add(name, step, partial(_save, state), self._retention))
+        self._reported(message, lambda: writer.add(name, step, partial(save, state), self._retention))
 
     def _reported(self, message: str, write: Callable[[], T]) -> T:
         """Return ``write()``; turn an error of the operating system into a CheckpointError."""
@@ -485,15 +485,6 @@ _WAYS_OUT = {
     errno.ENOTDIR: "A file has the name of the folder: choose another path.",
     errno.EISDIR: "A folder has the name of the checkpoint: choose another path.",
 }
-
-
-def _save(state: dict[str, Any], sink: Sink) -> None:
-    sums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)  # the default, without which damage could not be found
-    try:
-        torch.save(state, cast(BinaryIO, sink))
-    finally:
-        torch.serialization.set_crc32_options(sums)
 
 
 def _raise(error: BaseException | None) -> None:

@@ -20,6 +20,7 @@ from torchhooks.errors import CheckpointError, DamagedCheckpointError, PeerError
 from torchhooks.log import logger
 from torchhooks.manifest import Files, file_sums
 from torchhooks.ranks import Ranks
+from torchhooks.saving import save
 from torchhooks.sharded import ShardWriter, files_of, read_tensors, split
 from torchhooks.snapshot import plain_tensor
 from torchhooks.state import SessionLike, accumulated_gradients, collect, of_rank, parts_of
@@ -119,7 +120,7 @@ def write_shards(ranks: Ranks, share: Share, folder: str, disk: Disk) -> Files:
 
     def write(plan: Any) -> Any:
         buffer = io.BytesIO()
-        torch.save(share.state, buffer)
+        save(share.state, buffer)
         with disk.create(os.path.join(folder, f"rank-{ranks.rank}.pt")) as file:
             disk.write(file, buffer.getbuffer())
             disk.sync(file)
