@@ -360,6 +360,23 @@ def test_metadata_that_could_run_code_is_refused(tmp_path: Path) -> None:
         Saver().restore(make_session(0), path)
 
 
+def test_metadata_that_another_python_wrote_are_read(tmp_path: Path) -> None:
+    path = Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
+    from torchhooks.manifest import encoded, file_sums, read_manifest
+
+    metadata: Any = pickle.loads(Path(path, ".metadata").read_bytes())
+    # Of Python 3.13, in a protocol without frames, whose lengths would change.
+    pickled = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert b"pathlib._local" in pickled
+    Path(path, ".metadata").write_bytes(pickled)
+    manifest, _ = read_manifest(path)
+    manifest["files"] |= file_sums(path, [".metadata"])
+    Path(path, "manifest.json").write_bytes(encoded(manifest))
+    session = make_session(0)
+    Saver().restore(session, path)
+    assert session.global_step == 1
+
+
 def test_tensors_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
     theirs = Saver().save(make_session(1), tmp_path / "theirs" / "model.ckpt", 1)
     path = Saver().save(make_session(2), tmp_path / "run" / "model.ckpt", 1)

@@ -315,6 +315,8 @@ class _Unpickler(pickle.Unpickler):
     """Reads the metadata of torch.distributed.checkpoint, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has the classes of pathlib
+            module = "pathlib"
         if name in _PICKLED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint")
