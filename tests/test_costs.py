@@ -12,6 +12,7 @@ import pytest
 
 from torchhooks import (
     Due,
+    EverySteps,
     LoggingTensorHook,
     MonitoredLoop,
     Session,
@@ -20,8 +21,10 @@ from torchhooks import (
     SessionRunHook,
     SessionRunValues,
     StepCounterHook,
+    running_mean,
 )
 from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, log_lines, trace
+from torchhooks.timer import NEVER
 
 
 class Stopwatch(FakeClock):
@@ -119,6 +122,19 @@ def test_by_default_no_wrapper_is_between_the_loop_and_its_hooks() -> None:
     assert hook.callers == {"_before_run", "_after_run"}
 
 
+def test_by_default_running_fetches_are_added_without_a_wrapper() -> None:
+    hook = LoggingTensorHook({"mean": running_mean("loss")}, every_n_iter=2)
+    wrapped: list[bool] = []
+
+    class Looks(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            wrapped.append("add" in vars(run_context.session.running))
+
+    trace(hook, Looks())
+    trace(hook, Looks(), hook_costs=True)
+    assert wrapped == [False] * 3 + [True] * 3
+
+
 def test_by_default_the_clock_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     monkeypatch.setattr(time, "perf_counter", lambda: reads.append("read"))
@@ -171,6 +187,13 @@ def test_due_when_counts_as_a_call(watch: Stopwatch) -> None:
     assert costs(Watching(watch)).rows == {"0 Watching": Row(calls=5, ms=1000.0, us_each=200000.0, percent=100.0)}
 
 
+class Idle(SessionRunHook):
+    """Is never due."""
+
+    def next_due(self) -> Due:
+        return NEVER
+
+
 class Fetching(SessionRunHook):
     """Fetches the given fetches in every run."""
 
@@ -187,6 +210,23 @@ def test_an_evaluation_counts_for_the_first_hook_that_asked(watch: Stopwatch) ->
 
     rows = costs(RecordingHook(), Fetching(slow), Fetching(slow)).rows
     assert {name: row.ms for name, row in rows.items()} == {"1 Fetching": 2000.0, "0 RecordingHook": 0, "2 Fetching": 0}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_running_fetches_have_a_line_of_their_own(watch: Stopwatch, every: int) -> None:
+    def slow() -> float:
+        watch.advance(0.5)
+        return 1.0
+
+    hook = LoggingTensorHook({"mean": running_mean(slow)}, timer=EverySteps(every))
+    taken = costs(hook, RecordingHook() if every == 1 else Idle())
+    assert taken.head == "hooks took 100.00 % of 2 s, 4 runs"
+    assert taken.rows["running fetches"] == Row(calls=4, ms=2000.0, us_each=500_000.0, percent=100.0)
+    assert {row.ms for name, row in taken.rows.items() if name != "running fetches"} == {0}
+
+
+def test_without_running_fetches_there_is_no_line_for_them() -> None:
+    assert "running fetches" not in costs(RecordingHook("loss")).rows
 
 
 class Reading(Fetching):

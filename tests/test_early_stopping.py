@@ -169,7 +169,76 @@ def test_the_state_of_a_device_is_that_of_the_step_of_the_checkpoint(tmp_path: P
         stop = StopIfNoDecreaseHook("loss", 5)
         trace(stop, CheckpointSaverHook(tmp_path, save_steps=100), losses=[0.5, 0.25, 0.75])
     state = torch.load(tmp_path / "model.ckpt-3", weights_only=True)["hooks.StopIfNoDecreaseHook"]
-    assert state == {"best": 0.25, "best_step": 2}
+    assert state == {"best": 0.25, "best_step": 2, "last_step": 3}
+
+
+@pytest.mark.parametrize("saver_first", [False, True], ids=["saver last", "saver first"])
+def test_a_training_run_that_it_ended_makes_one_run_when_it_is_started_again(tmp_path: Path, saver_first: bool) -> None:
+    ends: list[int] = []
+    for _ in range(3):
+        evaluation = EvaluationHook(lambda: {"error": 0.5}, every_n_steps=10)
+        patience = StopIfNoDecreaseHook(evaluation["error"], 20)
+        saver = CheckpointSaverHook(tmp_path, save_steps=10)
+        hooks = [saver, evaluation, patience] if saver_first else [evaluation, patience, saver]
+        ran = trace(*hooks, losses=[0.1] * 100, checkpoint_dir=tmp_path)
+        line = f"{patience!r}: the metric has not decreased for 20 steps already, so the loop makes one run"
+        assert ran.lines.count(("INFO", line)) == (1 if ends else 0)
+        assert str(ran.stop_reason).startswith('StopIfNoDecreaseHook: No decrease in metric "error" for 20 steps, ')
+        ends.append(ran.global_step)
+    assert ends == [30, 31, 32]
+
+
+def resumed(
+    tmp_path: Path, create: Callable[[int], SessionRunHook], first: list[float], second: list[float]
+) -> tuple[int, list[str]]:
+    """Return where a training run ended that was started a second time, and its lines with "already"."""
+    saver = CheckpointSaverHook(tmp_path, save_steps=100)
+    trace(create(0), saver, losses=first, checkpoint_dir=tmp_path)
+    ran = trace(create(1), saver, losses=second, checkpoint_dir=tmp_path)
+    return ran.global_step, [text for _, text in ran.lines if "already" in text]
+
+
+@pytest.mark.parametrize(
+    ("create", "first", "end"),
+    [
+        # Where it looks in every run: the second process stops, even if its first value is the best one.
+        (lambda process: StopIfNoDecreaseHook("loss", 2), [0.5] * 9, 4),
+        (lambda process: StopIfNoIncreaseHook("loss", 2, min_delta=0.5), [0.5] * 9, 4),
+        (lambda process: StopIfNoDecreaseHook("loss", 2, min_steps=5), [0.5] * 9, 8),
+        (lambda process: StopIfNoDecreaseHook("loss", [4, 2][process]), [0.5] * 3, 4),  # the patience was reduced
+    ],
+)
+def test_a_patience_that_is_used_up_in_the_checkpoint_stops_in_the_first_run(
+    tmp_path: Path, create: Callable[[int], SessionRunHook], first: list[float], end: int
+) -> None:
+    step, lines = resumed(tmp_path, create, first, [0.1] * 9)
+    assert (step, len(lines)) == (end, 1)
+
+
+@pytest.mark.parametrize(
+    ("create", "first", "end"),
+    [
+        (lambda process: StopIfNoDecreaseHook("loss", [2, 5][process]), [0.5] * 9, 12),  # the patience was raised
+        (lambda process: StopIfNoDecreaseHook("loss", 2, min_steps=[0, 10][process]), [0.5] * 9, 12),
+        (lambda process: StopIfNoDecreaseHook("loss", 2), [0.5] * 2, 11),
+        # The metric was not looked at for longer than the patience, and may have improved since.
+        (lambda process: StopIfNoDecreaseHook("loss", 3, every_n_steps=5), [0.5] * 9, 18),
+    ],
+)
+def test_a_patience_that_is_not_used_up_lets_a_resumed_training_run_continue(
+    tmp_path: Path, create: Callable[[int], SessionRunHook], first: list[float], end: int
+) -> None:
+    second = [0.1 / run for run in range(1, 10)]
+    step, lines = resumed(tmp_path, create, first, second)
+    assert lines == []
+    assert step == end
+
+
+def test_a_checkpoint_without_the_step_of_the_last_look_is_resumed() -> None:
+    hook = StopIfNoDecreaseHook("loss", 2)
+    hook.begin()
+    hook.load_state_dict({"best": 0.5, "best_step": 1})
+    assert hook.state_dict() == {"best": 0.5, "best_step": 1, "last_step": None}
 
 
 def test_the_count_starts_again_in_another_loop() -> None:

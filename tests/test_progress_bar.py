@@ -18,6 +18,7 @@ import torch
 from torchhooks import (
     AbortedError,
     CheckpointSaverHook,
+    EvaluationHook,
     MonitoredLoop,
     ProgressBarHook,
     SessionRunContext,
@@ -92,6 +93,21 @@ def test_starts_at_the_step_at_which_the_loop_starts() -> None:
 )
 def test_shows_the_values_of_the_run(values: Any, text: str) -> None:
     assert shown(0.5, 0.25, np.float32(0.125), values=values)[-1].endswith(f", {text}]")
+
+
+def test_the_last_result_of_an_evaluation_is_shown_without_another_one() -> None:
+    steps: list[int] = []
+
+    def evaluate(global_step: int) -> dict[str, float]:
+        steps.append(global_step)
+        return {"error": 1 / global_step}
+
+    evaluation = EvaluationHook(evaluate, every_n_steps=4)
+    terminal = Terminal()
+    trace(evaluation, ProgressBarHook(values={"val": evaluation.last("error")}, file=terminal), losses=[0.1] * 6)
+    bars = [text.rpartition(", ")[2] for text in terminal.refreshes if "val=" in text]
+    assert list(dict.fromkeys(bars)) == ["val=nan]", "val=0.25]"]
+    assert steps == [4]
 
 
 def test_the_rate_excludes_the_first_step_and_pauses() -> None:

@@ -642,6 +642,23 @@ def test_a_result_of_an_evaluation_is_combined_over_ranks_for_every_hook(
     assert [each.steps for each in saves] == [[("model.1.ckpt", 2, 6.0), ("model.1.ckpt", 4, 8.0)]] * 2
 
 
+def test_a_patience_that_is_used_up_in_the_checkpoint_stops_all_ranks_in_the_first_run(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[int]:
+        ends: list[int] = []
+        for _ in range(3):
+            stop = StopIfNoIncreaseHook(over_ranks("loss", "mean"), 2)
+            hooks = [stop, CheckpointSaverHook(tmp_path, save_steps=100)]
+            ends.append(train(ranks, hub, hooks, lambda rank, run: float(-run), 20, checkpoint_dir=tmp_path)[0])
+        return ends
+
+    first, other = in_threads(2, main)
+    assert first == other
+    assert [end - first[0] for end in first] == [0, 1, 2]
+    assert len([text for _, text in lines if "the metric has not increased for" in text]) == 2 * 2
+
+
 def test_an_evaluation_before_the_first_run_is_combined_over_ranks_too() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> Any:
         evaluation = evaluation_of(ranks.rank, [1.0, 0.0], every_n_steps=100, at_start=True)

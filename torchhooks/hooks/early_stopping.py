@@ -93,6 +93,8 @@ class _StopIfNoImprovement(_StopByMetric):
     _change: str
     _best: float | None
     _best_step: int | None
+    _last_step: int | None  # that of the last value
+    _reason: str | None = None  # to stop in the first run
 
     def __init__(
         self,
@@ -123,11 +125,36 @@ class _StopIfNoImprovement(_StopByMetric):
         super().begin()
         self._forget()
 
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        super().after_create_session(session, coord)
+        # By the last value rather than the global step: the metric may have improved since that value.
+        step = self._last_step
+        self._reason = None if step is None or step < self._min_steps else self._reason_at(step)
+        if step is not None and self._reason is not None:
+            logger.info(
+                "%r: the metric has not %sd for %d steps already, so the loop makes one run",
+                *(self, self._change, step - (self._best_step or 0)),
+            )
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if self._reason is not None:
+            run_context.request_stop(self._reason)
+            self._reason = None
+        super().after_run(run_context, run_values)
+
+    def next_due(self) -> Due:
+        return super().next_due() if self._reason is None else NOW
+
     def reason_to_stop(self, step: int, value: float) -> str | None:
         if self._best_step is None:
             self._best_step = step
         if not math.isnan(value) and (self._best is None or self._is_better(value, self._best)):
             self._best, self._best_step = value, step
+        self._last_step = step
+        return self._reason_at(step)
+
+    def _reason_at(self, step: int) -> str | None:
+        assert self._best_step is not None
         steps = step - self._best_step
         if steps < self._max_steps:
             return None
@@ -137,15 +164,16 @@ class _StopIfNoImprovement(_StopByMetric):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far and its step."""
-        return {"best": self._best, "best_step": self._best_step}
+        """Return the best value so far, its step, and the step of the last value."""
+        return {"best": self._best, "best_step": self._best_step, "last_step": self._last_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set what :meth:`state_dict` returned."""
         self._best, self._best_step = state_dict["best"], state_dict["best_step"]
+        self._last_step = state_dict.get("last_step")  # earlier versions did not save it
 
     def _forget(self) -> None:
-        self._best = self._best_step = None
+        self._best = self._best_step = self._last_step = None
 
     def _is_better(self, value: float, best: float) -> bool:
         return best - value > self._min_delta if self._change == "decrease" else value - best > self._min_delta
@@ -171,8 +199,9 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
 
     The loop stops if a value is not less than the least value so far, which is at least ``max_steps_without_decrease``
     steps old. The least value and its step are in the checkpoints, so that a training run that is resumed does not
-    start to count again. On a GPU, the host does not wait for the value, and the loop stops a few runs later. Unlike
-    TensorFlow, NaN is never the least value.
+    start to count again. A training run that the hook has ended makes one run if it is started again, as with a
+    :class:`torchhooks.StopAtStepHook`. On a GPU, the host does not wait for the value, and the loop stops a few runs
+    later. Unlike TensorFlow, NaN is never the least value.
 
     Args:
         metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.

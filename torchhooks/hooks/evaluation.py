@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -42,6 +43,21 @@ class _Results:
 
     def __repr__(self) -> str:
         return f"the evaluation {describe(self._function)}"
+
+
+class _LatestResults:
+    """The closure whose value is the latest results of ``hook``, or ``None``. It evaluates nothing."""
+
+    def __init__(self, hook: EvaluationHook) -> None:
+        self._hook = hook
+
+    def __call__(self, session: Session) -> Mapping[str, Any] | None:
+        self._hook.check_session(session)
+        latest = self._hook.latest()
+        return None if latest is None else latest[1]
+
+    def __repr__(self) -> str:
+        return f"the latest results of {self._hook!r}"
 
 
 class EvaluationHook(ReportingHook):
@@ -123,6 +139,7 @@ class EvaluationHook(ReportingHook):
         self._timer = hook_timer(self.timer)
         self.collective = is_by_clock(self.timer)
         self._results = _Results(self, evaluate)
+        self._latest_results = _LatestResults(self)
         self._if_due = IfDue(self._results, self._timer)
         self._request = SessionRunArgs(self._if_due)
         self._at_start, self._at_end = at_start, at_end
@@ -136,6 +153,24 @@ class EvaluationHook(ReportingHook):
     def __getitem__(self, name: str) -> EvaluationValue:
         """Return a fetch of the result ``name``."""
         return EvaluationValue(self, name, self._results)
+
+    def last(self, name: str) -> LastEvaluationValue:
+        """Return a fetch of the latest result ``name``, which never evaluates the model: for progress bars and logs.
+
+        >>> evaluation = EvaluationHook(lambda global_step: {"error": 1 / global_step}, every_n_steps=4)
+        >>> display = LoggingTensorHook({"error": evaluation.last("error")}, timer=EverySteps(2))
+        >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, display]) as loop:
+        ...     for inputs in loop.until_stop(batches[:6]):
+        ...         loss = loop.run(inputs)
+        error = nan
+        evaluation at step 4: error = 0.25
+        error = 0.25 (... sec)
+        error = 0.25 (... sec)
+
+        The value is that of the latest evaluation in this session, and NaN before the first one. List the hooks that
+        request it after this one, so that they get the new result in the run of an evaluation.
+        """
+        return LastEvaluationValue(self[name], self._latest_results)
 
     def begin(self) -> None:
         self._timer.reset()
@@ -197,8 +232,7 @@ class EvaluationHook(ReportingHook):
 
     def current(self, session: Session) -> Mapping[str, Any]:
         """Return the results for the present step of ``session``, after evaluating the model if there are none yet."""
-        if session is not self._session:
-            raise LifecycleError(f"{self!r} is not in this loop: add it to hooks, for its results to be requested")
+        self.check_session(session)
         latest = self._latest
         if latest is None or latest.step != session.global_step:
             latest = self._evaluate(session)
@@ -207,6 +241,11 @@ class EvaluationHook(ReportingHook):
     def latest(self) -> tuple[int, Mapping[str, Any]] | None:
         """Return the step and the results of the latest evaluation in this session; ``None`` if there was none."""
         return None if self._latest is None else (self._latest.step, self._latest.values)
+
+    def check_session(self, session: Session) -> None:
+        """Raise if the hook is not in the loop of ``session``."""
+        if session is not self._session:
+            raise LifecycleError(f"{self!r} is not in this loop: add it to hooks, for its results to be requested")
 
     def _evaluate(self, session: Session) -> _Result:
         before = Undisturbed(session)
@@ -283,6 +322,25 @@ class EvaluationValue(ComposedFetch):
 
     def __repr__(self) -> str:
         return f"evaluation[{self.name!r}]"
+
+
+class LastEvaluationValue(ComposedFetch):
+    """The latest result of an evaluation: the fetch that ``evaluation.last("accuracy")`` returns."""
+
+    def __init__(self, value: EvaluationValue, results: Callable[..., Mapping[str, Any] | None]) -> None:
+        self.__name__ = value.name
+        self._value = value
+        self._results = results
+
+    @property
+    def fetch(self) -> Any:
+        return self._results
+
+    def compose(self, value: Mapping[str, Any] | None) -> Any:
+        return math.nan if value is None else self._value.compose(value)
+
+    def __repr__(self) -> str:
+        return f"evaluation.last({self.__name__!r})"
 
 
 def _chosen(timer: GivenTimer | None, every_n_steps: int | None, has_other_times: bool) -> GivenTimer:
