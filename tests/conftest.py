@@ -21,6 +21,12 @@ settings.register_profile("torchhooks", derandomize=True, deadline=None)
 settings.load_profile("torchhooks")
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures of modules
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("fsdp2") and torch.__version__ < "2.7":  # compared as versions
+        pytest.skip("FSDP2 on a CPU needs torch 2.7")
+
+
 @pytest.fixture
 def clock() -> Iterator[FakeClock]:
     """A clock in place of ``time.monotonic``. It shows 1000.0 until it is advanced."""

@@ -208,18 +208,21 @@ def printed_by_torchrun() -> dict[str, str]:
     return printed
 
 
+@pytest.mark.fsdp2
 def test_ddp_logs_the_loss_of_all_ranks_once(printed_by_torchrun: dict[str, str]) -> None:
     losses = re.findall(r"^INFO:torchhooks:loss = (\S+)", printed_by_torchrun["ddp"], re.MULTILINE)
     assert len(losses) == 4
     assert float(losses[-1]) < float(losses[0])
 
 
+@pytest.mark.fsdp2
 def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: dict[str, str]) -> None:
     logged = re.findall(r"gradient norm = (\S+), loss = (\S+)", printed_by_torchrun["fsdp2"])
     assert len(logged) == 3
     assert float(logged[-1][1]) < float(logged[0][1])
 
 
+@pytest.mark.fsdp2
 def test_fsdp2_has_the_same_final_values_on_all_ranks(printed_by_torchrun: dict[str, str]) -> None:
     final = re.findall(r"^rank (\d): (.*)$", printed_by_torchrun["fsdp2"], re.MULTILINE)
     assert sorted(rank for rank, _ in final) == ["0", "1"]

@@ -606,6 +606,7 @@ def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any
     return train_as(rank, folder, wrapped, last_step)
 
 
+@pytest.mark.fsdp2
 def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     before = None
@@ -641,6 +642,7 @@ SHARDED_CALLS = [
 ]
 
 
+@pytest.mark.fsdp2
 @pytest.mark.parametrize(
     ("async_save", "calls"), [(False, SHARDED_CALLS), (True, SHARDED_CALLS[1:5:3])], ids=["sync", "async"]
 )
@@ -697,6 +699,7 @@ def chief_is_killed_in_a_save(rank: int, folder: str, wrapped: str, async_save: 
     return "no error"
 
 
+@pytest.mark.fsdp2
 @pytest.mark.parametrize(("wrapped", "async_save"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
 def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
     tmp_path: Path, wrapped: str, async_save: bool
@@ -708,6 +711,7 @@ def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
     assert [each.step for each in list_checkpoints(run)] == [0]
 
 
+@pytest.mark.fsdp2
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk_of_another_rank_raises_on_all(tmp_path: Path, async_save: bool) -> None:
     ended = run_ranks(tmp_path, 2, save_shards_on_a_full_disk, str(tmp_path / "run"), async_save)

@@ -1099,6 +1099,7 @@ def counted_in_shards(rank: int) -> list[str]:
     return list(counts)
 
 
+@pytest.mark.fsdp2
 def test_histograms_and_norms_of_dtensors_are_computed_in_their_shards(tmp_path: Path) -> None:
     chief, other = run_ranks(tmp_path, 2, counted_in_shards)
     assert (chief.code, other.code) == (0, 0), (chief, other)
@@ -1116,6 +1117,7 @@ def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_ha
         evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), hook)
 
 
+@pytest.mark.fsdp2
 def test_the_norm_of_dtensors_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
     model: Any = torch.distributed.fsdp.fully_shard(torch.nn.Linear(1, 1))
     session, hook = Session(model), Wants(param_norm())
@@ -1144,6 +1146,7 @@ def test_a_writer_that_only_the_chief_has_decides_for_all_ranks(monkeypatch: pyt
     assert len(counted) == 1  # on the rank that writes
 
 
+@pytest.mark.fsdp2
 def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, sharded)
     assert [each.code for each in ended] == [0, 0], ended[0].output
@@ -1168,6 +1171,7 @@ def sharded_on_the_chief(rank: int) -> str:
     return "ended"
 
 
+@pytest.mark.fsdp2
 def test_a_dtensor_is_refused_in_a_hook_of_the_chief_alone(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, sharded_on_the_chief)
     assert [each.code for each in ended] == [0, 0], ended

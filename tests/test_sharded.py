@@ -39,6 +39,8 @@ from torchhooks.gradients import Gradients
 from torchhooks.sharded import canonical, is_sharded, renamed
 from torchhooks.state import accumulated_gradients, load_gradients
 
+pytestmark = pytest.mark.fsdp2
+
 distributed: Any = torch.distributed
 
 

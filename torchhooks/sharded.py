@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchhooks.errors import DamagedCheckpointError
+from torchhooks.errors import CheckpointError, DamagedCheckpointError
 
 _METADATA = ".metadata"
 _WRAPPED = re.compile(r"^(module\.)+|_orig_mod\.")
@@ -129,6 +129,8 @@ def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dcp() -> Any:
+    if torch.__version__ < "2.7":  # compared as versions
+        raise CheckpointError(f"this is torch {torch.__version__}: checkpoints of DTensors need torch 2.7 or newer")
     return importlib.import_module("torch.distributed.checkpoint")  # not loaded before it is needed
 
 
