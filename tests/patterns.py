@@ -332,6 +332,7 @@ GUARD = "the body left until_stop because should_stop() was true"
 LEFT_WITH_BREAK = "left it with a break"
 NOT_REACHED = "the checkpoint was saved in a later one, which this process has not begun"
 NO_POSITION = "has no position in the data"
+DEPENDS = "depends on random numbers that were drawn for the items before it"
 OUTSIDE = "was saved in a run, and before the next run"
 
 # -- what is iterated -------------------------------------------------------------------------------------------------
@@ -716,6 +717,51 @@ class Prefetched:
 @pattern()
 def prefetched(job: Job) -> None:
     nested(job, Prefetched(job.loader(noisy=False, shuffle=True)))
+
+
+def sixteen_points() -> Subset[Tensor]:
+    """Return more noisy points than those that a checkpoint has the random states of."""
+    return Subset(Points(), [*range(8), *range(8)])
+
+
+@pattern(DEPENDS, steps=(3, 10, 12), last=None)
+def prefetched_with_noise(job: Job) -> None:
+    with job.loop() as loop:
+        for batch in loop.until_stop(Prefetched(DataLoader(sixteen_points(), 1, shuffle=True))):
+            loop.run(batch)
+
+
+class Endless:
+    """A loader that starts again when it ends."""
+
+    def __init__(self, loader: Iterable[Tensor]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return endless(self.loader)
+
+
+@pattern(DEPENDS, steps=(3, 10, 14), last=None)
+def endless_with_noise(job: Job) -> None:
+    with job.loop() as loop:
+        for batch in loop.until_stop(Endless(job.loader(shuffle=True)), limit=16):  # type: ignore[call-arg, unused-ignore]
+            loop.run(batch)
+
+
+class ShuffleBuffer(IterableDataset[Tensor]):
+    """Points in an order that is drawn on the way, from the global random state."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        buffer = list(torch.linspace(-1, 1, 32).unsqueeze(1))
+        while buffer:
+            yield buffer.pop(int(torch.randint(len(buffer), ())))
+
+
+@pattern(DEPENDS, steps=(3, 6, 10), last=None)
+def shuffle_buffer(job: Job) -> None:
+    with job.loop() as loop:
+        for batch in loop.until_stop(DataLoader(ShuffleBuffer(), BATCH)):
+            loop.run(batch)
 
 
 # -- what an epoch draws itself ---------------------------------------------------------------------------------------

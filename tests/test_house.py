@@ -38,6 +38,7 @@ FLOORS: list[set[str]] = [
     {"checks", "claim", "files", "throughput"},
     {"digest", "generators", "gradients", "items", "progress", "timer"},
     {"place"},
+    {"probe"},
     # mechanisms
     {
         "changes",

@@ -43,6 +43,7 @@ class Place:
         self.stage = Stage.OPEN
         self.resumed: int | None = None  # how many items were done when it was resumed from a checkpoint
         self.before: Saved | None = None  # the random states before the iteration, if it may draw random numbers
+        self.probes: list[Saved] = []  # the last items that were recorded to be compared; see torchhooks.probe
         self.last: Any = None  # the last value of a range
         self.item_random: Saved | None = None  # when the current item was yielded, if an inner loop may begin in it
         self.between: Saved | None = None  # the random states when the place before it in the same item ended

@@ -22,13 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from torchhooks.digest import Digest, differ, digest
 from torchhooks.errors import brief
 from torchhooks.generators import find_generators, generator_states, matched_generators, set_generator_state
 from torchhooks.log import logger
 from torchhooks.place import Place, Saved, Stage
+from torchhooks.probe import Probing, Replay
 from torchhooks.randomness import random_states, same_random_states, set_random_states
 from torchhooks.stateful import Stateful, has_state
 
@@ -275,6 +276,7 @@ class Position:
             "last": place.last,
             "digest": digest(place.held) if place.stage is Stage.OPEN else place.left_at,
             "before": place.before,
+            "probes": place.probes,
             "item_random": place.item_random,
             "between": place.between,
         }
@@ -346,7 +348,7 @@ class Position:
         """Return what is left of ``iterable`` according to the restored ``entry``."""
         done: bool = entry["done"] or entry["ended"]
         place.taken = place.resumed = entry["taken"] if done else entry["taken"] - 1
-        place.last, place.before = entry["last"], entry["before"]
+        place.last, place.before, place.probes = entry["last"], entry["before"], entry.get("probes", [])
         if not done:  # the item is yielded again, so its body starts with the random states of the first time
             place.item_random = entry.get("item_random")
         place.several = entry.get("several", False)
@@ -430,6 +432,7 @@ class Position:
             for generator, state in matched_generators(iterable, place.before["generators"]):
                 set_generator_state(generator, state)
         iterator = iter(iterable)
+        replay = Replay(iterator, place.probes, place.taken + (not done))
         skipped, item = 0, _NOTHING
         fetching: Saved = {}  # the random states before the item to compare
         while skipped < place.taken:
@@ -438,7 +441,7 @@ class Position:
             if skipped == place.taken - 1:
                 fetching = random_states()
             try:
-                item = next(iterator, _NOTHING)
+                item = next(replay, _NOTHING)
             except Exception as error:
                 if not halted(error):
                     raise
@@ -449,7 +452,7 @@ class Position:
         # The item in progress is taken now, before the caller sets the random states of the checkpoint.
         if not done:
             fetching = random_states()
-        in_progress = [] if done else list(itertools.islice(iterator, 1))
+        in_progress = [] if done else list(itertools.islice(replay, 1))
         if not done:
             item = in_progress[0] if in_progress else _NOTHING
         # If the data set draws random numbers for each item, the skipped ones have other noise: nothing was run.
@@ -457,13 +460,15 @@ class Position:
         if item is not _NOTHING and differ(last, digest(item), noisy):
             which = skipped + (not done), _name(iterable)
             logger.warning("item %d of %s is not the one it was before. %s", *which, _ANOTHER_ORDER)
+        elif replay.differs:
+            logger.warning("item %d of %s is not the one it was before. %s", replay.differs, _name(iterable), _DEPENDS)
         if skipped < place.taken:
             expected = f"the checkpoint was saved after {place.taken} items of {_name(iterable)}"
             logger.warning("%s, which now has only %d: it is treated as ended", expected, skipped)
         elif skipped and not isinstance(iterable, list | tuple):
             secs = time.monotonic() - start
             logger.info("skipped %d items of %s in %.3f sec. %s", skipped, _name(iterable), secs, _NO_NEED)
-        return itertools.chain(in_progress, iterator)
+        return itertools.chain(in_progress, _probed(place, iterable, iterator))
 
 
 _NOTHING: Any = object()
@@ -488,6 +493,12 @@ _ANOTHER_ORDER = (
     "that is shuffled in place (shuffle a copy), and an iterable that counts its epochs (set its epoch in the body of "
     "the outer loop). A body that changes its items in place looks the same."
 )
+_DEPENDS = (
+    "It depends on random numbers that were drawn for the items before it, in turns with the body of the loop, as in a "
+    "shuffle buffer, in a wrapper that fetches an item ahead, or in one that shuffles again when its data end. So some "
+    "items may be missed, repeated or have other values. Draw them from a generator of their own in an attribute, or "
+    "give the data a state_dict() and load_state_dict()."
+)
 _AS_PLAIN = "So it is treated as a loader without a state, and is resumed by skipping the items that are done."
 _REPEATED = (
     "It is yielded again, so these runs are made twice. To continue within an item, iterate over its parts with "
@@ -508,7 +519,25 @@ def _started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
             "persistent": getattr(iterable, "persistent_workers", False) is True
             and getattr(iterable, "_iterator", None) is not None,
         }
-    return iter(iterable)
+    return _probed(place, iterable, iter(iterable))
+
+
+def _probed(place: Place, iterable: Iterable[Any], iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return the items of ``iterator``, with probes if what it draws for an item may decide on later ones."""
+    return iterator if place.before is None or _draws_order_first(iterable) else Probing(iterator, place)
+
+
+def _draws_order_first(iterable: Iterable[Any]) -> bool:
+    """Return whether ``iterable`` is known to draw the order of its items before the first one.
+
+    A loader of torch with a sampler of torch does, which is the usual case: it has to cost nothing. A loader derived
+    from it may fetch an item ahead, as Accelerate's does.
+    """
+    if type(iterable) is not DataLoader or isinstance(iterable.dataset, IterableDataset):
+        return False
+    batches = iterable.batch_sampler
+    samplers = iterable.sampler, batches, getattr(batches, "sampler", None)
+    return all(each is None or type(each).__module__ == Sampler.__module__ for each in samplers)
 
 
 def _rest_of_range(values: range, last: int, done: bool) -> range:
