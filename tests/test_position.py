@@ -679,6 +679,13 @@ def test_a_loop_left_with_a_break_at_its_last_item_has_the_hint_for_a_break(tmp_
 # -- iterators --------------------------------------------------------------------------------------------------------
 
 
+def test_the_line_about_an_islice_names_limit(tmp_path: Path, lines: Lines) -> None:
+    assert in_two(tmp_path, 2, itertools.islice([0, 1, 2, 3], 3), itertools.islice("ab", 3)) == ["a", "b"]
+    ((_, text),) = logged(lines)
+    assert text.startswith("until_stop's islice is an iterator, so it continues where it is. ")
+    assert text.endswith(" For its first n items, use until_stop(loader, limit=n).")
+
+
 def test_an_iterator_continues_where_it_is_which_is_logged(tmp_path: Path, lines: Lines) -> None:
     assert in_two(tmp_path, 2, iter([0, 1, 2, 3]), iter("ab")) == ["a", "b"]
     assert logged(lines) == [

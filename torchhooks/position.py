@@ -374,7 +374,8 @@ class Position:
             return iter(rest)
         if _is_plain_iterator(iterable):
             place.taken = place.resumed = 0
-            logger.info("%s is an iterator, so it continues where it is. %s", _name(iterable), _NOT_AN_ITERATOR)
+            hint = _NOT_AN_ITERATOR + (_NOT_A_SLICE if isinstance(iterable, itertools.islice) else "")
+            logger.info("%s is an iterator, so it continues where it is. %s", _name(iterable), hint)
             return iter(iterable)
         own = has_state(iterable) and ("state" in loader or self._is_in_state(iterable))
         if own and self._restore_loader(iterable, loader):
@@ -478,6 +479,7 @@ _NOT_AN_ITERATOR = (
     "To have it resumed, pass until_stop an iterable, such as the loader itself or a list, and write epochs as "
     "until_stop(range(...)) around it."
 )
+_NOT_A_SLICE = " For its first n items, use until_stop(loader, limit=n)."
 _VARIABLES = "Variables of the script outside the loop's state, such as a counter or another iterator, start over."
 _AFTER_A_BREAK = (
     "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
