@@ -1185,7 +1185,17 @@ def mean_of_loss() -> Any:
         (over_ranks, r"parameter 'fetch' is not an available name: call it, over_ranks\(\.\.\.\)\. Available"),
         (summary.scalar, r"parameter 'tag' is not an available name: call it, scalar\(\.\.\.\)\. Available"),
     ],
-    ids=str,
+    ids=[
+        "grad_norm",
+        "param_norm",
+        "double",
+        "mean_of_loss",
+        "Metric",
+        "running_mean(grad_norm)",
+        "running_mean",
+        "over_ranks",
+        "summary.scalar",
+    ],
 )
 @pytest.mark.parametrize(
     "hook",

@@ -89,7 +89,7 @@ def test_starts_at_the_step_at_which_the_loop_starts() -> None:
         ([lambda loss: float(loss) / 3], "<lambda>=0.04167"),
         ({"both": lambda: (1, 2)}, "both=(1, 2)"),
     ],
-    ids=repr,
+    ids=["list", "dict", "closure", "pair"],
 )
 def test_shows_the_values_of_the_run(values: Any, text: str) -> None:
     assert shown(0.5, 0.25, np.float32(0.125), values=values)[-1].endswith(f", {text}]")

@@ -104,7 +104,11 @@ RETURNED = [
 ]
 
 
-@pytest.mark.parametrize("hooks", [[], [RecordingHook()], [RecordingHook(lambda outputs: outputs)]], ids=repr)
+@pytest.mark.parametrize(
+    "hooks",
+    [[], [RecordingHook()], [RecordingHook(lambda outputs: outputs)]],
+    ids=["no hook", "nothing fetched", "outputs fetched"],
+)
 @pytest.mark.parametrize("returned", RETURNED, ids=lambda returned: type(returned).__name__)
 def test_what_the_step_returns_is_what_run_returns(returned: Any, hooks: list[SessionRunHook]) -> None:
     with MonitoredLoop(lambda: returned, hooks=hooks) as loop:
@@ -154,7 +158,7 @@ class Canary:
         [RecordingHook(lambda loss, outputs: [loss, outputs])],
         [LoggingTensorHook(["loss"], every_n_iter=1)],
     ],
-    ids=repr,
+    ids=["none", "stop", "nothing fetched", "loss and NaN", "closure", "log"],
 )
 def test_the_graph_of_a_run_is_gone_when_the_next_step_is_made(hooks: list[SessionRunHook], lines: list[Any]) -> None:
     weight, alive = nn.Parameter(torch.ones(1)), []

@@ -215,7 +215,11 @@ def test_finite_numbers_pass(value: Any) -> None:
     assert first_bad_run(value, also_inf=True) is None
 
 
-@pytest.mark.parametrize("value", [None, "nan", object(), np.array("nan"), np.array(None), [0.5, None]], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [None, "nan", object(), np.array("nan"), np.array(None), [0.5, None]],
+    ids=["None", "str", "object", "array of str", "array of None", "list with None"],
+)
 def test_a_value_without_numbers_is_an_error_that_says_what_to_watch(value: Any) -> None:
     with pytest.raises(TypeError, match=r"NanTensorHook got .*: watch numbers, tensors or arrays"):
         first_bad_run(value)
