@@ -366,6 +366,7 @@ def test_a_purge_fails_if_the_link_is_back_when_the_new_file_is_created(
     assert (steps(path), link.is_symlink(), target.read_bytes()) == ([1, 2], True, b"do not touch")
 
 
+@pytest.mark.no_cover  # which would take twice as long
 def test_a_large_file_is_not_read_into_memory(path: Path) -> None:
     path.write_bytes(b"".join(LINE.replace(b"1", b"%d" % step, 1) for step in range(200_000)))
     tracemalloc.start()

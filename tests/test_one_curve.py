@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 from tensorboard.util.tensor_util import make_ndarray
@@ -41,6 +42,9 @@ from torchhooks.testing import FakeClock, RecordingWriter
 SAVED, KILLED, STEPS = 8, 11, 20  # the restored checkpoint, the unfinished step, the last step
 RATE = "global_step/sec"
 Curve = list[tuple[int, float]]
+
+IMPORTED = torch._dynamo
+"""The first optimizer of a process imports it, which takes two seconds: once here, not in each forked process."""
 
 ONE_LOSS = [(step, 1.0 if step <= SAVED else 2.0) for step in range(1, STEPS + 1)]
 """Each step once: those up to the checkpoint from the first process, later ones from the second."""
