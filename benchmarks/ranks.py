@@ -28,7 +28,8 @@ from torchhooks.agreement import Agreement, Pace, Row
 
 from common import Budget, describe, finish, machine, parser, table, take_turns, us_per_run
 
-multiprocessing: Any = torch.multiprocessing  # whose annotations leave out spawn()
+multiprocessing: Any = torch.multiprocessing  # whose annotations leave out start_processes()
+multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "torchhooks"])  # imported once
 
 WITHOUT, TICKS, COLLECTIVE = "without", "ticks, 10 per second", "all_reduce in each step"
 EMPTY, REAL = "empty step", "small real step"
@@ -157,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for size in (2, 4):
             arguments = (size, folder, chosen.runs, chosen.rounds, chosen.secs)
-            multiprocessing.spawn(rank_main, arguments, nprocs=size)
+            multiprocessing.start_processes(rank_main, arguments, nprocs=size, start_method="forkserver")
             measured[size] = json.loads(Path(folder, f"{size}.json").read_text(encoding="utf-8"))
 
     rows = []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import scripts
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -32,17 +33,14 @@ class Ran(NamedTuple):
 def all_ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     folder = tmp_path_factory.mktemp("results")
     processes = {
-        name: subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *arguments, "--results", str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        name: scripts.start(ROOT / "benchmarks" / f"{name}.py", folder / name, *arguments, "--results", str(folder))
         for name, arguments in ARGUMENTS.items()
     }
-    printed = {name: process.communicate() for name, process in processes.items()}
-    assert {name: printed[name][1] for name, process in processes.items() if process.returncode} == {}
-    return {name: Ran(out, json.loads((folder / f"{name}.json").read_text())) for name, (out, _) in printed.items()}
+    for process in processes.values():
+        process.join()
+    printed = {name: (folder / name).read_text() for name in ARGUMENTS}
+    assert {name: printed[name] for name, process in processes.items() if process.exitcode} == {}
+    return {name: Ran(out, json.loads((folder / f"{name}.json").read_text())) for name, out in printed.items()}
 
 
 @pytest.fixture(params=ARGUMENTS)

@@ -23,21 +23,15 @@ import ast
 import functools
 import importlib.util
 import itertools
-import os
 import re
-import runpy
-import signal
 import subprocess
-import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
-from rank_processes import context
+import scripts
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -90,28 +84,13 @@ class Ran(NamedTuple):
     output: str
 
 
-def run_script(script: str, output: str) -> None:
-    """Run ``script`` in its folder. Called in a new process, where pytest has not configured logging."""
-    os.chdir(os.path.dirname(script))
-    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.argv = [script]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores SIGINT
-    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # torch.compile's
-    torch.set_num_threads(1)  # threads that wait for each other are slow on a busy machine
-    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115  # until exit
-    runpy.run_path(script, run_name="__main__")
-
-
 @functools.cache
 def run(document: Path) -> Ran:
     """Run the blocks of a document in a new process."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as outputs:
         script, output = Path(folder, document.name).with_suffix(".py"), Path(outputs, "output")
         script.write_text(program(document.read_text(encoding="utf-8")), encoding="utf-8")
-        process = context.Process(target=run_script, args=(str(script), str(output)))
-        process.start()
+        process = scripts.start(script, output)
         process.join(DEADLINE_SECS)
         code = process.exitcode
         process.kill()
