@@ -101,7 +101,7 @@ PRIVATE_ACCESS = {
 
 MOST_LINES = {"a class": 500, "torchhooks.loop": 600}
 
-IMPORT_BUDGET_SECS = 0.05
+IMPORT_BUDGET = 0.05 / 1.5  # of the time that torch takes: a slow machine is slow for both
 
 
 def modules() -> list[str]:
@@ -287,7 +287,9 @@ def test_everything_in_all_exists() -> None:
 
 PROBE = """
 import gc, json, logging, os, sys, time
+start = time.process_time()
 import torch
+secs_of_torch = time.process_time() - start
 
 def handlers():
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
@@ -301,7 +303,7 @@ start = time.process_time()
 import torchhooks
 secs = time.process_time() - start
 print(json.dumps({
-    "secs": secs,
+    "share": secs / secs_of_torch,
     "loaded": sorted(set(sys.modules) - modules),
     "handlers": handlers() - handlers_before,
     "environment_changed": dict(os.environ) != environment,
@@ -346,10 +348,10 @@ def test_an_import_prints_nothing(imported: dict[str, Any]) -> None:
     assert imported["printed"] == ""
 
 
-def test_an_import_takes_at_most_50_ms_beyond_torch(tmp_path: Path) -> None:
+def test_an_import_takes_at_most_50_ms_where_torch_takes_a_second_and_a_half(tmp_path: Path) -> None:
     # The best of several, one after the other until one is good: others may be using this machine, and its caches.
-    secs = (import_in_a_new_process(tmp_path)["secs"] for _ in range(5))
-    assert any(each <= IMPORT_BUDGET_SECS for each in secs)
+    shares = (import_in_a_new_process(tmp_path)["share"] for _ in range(5))
+    assert any(share <= IMPORT_BUDGET for share in shares)
 
 
 def test_nothing_is_left_for_later() -> None:
