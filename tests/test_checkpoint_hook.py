@@ -260,6 +260,19 @@ def test_it_does_not_warn_where_something_would_be(tmp_path: Path, lines: Lines)
     assert not warnings_in(lines)
 
 
+def test_a_loop_with_a_folder_that_no_hook_saves_into_warns(tmp_path: Path, lines: Lines) -> None:
+    MonitoredLoop(lambda: None, checkpoint_dir=tmp_path).close()
+    way_out = f"add CheckpointSaverHook('{tmp_path}', save_secs=600)"
+    assert warnings_in(lines) == [f"{tmp_path} has no checkpoint, and no hook saves one: {way_out}"]
+
+
+def test_a_loop_that_only_restores_does_not_warn(tmp_path: Path, lines: Lines) -> None:
+    hook = CheckpointSaverHook(tmp_path, save_steps=4)
+    trace(hook, losses=[0.1], checkpoint_dir=tmp_path)
+    MonitoredLoop(lambda: None, checkpoint_dir=tmp_path).close()
+    assert not warnings_in(lines)
+
+
 class NotingSaver(Saver):
     """A Saver that records the steps that it saved."""
 

@@ -555,6 +555,11 @@ def test_the_command_fails_where_there_is_nothing(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err == f"{tmp_path} has no undamaged checkpoint\n"
 
 
+def test_the_command_fails_where_there_is_no_such_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(tmp_path / "misspelled")]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}/misspelled does not exist\n"
+
+
 def test_the_command_exports_no_checkpoint_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Saver().save(Session(), tmp_path / "model.ckpt", 1)
     assert main(["checkpoints", str(tmp_path), "--export", str(tmp_path / "weights.pt")]) == 1

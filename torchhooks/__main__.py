@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checkpoints(path: str, export: str | None) -> int:
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path} does not exist")
     is_one = os.path.isfile(path) or has_manifest(path)
     found = [read_seal(os.path.normpath(path))] if is_one else list_checkpoints(path)
     intact = [checkpoint for checkpoint in found if _show(checkpoint)]

@@ -112,11 +112,21 @@ class Sessions:
             logger.info("restored step %d from %s", session.global_step, path)
             if session.global_step and not recovers and self._position.state_dict() is None:
                 logger.info("%s has no position in the data: what is not in the loop's state starts over", path)
+        elif self._folder is not None:
+            self._warn_if_nothing_saves()
         self._scaffold.prepare(session, restored is not None)
         self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
         for seat in self._schedule.all_seats:
             self.call(seat, "after_create_session", seat.hook.after_create_session, session, self.coord)
         self._schedule.start()
+
+    def _warn_if_nothing_saves(self) -> None:
+        """Warn that this training run cannot be resumed, though the caller named a folder for it."""
+        hooks = [seat.hook for seat in self._schedule.all_seats]
+        if not any(getattr(hook, "saves_checkpoints", False) for hook in hooks) and not self._training.hooks_elsewhere:
+            given = self._training.checkpoint_dir
+            way_out = f"add CheckpointSaverHook({given!r}, save_secs=600)"
+            logger.warning("%s has no checkpoint, and no hook saves one: %s", given, way_out)
 
     def _as_given(self, path: str) -> str:
         """Return ``path`` as the user writes it, if it is in the loop's ``checkpoint_dir``."""
