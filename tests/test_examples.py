@@ -225,7 +225,9 @@ def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: dict
 @pytest.mark.fsdp2
 def test_fsdp2_has_the_same_final_values_on_all_ranks(printed_by_torchrun: dict[str, str]) -> None:
     # Not line by line: where output is not buffered, print() writes the newline by itself, and ranks print at once.
-    final = re.findall(r"rank (\d): (loss \S+, the first weights have the shape \[64, 1\])", printed_by_torchrun["fsdp2"])
+    final = re.findall(
+        r"rank (\d): (loss \S+, the first weights have the shape \[64, 1\])", printed_by_torchrun["fsdp2"]
+    )
     assert sorted(rank for rank, _ in final) == ["0", "1"]
     assert len({text for _, text in final}) == 1
 
