@@ -1,5 +1,7 @@
 """Fixtures for all tests: a fake clock, the log, random seeds, and checks for leftovers."""
 
+import gc
+import multiprocessing
 import os
 import random
 import threading
@@ -57,6 +59,17 @@ def _no_stray_threads() -> Iterator[None]:
         thread.join(timeout=1)
     stray = [thread.name for thread in started if thread.is_alive()]
     assert not stray, f"the test left threads running: {stray}"
+
+
+@pytest.fixture(autouse=True)
+def _no_stray_workers() -> Iterator[None]:
+    """Let the workers of a DataLoader end that is in a cycle of references, as torch's are.
+
+    Later, a test may have stopped the clock, and torch waits five seconds for each worker that does not answer.
+    """
+    yield
+    if multiprocessing.active_children():
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
