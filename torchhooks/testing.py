@@ -78,6 +78,9 @@ class FakeClock:
 
     It can be entered again, even inside itself or another clock. Each exit restores what its entry replaced.
 
+    The whole process sees this clock. A wait of other code for at most some seconds, such as that of torch for the
+    workers of a DataLoader, has no limit while the clock stands still.
+
     Args:
         start: the initial time, in seconds.
     """
