@@ -382,6 +382,7 @@ def test_a_hook_that_is_not_due_is_not_called(distance: Distance, called: int) -
     assert hook.called == called
 
 
+@pytest.mark.no_cover
 @settings(max_examples=400)
 @given(
     cookbook=hook_lists,
