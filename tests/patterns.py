@@ -1785,8 +1785,12 @@ def make_originals(folder: Path, name: str) -> None:
     steps, saving = PATTERNS[name].kills, folder / "saving"
 
     def copy(step: int) -> None:
-        if step in steps and not (folder / f"kill {step}").exists():
-            shutil.copytree(saving, folder / f"kill {step}", copy_function=os.link)
+        copied = folder / f"kill {step}"
+        while step in steps and not copied.exists():
+            try:
+                shutil.copytree(saving, copied, copy_function=os.link)
+            except shutil.Error:  # a thread that saves has renamed or removed a file meanwhile
+                shutil.rmtree(copied)
 
     with logging_to(io.StringIO()) as lines:
         outcomes = {

@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing.connection
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -517,7 +518,7 @@ FAILING = """
 def test_an_error_in_the_step_after_a_signal_is_shown_before_the_signal_ends_the_process() -> None:
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(FAILING)], capture_output=True, text=True, check=False)
     assert ran.returncode == -signal.SIGTERM
-    assert "in step\nValueError: the step failed" in ran.stderr
+    assert re.search(r"in step\n(    .*\n)?ValueError: the step failed", ran.stderr)  # Python 3.13 shows the line
 
 
 def test_an_error_in_the_step_after_a_ctrl_c_comes_out() -> None:
