@@ -70,6 +70,7 @@ def _main(folder: str, rank: int, size: int, writer: Any, function: Callable[...
     faulthandler.dump_traceback_later(DEADLINE_SECS, exit=True, file=2)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    torch.distributed.barrier()  # a rank that ended at once could leave another one without a connection
     try:
         writer.send(function(rank, *arguments))
     except BaseException:
