@@ -121,7 +121,7 @@ class Color(enum.Enum):
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"path": Path("run")}, f"metadata['path'] is of type {type(Path()).__module__}."),
+        ({"path": Path("run")}, f"metadata['path'] is of type {type(Path()).__module__}.PosixPath:"),
         ({"a": {"b": [1, half]}}, "metadata['a']['b'][1] is of type function"),
         ({"act": nn.ReLU()}, "metadata['act'] is of type torch.nn.modules.activation.ReLU"),
         ({"big": 2**2001}, "metadata['big'] is an integer of 2002 bits"),
