@@ -859,8 +859,7 @@ def test_when_one_rank_goes_the_others_end_with_a_peer_error(tmp_path: Path, way
 
 
 def freeze(rank: int, pids: Any) -> str:
-    # The rank that was frozen gets the error of a closed connection, which may take longer on a busy machine.
-    ranks = Ranks(tick_secs=0.02, lost_after_secs=1.0, stuck_secs=30.0 if rank == 1 else 2.0)
+    ranks = Ranks(tick_secs=0.02, lost_after_secs=1.0, stuck_secs=2.0)
     (Path(pids) / f"pid-{rank}").write_text(str(os.getpid()))
     with MonitoredLoop(_Step(), ranks=ranks) as loop:
         while not loop.should_stop():
@@ -898,8 +897,11 @@ def test_a_frozen_rank_ends_the_others_with_code_70_where_a_collective_blocks(tm
     assert ended[0].code == 70, ended
     assert "contact with rank 1 was lost after run 3: no answer for 1 s" in ended[0].output
     assert "most recent call first" in ended[0].output
-    assert ended[1].code == 1, ended
-    assert "PeerError" in ended[1].output
+    # The connection of the rank that continues is closed. About once in twenty times, on a busy machine, gloo's call
+    # waits nevertheless instead of raising an error.
+    assert ended[1].code in (1, 70), ended
+    expected = "PeerError: " if ended[1].code == 1 else "contact with another rank was lost after run 3"
+    assert expected in ended[1].output
 
 
 def never_closed(rank: int) -> int:
