@@ -860,6 +860,24 @@ def test_another_period_is_a_warning_if_the_hook_may_not_need_every_rank(lines: 
     ]
 
 
+def test_the_chief_alone_warns_of_a_folder_that_no_hook_saves_into(
+    lines: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    ended = in_threads(2, lambda ranks, hub: train(ranks, hub, [], checkpoint_dir=tmp_path))
+    assert [run for run, _ in ended] == [3, 3]
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert warning.startswith(f"{tmp_path} has no checkpoint, and no hook saves one: ")
+
+
+def test_the_chief_alone_warns_of_checkpoints_that_are_not_restored(
+    lines: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    ended = in_threads(2, lambda ranks, hub: train(ranks, hub, [CheckpointSaverHook(tmp_path, save_steps=3)]))
+    assert [run for run, _ in ended] == [3, 3]
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert "saves checkpoints, but nothing will be restored" in warning
+
+
 def test_periods_are_not_compared_if_the_chief_alone_has_more_hooks_of_the_class(lines: list[tuple[str, str]]) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> int:
         own = [LoggingTensorHook(["global_step"], 1)] if ranks.rank == 0 else []

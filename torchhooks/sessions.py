@@ -121,7 +121,9 @@ class Sessions:
         self._schedule.start()
 
     def _warn_if_nothing_saves(self) -> None:
-        """Warn that this training run cannot be resumed, though the caller named a folder for it."""
+        """Warn on the chief that this training run cannot be resumed, though the caller named a folder for it."""
+        if not self._ranks.is_chief:
+            return
         hooks = [seat.hook for seat in self._schedule.all_seats]
         if not any(getattr(hook, "saves_checkpoints", False) for hook in hooks) and not self._training.hooks_elsewhere:
             given = self._training.checkpoint_dir

@@ -308,7 +308,7 @@ class CheckpointSaverHook(WritingHook):
             listener.begin()
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if session.checkpoint_dir is None:
+        if session.checkpoint_dir is None and session.ranks.is_chief:
             logger.warning(
                 "%r saves checkpoints, but nothing will be restored: give MonitoredLoop(..., checkpoint_dir=%r) too",
                 self,
