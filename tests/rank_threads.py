@@ -164,9 +164,14 @@ class Recorder(SessionRunHook):
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.position: Any = None
+        """Where a checkpoint of the end says that the loop is in its data."""
 
     def end(self, session: Any) -> None:
         self.calls.append("end")
+        position = session.position.state_dict()
+        names = ("number", "taken", "done", "runs", "left", "ended", "last")
+        self.position = position and [[place[name] for name in names] for place in position["path"]]
 
     def teardown(self) -> None:
         self.calls.append("teardown")
@@ -223,6 +228,8 @@ class Schedule:
     sized: bool = False
     uneven: tuple[int, int] | None = None
     epochs: int = 1
+    nested: bool = False
+    """Whether the epochs are items of an until_stop() too."""
     loop: str = "until_stop"
     period_secs: float | None = None
     uses_body: bool = False
@@ -249,6 +256,7 @@ class Schedule:
         if rng.random() < 0.4:
             schedule.period_secs = rng.choice([0.0, 0.001, 0.01])
         schedule.uses_body = rng.random() < 0.5
+        schedule.nested = rng.random() < 0.5
         return schedule
 
 
@@ -261,6 +269,7 @@ class Result:
     error: BaseException | None = None
     calls: list[str] = field(default_factory=list)
     periodic: list[int] = field(default_factory=list)
+    position: Any = None
 
 
 class _Killed(BaseException):
@@ -344,7 +353,7 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
                     break
         finally:
             result.step = loop.global_step
-    result.step, result.reason = loop.global_step, loop.stop_reason
+    result.step, result.reason, result.position = loop.global_step, loop.stop_reason, recorder.position
 
 
 def _items(schedule: Schedule, loop: MonitoredLoop[float], rank: int) -> Iterator[int]:
@@ -353,7 +362,8 @@ def _items(schedule: Schedule, loop: MonitoredLoop[float], rank: int) -> Iterato
             yield 0
         return
     items = schedule.uneven[1] if schedule.uneven and schedule.uneven[0] == rank else schedule.items
-    for _ in range(schedule.epochs):
+    epochs = range(schedule.epochs)
+    for _ in loop.until_stop(epochs) if schedule.nested else epochs:
         data: Any = range(items)
         yield from loop.until_stop(list(data) if schedule.sized else iter(data))
 
@@ -369,6 +379,7 @@ def check(schedule: Schedule) -> str:
         assert leaves or len({result.reason for result in results}) == 1, where
         assert all(result.calls == ["end", "teardown"] for result in results), where
         assert len({tuple(result.periodic) for result in results}) == 1, where
+        assert leaves or schedule.uneven or all(result.position == results[0].position for result in results), where
         _check_step(schedule, results[0], where)
         return "stopped"
     if schedule.fails and schedule.fails[2] == "raise_in_body" and results[schedule.fails[0]].step == schedule.fails[1]:

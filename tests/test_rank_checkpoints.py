@@ -121,6 +121,42 @@ def restore_on(size: int, folder: Path, **options: Any) -> list[Any]:
     return in_threads(size, main)
 
 
+class AsksWhenTheOtherIsFurther(SessionRunHook):
+    """Requests a stop in run 6 once the other rank is on its way to the next epoch."""
+
+    def __init__(self, next_epoch: threading.Event) -> None:
+        self._next_epoch = next_epoch
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        if run_context.session.global_step == 6:
+            assert self._next_epoch.wait(30)
+            run_context.request_stop("asked")
+
+
+@pytest.mark.parametrize("epochs", [2, 3], ids=["in the last epoch", "in the second epoch of three"])
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_stop_in_the_last_run_of_an_epoch_is_resumed(tmp_path: Path, asks: int, sized: bool, epochs: int) -> None:
+    def main(ranks: ThreadRanks, hub: Hub, epochs: int, first: bool) -> list[tuple[int, int]]:
+        hooks: list[SessionRunHook] = [CheckpointSaverHook(tmp_path, save_steps=100)]
+        hooks += [AsksWhenTheOtherIsFurther(next_epoch)] if first and ranks.rank == asks else []
+        seen = []
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for epoch in loop.until_stop(range(epochs)):
+                for item in loop.until_stop([0, 1, 2] if sized else iter([0, 1, 2])):
+                    loop.run()
+                    seen.append((epoch, item))
+                    if ranks.rank != asks and loop.global_step == 6:
+                        next_epoch.set()
+        return seen
+
+    next_epoch = threading.Event()
+    before = in_threads(2, lambda ranks, hub: main(ranks, hub, epochs, True))
+    after = in_threads(2, lambda ranks, hub: main(ranks, hub, 4, False))
+    whole = [(epoch, item) for epoch in range(4) for item in range(3)]
+    assert [begin + end for begin, end in zip(before, after, strict=True)] == [whole] * 2
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_the_chief_writes_one_file_for_all(tmp_path: Path, async_save: bool) -> None:
     assert save_on(3, tmp_path, async_save=async_save) == [str(tmp_path / "model.ckpt-3")] * 3

@@ -7,9 +7,10 @@ derives from these tables alone what happens, so all ranks come to the same resu
 2. Each rank promises the number of the run in progress, and holds at the end of that run.
 3. The largest promise is the last run of the round. Every rank continues to it and then does what was asked.
 
-A rank that cannot promise, because its data ended or because it leaves the loop, arrives at a *meeting* between two
-runs. A meeting is over once all ranks have arrived at it after the same number of runs. If one of them is in a later
-run, it will never arrive, and that is an error on all of them.
+Where a rank's data begin or end, and where it leaves the loop, it arrives at a *meeting* between two runs. A meeting is
+over once all ranks have arrived at it after the same number of runs. If one of them is in a later run, it will never
+arrive, and that is an error on all of them. A rank at a meeting promises the next run, so that no rank stops before the
+meeting while others stop at it: they would save different positions in the data.
 """
 
 from __future__ import annotations

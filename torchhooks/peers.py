@@ -85,6 +85,7 @@ class Peers:
         self._asked_in: int | None = None  # the run in which the training thread asked, so that it holds at its end
         self._reason = ""
         self._waits_after: int | None = None  # the run after which the training thread holds, or is at a meeting
+        self._is_at_meeting = False
         self._failed_in = 0
         self._promising = False
         self._decision: Decided | None = None
@@ -299,7 +300,11 @@ class Peers:
             number = self._arrival[0] + 1
             self._arrival = number, kind, value
             self._met = None
-            self._wait(lambda: self._met is not None)
+            self._is_at_meeting = True
+            try:
+                self._wait(lambda: self._met is not None)
+            finally:
+                self._is_at_meeting = False
             met = self._met
             if met is not None and met.stop and not self._stopped:
                 self._stop(self._decision_reason or closed or f"rank {met.leaver} left the loop")
@@ -423,7 +428,8 @@ class Peers:
             if (runs, number) == (schedule.runs, self.run_number):
                 break
         if self._waits_after is not None:
-            return runs, runs, runs
+            # A stop at the meeting would save a position in the data that a rank on its way to the meeting has not.
+            return runs, runs, runs + self._is_at_meeting
         if number:
             return number - 1, number, number
         if self._asked_in is not None:
