@@ -15,11 +15,12 @@ import pytest
 from torchhooks import latest_checkpoint
 
 PROGRAM = """
-    import hashlib, multiprocessing, os, sys, threading, time, traceback
+    import hashlib, multiprocessing, os, signal, sys, threading, time, traceback
     import torch
     from torchhooks import CheckpointSaverHook, MonitoredLoop
 
     folder, where = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores SIGINT
 
     class Samples(torch.utils.data.Dataset):
         def __len__(self):
