@@ -108,7 +108,7 @@ def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sh
     """
     torch.manual_seed(rank)
     random.seed(rank)
-    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2), nn.BatchNorm1d(2))
     if sharded:
         from torch.distributed.fsdp import fully_shard
 
@@ -159,6 +159,7 @@ def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sh
         "step": loop.global_step,
         "seen": seen.items,
         "weights": [_plain(parameter) for parameter in model.parameters()],
+        "buffers": [_plain(buffer) for buffer in model.buffers()],  # which FSDP2 never makes the same on all ranks
         "moments": [_plain(each["exp_avg"]) for each in optimizer.state.values()],
         "random": (hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest(), random.random()),
     }

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -119,6 +119,50 @@ def restore_on(size: int, folder: Path, **options: Any) -> list[Any]:
         return numbers(session)
 
     return in_threads(size, main)
+
+
+class Statistics(torch.nn.Module):
+    """A module of which each rank has its own."""
+
+    per_rank = True
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.register_buffer("number", torch.tensor(number))
+
+
+def session_with_buffers(ranks: Any, number: int = 0) -> tuple[Session, Callable[[], list[int]]]:
+    """Return a session, and a function that returns the numbers in its buffers: the first is the same on all ranks."""
+    model, statistics = torch.nn.Linear(1, 1), Statistics(number + 20)
+    model.register_buffer("equal", torch.tensor(7 if number else 0))
+    model.register_buffer("own", torch.tensor(number))
+    model.register_buffer("not saved", torch.tensor(number), persistent=False)
+    buffers: Any = (*model.buffers(), *statistics.buffers())
+    session = Session(model, state={"statistics": statistics}, ranks=ranks)
+    return session, lambda: [buffer.item() for buffer in buffers]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    ("size", "restored"), [(2, [[7, 1, 0, 21], [7, 2, 0, 22]]), (1, [[7, 1, 0, 20]]), (3, [[7, 1, 0, 20]] * 3)]
+)
+def test_buffers_belong_to_the_ranks_on_which_they_differ(
+    tmp_path: Path, async_save: bool, size: int, restored: list[list[int]]
+) -> None:
+    def save(ranks: ThreadRanks, hub: Hub) -> None:
+        saver = Saver(async_save=async_save)
+        saver.save(session_with_buffers(connected(ranks), ranks.rank + 1)[0], tmp_path / "model.ckpt", 3)
+        saver.close()
+
+    def restore(ranks: ThreadRanks, hub: Hub) -> list[int]:
+        session, numbers = session_with_buffers(connected(ranks))
+        assert Saver().restore_latest(session, tmp_path) is not None
+        return numbers()
+
+    assert in_threads(2, save) == [None, None]
+    saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
+    assert list(saved["ranks"][0]["rank_buffers"]["model"]) == ["own"]
+    assert in_threads(size, restore) == restored
 
 
 class AsksWhenTheOtherIsFurther(SessionRunHook):

@@ -475,6 +475,32 @@ def test_another_module_in_the_state_is_sharded_too(tmp_path: Path) -> None:
     assert after.state["average"].state_dict()["weight"].full_tensor().tolist() == [[2, 2]]
 
 
+class Averages:
+    """Averages of a sharded model: of its DTensors, or of this rank's shards."""
+
+    def __init__(self, model: Any, to_local: bool) -> None:
+        self._values = {name: value.to_local() if to_local else value for name, value in model.state_dict().items()}
+        self.per_rank = to_local
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._values
+
+    def load_state_dict(self, state: Any) -> None:
+        self._values = dict(state)
+
+
+def test_dtensors_of_an_object_are_refused_with_the_way_out_which_works(tmp_path: Path) -> None:
+    model: Any = distributed.fsdp.fully_shard(torch.nn.Linear(2, 1))
+    session = make_session(2, state={"averages": Averages(model, to_local=False)})
+    with pytest.raises(CheckpointError, match=r"averages\['weight'\] is a DTensor: return its to_local\(\), and give"):
+        Saver().save(session, tmp_path / "model.ckpt", 2)
+    Saver().save(make_session(2, state={"averages": Averages(model, to_local=True)}), tmp_path / "model.ckpt", 2)
+    other: Any = distributed.fsdp.fully_shard(torch.nn.Linear(2, 1))
+    after = make_session(0, state={"averages": Averages(other, to_local=True)})
+    Saver().restore_latest(after, tmp_path)
+    assert torch.equal(after.state["averages"].state_dict()["weight"], model.weight.to_local())
+
+
 def test_a_failed_restore_puts_shards_back(tmp_path: Path) -> None:
     class Fails:
         def state_dict(self) -> dict[str, Any]:

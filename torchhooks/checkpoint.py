@@ -43,6 +43,7 @@ from torchhooks.log import logger
 from torchhooks.randomness import set_random_states
 from torchhooks.rank_checkpoints import (
     Share,
+    buffers_of_rank,
     collect_of_all,
     commit_shards,
     leads,
@@ -166,7 +167,8 @@ class Saver:
             sharded = sharded_parts(parts_of(session))
             if sharded:
                 shares: list[Share] = []
-                together(session.ranks, lambda: shares.append(share_of(session, sharded, score, self.async_save)))
+                own = buffers_of_rank(session)
+                together(session.ranks, lambda: shares.append(share_of(session, sharded, score, self.async_save, own)))
                 self._save_shards(session, shares[0], refusals, prefix, step)
                 together(session.ranks, partial(_raise, earlier))
                 return f"{prefix}-{step}"

@@ -7,6 +7,7 @@ folder (:mod:`torchhooks.manifest`), into which all ranks write.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import shutil
@@ -23,7 +24,7 @@ from torchhooks.ranks import Ranks
 from torchhooks.saving import save
 from torchhooks.sharded import ShardWriter, files_of, read_tensors, split
 from torchhooks.snapshot import plain_tensor
-from torchhooks.state import SessionLike, accumulated_gradients, collect, of_rank, parts_of
+from torchhooks.state import SessionLike, accumulated_gradients, buffers, collect, of_rank, parts_of
 
 T = TypeVar("T")
 
@@ -68,16 +69,45 @@ def leads(ranks: Ranks) -> bool:
 def collect_of_all(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return the contents of a checkpoint on the chief, with the parts of the other ranks; elsewhere ``{}``."""
     state: dict[str, Any] = {}
+    own_buffers = buffers_of_rank(session)
 
     def collect_here() -> dict[str, Any] | None:
         if leads(session.ranks):
             state.update(collect(session, copy))
             return None
         # On the CPU, because the chief would otherwise load it to the device with the same number.
-        return collect(session, lambda tensor: plain_tensor(tensor).cpu(), of_rank_only=True)
+        return collect(session, lambda tensor: plain_tensor(tensor).cpu(), of_rank_only=True) | own_buffers
 
     _, *others = together(session.ranks, collect_here)
     return {**state, "ranks": others} if others and state else state
+
+
+def buffers_of_rank(session: SessionLike) -> dict[str, Any]:
+    """Return the entry for the buffers of this rank that differ from those of the chief; ``{}`` if none does.
+
+    Every rank has to call this. DDP copies the chief's buffers to the other ranks before most steps, and FSDP2 never.
+    """
+    own: dict[str, dict[str, torch.Tensor]] = {}
+    digests: dict[tuple[str, str], str] = {}
+
+    def compute() -> dict[tuple[str, str], str]:
+        own.update(buffers(session) if session.ranks.is_connected else {})
+        digests.update({(part, name): _digest(value) for part in own for name, value in own[part].items()})
+        return digests
+
+    chiefs = together(session.ranks, compute)[0]
+    differing: dict[str, dict[str, torch.Tensor]] = {}
+    for part, name in digests:
+        if digests[part, name] != chiefs.get((part, name)):
+            differing.setdefault(part, {})[name] = _copied(own[part][name])
+    return {"rank_buffers": differing} if differing else {}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        return ""  # not compared
+    data = plain_tensor(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(memoryview(data.numpy()), digest_size=16).hexdigest()
 
 
 class Share(NamedTuple):
@@ -87,15 +117,18 @@ class Share(NamedTuple):
     state: dict[str, Any]
 
 
-def share_of(session: SessionLike, parts: dict[str, Any], score: float | None, copies: bool) -> Share:
+def share_of(
+    session: SessionLike, parts: dict[str, Any], score: float | None, copies: bool, own_buffers: dict[str, Any]
+) -> Share:
     """Return the share of this rank. ``parts`` are those that have DTensors, by name.
 
-    With ``copies``, training may continue while the share is written.
+    With ``copies``, training may continue while the share is written. ``own_buffers`` is from :func:`buffers_of_rank`.
     """
     ranks = session.ranks
-    tensors, rest = split(parts)
+    tensors, rest = split(parts, leads(ranks))
     rest["gradients"], sharded_gradients = accumulated_gradients(session)
     state = collect(session, _copied if copies else plain_tensor, of_rank_only=not leads(ranks), given=rest)
+    state |= own_buffers
     if sharded_gradients:
         tensors["sharded_gradients"] = sharded_gradients
     if leads(ranks):

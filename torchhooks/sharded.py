@@ -184,8 +184,11 @@ def _like(own: Any, value: Any) -> Any:
     return torch.distributed.tensor.distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
-def split(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of ``parts``, as they are to be written, and what else they have, which is plain data."""
+def split(parts: Mapping[str, Any], is_chief: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of ``parts`` that this rank writes, and what else they have, which is plain data.
+
+    The chief alone writes the tensors of modules that are not sharded, such as buffers: each rank has its own values.
+    """
     names = _names_of(parts)
     tensors: dict[str, Any] = {}
     rest: dict[str, Any] = {}
@@ -193,7 +196,8 @@ def split(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         state = part.state_dict()
         if isinstance(part, torch.nn.Module):
             own = {canonical(name): value for name, value in state.items()}
-            tensors[part_name] = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+            mine = {name: value for name, value in own.items() if is_chief or is_sharded(value)}
+            tensors[part_name] = {name: value for name, value in mine.items() if isinstance(value, torch.Tensor)}
             rest[part_name] = {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)}
             continue
         order = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(part))]

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import copy as shallow_copy
 from types import NoneType
 from typing import Any, Protocol
 
@@ -39,13 +40,13 @@ from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
 from torchhooks.ranks import Ranks
-from torchhooks.sharded import is_sharded, renamed, reshard, set_unreduced_gradients, unreduced_gradients
+from torchhooks.sharded import canonical, is_sharded, renamed, reshard, set_unreduced_gradients, unreduced_gradients
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
 _OWN = (
-    *("classes", "global_step", "gradients", "metadata", "position", "random", "ranks", "running_values", "score"),
-    "sharded_gradients",
+    *("classes", "global_step", "gradients", "metadata", "position", "random", "rank_buffers", "ranks"),
+    *("running_values", "score", "sharded_gradients"),
 )
 _OF_EACH_RANK = ("gradients", "position", "random", "running_values")
 _RESERVED = ("model", "optimizer", *_OWN)
@@ -118,12 +119,24 @@ def parts_of(session: SessionLike) -> dict[str, Stateful]:
 def belongs_to_rank(name: str, part: object) -> bool:
     """Return whether each rank has a state of its own of the ``part`` called ``name``.
 
-    A hook has, and so has anything that can be iterated, such as a loader or a sampler. Any other object, of which all
-    ranks have the same state, can have a true attribute ``per_rank`` to say otherwise.
+    A hook has, and so has anything that can be iterated, such as a loader or a sampler, but no module. All ranks
+    have the same state of any other object in ``session.state``, unless it has a true attribute ``per_rank``.
     """
-    if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+    if name in ("model", "optimizer"):
         return False
-    return name.startswith(_HOOKS) or bool(getattr(part, "per_rank", isinstance(part, Iterable)))
+    iterable = isinstance(part, Iterable) and not isinstance(part, (torch.nn.Module, torch.optim.Optimizer))
+    return name.startswith(_HOOKS) or bool(getattr(part, "per_rank", iterable))
+
+
+def buffers(session: SessionLike) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the buffers of which a checkpoint has the chief's values, by part and by their name in the bare module."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, part in parts_of(session).items():
+        if isinstance(part, torch.nn.Module) and not belongs_to_rank(name, part):
+            names = {key for key, _ in part.named_buffers()}
+            own = {key: value for key, value in part.state_dict().items() if key in names} if names else {}
+            found[name] = {canonical(key): value for key, value in own.items() if not is_sharded(value)}
+    return found
 
 
 def of_rank(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -137,7 +150,12 @@ def of_rank(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, A
     shared = {name: value for name, value in saved.items() if name not in own and name != "ranks"}
     if len(others) + 1 != session.ranks.size:
         return shared, False
-    return {**shared, **(others[rank - 1] if rank else {name: saved[name] for name in own if name in saved})}, True
+    mine = dict(others[rank - 1]) if rank else {name: saved[name] for name in own if name in saved}
+    for name, values in mine.pop("rank_buffers", {}).items():
+        if name in shared:
+            shared[name] = shallow_copy(shared[name])  # with the versions of the modules, which are an attribute
+            shared[name].update({key: values[canonical(key)] for key in shared[name] if canonical(key) in values})
+    return {**shared, **mine}, True
 
 
 def collect(
@@ -374,6 +392,11 @@ def _problem(value: Any) -> str | None:
 def _tensor_problem(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "without a shape yet: call the model first"
+    if is_sharded(tensor):
+        return (
+            "a DTensor: return its to_local(), and give the object an attribute per_rank = True, so that each rank "
+            "saves its own shard"
+        )
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"{_type_of(tensor)}, a subclass of Tensor: convert it to a plain tensor"
     return "on the meta device, where it has no values: give it some with to_empty()" if tensor.is_meta else None
