@@ -48,7 +48,8 @@ from torchhooks.agreement import (
     Promise,
     Row,
 )
-from torchhooks.ranks import ContactLostError
+from torchhooks.log import logger
+from torchhooks.ranks import ContactLostError, checked_ranks
 
 QUICK = {"tick_secs": 0.01}
 
@@ -682,6 +683,42 @@ def test_ranks_are_those_of_the_process_group(group_of_one: None, monkeypatch: p
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
     ranks = Ranks()
     assert (ranks.rank, ranks.size, ranks.is_chief) == (2, 4, False)
+
+
+def test_ranks_from_before_the_process_group_are_those_of_the_loop(
+    group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks()
+    monkeypatch.setattr(distributed, "get_rank", lambda: 2)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    assert (ranks.rank, ranks.size) == (0, 1)
+    assert checked_ranks(ranks) is ranks
+    assert (ranks.rank, ranks.size) == (2, 4)
+
+
+def test_a_loop_within_a_loop_leaves_the_log_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]]
+) -> None:
+    monkeypatch.setattr(torchhooks.ranks, "_GlooTransport", lambda *_: None)
+    outer, inner = Ranks(), Ranks()
+    for ranks in (outer, inner):
+        ranks.rank = 1
+        ranks.connect(lambda: None)
+    inner.disconnect()
+    logger.info("hidden")
+    logger.warning("from rank 1")
+    outer.disconnect()
+    logger.info("seen")
+    assert lines == [("WARNING", "rank 1: from rank 1"), ("INFO", "seen")]
+
+
+def test_ranks_that_are_used_again_save_over_the_new_connection() -> None:
+    ranks = ThreadRanks(Hub(1), 0, random.Random(0))
+    ranks.connect(lambda: None)
+    first = ranks.for_saving()
+    assert ranks.for_saving() is first
+    ranks.connect(lambda: PeerError("an old failure"))
+    assert ranks.for_saving() is not first
 
 
 def test_gloo_connects_over_the_process_group(group_of_one: None) -> None:

@@ -107,7 +107,7 @@ def _digest(tensor: torch.Tensor) -> str:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         return ""  # not compared
     data = plain_tensor(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(memoryview(data.numpy()), digest_size=16).hexdigest()
+    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
 
 
 class Share(NamedTuple):

@@ -117,7 +117,12 @@ class Ranks:
         self.pace: Pace | None = None
         """On the chief, how far the ranks are in comparison; ``None`` elsewhere, and in a loop of one process."""
         self._transport: Transport | None = None
-        self._saving: Ranks | None = None
+        self._saving: tuple[Transport, Ranks] | None = None
+        self._spoke_as = 0
+        self.locate()
+
+    def locate(self) -> None:
+        """Set ``rank`` and ``size`` to those of the default process group, if there is one by now."""
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_available() and distributed.is_initialized():
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
@@ -126,6 +131,13 @@ class Ranks:
     def is_chief(self) -> bool:
         """Whether this process is rank 0, the one that writes and reports."""
         return self.rank == 0
+
+    @property
+    def may_have_dtensors(self) -> bool:
+        """Whether a value may be a ``DTensor``, as under FSDP2, which one rank alone can use too."""
+        distributed = sys.modules.get("torch.distributed")
+        one_has = "torch.distributed.tensor" in sys.modules and distributed is not None and distributed.is_initialized()
+        return self.size > 1 or one_has
 
     @property
     def is_connected(self) -> bool:
@@ -147,10 +159,11 @@ class Ranks:
         """Return ranks for the thread that writes checkpoints. Every rank has to call this, in the training thread."""
         if self._transport is None:
             return self
-        if self._saving is None:
-            self._saving = copy.copy(self)
-            self._saving._transport = self._transport.for_saving()
-        return self._saving
+        if self._saving is None or self._saving[0] is not self._transport:  # that of an earlier loop
+            saving = copy.copy(self)
+            saving._transport = self._transport.for_saving()
+            self._saving = self._transport, saving
+        return self._saving[1]
 
     def gather_on_device(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]] | None:
         """Return ``tensors``, all of one device, of every rank, without waiting for the device.
@@ -173,12 +186,12 @@ class Ranks:
             LifecycleError: they did not all do so within ``join_secs``.
         """
         self._transport = _GlooTransport(self, failure)
-        speak_as(self.rank)
+        self._spoke_as = speak_as(self.rank)
         return self._transport
 
     def disconnect(self) -> None:
-        """Called when the loop is closed: this process logs like any other again."""
-        speak_as(0)
+        """Called when the loop is closed: this process logs as before, which another loop may have changed."""
+        speak_as(self._spoke_as)
 
     def __repr__(self) -> str:
         return call_repr(
@@ -199,6 +212,7 @@ def checked_ranks(given: Any) -> Ranks:
     if given is not None and given is not False and not isinstance(given, Ranks):
         raise TypeError(f"ranks={shown(given)}: give a Ranks, False for a loop of this process alone, or None")
     ranks = given if isinstance(given, Ranks) else Ranks()
+    ranks.locate()  # the process group may be newer than ``given``
     if given is False:
         ranks.rank, ranks.size = 0, 1
     return ranks
