@@ -1014,7 +1014,7 @@ def sharded(rank: int) -> list[str]:
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 6, bias=False)
     before = model.weight.detach().clone()
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     torch.distributed.fsdp.fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     results: list[str] = []
@@ -1165,13 +1165,14 @@ def test_a_writer_that_only_the_chief_has_decides_for_all_ranks(monkeypatch: pyt
 
 
 @pytest.mark.fsdp2
-def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path) -> None:
-    ended = run_ranks(tmp_path, 2, sharded)
-    assert [each.code for each in ended] == [0, 0], ended[0].output
-    norm = ended[0].value[0]
-    assert ended[0].value == [norm, norm]
-    assert ended[0].output.count("norm = ") == 2
-    assert "norm = " not in ended[1].output
+@pytest.mark.parametrize("size", [1, 2])
+def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path, size: int) -> None:
+    chief, *others = ended = run_ranks(tmp_path, size, sharded)
+    assert [each.code for each in ended] == [0] * size, chief.output
+    norm = chief.value[0]
+    assert chief.value == [norm, norm]
+    assert chief.output.count("norm = ") == 2
+    assert not any("norm = " in each.output for each in others)
 
 
 def sharded_on_the_chief(rank: int) -> str:

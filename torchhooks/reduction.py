@@ -139,7 +139,7 @@ class RanksEvaluator(Evaluator):
         return value if value is None else map_leaves(self._whole, value)
 
     def composed(self, fetch: ComposedFetch) -> Any:
-        if not isinstance(fetch, OverRanks):
+        if not isinstance(fetch, OverRanks) or self._ranks.size == 1:
             return super().composed(fetch)
         key = _key(fetch, self._requester)
         if key not in self._combined:
@@ -200,6 +200,8 @@ class RanksEvaluator(Evaluator):
         hook = getattr(requester, "hook", requester)
         if any(hook is each for each in self._ranks.hooks_of_some):
             why = "not every rank has the hook: give it to every rank, or have it fetch what is on this rank"
+        elif self._ranks.size == 1:
+            return
         elif getattr(requester, "when", None) is not None:
             why = (
                 "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "

@@ -119,7 +119,7 @@ class Session:
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
         # Decided here, so that nothing of several ranks is on the path of one.
-        self.new_evaluator: type[Evaluator] = RanksEvaluator if self.ranks.size > 1 else Evaluator
+        self.new_evaluator: type[Evaluator] = RanksEvaluator if self.ranks.may_have_dtensors else Evaluator
         self._progress = Progress() if progress is None else progress
         self._data_waits = DataWaits() if data_waits is None else data_waits
         self._items = Items() if items is None else items
