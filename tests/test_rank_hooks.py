@@ -924,6 +924,17 @@ def test_a_rank_that_waits_alone_gets_an_error_after_a_bounded_time() -> None:
     assert other.rank == 0
 
 
+def test_a_rank_that_waits_alone_for_a_rank_at_a_meeting_gets_an_error_after_a_bounded_time() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        return train(ranks, hub, [] if ranks.rank else [Gathers()], runs=2)
+
+    error, other = in_threads(2, main, stuck_secs=0.2)
+    assert isinstance(error, LifecycleError)
+    assert "waits in run 2" in str(error)
+    assert "and rank 1 left the loop after that run: call Ranks.gather, and" in str(error)
+    assert isinstance(other, PeerError)
+
+
 def test_a_collective_hook_on_the_chief_alone_is_an_error_where_the_loop_is_created() -> None:
     def hooks_of(rank: int) -> list[SessionRunHook]:
         return [] if rank else [LoggingTensorHook({"loss": over_ranks("loss", "mean")}, every_n_secs=60)]

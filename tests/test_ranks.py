@@ -306,6 +306,16 @@ def test_a_hook_list_that_differs_is_an_error_that_names_it() -> None:
     assert "the collective hooks are [] on rank 0 and [Periodic] on rank 1: create the loop with" in str(errors[0])
 
 
+def test_a_folder_on_one_rank_alone_is_an_error_that_names_it(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        MonitoredLoop(lambda: 1.0, checkpoint_dir=None if ranks.rank else tmp_path, ranks=ranks).close()
+
+    chief, other = in_threads(2, main)
+    assert isinstance(chief, LifecycleError)
+    assert isinstance(other, LifecycleError)
+    assert str(chief).startswith("checkpoint_dir is a folder on rank 0 and None on rank 1: create the loop with")
+
+
 def test_another_step_unit_is_an_error_that_names_it() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])

@@ -186,7 +186,7 @@ class MonitoredLoop(Generic[R]):
             self._signals.install()
             if peers is not None:
                 weakref.finalize(self, peers.abandon).atexit = False
-                peers.start(step_unit)
+                peers.start(step_unit, folder)
             self._start()
         except BaseException as error:
             self._ending.failure = error

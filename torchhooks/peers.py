@@ -99,7 +99,7 @@ class Peers:
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed."""
         self._failure_is_seen = threading.Event()
-        self._passed = -1, 0.0  # the run in which a gathering waits that another rank has passed, and since when
+        self._passed = (-1, -1), 0.0  # the run and the meetings at which a gathering waits that another rank has passed
         self._ticks = 0
         self._last_table: list[Row] = []
         self._over = threading.Event()  # there will be no further tick
@@ -108,7 +108,7 @@ class Peers:
 
     # -- called by the loop, in the training thread -------------------------------------------------------------------
 
-    def start(self, step_unit: str) -> None:
+    def start(self, step_unit: str, checkpoint_dir: str | None) -> None:
         """Connect to the other ranks, compare the loops, and start the thread.
 
         Raises:
@@ -117,7 +117,11 @@ class Peers:
         self._transport = transport = self._ranks.connect(self._why_not_to_wait)
         threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
         names = [type(seat.hook).__name__ for seat in self._schedule.collective]
-        mine = {"step_unit is": step_unit, "the collective hooks are": f"[{', '.join(names)}]"}
+        mine = {
+            "step_unit is": step_unit,
+            "checkpoint_dir is": "None" if checkpoint_dir is None else "a folder",
+            "the collective hooks are": f"[{', '.join(names)}]",
+        }
         hooks = [seat.hook for seat in self._schedule.all_seats]
         others = self._ranks.gather({**mine, "hooks": [identity(hook) for hook in hooks]})
         for rank, other in enumerate(others):
@@ -270,26 +274,27 @@ class Peers:
     def _why_not_to_wait(self) -> TorchHooksError | None:
         """Return why the gathering that the calling thread is in will never be complete; ``None`` if it may be.
 
-        If the training thread waits, a rank in a later run has not taken part in this one, and never will.
+        If the training thread waits, a rank in a later run or at a later meeting has not taken part, and never will.
         """
         if self.failure is None and self._status >= FAILED:
             return PeerError(f"this rank failed: {self._reason}", self._ranks.rank, self._failed_in, self._reason)
         if self.failure is not None or threading.get_ident() != self._training_thread:
             return self.failure
-        _, run, _ = self._look()
-        later = [(rank, row.begun) for rank, row in enumerate(self._last_table) if row.begun > run]
+        place = self._look()[1], self._arrival[0]
+        later = [(rank, row) for rank, row in enumerate(self._last_table) if (row.begun, row.meeting) > place]
         if not later:
             return None
         now = time.monotonic()
-        if self._passed[0] != run:
-            self._passed = run, now
+        if self._passed[0] != place:
+            self._passed = place, now
         if now < self._passed[1] + self._ranks.stuck_secs:
             return None  # this rank may just not have noticed yet that the gathering is complete
-        rank, theirs = later[0]
+        rank, row = later[0]
+        where = f"is in run {row.begun} already" if row.begun > place[0] else f"{WHERE[row.kind]} after that run"
         return LifecycleError(
-            f"rank {self._ranks.rank} waits in run {run} for values of the other ranks{self._ranks.gathered_for}, and "
-            f"rank {rank} is in run {theirs} already: call Ranks.gather, and request what needs every rank, on all "
-            "ranks in the same run"
+            f"rank {self._ranks.rank} waits in run {place[0]} for values of the other ranks{self._ranks.gathered_for}, "
+            f"and rank {rank} {where}: call Ranks.gather, and request what needs every rank, on all ranks in the same "
+            "run"
         )
 
     # -- waiting ------------------------------------------------------------------------------------------------------
