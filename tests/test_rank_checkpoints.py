@@ -21,10 +21,12 @@ from rank_training import KillingDisk, train
 
 import torchhooks.checkpoint
 from torchhooks import (
+    BestCheckpointHook,
     CheckpointError,
     CheckpointSaverHook,
     CheckpointSaverListener,
     GlobalStepWaiterHook,
+    LifecycleError,
     MonitoredLoop,
     PeerError,
     Ranks,
@@ -119,6 +121,42 @@ def restore_on(size: int, folder: Path, **options: Any) -> list[Any]:
         return numbers(session)
 
     return in_threads(size, main)
+
+
+def test_a_hook_that_fails_at_the_end_on_one_rank_prevents_no_checkpoint(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        def metric() -> float:
+            if ranks.rank and loop.global_step == 3:
+                raise OSError("no validation data")
+            return loop.global_step
+
+        best = BestCheckpointHook(tmp_path / f"best on {ranks.rank}", metric, save_steps=2, mode="max")
+        hooks = [best, CheckpointSaverHook(tmp_path, save_steps=100)]
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for _ in loop.until_stop(range(3)):
+                loop.run()
+
+    chief, other = in_threads(2, main)
+    assert repr(other) == "OSError('no validation data')"
+    assert isinstance(chief, LifecycleError)
+    assert str(chief).startswith(
+        "rank 0 gathers values for the best checkpoint, and rank 1 for the end of the next hook"
+    )
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 3]
+
+
+def test_the_rank_whose_state_cannot_be_saved_is_named_whatever_its_error(tmp_path: Path) -> None:
+    class Broken(Shared):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("sizes do not match")  # the class of errors that torch raises if a rank is gone
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        hooks = [CheckpointSaverHook(tmp_path, save_steps=100)]
+        MonitoredLoop(lambda: None, hooks=hooks, state={"it": Broken()}, checkpoint_dir=tmp_path, ranks=ranks).close()
+
+    chief, other = in_threads(2, main)
+    assert repr(chief) == "RuntimeError('sizes do not match')"
+    assert "on rank 0: RuntimeError: sizes do not match" in str(other)
 
 
 class Statistics(torch.nn.Module):

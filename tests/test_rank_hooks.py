@@ -539,13 +539,13 @@ def test_over_ranks_keeps_the_kind_of_a_value(name: str) -> None:
 
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What ranks that are threads gather."""
+    """What ranks that are threads gather: the purposes and the values."""
     values: list[Any] = []
     gather = ThreadRanks.gather
 
-    def recorded(self: ThreadRanks, value: Any) -> list[Any]:
-        values.append(value)
-        return gather(self, value)
+    def recorded(self: ThreadRanks, value: Any, purpose: str) -> list[Any]:
+        values.append((purpose, value))
+        return gather(self, value, purpose)
 
     monkeypatch.setattr(ThreadRanks, "gather", recorded)
     return values
@@ -562,9 +562,9 @@ def test_all_fetches_of_a_run_are_combined_in_one_exchange(gathered: list[Any]) 
     results = in_threads(2, main)
     assert [result[:2] for result in results] == [([6.0], [{"a": [12.0], "b": own}]) for own in (1.0, 11.0)]
     assert results[0][2] == {"loss": [(1, 11.0)]}
-    exchanges = [value for value in gathered if isinstance(value, tuple) and value[0] == "over_ranks"]
+    exchanges = [value for purpose, value in gathered if purpose == "over_ranks"]
     assert len(exchanges) == 2  # one on each rank
-    assert exchanges[0][1] == ["mean of loss: float64[]", "sum of loss: float64[]", "max of loss: float64[]"]
+    assert exchanges[0][0] == ["mean of loss: float64[]", "sum of loss: float64[]", "max of loss: float64[]"]
 
 
 def test_a_run_without_such_a_fetch_makes_no_exchange(gathered: list[Any]) -> None:
@@ -573,7 +573,7 @@ def test_a_run_without_such_a_fetch_makes_no_exchange(gathered: list[Any]) -> No
         train(ranks, hub, hooks, runs=50)
 
     assert in_threads(2, main) == [None, None]
-    assert sum(isinstance(value, tuple) for value in gathered) == 2  # in the first run
+    assert [purpose for purpose, _ in gathered].count("over_ranks") == 2  # in the first run
 
 
 def test_in_one_process_over_ranks_is_the_value_itself() -> None:

@@ -548,7 +548,7 @@ class MonitoredLoop(Generic[R]):
             self._data.check_end()
             for seat in seats:
                 attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
-                attempt(sessions.call, seat, "end", seat.end, sessions.session)
+                attempt(sessions.end, seat)
         attempt(self._readback.close)
         if self._costs is not None:
             attempt(self._costs.report)

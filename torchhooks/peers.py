@@ -43,7 +43,7 @@ from torchhooks.ending import Ending
 from torchhooks.errors import LifecycleError, PeerError, TorchHooksError, add_note, brief
 from torchhooks.log import logger
 from torchhooks.progress import NO_OUTPUTS, Progress
-from torchhooks.ranks import ContactLostError, Ranks, Transport, end_process, is_communication_error
+from torchhooks.ranks import ContactLostError, OtherPurposeError, Ranks, Transport, end_process, is_communication_error
 from torchhooks.roster import hooks_of_some, identity, other_periods
 from torchhooks.run import NOT_MADE, Begun, Lifecycle
 from torchhooks.schedule import Schedule
@@ -123,7 +123,7 @@ class Peers:
             "the collective hooks are": f"[{', '.join(names)}]",
         }
         hooks = [seat.hook for seat in self._schedule.all_seats]
-        others = self._ranks.gather({**mine, "hooks": [identity(hook) for hook in hooks]})
+        others = self._ranks.gather({**mine, "hooks": [identity(hook) for hook in hooks]}, "the loop")
         for rank, other in enumerate(others):
             for name, value in mine.items():
                 if other[name] != value:
@@ -243,6 +243,20 @@ class Peers:
             return
         self._ending.failure = failure
         raise failure from error
+
+    def align(self) -> None:
+        """Wait until every rank is here, where the ``end`` of a collective hook follows.
+
+        A rank whose ``end`` before that failed may have left the others in a gathering, which then fails on them too.
+        """
+        while True:
+            try:
+                self._ranks.gather(None, "the end of the next hook")
+                return
+            except OtherPurposeError:
+                continue  # the others come here too
+            except PeerError:
+                return  # the hook will get it if it needs the other ranks
 
     def leave(self, errors: list[BaseException]) -> None:
         """Tell the other ranks that this one is done. Its thread continues until all ranks are."""

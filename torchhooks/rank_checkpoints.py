@@ -20,7 +20,7 @@ from torchhooks.checkpoint_files import Disk, Folder, Retention
 from torchhooks.errors import CheckpointError, DamagedCheckpointError, PeerError, brief
 from torchhooks.log import logger
 from torchhooks.manifest import Files, file_sums
-from torchhooks.ranks import Ranks
+from torchhooks.ranks import Ranks, mark_as_told
 from torchhooks.saving import save
 from torchhooks.sharded import ShardWriter, files_of, read_tensors, split
 from torchhooks.snapshot import plain_tensor
@@ -51,8 +51,9 @@ def together(ranks: Ranks, call: Callable[[], T]) -> list[T]:
     if error is not None:
         text = str(error) if isinstance(error, CheckpointError) else brief(error)
         failure = isinstance(error, DamagedCheckpointError), text
-    outcomes = ranks.gather((value, failure))
+    outcomes = ranks.gather((value, failure), "a checkpoint")
     if error is not None:
+        mark_as_told(error)
         raise error
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:

@@ -31,6 +31,7 @@ _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.0002, 0.005
 _TEXT_BYTES = 1000
 _MISSING_SECS = 2.0
 _STUCK_EXIT_CODE = 70
+_TOLD = "_torchhooks_told"  # the name of an attribute of errors
 
 
 class ContactLostError(TorchHooksError):
@@ -67,6 +68,10 @@ class Transport(Protocol):
     def abort(self) -> bool:
         """Try to make blocked communication of the training thread fail; return whether there is a way."""
         ...
+
+
+class OtherPurposeError(LifecycleError):
+    """The ranks gathered values for different purposes."""
 
 
 class Ranks:
@@ -144,16 +149,30 @@ class Ranks:
         """Whether a loop has connected several ranks, so that :meth:`gather` communicates."""
         return self._transport is not None
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, purpose: str = "a hook") -> list[Any]:
         """Return the ``value`` of every rank, in the order of the ranks.
 
         Every rank has to call this, in the training thread, at the same point between two steps. The values are
         pickled. With one process, the list has one item.
 
+        Args:
+            value: any picklable object.
+            purpose: what the values are for, the same text on all ranks.
+
         Raises:
             PeerError: a rank failed, left or does not answer.
+            LifecycleError: ranks gather for different purposes. All of them raise it.
         """
-        return [value] if self._transport is None else self._transport.gather(value)
+        if self._transport is None:
+            return [value]
+        rows = self._transport.gather((purpose, value))
+        for rank, (theirs, _) in enumerate(rows):
+            if theirs != purpose:
+                raise OtherPurposeError(
+                    f"rank {self.rank} gathers values for {purpose}, and rank {rank} for {theirs}: call Ranks.gather "
+                    "in the same order on all ranks, or look for an earlier error on one of them"
+                )
+        return [each for _, each in rows]
 
     def for_saving(self) -> Ranks:
         """Return ranks for the thread that writes checkpoints. Every rank has to call this, in the training thread."""
@@ -222,7 +241,12 @@ def is_communication_error(error: BaseException) -> bool:
     """Return whether ``error`` is of a kind that torch.distributed raises when another rank is gone."""
     distributed = sys.modules.get("torch.distributed")
     kinds = (getattr(distributed, "DistError", PeerError), PeerError)
-    return type(error) is RuntimeError or isinstance(error, kinds)
+    return (type(error) is RuntimeError and not hasattr(error, _TOLD)) or isinstance(error, kinds)
+
+
+def mark_as_told(error: BaseException) -> None:
+    """Note that the other ranks know of ``error``, which therefore is no consequence of lost contact with them."""
+    setattr(error, _TOLD, True)
 
 
 def end_process(reason: str) -> None:

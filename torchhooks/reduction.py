@@ -261,21 +261,21 @@ def _combined(ranks: Ranks, parts: list[_Part]) -> list[Any]:
         rows = ranks.gather_on_device(tensors)
         if rows is None:
             signatures = [part.signature for part in here.values()]
-            gathered = ranks.gather(("over_ranks", signatures, [_array(tensor) for tensor in tensors]))
+            gathered = ranks.gather((signatures, [_array(tensor) for tensor in tensors]), "over_ranks")
             _check_same(gathered)
-            rows = [[torch.from_numpy(array).to(device) for array in row[2]] for row in gathered]
+            rows = [[torch.from_numpy(array).to(device) for array in arrays] for _, arrays in gathered]
         for index, *values in zip(here, *rows, strict=True):
             results[index] = _reduced(parts[index], values)
     return [results[index] for index in range(len(parts))]
 
 
 def _check_same(gathered: list[Any]) -> None:
-    for rank, row in enumerate(gathered):
-        if not isinstance(row, tuple) or row[:2] != gathered[0][:2]:
-            theirs = row[1] if isinstance(row, tuple) and row[:1] == ("over_ranks",) else "something else"
+    chiefs = gathered[0][0]
+    for rank, (theirs, _) in enumerate(gathered):
+        if theirs != chiefs:
             raise FetchError(
-                f"rank 0 combines {gathered[0][1]} over ranks in this run, and rank {rank} {theirs}: request the same "
-                "with over_ranks on every rank"
+                f"rank 0 combines {chiefs} over ranks in this run, and rank {rank} {theirs}: request the same with "
+                "over_ranks on every rank"
             )
 
 

@@ -102,6 +102,12 @@ class Sessions:
             note_hook(error, seat, name, self.progress)
             raise
 
+    def end(self, seat: Seat) -> None:
+        """Call the ``end`` of a hook, of a collective one on all ranks at once."""
+        if self._peers is not None and seat in self._schedule.collective:
+            self._peers.align()
+        self.call(seat, "end", seat.end, self.session)
+
     def create(self, recovers: bool = False) -> None:
         """Restore or initialize the current session, and call every hook's ``after_create_session``."""
         session, restored = self.session, None

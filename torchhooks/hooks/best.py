@@ -251,7 +251,7 @@ class BestCheckpointHook(ReportingHook):
             return
         step = session.global_step
         # One decision for all ranks: their metrics and what they read of the folder may differ.
-        metric, place = session.ranks.gather((metric, self._place(self._sign * metric, step)))[0]
+        metric, place = session.ranks.gather((metric, self._place(self._sign * metric, step)), "the best checkpoint")[0]
         if place is None:
             return
         score = self._sign * metric

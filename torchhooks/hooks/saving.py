@@ -120,7 +120,9 @@ class SummarySaverHook(ReportingHook):
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         if not self.alone and not any(self is hook for hook in session.ranks.hooks_of_some):
             # Every rank has to request the same, because of DTensors, and only the chief has opened the writer.
-            self._has_place, self._takes_counts = session.ranks.gather((self._has_place, self._takes_counts))[0]
+            self._has_place, self._takes_counts = session.ranks.gather(
+                (self._has_place, self._takes_counts), "the writer of a hook"
+            )[0]
         about = {"is_shared": not self.alone, "is_written": self.writes}
         ops = summary.counted(self._ops, **about) if self._takes_counts else self._ops
         # By its own period, the hook has TensorFlow's rule, which decides before the step.
@@ -385,7 +387,7 @@ class CheckpointSaverHook(WritingHook):
         # With several ranks, all of them have to know whether one refuses before the chief writes.
         is_later = getattr(self._saver, "async_save", False) and session.ranks.size == 1
         later: list[Refusal] | None = [] if is_later else None
-        reasons = session.ranks.gather(session.why_no_checkpoint(later))
+        reasons = session.ranks.gather(session.why_no_checkpoint(later), "a checkpoint")
         reason = next((each for each in reasons if each is not None), None)
         if reason is not None:
             self._handled_step = step
