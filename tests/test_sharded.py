@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 import torch.distributed.fsdp
 
+import torchhooks.rank_checkpoints
 from torchhooks import (
     CheckpointError,
     CheckpointSaverHook,
@@ -302,6 +303,18 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, name: str) ->
     after = make_session(0)
     Saver().restore_latest(after, tmp_path)
     assert after.global_step == 5
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_an_error_of_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = torchhooks.rank_checkpoints.write_shards
+    elsewhere = {"__1_0.distcp": (100, 0)}  # which rank 1 has written on its own machine
+    monkeypatch.setattr(torchhooks.rank_checkpoints, "write_shards", lambda *args: write(*args) | elsewhere)
+    monkeypatch.setattr(torchhooks.rank_checkpoints, "_VISIBLE_SECS", 0.2)
+    with pytest.raises(CheckpointError, match=r"has written __1_0\.distcp into .* folder that all ranks share"):
+        Saver().save(make_session(5), tmp_path / "model.ckpt", 5)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(("model", ".model"))]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp", "rank-0.pt", ".metadata"])

@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import shutil
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +28,8 @@ from torchhooks.snapshot import plain_tensor
 from torchhooks.state import SessionLike, accumulated_gradients, buffers, collect, of_rank, parts_of
 
 T = TypeVar("T")
+
+_VISIBLE_SECS = 10.0  # within which a network file system shows what another process has closed
 
 
 def together(ranks: Ranks, call: Callable[[], T]) -> list[T]:
@@ -182,6 +185,7 @@ def commit_shards(
 
     def commit() -> None:
         if leads(ranks):
+            _check_visible(temporary, files)
             writer.commit_folder(name, step, temporary, files, retention)
 
     temporary = ""
@@ -193,6 +197,20 @@ def commit_shards(
         if temporary and leads(ranks):
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _check_visible(folder: str, files: Files) -> None:
+    """Raise a CheckpointError if the chief does not see what another rank has written."""
+    end = time.monotonic() + _VISIBLE_SECS
+    for name, (size, _) in files.items():
+        path = os.path.join(folder, name)
+        while not os.path.exists(path) or os.path.getsize(path) != size:
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"another rank has written {name} into {folder}, where the chief does not see it: give the loop a "
+                    "folder that all ranks share, such as one on a network file system"
+                )
+            time.sleep(0.1)
 
 
 def read_folder(session: SessionLike | None, folder: str) -> dict[str, Any]:
