@@ -45,7 +45,11 @@ class Hub:
                 del self._open[channel]
                 self._changed.notify_all()
             while len(rows) < self.size:
-                stop()
+                try:
+                    stop()
+                except BaseException:
+                    del rows[rank]
+                    raise
                 if self.gone - set(rows):
                     raise RuntimeError(f"connection closed by rank {min(self.gone - set(rows))}")
                 if time.monotonic() > deadline:
@@ -104,7 +108,10 @@ class ThreadTransport:
             if error is not None:
                 raise error
 
-        return self._hub.gather(self._channel, self._rank, value, stop)
+        try:
+            return self._hub.gather(self._channel, self._rank, value, stop)
+        except RuntimeError as error:
+            raise error if isinstance(error, TorchHooksError) else PeerError(str(error)) from error
 
     def for_saving(self) -> ThreadTransport:
         another = copy.copy(self)

@@ -145,6 +145,27 @@ def test_a_hook_that_fails_at_the_end_on_one_rank_prevents_no_checkpoint(tmp_pat
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 3]
 
 
+def test_a_rank_that_fails_after_the_last_run_does_not_let_the_others_wait_forever(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        hooks = [StopAtStepHook(2), CheckpointSaverHook(tmp_path, save_steps=100)]
+        try:
+            with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+                for _ in loop.until_stop(range(3)):
+                    loop.run()
+                    if ranks.rank and loop.global_step == 2:
+                        raise OSError("in the body")
+        finally:
+            if not ranks.rank:
+                ended.set()
+            assert ended.wait(30)  # the process of the rank that failed goes on
+
+    ended = threading.Event()
+    chief, other = in_threads(2, main, stuck_secs=0.2)
+    assert repr(other) == "OSError('in the body')"
+    assert isinstance(chief, LifecycleError)
+    assert "rank 0 waits in run 2 for values of the other ranks, and rank 1 left the loop after that run" in str(chief)
+
+
 def test_the_rank_whose_state_cannot_be_saved_is_named_whatever_its_error(tmp_path: Path) -> None:
     class Broken(Shared):
         def state_dict(self) -> dict[str, Any]:

@@ -488,6 +488,34 @@ def test_a_stuck_rank_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+def test_a_rank_that_does_not_come_back_between_epochs_is_reported_and_not_ended(
+    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]]
+) -> None:
+    reported = threading.Event()
+    critical = logger.critical
+
+    def report(*arguments: Any) -> None:
+        critical(*arguments)
+        reported.set()
+
+    monkeypatch.setattr(logger, "critical", report)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: None, ranks=ranks) as loop:
+            for _epoch in loop.until_stop(range(2)):
+                for _ in loop.until_stop(range(3)):
+                    loop.run()
+                if ranks.rank == 1:
+                    raise ValueError("boom")
+                assert reported.wait(60)  # a long evaluation
+
+    error, _ = in_threads(2, main, stuck_secs=0.01)
+    assert isinstance(error, PeerError)
+    assert ("CRITICAL", "rank 1 failed in run 3: ValueError: boom. This rank has been in code between or after") in [
+        (level, text[: text.index(" its runs for")]) for level, text in lines if level == "CRITICAL"
+    ]
+
+
 def test_a_rank_whose_thread_fails_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, table: Any) -> None:
         raise ZeroDivisionError
@@ -718,8 +746,8 @@ def test_a_loop_within_a_loop_leaves_the_log_as_it_was(
     logger.info("hidden")
     logger.warning("from rank 1")
     outer.disconnect()
-    logger.info("seen")
-    assert lines == [("WARNING", "rank 1: from rank 1"), ("INFO", "seen")]
+    logger.warning("from this process")
+    assert lines == [("WARNING", "rank 1: from rank 1"), ("WARNING", "from this process")]
 
 
 def test_ranks_that_are_used_again_save_over_the_new_connection() -> None:

@@ -255,7 +255,7 @@ class Peers:
                 return
             except OtherPurposeError:
                 continue  # the others come here too
-            except PeerError:
+            except TorchHooksError:
                 return  # the hook will get it if it needs the other ranks
 
     def leave(self, errors: list[BaseException]) -> None:
@@ -288,14 +288,15 @@ class Peers:
     def _why_not_to_wait(self) -> TorchHooksError | None:
         """Return why the gathering that the calling thread is in will never be complete; ``None`` if it may be.
 
-        If the training thread waits, a rank in a later run or at a later meeting has not taken part, and never will.
+        If the training thread waits, a rank in a later run, at a later meeting or out of its loop will never take part.
         """
         if self.failure is None and self._status >= FAILED:
             return PeerError(f"this rank failed: {self._reason}", self._ranks.rank, self._failed_in, self._reason)
         if self.failure is not None or threading.get_ident() != self._training_thread:
             return self.failure
         place = self._look()[1], self._arrival[0]
-        later = [(rank, row) for rank, row in enumerate(self._last_table) if (row.begun, row.meeting) > place]
+        rows = enumerate(self._last_table)
+        later = [(rank, row) for rank, row in rows if (row.begun, row.meeting) > place or row.status == LEFT]
         if not later:
             return None
         now = time.monotonic()
@@ -304,7 +305,8 @@ class Peers:
         if now < self._passed[1] + self._ranks.stuck_secs:
             return None  # this rank may just not have noticed yet that the gathering is complete
         rank, row = later[0]
-        where = f"is in run {row.begun} already" if row.begun > place[0] else f"{WHERE[row.kind]} after that run"
+        what = WHERE[CLOSE if row.status == LEFT else row.kind]
+        where = f"is in run {row.begun} already" if row.begun > place[0] else f"{what} after that run"
         return LifecycleError(
             f"rank {self._ranks.rank} waits in run {place[0]} for values of the other ranks{self._ranks.gathered_for}, "
             f"and rank {rank} {where}: call Ranks.gather, and request what needs every rank, on all ranks in the same "
@@ -528,7 +530,14 @@ class Peers:
     def _end_if_stuck(self, transport: Transport) -> None:
         """End the process if the training thread does not come back from a call that needs the rank that failed."""
         secs = self._ranks.stuck_secs
-        if self._failure_is_seen.wait(secs) or self._data_is_over or not threading.main_thread().is_alive():
+        if self._failure_is_seen.wait(secs) or not threading.main_thread().is_alive():
+            return
+        if self._data_is_over:  # the script may be saving or evaluating, which is not to be ended
+            logger.critical(
+                "%s. This rank has been in code between or after its runs for %g s since then. If that is a collective, "
+                "it waits until its own timeout",
+                *(self.failure, secs),
+            )
             return
         if transport.abort() and self._failure_is_seen.wait(secs):
             return
