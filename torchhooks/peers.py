@@ -534,8 +534,8 @@ class Peers:
             return
         if self._data_is_over:  # the script may be saving or evaluating, which is not to be ended
             logger.critical(
-                "%s. This rank has been in code between or after its runs for %g s since then. If that is a collective, "
-                "it waits until its own timeout",
+                "%s. This rank has been in code between or after its runs for %g s since then. In a collective, it "
+                "waits until the timeout of that",
                 *(self.failure, secs),
             )
             return
