@@ -63,7 +63,7 @@ class Hub:
         with self._changed:
             self.here.add(rank)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: len(self.here | self.killed) == self.size, 5.0)
+            self._changed.wait_for(lambda: len(self.here | self.killed | self.gone) == self.size, 5.0)
             return sorted(set(range(self.size)) - self.here)
 
     def kill(self, rank: int) -> None:
@@ -239,6 +239,8 @@ class Schedule:
     """Whether the epochs are items of an until_stop() too."""
     loop: str = "until_stop"
     period_secs: float | None = None
+    delayed: int | None = None
+    """The rank whose training thread is slow between two runs, as on a busy machine."""
     uses_body: bool = False
     """Whether the step is made in the body of ``loop.step()``."""
 
@@ -264,6 +266,7 @@ class Schedule:
             schedule.period_secs = rng.choice([0.0, 0.001, 0.01])
         schedule.uses_body = rng.random() < 0.5
         schedule.nested = rng.random() < 0.5
+        schedule.delayed = rng.randrange(schedule.size) if rng.random() < 0.2 else None
         return schedule
 
 
@@ -345,6 +348,8 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
     ranks = ThreadRanks(hub, rank, rng, tick_delay_secs, tick_secs=schedule.tick_secs, stuck_secs=HANG_SECS)
     result.calls, result.periodic = recorder.calls, periodic.steps
     with MonitoredLoop(step, hooks=hooks, ranks=ranks) as loop:
+        if schedule.delayed == rank:
+            _delay(loop)
         run: Callable[[], object] = run_body if schedule.uses_body else loop.run
         try:
             if asks_at and how == "thread":
@@ -361,6 +366,24 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
         finally:
             result.step = loop.global_step
     result.step, result.reason, result.position = loop.global_step, loop.stop_reason, recorder.position
+
+
+def _delay(loop: Any) -> None:
+    """Let the training thread sleep for some ticks where it is about to look at what the thread of the ticks found."""
+    peers = loop._peers
+    wait, end_run = peers._changed.wait, peers.end_run
+
+    def wait_longer() -> None:
+        wait()
+        peers._changed.release()
+        time.sleep(0.005)
+        peers._changed.acquire()
+
+    def end_run_later() -> None:
+        time.sleep(0.005)
+        end_run()
+
+    peers._changed.wait, peers.end_run = wait_longer, end_run_later
 
 
 def _items(schedule: Schedule, loop: MonitoredLoop[float], rank: int) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import random
 import signal
@@ -48,8 +49,12 @@ from torchhooks.agreement import (
     Promise,
     Row,
 )
-from torchhooks.log import logger
+from torchhooks.ending import Ending
+from torchhooks.log import logger, speak_as
+from torchhooks.peers import Peers
+from torchhooks.preemption import SignalWatch
 from torchhooks.ranks import ContactLostError, checked_ranks
+from torchhooks.schedule import Schedule as HookSchedule
 
 QUICK = {"tick_secs": 0.01}
 
@@ -138,6 +143,27 @@ def fast_switches() -> Iterator[None]:
 def test_random_schedules_end_the_same_on_all_ranks(first: int, fast_switches: None) -> None:
     ends = {check(Schedule.drawn(seed)) for seed in range(first, first + 50)}
     assert ends == {"stopped", "failed"}
+
+
+def test_a_hook_that_is_due_by_the_clock_is_called_on_all_ranks_however_slow_one_of_them_is(
+    fast_switches: None,
+) -> None:
+    for seed in range(20):  # of the random delays
+        asks = {1: (6, "before_run")}
+        schedule = Schedule(seed, tick_secs=0.0, items=12, asks=asks, period_secs=0.0, delayed=1)
+        assert check(schedule) == "stopped"
+
+
+def test_two_decisions_before_the_training_thread_looks_both_count() -> None:
+    ranks, hook = Ranks(), Periodic(math.inf)
+    ranks.size = 2
+    schedule = HookSchedule([hook], ranks)
+    schedule.start()
+    peers = Peers(ranks, schedule, Ending(SignalWatch([]), schedule.wake))
+    peers._handle(Decided(0, 2, ()), [], [])  # the hook is due in run 1
+    peers._handle(Decided(1, STOP, (0,)), [], ["asked", ""])
+    assert schedule.all_seats[0].due_run == 1
+    assert peers.is_stop_decided
 
 
 def test_a_stop_at_a_step_is_exact() -> None:
@@ -738,6 +764,7 @@ def test_a_loop_within_a_loop_leaves_the_log_as_it_was(
     monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]]
 ) -> None:
     monkeypatch.setattr(torchhooks.ranks, "_GlooTransport", lambda *_: None)
+    speak_as(0)
     outer, inner = Ranks(), Ranks()
     for ranks in (outer, inner):
         ranks.rank = 1

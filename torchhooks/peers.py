@@ -453,10 +453,10 @@ class Peers:
             return runs, runs, runs + self._is_at_meeting
         if number:
             return number - 1, number, number
-        if self._asked_in is not None:
-            return runs, runs, self._asked_in
         # The end of the last run of a round is over once this rank has done what was decided for it.
         ends = self._decision is not None and self._decision.last == runs
+        if self._asked_in is not None:
+            return runs - ends, runs, self._asked_in
         return runs - ends, runs + in_step, runs + 1
 
     def _ask_for_due(self) -> None:
@@ -475,6 +475,8 @@ class Peers:
         """Note ``event``; return whether it was the last one. The lock is held."""
         match event:
             case Decided(_, bits, askers):
+                if self._decision is not None:  # of the round before, whose end the training thread is about to notice
+                    self._apply(self._decision)
                 self._decision, self._promising = event, False
                 self._asked &= ~bits
                 if self._asked_in is not None and event.last > self._asked_in:
