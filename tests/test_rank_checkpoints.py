@@ -18,6 +18,7 @@ import torch.distributed
 from rank_processes import run_ranks
 from rank_threads import Hub, ThreadRanks, in_threads
 from rank_training import KillingDisk, train
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torchhooks.checkpoint
 from torchhooks import (
@@ -222,6 +223,40 @@ def test_buffers_belong_to_the_ranks_on_which_they_differ(
     saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
     assert list(saved["ranks"][0]["rank_buffers"]["model"]) == ["own"]
     assert in_threads(size, restore) == restored
+
+
+def norm_with_two_names() -> torch.nn.Module:
+    norm = torch.nn.BatchNorm1d(1)
+    return torch.nn.ModuleDict({"first": norm, "second": norm})
+
+
+def norm_in_a_wrapper() -> torch.nn.Module:
+    return torch.nn.Sequential(checkpoint_wrapper(torch.nn.Sequential(torch.nn.BatchNorm1d(1))))
+
+
+@pytest.mark.parametrize("make", [norm_with_two_names, norm_in_a_wrapper])
+def test_the_buffers_of_a_rank_are_found_in_any_module(tmp_path: Path, make: Callable[[], torch.nn.Module]) -> None:
+    def mean(module: torch.nn.Module) -> torch.Tensor:
+        return next(buffer for name, buffer in module.named_buffers() if name.endswith("running_mean"))
+
+    def main(ranks: ThreadRanks, hub: Hub) -> float:
+        module, after = make(), make()
+        mean(module).fill_(ranks.rank + 1)
+        Saver().save(Session(module, ranks=connected(ranks)), tmp_path / "model.ckpt", 3)
+        Saver().restore_latest(Session(after, ranks=ranks), tmp_path)
+        return mean(after).item()
+
+    assert in_threads(2, main) == [1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_buffer_is_that_of_the_chief(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        module = torch.nn.Linear(1, 1)
+        module.register_buffer("nested", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+        Saver().save(Session(module, ranks=connected(ranks)), tmp_path / "model.ckpt", 3)
+
+    assert in_threads(2, main) == [None, None]
 
 
 class AsksWhenTheOtherIsFurther(SessionRunHook):

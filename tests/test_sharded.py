@@ -38,7 +38,7 @@ from torchhooks.checkpoint import read_checkpoint
 from torchhooks.checkpoint_files import Disk, verify
 from torchhooks.gradients import Gradients
 from torchhooks.sharded import canonical, is_sharded, renamed
-from torchhooks.state import accumulated_gradients, load_gradients
+from torchhooks.state import accumulated_gradients, belongs_to_rank, load_gradients
 
 pytestmark = pytest.mark.fsdp2
 
@@ -486,6 +486,14 @@ def test_another_module_in_the_state_is_sharded_too(tmp_path: Path) -> None:
     after = make(0)
     Saver().restore_latest(after, tmp_path)
     assert after.state["average"].state_dict()["weight"].full_tensor().tolist() == [[2, 2]]
+
+
+def test_a_sharded_module_belongs_to_all_ranks() -> None:
+    module = torch.nn.Linear(2, 1)
+    module.per_rank = True  # type: ignore[assignment]
+    assert belongs_to_rank("it", module)
+    assert not belongs_to_rank("model", module)
+    assert not belongs_to_rank("it", distributed.fsdp.fully_shard(module))
 
 
 class Averages:

@@ -10,7 +10,8 @@ derives from these tables alone what happens, so all ranks come to the same resu
 Where a rank's data begin or end, and where it leaves the loop, it arrives at a *meeting* between two runs. A meeting is
 over once all ranks have arrived at it after the same number of runs. If one of them is in a later run, it will never
 arrive, and that is an error on all of them. A rank at a meeting promises the next run, so that no rank stops before the
-meeting while others stop at it: they would save different positions in the data.
+meeting while others stop at it: they would save different positions in the data. A stop that is decided before the
+meeting is over takes effect there.
 """
 
 from __future__ import annotations
@@ -239,8 +240,8 @@ class Agreement:
         self.meetings += 1
         leaver = next((rank for rank, row in enumerate(table) if row.kind == CLOSE), None)
         asked = self._phase == _SETTLED and bool(self.bits & STOP)
-        # Without data there is no further run, so a stop that was decided for a later one takes effect here.
-        self.stopped = leaver is not None or (asked and kinds == {END})
+        # All ranks are at the same place in their data, and a further run may never follow.
+        self.stopped = leaver is not None or asked
         if self.stopped:
             self._phase = _OPEN  # nothing is left to promise
         known = [row.value for row in table if row.value != UNKNOWN_LENGTH]

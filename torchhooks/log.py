@@ -77,19 +77,14 @@ def _remove_fallback() -> None:
 _rank = 0
 
 
-def speak_as(rank: int) -> int:
-    """Log as ``rank`` from now on: only warnings and errors, with the rank, unless it is 0, the chief.
-
-    Returns:
-        The rank that this process has logged as until now.
-    """
+def speak_as(rank: int) -> None:
+    """Log as ``rank`` from now on: only warnings and errors, with the rank, unless it is 0, the chief."""
     global _rank
-    before, _rank = _rank, rank
+    _rank = rank
     if rank:
         logger.addFilter(_is_worth_repeating)
     else:
         logger.removeFilter(_is_worth_repeating)
-    return before
 
 
 def _is_worth_repeating(record: logging.LogRecord) -> bool:

@@ -99,7 +99,7 @@ class Peers:
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed."""
         self._failure_is_seen = threading.Event()
-        self._passed = (-1, -1), 0.0  # the run and the meetings at which a gathering waits that another rank has passed
+        self._passed = -1, 0.0  # the gathering that waits for a rank that is further, and since when
         self._ticks = 0
         self._last_table: list[Row] = []
         self._over = threading.Event()  # there will be no further tick
@@ -280,6 +280,7 @@ class Peers:
         self._status = max(self._status, LEFT if self._stopped else FAILED)
         self._failure_is_seen.set()
         self._hurry.set()
+        self._ranks.disconnect()
 
     def _is_connected(self) -> bool:
         """Return whether the thread runs: not before :meth:`start`, and not in a forked process."""
@@ -294,14 +295,16 @@ class Peers:
             return PeerError(f"this rank failed: {self._reason}", self._ranks.rank, self._failed_in, self._reason)
         if self.failure is not None or threading.get_ident() != self._training_thread:
             return self.failure
+        if self._status == LEFT:  # after the loop, nothing tells where the other ranks are
+            return None
         place = self._look()[1], self._arrival[0]
-        rows = enumerate(self._last_table)
+        rows = [(rank, row) for rank, row in enumerate(self._last_table) if rank != self._ranks.rank]
         later = [(rank, row) for rank, row in rows if (row.begun, row.meeting) > place or row.status == LEFT]
         if not later:
             return None
         now = time.monotonic()
-        if self._passed[0] != place:
-            self._passed = place, now
+        if self._passed[0] != self._ranks.gatherings:
+            self._passed = self._ranks.gatherings, now
         if now < self._passed[1] + self._ranks.stuck_secs:
             return None  # this rank may just not have noticed yet that the gathering is complete
         rank, row = later[0]
@@ -536,8 +539,8 @@ class Peers:
             return
         if self._data_is_over:  # the script may be saving or evaluating, which is not to be ended
             logger.critical(
-                "%s. This rank has been in code between or after its runs for %g s since then. In a collective, it "
-                "waits until the timeout of that",
+                "%s. For %g s since then, this rank has been in code outside of its runs. If that is a collective, "
+                "it ends only with the timeout of its process group",
                 *(self.failure, secs),
             )
             return

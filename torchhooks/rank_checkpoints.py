@@ -108,7 +108,8 @@ def buffers_of_rank(session: SessionLike) -> dict[str, Any]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    special = tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided
+    if special or type(tensor) is not torch.Tensor:
         return ""  # not compared
     data = plain_tensor(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()

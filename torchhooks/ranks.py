@@ -6,6 +6,7 @@ The only module that knows ``torch.distributed``, including its private parts. I
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import ctypes
 import datetime
@@ -123,7 +124,8 @@ class Ranks:
         """On the chief, how far the ranks are in comparison; ``None`` elsewhere, and in a loop of one process."""
         self._transport: Transport | None = None
         self._saving: tuple[Transport, Ranks] | None = None
-        self._spoke_as = 0
+        self.gatherings = 0
+        """How many times :meth:`gather` was called with several ranks."""
         self.locate()
 
     def locate(self) -> None:
@@ -141,8 +143,10 @@ class Ranks:
     def may_have_dtensors(self) -> bool:
         """Whether a value may be a ``DTensor``, as under FSDP2, which one rank alone can use too."""
         distributed = sys.modules.get("torch.distributed")
-        one_has = "torch.distributed.tensor" in sys.modules and distributed is not None and distributed.is_initialized()
-        return self.size > 1 or one_has
+        if self.size > 1 or distributed is None or "torch.distributed.tensor" not in sys.modules:
+            return self.size > 1
+        # Not with ranks=False, where the other ranks take no part in making a tensor whole.
+        return bool(distributed.is_initialized() and distributed.get_world_size() == 1)
 
     @property
     def is_connected(self) -> bool:
@@ -165,6 +169,7 @@ class Ranks:
         """
         if self._transport is None:
             return [value]
+        self.gatherings += 1
         rows = self._transport.gather((purpose, value))
         for rank, (theirs, _) in enumerate(rows):
             if theirs != purpose:
@@ -205,12 +210,15 @@ class Ranks:
             LifecycleError: they did not all do so within ``join_secs``.
         """
         self._transport = _GlooTransport(self, failure)
-        self._spoke_as = speak_as(self.rank)
+        _connected.append(self)
+        speak_as(self.rank)
         return self._transport
 
     def disconnect(self) -> None:
-        """Called when the loop is closed: this process logs as before, which another loop may have changed."""
-        speak_as(self._spoke_as)
+        """Called when the loop is closed: this process logs as for the newest loop that is left, or like any other."""
+        if self in _connected:
+            _connected.remove(self)
+        speak_as(_connected[-1].rank if _connected else 0)
 
     def __repr__(self) -> str:
         return call_repr(
@@ -220,6 +228,10 @@ class Ranks:
             stuck_secs=self.stuck_secs,
             join_secs=self.join_secs,
         )
+
+
+_connected: list[Ranks] = []
+"""Those of the loops that are not closed, in the order in which they were created."""
 
 
 def checked_ranks(given: Any) -> Ranks:
@@ -246,7 +258,8 @@ def is_communication_error(error: BaseException) -> bool:
 
 def mark_as_told(error: BaseException) -> None:
     """Note that the other ranks know of ``error``, which therefore is no consequence of lost contact with them."""
-    setattr(error, _TOLD, True)
+    with contextlib.suppress(Exception):  # some classes forbid it
+        setattr(error, _TOLD, True)
 
 
 def end_process(reason: str) -> None:

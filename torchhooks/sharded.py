@@ -22,7 +22,7 @@ import torch
 from torchhooks.errors import CheckpointError, DamagedCheckpointError
 
 _METADATA = ".metadata"
-_WRAPPED = re.compile(r"^(module\.)+|_orig_mod\.")
+_WRAPPED = re.compile(r"^(module\.)+|_orig_mod\.|_checkpoint_wrapped_module\.")
 _PICKLED = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),

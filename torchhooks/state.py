@@ -15,8 +15,8 @@ A checkpoint is a dict with these entries:
 * ``"running_values"``: what running fetches have accumulated since their last reports (:mod:`torchhooks.running`);
 * ``"score"``, if one was passed to ``Saver.save``;
 * ``"ranks"``: with several ranks, what belongs to each of the others alone, from rank 1 on: its ``"random"``,
-  ``"position"`` and ``"gradients"``, the states of its hooks, and those of the loaders in ``session.state``. The other
-  entries are those of rank 0.
+  ``"position"`` and ``"gradients"``, the states of its hooks, those of the loaders in ``session.state``, and
+  ``"rank_buffers"``: its buffers that differ from those of rank 0. The other entries are those of rank 0.
 
 Checkpoints are always loaded with ``weights_only=True``, so that no file can run code. State that could not be loaded
 this way is refused when it is saved, with its name. It may consist of tensors, numbers, strings, bytes, ``None``, and
@@ -40,7 +40,15 @@ from torchhooks.log import logger
 from torchhooks.position import Position
 from torchhooks.randomness import random_states
 from torchhooks.ranks import Ranks
-from torchhooks.sharded import canonical, is_sharded, renamed, reshard, set_unreduced_gradients, unreduced_gradients
+from torchhooks.sharded import (
+    canonical,
+    is_sharded,
+    renamed,
+    reshard,
+    set_unreduced_gradients,
+    sharded_parts,
+    unreduced_gradients,
+)
 from torchhooks.stateful import Stateful, has_state
 from torchhooks.text import shortened, shown
 
@@ -120,12 +128,14 @@ def belongs_to_rank(name: str, part: object) -> bool:
     """Return whether each rank has a state of its own of the ``part`` called ``name``.
 
     A hook has, and so has anything that can be iterated, such as a loader or a sampler, but no module. All ranks
-    have the same state of any other object in ``session.state``, unless it has a true attribute ``per_rank``.
+    have the same state of any other object in ``session.state``, unless it has a true attribute ``per_rank``, and no
+    DTensors.
     """
     if name in ("model", "optimizer"):
         return False
-    iterable = isinstance(part, Iterable) and not isinstance(part, (torch.nn.Module, torch.optim.Optimizer))
-    return name.startswith(_HOOKS) or bool(getattr(part, "per_rank", iterable))
+    if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
+        return bool(getattr(part, "per_rank", False)) and not sharded_parts({name: part})
+    return name.startswith(_HOOKS) or bool(getattr(part, "per_rank", isinstance(part, Iterable)))
 
 
 def buffers(session: SessionLike) -> dict[str, dict[str, torch.Tensor]]:
@@ -133,9 +143,10 @@ def buffers(session: SessionLike) -> dict[str, dict[str, torch.Tensor]]:
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, part in parts_of(session).items():
         if isinstance(part, torch.nn.Module) and not belongs_to_rank(name, part):
-            names = {key for key, _ in part.named_buffers()}
-            own = {key: value for key, value in part.state_dict().items() if key in names} if names else {}
-            found[name] = {canonical(key): value for key, value in own.items() if not is_sharded(value)}
+            # Of a buffer with two names, both are loaded. A wrapper may leave its name out of the state.
+            names = {canonical(key) for key, _ in part.named_buffers(remove_duplicate=False)}
+            own = {canonical(key): value for key, value in part.state_dict().items()} if names else {}
+            found[name] = {key: value for key, value in own.items() if key in names and not is_sharded(value)}
     return found
 
 
