@@ -428,6 +428,7 @@ class InterruptedAt:
 
     def __enter__(self) -> None:
         self.before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at this only where tracing begins
         sys.settrace(self)
 
     def __exit__(self, *_: object) -> None:
