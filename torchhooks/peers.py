@@ -157,7 +157,7 @@ class Peers:
     def check(self) -> None:
         """Raise the PeerError if another rank has failed, and end the loop."""
         failure = self.failure
-        if failure is not None and not self._stopped:
+        if failure is not None and not self._agreement.stopped:  # then every rank has made the last run
             self._failure_is_seen.set()
             self._ending.fail(failure)
             raise failure
@@ -339,7 +339,7 @@ class Peers:
         self._waits_after = runs = self._schedule.runs
         self._hurry.set()
         try:
-            while self.failure is None:
+            while self.failure is None or self._agreement.stopped:
                 decision = self._decision
                 stops_here = False
                 if decision is not None and decision.last <= runs:
@@ -405,7 +405,7 @@ class Peers:
         with self._changed:
             self._over.set()
             self._changed.notify_all()
-        if self.failure is not None and not self._stopped:
+        if self.failure is not None and not self._agreement.stopped:
             self._end_if_stuck(transport)
 
     def _tick(self, transport: Transport) -> bool:
@@ -517,7 +517,7 @@ class Peers:
 
     def _lose(self, error: ContactLostError, transport: Transport) -> None:
         missing: list[int] = []
-        if not self._stopped:
+        if not self._agreement.stopped:
             missing = transport.missing()
             others = missing or [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
             if self._last_table and all(self._last_table[rank].status == LEFT for rank in others):
