@@ -16,7 +16,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+import torchhooks.ranks
 from torchhooks import SummaryWriterCache
+from torchhooks.log import speak_as
 from torchhooks.testing import FakeClock, log_lines
 
 settings.register_profile("torchhooks", derandomize=True, deadline=None)
@@ -70,6 +72,14 @@ def _no_stray_workers() -> Iterator[None]:
     yield
     if multiprocessing.active_children():
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _no_connected_ranks() -> Iterator[None]:
+    """Let the process log as the chief again, after a test that has connected ranks without a loop."""
+    yield
+    torchhooks.ranks._connected.clear()
+    speak_as(0)
 
 
 @pytest.fixture(autouse=True)
