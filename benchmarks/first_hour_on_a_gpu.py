@@ -57,8 +57,8 @@ from torchhooks import (
     list_checkpoints,
     summary,
 )
-from torchhooks.readback import MAX_BYTES, Readback
-from torchhooks.recovery import is_poisoned
+from torchhooks.device.readback import MAX_BYTES, Readback
+from torchhooks.loop.recovery import is_poisoned
 from torchhooks.testing import FakeDevice, RecordingWriter, sync_audit
 
 from common import RESULTS, describe, machine, table
@@ -90,7 +90,7 @@ def need_cuda(why: str = "needs a CUDA device") -> None:
 def keep_busy(cycles: int = BUSY) -> None:
     """Queue work that takes the device ``cycles``; nothing without a device."""
     if CUDA:
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's only way to keep a device busy
 
 
 def synchronize() -> None:
@@ -450,7 +450,7 @@ def compare(name: str, seen: dict[str, list[Any]], expected: dict[str, list[Any]
 LOST = """
 import sys, torch
 from torchhooks import MonitoredLoop
-from torchhooks.recovery import is_poisoned
+from torchhooks.loop.recovery import is_poisoned
 
 def step():
     index = torch.tensor([5], device="cuda")

@@ -87,7 +87,7 @@ def device_bound(training: Training, device: str) -> Training:
 
     def step(batch: Tensor) -> Tensor:
         if cycles:
-            torch.cuda._sleep(cycles)
+            torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's only way to keep a device busy
         else:
             time.sleep(DEVICE_SECS)
         return training.step(batch)
@@ -101,7 +101,7 @@ def cycles_of(secs: float) -> int:
     cycles = 10_000_000
     for _ in range(100):  # long enough for the clock rate to rise
         begin.record()
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's only way to keep a device busy
         end.record()
         end.synchronize()
     return int(cycles * secs / (begin.elapsed_time(end) / 1e3))

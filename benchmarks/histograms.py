@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 from torch.utils.tensorboard import SummaryWriter
 from torchhooks import MonitoredLoop, SummarySaverHook
-from torchhooks.summary import histogram
+from torchhooks.summary.operations import histogram
 
 from common import Budget, Rounds, describe, finish, machine, median_ratio, parser, table, take_turns
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from torchhooks import MonitoredLoop, Ranks
-from torchhooks.agreement import Agreement, Pace, Row
+from torchhooks.ranks.agreement import Agreement, Pace, Row
 
 from common import Budget, describe, finish, machine, parser, table, take_turns, us_per_run
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-import torchhooks.ranks
+import torchhooks.ranks.ranks
 from torchhooks import SummaryWriterCache
-from torchhooks.log import speak_as
+from torchhooks.common.log import speak_as
 from torchhooks.testing import FakeClock, log_lines
 
 settings.register_profile("torchhooks", derandomize=True, deadline=None)
@@ -78,7 +78,7 @@ def _no_stray_workers() -> Iterator[None]:
 def _no_connected_ranks() -> Iterator[None]:
     """Let the process log as the chief again, after a test that has connected ranks without a loop."""
     yield
-    torchhooks.ranks._connected.clear()
+    torchhooks.ranks.ranks._connected.clear()
     speak_as(0)
 
 

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 
-from rank_threads import Schedule, check
+from support.rank_threads import Schedule, check
 
 
 def main() -> None:

@@ -15,16 +15,15 @@ is, without what happens on errors:
         for hook in hooks: hook.after_run(context, values)
     for hook in hooks: hook.end(session)
 
-:mod:`torchhooks.hook` has the whole contract, :mod:`torchhooks.fetch` what a hook can ask for,
+:mod:`torchhooks.lifecycle.hook` has the whole contract, :mod:`torchhooks.fetches.fetch` what a hook can ask for,
 :mod:`torchhooks.testing` what the tests of a hook of one's own need.
 """
 
 import typing
 
 from torchhooks import summary
-from torchhooks.checkpoint import Saver, best_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
-from torchhooks.coordinator import Coordinator, LooperThread
-from torchhooks.errors import (
+from torchhooks.checkpoints.saver import Saver, best_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
+from torchhooks.common.errors import (
     AbortedError,
     CheckpointError,
     DamagedCheckpointError,
@@ -36,14 +35,11 @@ from torchhooks.errors import (
     PeerError,
     TorchHooksError,
 )
-from torchhooks.hook import (
-    RunMetadata,
-    RunOptions,
-    SessionRunArgs,
-    SessionRunContext,
-    SessionRunHook,
-    SessionRunValues,
-)
+from torchhooks.common.stateful import Stateful
+from torchhooks.common.timers import Due, EverySteps, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.fetches.accumulated import running_max, running_mean, running_sum
+from torchhooks.fetches.norms import grad_norm, param_norm
+from torchhooks.fetches.over_ranks import over_ranks
 from torchhooks.hooks.best import BestCheckpointHook
 from torchhooks.hooks.calling import CallFnHook
 from torchhooks.hooks.counting import StepCounterHook
@@ -60,17 +56,21 @@ from torchhooks.hooks.progress_bar import ProgressBarHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
-from torchhooks.jsonl import JsonLinesWriter
-from torchhooks.loop import MonitoredLoop, StepContext
-from torchhooks.norms import grad_norm, param_norm
-from torchhooks.ranks import Ranks
-from torchhooks.reduction import over_ranks
-from torchhooks.running import running_max, running_mean, running_sum
-from torchhooks.session import Scaffold, Session
-from torchhooks.stateful import Stateful
-from torchhooks.summary import SummaryWriter, SummaryWriterCache
-from torchhooks.timer import Due, EverySteps, NeverTriggerTimer, SecondOrStepTimer
-from torchhooks.trackers import MlflowWriter, WandbWriter
+from torchhooks.lifecycle.coordinator import Coordinator, LooperThread
+from torchhooks.lifecycle.hook import (
+    RunMetadata,
+    RunOptions,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+)
+from torchhooks.lifecycle.session import Scaffold, Session
+from torchhooks.loop.monitored_loop import MonitoredLoop, StepContext
+from torchhooks.ranks.ranks import Ranks
+from torchhooks.summary.json_lines import JsonLinesWriter
+from torchhooks.summary.operations import SummaryWriter, SummaryWriterCache
+from torchhooks.summary.trackers import MlflowWriter, WandbWriter
 from torchhooks.training import MonitoredTrainingLoop
 
 if typing.TYPE_CHECKING:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from torchhooks.checkpoint import list_checkpoints, read_checkpoint
-from torchhooks.checkpoint_files import Checkpoint, read_seal, verify
-from torchhooks.errors import CheckpointError, DamagedCheckpointError
-from torchhooks.log import show_lines
-from torchhooks.manifest import has_manifest
-from torchhooks.sharded import canonical
+from torchhooks.checkpoints.files import Checkpoint, read_seal, verify
+from torchhooks.checkpoints.manifest import has_manifest
+from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
+from torchhooks.checkpoints.sharded import canonical
+from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
+from torchhooks.common.log import show_lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from typing_extensions import TypeVar
 
-from torchhooks.arguments import check_hook_states, check_hooks
-from torchhooks.checkpoint_files import Seals, list_again
-from torchhooks.checks import seconds
-from torchhooks.errors import CheckpointError, add_note
-from torchhooks.hook import SessionRunHook
+from torchhooks.checkpoints.files import Seals, list_again
+from torchhooks.common.checks import seconds
+from torchhooks.common.errors import CheckpointError, add_note
+from torchhooks.common.log import logger, show_lines
+from torchhooks.common.stateful import Stateful, has_state
+from torchhooks.common.timers import SecondOrStepTimer
 from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.saving import CheckpointSaverHook, SummarySaverHook
-from torchhooks.log import logger, show_lines
-from torchhooks.loop import MonitoredLoop
-from torchhooks.ranks import checked_ranks
-from torchhooks.session import Scaffold
-from torchhooks.stateful import Stateful, has_state
-from torchhooks.timer import SecondOrStepTimer
+from torchhooks.lifecycle.hook import SessionRunHook
+from torchhooks.lifecycle.session import Scaffold
+from torchhooks.loop.arguments import check_hook_states, check_hooks
+from torchhooks.loop.monitored_loop import MonitoredLoop
+from torchhooks.ranks.ranks import checked_ranks
 
 R = TypeVar("R", default=Any)
 

@@ -1,1 +1,4 @@
-"""The built-in hooks, grouped by purpose."""
+"""The standard hooks, one file for each theme.
+
+Read ``stopping`` first, which has the smallest. Hooks know the session, and never the loop.
+"""

@@ -9,18 +9,18 @@ import threading
 import weakref
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from torchhooks.checkpoint import Saver, scored_checkpoints
-from torchhooks.checks import folder, whole_number
-from torchhooks.coordinator import Coordinator
-from torchhooks.errors import FetchError
-from torchhooks.evaluating import IfDue, Undisturbed
-from torchhooks.fetch import describe
-from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
-from torchhooks.log import logger
-from torchhooks.readback import to_host
-from torchhooks.session import Session
-from torchhooks.text import call_repr
-from torchhooks.timer import NOW, Due, GivenTimer, hook_timer
+from torchhooks.checkpoints.saver import Saver, scored_checkpoints
+from torchhooks.common.checks import folder, whole_number
+from torchhooks.common.errors import FetchError
+from torchhooks.common.log import logger
+from torchhooks.common.text import call_repr
+from torchhooks.common.timers import NOW, Due, GivenTimer, hook_timer
+from torchhooks.device.readback import to_host
+from torchhooks.fetches.fetch import describe
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.evaluating import IfDue, Undisturbed
+from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.session import Session
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 

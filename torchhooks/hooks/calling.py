@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from torchhooks.coordinator import Coordinator
-from torchhooks.evaluating import IfDue
-from torchhooks.fetch import closure_parameters, describe
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from torchhooks.readback import to_host
-from torchhooks.session import Session
-from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer
+from torchhooks.common.text import call_repr, shown
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer
+from torchhooks.device.readback import to_host
+from torchhooks.fetches.fetch import closure_parameters, describe
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.evaluating import IfDue
+from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lifecycle.session import Session
 
 
 class _Arguments:

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchhooks import summary
-from torchhooks.coordinator import Coordinator
-from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
-from torchhooks.log import logger
-from torchhooks.readback import Elapsed, Moment
-from torchhooks.session import Session
-from torchhooks.text import call_repr, shown
-from torchhooks.throughput import (
+from torchhooks.common.log import logger
+from torchhooks.common.text import call_repr, shown
+from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, hook_timer
+from torchhooks.device.readback import Elapsed, Moment
+from torchhooks.hooks.throughput import (
     DEVICE_MEMORY,
     FLOPS_RATE,
     HOST_MEMORY,
@@ -30,8 +27,11 @@ from torchhooks.throughput import (
     memory,
     positive_number,
 )
-from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer
-from torchhooks.writers import WriterTarget
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.session import Session
+from torchhooks.summary import operations as summary
+from torchhooks.summary.writers import WriterTarget
 
 _STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE = "global_step/sec", "examples/sec", "waiting_for_data"
 _TAGS = (_STEPS_RATE, _EXAMPLES_RATE, _WAITING_SHARE, TOKENS_RATE, FLOPS_RATE, MFU, DEVICE_MEMORY, HOST_MEMORY)

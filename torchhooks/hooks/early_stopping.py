@@ -7,16 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torchhooks.checks import whole_number
-from torchhooks.coordinator import Coordinator
-from torchhooks.evaluating import IfDue
-from torchhooks.fetch import describe
-from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
-from torchhooks.log import logger
-from torchhooks.reduction import Evaluated
-from torchhooks.session import Session
-from torchhooks.text import call_repr, shown
-from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, hook_timer, is_by_clock
+from torchhooks.common.checks import whole_number
+from torchhooks.common.log import logger
+from torchhooks.common.text import call_repr, shown
+from torchhooks.common.timers import NOW, Due, EverySteps, GivenTimer, hook_timer, is_by_clock
+from torchhooks.fetches.fetch import describe
+from torchhooks.fetches.over_ranks import Evaluated
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.evaluating import IfDue
+from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.session import Session
 
 
 class _StopByMetric(ReportingHook):

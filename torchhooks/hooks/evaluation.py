@@ -8,19 +8,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from torchhooks import summary
-from torchhooks.coordinator import Coordinator
-from torchhooks.errors import FetchError, LifecycleError
-from torchhooks.evaluating import IfDue, Undisturbed
-from torchhooks.fetch import ComposedFetch, describe, leaves
-from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
-from torchhooks.lines import printable, tagged_line
-from torchhooks.log import logger
-from torchhooks.readback import is_remote, to_host
-from torchhooks.session import Session
-from torchhooks.text import call_repr, did_you_mean, shortened, shown
-from torchhooks.timer import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer, is_by_clock
-from torchhooks.writers import WriterTarget
+from torchhooks.common.errors import FetchError, LifecycleError
+from torchhooks.common.log import logger
+from torchhooks.common.text import call_repr, did_you_mean, shortened, shown
+from torchhooks.common.timers import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer, is_by_clock
+from torchhooks.device.readback import is_remote, to_host
+from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.evaluating import IfDue, Undisturbed
+from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.session import Session
+from torchhooks.summary import operations as summary
+from torchhooks.summary.lines import printable, tagged_line
+from torchhooks.summary.writers import WriterTarget
 
 
 class _Result(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook
-from torchhooks.text import call_repr, shown
+from torchhooks.common.text import call_repr, shown
+from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook
 
 
 class FeedFnHook(SessionRunHook):

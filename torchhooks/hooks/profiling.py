@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchhooks.checks import folder, whole_number
-from torchhooks.coordinator import Coordinator
-from torchhooks.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
-from torchhooks.log import logger
-from torchhooks.session import Session
-from torchhooks.text import call_repr
-from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer
+from torchhooks.common.checks import folder, whole_number
+from torchhooks.common.log import logger
+from torchhooks.common.text import call_repr
+from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, hook_timer
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.session import Session
 
 _FLOW_PHASES = ("s", "t", "f")  # the start, the steps and the end of an arrow, in the format of Chrome's traces
 
@@ -104,7 +104,7 @@ class ProfilerHook(ReportingHook):
             return None
         if not self._timer.should_trigger_for_step(self._next_step if self._guesses_step else step + 1):
             return None
-        running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - torch's only way to ask
         if running or any(self._in_use.values()) or (self._runs > 1 and self._in_use):
             self._was_in_use = True
             return None

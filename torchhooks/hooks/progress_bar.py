@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchhooks.checks import period, whole_number
-from torchhooks.coordinator import Coordinator
-from torchhooks.fetch import map_leaves
-from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
-from torchhooks.lines import by_tag, printable
-from torchhooks.log import logger
-from torchhooks.ranks import Ranks
-from torchhooks.readback import Elapsed, Moment
-from torchhooks.session import Session
-from torchhooks.text import call_repr
-from torchhooks.timer import NEVER, Due, SecondOrStepTimer
+from torchhooks.common.checks import period, whole_number
+from torchhooks.common.log import logger
+from torchhooks.common.text import call_repr
+from torchhooks.common.timers import NEVER, Due, SecondOrStepTimer
+from torchhooks.common.trees import map_leaves
+from torchhooks.device.readback import Elapsed, Moment
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.session import Session
+from torchhooks.ranks.ranks import Ranks
+from torchhooks.summary.lines import by_tag, printable
 
 _REFRESH_SECS = 0.1
 _SAMPLES = 50

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from torchhooks.coordinator import Coordinator
-from torchhooks.evaluating import IfDue
-from torchhooks.fetch import check_feed_names, map_leaves, watched_names
-from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from torchhooks.lines import by_tag, printable, tagged_line
-from torchhooks.log import logger
-from torchhooks.readback import to_host
-from torchhooks.session import Session
-from torchhooks.text import call_repr, shown
-from torchhooks.timer import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer, is_by_clock
+from torchhooks.common.log import logger
+from torchhooks.common.text import call_repr, shown
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer, is_by_clock
+from torchhooks.common.trees import map_leaves
+from torchhooks.device.readback import to_host
+from torchhooks.fetches.fetch import check_feed_names, watched_names
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.evaluating import IfDue
+from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lifecycle.session import Session
+from torchhooks.summary.lines import by_tag, printable, tagged_line
 
 
 class LoggingTensorHook(ReportingHook):

@@ -8,20 +8,20 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from torchhooks import summary
-from torchhooks.changes import StateMark
-from torchhooks.checkpoint_files import is_checkpoint_name
-from torchhooks.checks import folder
-from torchhooks.coordinator import Coordinator
-from torchhooks.errors import brief
-from torchhooks.evaluating import IfDue
-from torchhooks.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues, WritingHook
-from torchhooks.log import logger
-from torchhooks.session import Refusal, Scaffold, Session
-from torchhooks.stateful import Stateful
-from torchhooks.text import call_repr, shortened
-from torchhooks.timer import NEVER, NOW, Due, GivenTimer, hook_timer, is_by_clock
-from torchhooks.writers import WriterTarget
+from torchhooks.checkpoints.changes import StateMark
+from torchhooks.checkpoints.files import is_checkpoint_name
+from torchhooks.common.checks import folder
+from torchhooks.common.errors import brief
+from torchhooks.common.log import logger
+from torchhooks.common.stateful import Stateful
+from torchhooks.common.text import call_repr, shortened
+from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, hook_timer, is_by_clock
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.evaluating import IfDue
+from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues, WritingHook
+from torchhooks.lifecycle.session import Refusal, Scaffold, Session
+from torchhooks.summary import operations as summary
+from torchhooks.summary.writers import WriterTarget
 
 
 class SummarySaverHook(ReportingHook):

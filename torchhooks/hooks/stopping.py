@@ -12,25 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchhooks.checks import whole_number
-from torchhooks.coordinator import Coordinator
-from torchhooks.errors import LifecycleError, NanLossDuringTrainingError
-from torchhooks.fetch import (
-    ComposedFetch,
-    as_snapshot,
-    copied,
-    describe,
-    is_snapshot,
-    leaves,
-    named_outputs,
-    watched_names,
-)
-from torchhooks.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from torchhooks.log import logger
-from torchhooks.readback import Arrival, copiers, is_remote, to_host
-from torchhooks.session import Refusal, Session
-from torchhooks.text import call_repr, shown
-from torchhooks.timer import NEVER, Due
+from torchhooks.common.checks import whole_number
+from torchhooks.common.errors import LifecycleError, NanLossDuringTrainingError
+from torchhooks.common.log import logger
+from torchhooks.common.text import call_repr, shown
+from torchhooks.common.timers import NEVER, Due
+from torchhooks.common.trees import as_snapshot, copied, is_snapshot
+from torchhooks.device.readback import Arrival, copiers, is_remote, to_host
+from torchhooks.fetches.fetch import ComposedFetch, describe, leaves, named_outputs, watched_names
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lifecycle.session import Refusal, Session
 
 _POLL_SECS = 0.1
 

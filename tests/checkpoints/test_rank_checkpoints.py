@@ -1,0 +1,898 @@
+"""Checkpoints of several ranks: whole on all of them or not there, and restored on any number of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed
+from support import paths
+from support.paths import ROOT
+from support.rank_processes import run_ranks
+from support.rank_threads import Hub, ThreadRanks, in_threads
+from support.rank_training import KillingDisk, train
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import torchhooks.checkpoints.saver
+from torchhooks import (
+    BestCheckpointHook,
+    CheckpointError,
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+    GlobalStepWaiterHook,
+    LifecycleError,
+    MonitoredLoop,
+    PeerError,
+    Ranks,
+    Saver,
+    Session,
+    SessionRunHook,
+    StopAtStepHook,
+    list_checkpoints,
+)
+from torchhooks.checkpoints.per_rank import read_for_all, together
+from torchhooks.common.files import Disk
+from torchhooks.testing import log_lines
+
+QUICK = {"tick_secs": 0.01}
+
+
+# -- ranks that are threads, which share the random states of their process -------------------------------------------
+
+
+class Counter:
+    """A loader with a position of its own, which differs between ranks."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number = state["number"]
+
+
+class Shared(Counter):
+    """An object of which every rank has the same state."""
+
+    __iter__: Any = None
+
+
+class PerRank(Shared):
+    per_rank = True
+
+
+class HookWithState(SessionRunHook):
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def make_session(ranks: Any, number: int = 0) -> Session:
+    """Return a session in which everything is filled with ``number``."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(model.weight, number)
+    state = {"shared": Shared(number), "loader": Counter(number), "own": PerRank(number)}
+    return Session(model, state=state, hooks={"hook": HookWithState(number)}, ranks=ranks)
+
+
+def numbers(session: Session) -> list[float]:
+    model, hook = session.model, session.hooks["hook"]
+    assert isinstance(model, torch.nn.Linear)
+    return [model.weight[0, 0].item(), *(part.number for part in (*session.state.values(), hook))]  # type: ignore[attr-defined]
+
+
+def connected(ranks: ThreadRanks) -> ThreadRanks:
+    ranks.connect(lambda: None)
+    return ranks
+
+
+def save_on(size: int, folder: Path, **options: Any) -> list[Any]:
+    def main(ranks: ThreadRanks, hub: Hub) -> str:
+        session = make_session(connected(ranks), ranks.rank + 1)
+        saver = Saver(**options)
+        path = saver.save(session, folder / "model.ckpt", 3)
+        saver.wait_for_all(session)
+        saver.close()
+        return path
+
+    return in_threads(size, main)
+
+
+def restore_on(size: int, folder: Path, **options: Any) -> list[Any]:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[float]:
+        session = make_session(connected(ranks))
+        assert Saver(**options).restore_latest(session, folder) is not None
+        return numbers(session)
+
+    return in_threads(size, main)
+
+
+def test_a_hook_that_fails_at_the_end_on_one_rank_prevents_no_checkpoint(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        def metric() -> float:
+            if ranks.rank and loop.global_step == 3:
+                raise OSError("no validation data")
+            return loop.global_step
+
+        best = BestCheckpointHook(tmp_path / f"best on {ranks.rank}", metric, save_steps=2, mode="max")
+        hooks = [best, CheckpointSaverHook(tmp_path, save_steps=100)]
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for _ in loop.until_stop(range(3)):
+                loop.run()
+
+    chief, other = in_threads(2, main)
+    assert repr(other) == "OSError('no validation data')"
+    assert isinstance(chief, LifecycleError)
+    assert str(chief).startswith(
+        "rank 0 gathers values for the best checkpoint, and rank 1 for the end of the next hook"
+    )
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 3]
+
+
+def test_a_rank_that_fails_after_the_last_run_does_not_let_the_others_wait_forever(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        hooks = [StopAtStepHook(2), CheckpointSaverHook(tmp_path, save_steps=100)]
+        try:
+            with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+                for _ in loop.until_stop(range(3)):
+                    loop.run()
+                    if ranks.rank and loop.global_step == 2:
+                        raise OSError("in the body")
+        finally:
+            if not ranks.rank:
+                ended.set()
+            assert ended.wait(30)  # the process of the rank that failed goes on
+
+    ended = threading.Event()
+    chief, other = in_threads(2, main, stuck_secs=0.2)
+    assert repr(other) == "OSError('in the body')"
+    assert isinstance(chief, LifecycleError)
+    assert "rank 0 waits in run 2 for values of the other ranks, and rank 1 left the loop after that run" in str(chief)
+
+
+def test_the_rank_whose_state_cannot_be_saved_is_named_whatever_its_error(tmp_path: Path) -> None:
+    class Broken(Shared):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("sizes do not match")  # the class of errors that torch raises if a rank is gone
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        hooks = [CheckpointSaverHook(tmp_path, save_steps=100)]
+        MonitoredLoop(lambda: None, hooks=hooks, state={"it": Broken()}, checkpoint_dir=tmp_path, ranks=ranks).close()
+
+    chief, other = in_threads(2, main)
+    assert repr(chief) == "RuntimeError('sizes do not match')"
+    assert "on rank 0: RuntimeError: sizes do not match" in str(other)
+
+
+class Statistics(torch.nn.Module):
+    """A module of which each rank has its own."""
+
+    per_rank = True
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.register_buffer("number", torch.tensor(number))
+
+
+def session_with_buffers(ranks: Any, number: int = 0) -> tuple[Session, Callable[[], list[int]]]:
+    """Return a session, and a function that returns the numbers in its buffers: the first is the same on all ranks."""
+    model, statistics = torch.nn.Linear(1, 1), Statistics(number + 20)
+    model.register_buffer("equal", torch.tensor(7 if number else 0))
+    model.register_buffer("own", torch.tensor(number))
+    model.register_buffer("not saved", torch.tensor(number), persistent=False)
+    buffers: Any = (*model.buffers(), *statistics.buffers())
+    session = Session(model, state={"statistics": statistics}, ranks=ranks)
+    return session, lambda: [buffer.item() for buffer in buffers]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    ("size", "restored"), [(2, [[7, 1, 0, 21], [7, 2, 0, 22]]), (1, [[7, 1, 0, 20]]), (3, [[7, 1, 0, 20]] * 3)]
+)
+def test_buffers_belong_to_the_ranks_on_which_they_differ(
+    tmp_path: Path, async_save: bool, size: int, restored: list[list[int]]
+) -> None:
+    def save(ranks: ThreadRanks, hub: Hub) -> None:
+        saver = Saver(async_save=async_save)
+        saver.save(session_with_buffers(connected(ranks), ranks.rank + 1)[0], tmp_path / "model.ckpt", 3)
+        saver.close()
+
+    def restore(ranks: ThreadRanks, hub: Hub) -> list[int]:
+        session, numbers = session_with_buffers(connected(ranks))
+        assert Saver().restore_latest(session, tmp_path) is not None
+        return numbers()
+
+    assert in_threads(2, save) == [None, None]
+    saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
+    assert list(saved["ranks"][0]["rank_buffers"]["model"]) == ["own"]
+    assert in_threads(size, restore) == restored
+
+
+def norm_with_two_names() -> torch.nn.Module:
+    norm = torch.nn.BatchNorm1d(1)
+    return torch.nn.ModuleDict({"first": norm, "second": norm})
+
+
+def norm_in_a_wrapper() -> torch.nn.Module:
+    return torch.nn.Sequential(checkpoint_wrapper(torch.nn.Sequential(torch.nn.BatchNorm1d(1))))
+
+
+@pytest.mark.parametrize("make", [norm_with_two_names, norm_in_a_wrapper])
+def test_the_buffers_of_a_rank_are_found_in_any_module(tmp_path: Path, make: Callable[[], torch.nn.Module]) -> None:
+    def mean(module: torch.nn.Module) -> torch.Tensor:
+        return next(buffer for name, buffer in module.named_buffers() if name.endswith("running_mean"))
+
+    def main(ranks: ThreadRanks, hub: Hub) -> float:
+        module, after = make(), make()
+        mean(module).fill_(ranks.rank + 1)
+        Saver().save(Session(module, ranks=connected(ranks)), tmp_path / "model.ckpt", 3)
+        Saver().restore_latest(Session(after, ranks=ranks), tmp_path)
+        return mean(after).item()
+
+    assert in_threads(2, main) == [1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_buffer_is_that_of_the_chief(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        module = torch.nn.Linear(1, 1)
+        module.register_buffer("nested", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
+        Saver().save(Session(module, ranks=connected(ranks)), tmp_path / "model.ckpt", 3)
+
+    assert in_threads(2, main) == [None, None]
+
+
+class AsksWhenTheOtherIsFurther(SessionRunHook):
+    """Requests a stop in run 6 once the other rank is on its way to the next epoch."""
+
+    def __init__(self, next_epoch: threading.Event) -> None:
+        self._next_epoch = next_epoch
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        if run_context.session.global_step == 6:
+            assert self._next_epoch.wait(30)
+            run_context.request_stop("asked")
+
+
+@pytest.mark.parametrize("epochs", [2, 3], ids=["in the last epoch", "in the second epoch of three"])
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_stop_in_the_last_run_of_an_epoch_is_resumed(tmp_path: Path, asks: int, sized: bool, epochs: int) -> None:
+    def main(ranks: ThreadRanks, hub: Hub, epochs: int, first: bool) -> list[tuple[int, int]]:
+        hooks: list[SessionRunHook] = [CheckpointSaverHook(tmp_path, save_steps=100)]
+        hooks += [AsksWhenTheOtherIsFurther(next_epoch)] if first and ranks.rank == asks else []
+        seen = []
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for epoch in loop.until_stop(range(epochs)):
+                for item in loop.until_stop([0, 1, 2] if sized else iter([0, 1, 2])):
+                    loop.run()
+                    seen.append((epoch, item))
+                    if ranks.rank != asks and loop.global_step == 6:
+                        next_epoch.set()
+        return seen
+
+    next_epoch = threading.Event()
+    before = in_threads(2, lambda ranks, hub: main(ranks, hub, epochs, True))
+    after = in_threads(2, lambda ranks, hub: main(ranks, hub, 4, False))
+    whole = [(epoch, item) for epoch in range(4) for item in range(3)]
+    assert [begin + end for begin, end in zip(before, after, strict=True)] == [whole] * 2
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_chief_writes_one_file_for_all(tmp_path: Path, async_save: bool) -> None:
+    assert save_on(3, tmp_path, async_save=async_save) == [str(tmp_path / "model.ckpt-3")] * 3
+    assert [each.name for each in list_checkpoints(tmp_path)] == ["model.ckpt-3"]
+    saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
+    assert saved["model"]["weight"].tolist() == [[1, 1]]
+    assert [sorted(part) for part in saved["ranks"]] == [["hooks.hook", "loader", "own", "random"]] * 2
+
+
+def test_each_rank_gets_back_what_is_its_own(tmp_path: Path) -> None:
+    save_on(3, tmp_path)
+    # The model and the shared object of the chief, and the loader, the object and the hook of each rank.
+    assert restore_on(3, tmp_path) == [[1, 1, 1, 1, 1], [1, 1, 2, 2, 2], [1, 1, 3, 3, 3]]
+
+
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(2, 3), (3, 2), (1, 2)])
+def test_another_number_of_ranks_restores_what_all_have_in_common(
+    tmp_path: Path, saved_by: int, restored_by: int, lines: list[tuple[str, str]]
+) -> None:
+    save_on(saved_by, tmp_path)
+    assert restore_on(restored_by, tmp_path) == [[1, 1, 0, 0, 0]] * restored_by
+    by = "1 process" if saved_by == 1 else f"{saved_by} ranks"
+    assert [text for level, text in lines if level == "WARNING"] == [
+        f"{tmp_path}/model.ckpt-3 was saved by {by} and is restored by {restored_by} ranks: random states, gradients, "
+        "the position in the data, and the states of hooks and loaders start as the script set them"
+    ]
+
+
+def test_one_process_restores_what_all_ranks_have_in_common(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    save_on(2, tmp_path)
+    session, before = make_session(None), torch.get_rng_state()
+    Saver().restore_latest(session, tmp_path)
+    assert numbers(session) == [1, 1, 0, 0, 0]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "was saved by 2 ranks and is restored by 1 process" in lines[-1][1]
+
+
+def test_one_process_restores_its_own_checkpoint_whole(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    Saver().save(make_session(None, 5), tmp_path / "model.ckpt", 1)
+    session = make_session(None)
+    Saver().restore_latest(session, tmp_path)
+    assert numbers(session) == [5] * 5
+    assert lines == []
+
+
+class FullDisk(Disk):
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_on_the_chief_raises_on_all(tmp_path: Path, async_save: bool) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        saver = Saver(async_save=async_save)
+        saver.disk = FullDisk()
+        session = make_session(connected(ranks))
+        saver.save(session, tmp_path / "model.ckpt", 3)
+        saver.wait_for_all(session)
+
+    chief, other = in_threads(2, main)
+    message = f"{tmp_path}/model.ckpt-3 was not written: No space left on device. Free some space, or keep fewer with "
+    assert isinstance(chief, CheckpointError)
+    assert isinstance(other, CheckpointError)
+    assert str(chief) == f"{message}max_to_keep."
+    assert str(other) == f"on rank 0: {message}max_to_keep."
+    assert list_checkpoints(tmp_path) == []
+
+
+class FullOnce(Disk):
+    """A disk on which there is no space for the first checkpoint."""
+
+    full = True
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        super().write(file, data)
+
+    def remove(self, path: str) -> None:
+        self.full = False
+        super().remove(path)
+
+
+def test_a_failed_write_in_the_background_raises_on_all_in_the_next_save(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        saver, session = Saver(async_save=True), make_session(connected(ranks))
+        saver.disk = FullOnce()
+        saver.save(session, tmp_path / "model.ckpt", 3)
+        try:
+            saver.save(session, tmp_path / "model.ckpt", 4)
+        finally:
+            saver.close()
+
+    assert all("model.ckpt-3 was not written" in str(error) for error in in_threads(2, main))
+    assert [each.step for each in list_checkpoints(tmp_path)] == [4]
+
+
+class Unsaveable(Counter):
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no state")
+
+
+def test_a_state_that_one_rank_cannot_save_raises_on_all(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        session = make_session(connected(ranks))
+        if ranks.rank == 1:
+            session.state["loader"] = Unsaveable()  # type: ignore[index]
+        Saver().save(session, tmp_path / "model.ckpt", 3)
+
+    chief, other = in_threads(2, main)
+    assert (str(chief), repr(other)) == ("on rank 1: ValueError: no state", "ValueError('no state')")
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_state_that_one_rank_cannot_load_is_put_back_on_all(tmp_path: Path) -> None:
+    class Unloadable(Counter):
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            raise ValueError("no")
+
+    def main(ranks: ThreadRanks, hub: Hub) -> list[float] | str:
+        session = make_session(connected(ranks))
+        if ranks.rank == 1:
+            session.state["own"] = Unloadable()  # type: ignore[index]
+            session.state["own"].per_rank = True  # type: ignore[attr-defined]
+        try:
+            Saver().restore_latest(session, tmp_path)
+        except (CheckpointError, ValueError) as error:
+            assert numbers(session) == [0] * 5
+            return str(error)
+        return numbers(session)
+
+    save_on(2, tmp_path)
+    assert in_threads(2, main) == ["on rank 1: ValueError: no", "no"]
+
+
+def test_a_damaged_checkpoint_is_skipped_by_all(tmp_path: Path) -> None:
+    save_on(2, tmp_path)
+    newest = tmp_path / "model.ckpt-9"
+    Saver().save(make_session(None, 9), tmp_path / "model.ckpt", 9)
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    with log_lines():
+        assert restore_on(2, tmp_path) == [[1] * 5, [1, 1, 2, 2, 2]]
+
+
+def test_a_checkpoint_that_is_asked_for_and_damaged_raises_on_all(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        Saver().restore(make_session(connected(ranks)), tmp_path / "model.ckpt-3")
+
+    names = [type(error).__name__ for error in in_threads(2, main)]
+    assert names == ["DamagedCheckpointError"] * 2
+
+
+def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
+    read: Any = vars(torchhooks.checkpoints.saver)["load_file"]
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        path = str(tmp_path / "model.ckpt-3")
+        session = make_session(connected(ranks))
+        read_for_all(session, lambda: (path, {}), lambda path: read(f"{path} elsewhere"))
+
+    chief, other = in_threads(2, main)
+    message = (
+        f"{tmp_path}/model.ckpt-3 elsewhere cannot be read: No such file or directory. With several ranks, all of "
+    )
+    assert str(other) == f"{message}them have to see its folder."
+    assert str(chief) == f"on rank 1: {other}"
+
+
+def test_all_ranks_start_at_0_where_there_is_no_checkpoint(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> str | None:
+        return Saver().restore_latest(make_session(connected(ranks)), tmp_path)
+
+    assert in_threads(2, main) == [None, None]
+
+
+def test_an_error_of_another_rank_is_not_hidden_by_an_outcome() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        def call() -> None:
+            raise PeerError("rank 1 failed", 1)
+
+        together(connected(ranks), call)
+
+    assert [type(error) for error in in_threads(2, main)] == [PeerError] * 2
+
+
+def test_a_session_without_a_loop_saves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    ranks.rank, ranks.size = 1, 2
+    Saver().save(make_session(ranks, 4), tmp_path / "model.ckpt", 1)
+    assert torch.load(tmp_path / "model.ckpt-1", weights_only=True)["model"]["weight"].tolist() == [[4, 4]]
+
+
+# -- loops ----------------------------------------------------------------------------------------------------------
+
+
+class Steps(CheckpointSaverListener):
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def after_save(self, session: Session, step: int) -> None:
+        self.saved.append(step)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_the_clock_of_the_chief_decides_when_all_save(tmp_path: Path, guided: bool) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[int]:
+        steps = Steps()
+        # On rank 1 every run would be due by its own clock, or none.
+        secs = 0.005 if ranks.is_chief else (0.0 if guided else 1e6)
+        hook = CheckpointSaverHook(tmp_path, save_secs=secs, listeners=[steps])
+        with MonitoredLoop(lambda: hub.gather("step", ranks.rank, 0), hooks=[hook], ranks=ranks) as loop:
+            while not loop.should_stop():
+                loop.run()
+                if len(steps.saved) == 4 and ranks.is_chief:
+                    loop.request_stop()
+        return steps.saved
+
+    first, second = in_threads(2, main)
+    assert first == second
+    assert len(first) >= 4
+
+
+def test_a_hook_that_refuses_on_one_rank_refuses_for_all(tmp_path: Path) -> None:
+    class Refuses(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Any) -> None:
+            session.guard_checkpoints(lambda: "it is bad" if session.ranks.rank == 1 else None)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        hooks = [Refuses(), CheckpointSaverHook(tmp_path, save_steps=1), StopAtStepHook(2)]
+        with MonitoredLoop(lambda: hub.gather("step", ranks.rank, 0), hooks=hooks, ranks=ranks) as loop:
+            while not loop.should_stop():
+                loop.run()
+        return loop.global_step
+
+    with log_lines() as lines:
+        assert in_threads(2, main) == [2, 2]
+    assert lines.count(("WARNING", "no checkpoint of step 1: it is bad")) == 2
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_hook_that_waits_for_a_step_waits_no_longer_than_the_other_ranks_run() -> None:
+    waits, over = threading.Event(), threading.Event()
+
+    class Waits(GlobalStepWaiterHook):
+        def after_create_session(self, session: Session, coord: Any) -> None:
+            super().after_create_session(session, coord)
+            thread = threading.Thread(target=over.wait)
+            coord.register_thread(thread)
+            thread.start()
+
+        def before_run(self, run_context: Any) -> None:
+            waits.set()
+            super().before_run(run_context)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> tuple[int, str | None]:
+        def step() -> None:
+            hub.gather("step", ranks.rank, 0)
+
+        with MonitoredLoop(step, hooks=[Waits(100)] if ranks.rank == 1 else [], ranks=ranks) as loop:
+            if ranks.is_chief:
+                assert waits.wait(60)
+                loop.request_stop("enough")
+            while not loop.should_stop():
+                loop.run()
+            over.set()
+        return loop.global_step, loop.stop_reason
+
+    first, second = in_threads(2, main)
+    assert first == second
+    assert first[1] == "request_stop: enough (rank 0)"
+
+
+def test_a_hook_that_waits_for_a_step_raises_when_another_rank_fails() -> None:
+    waits = threading.Event()
+
+    class Waits(SessionRunHook):
+        def before_run(self, run_context: Any) -> None:
+            waits.set()
+            while not run_context.session.interrupted:
+                time.sleep(0.001)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: None, hooks=[Waits()] if ranks.rank == 1 else [], ranks=ranks) as loop:
+            if ranks.is_chief:
+                waits.wait(60)
+                raise ValueError("boom")
+            loop.run()
+
+    error, peer = in_threads(2, main)
+    assert isinstance(error, ValueError)
+    assert isinstance(peer, PeerError)
+
+
+# -- real processes -------------------------------------------------------------------------------------------------
+
+CALLS = [
+    ("create", 1, "before"),
+    ("write", 1, "after"),
+    ("write", 3, "after"),
+    ("sync", 1, "before"),
+    ("rename", 1, "before"),
+    ("rename", 1, "after"),
+    ("sync_folder", 1, "after"),
+    ("remove", 1, "before"),
+    ("remove", 1, "after"),
+]
+
+
+def in_folder(folder: Path, name: str) -> Path:
+    """Return a new folder for the processes of one attempt, whose process group has a store in it."""
+    (folder / name).mkdir()
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    ended = run_ranks(folder, 2, train, str(folder / "run"))
+    assert [each.code for each in ended] == [0, 0], ended
+    return [each.value for each in ended]
+
+
+@pytest.mark.parametrize(("async_save", "calls"), [(False, CALLS), (True, CALLS[1:6:2])], ids=["sync", "async"])
+def test_a_training_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
+    tmp_path: Path, uninterrupted: list[Any], async_save: bool, calls: list[Any]
+) -> None:
+    run = str(tmp_path / "run")
+    for number, call in enumerate(calls):
+        ended = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, async_save, call)
+        assert [each.code for each in ended] == [-signal.SIGKILL] * 2, (call, ended)
+    ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, async_save)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert [each.value for each in ended] == uninterrupted
+    assert "restored step" in ended[0].output
+    left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
+    assert left == [f"model.ckpt-{step}" for step in (14, 16, 18)]
+
+
+def test_random_states_differ_between_ranks_after_a_resume(uninterrupted: list[Any]) -> None:
+    first, second = uninterrupted
+    assert first["random"] != second["random"]
+    assert not set(first["seen"]) & set(second["seen"])
+
+
+# -- torchrun -------------------------------------------------------------------------------------------------------
+
+
+def start_torchrun(folder: Path, way: str, *options: str, **environment: str) -> subprocess.Popen[str]:
+    script = str(ROOT / "tests" / "support" / "rank_training.py")
+    environment |= {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see docs/ranks.md
+    }
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.Popen(
+        [*agent, *options, script, way, str(folder)],
+        env=paths.environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_torchrun_restarts_from_the_newest_checkpoint_and_ends_with_the_same_bits(
+    tmp_path: Path, uninterrupted: list[Any]
+) -> None:
+    agent = start_torchrun(tmp_path, "train", "--max-restarts", "1", DIES_AT="1 7 0")
+    output, _ = agent.communicate(timeout=120)
+    assert agent.returncode == 0, output
+    assert "restored step 6 from" in output
+    assert [(tmp_path / f"result-{rank}").read_text() for rank in range(2)] == [repr(each) for each in uninterrupted]
+
+
+def test_a_signal_to_torchrun_ends_with_a_whole_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
+    agent = start_torchrun(tmp_path, "signal")
+    deadline = time.monotonic() + 120
+    while not all((tmp_path / f"begun-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        assert agent.poll() is None, agent.communicate()
+        time.sleep(0.02)
+    agent.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    output, _ = agent.communicate(timeout=60)
+    assert time.monotonic() - begun < 30, output  # after which the agent kills its workers
+    steps = [(tmp_path / f"stopped-{rank}").read_text().split(" ", 1) for rank in range(2)]
+    assert steps[0] == steps[1]
+    assert steps[0][1].startswith("signal SIGTERM (")
+    newest = list_checkpoints(tmp_path / "run")[-1]
+    assert newest.step == int(steps[0][0])
+    session = Session(torch.nn.Linear(1, 1))
+    Saver().restore(session, newest.path)
+    assert session.global_step == newest.step
+
+
+class FullLater(Disk):
+    """A disk on which there is space for one checkpoint."""
+
+    saves = 0
+
+    def create(self, path: str) -> BinaryIO:
+        self.saves += 1
+        if self.saves > 1:
+            raise OSError(28, "No space left on device")
+        return super().create(path)
+
+
+def train_on_a_full_disk(rank: int, folder: str) -> str:
+    saver = Saver()
+    saver.disk = FullLater()
+    hook = CheckpointSaverHook(folder, save_steps=2, saver=saver)
+    try:
+        with MonitoredLoop(lambda: None, torch.nn.Linear(1, 1), hooks=[hook], ranks=Ranks(**QUICK)) as loop:
+            while not loop.should_stop():
+                loop.run()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_full_disk_of_the_chief_ends_the_loop_on_all_ranks(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, train_on_a_full_disk, str(tmp_path / "run"))
+    assert [each.code for each in ended] == [0, 0], ended
+    message = f"{tmp_path}/run/model.ckpt-2 was not written: No space left on device. Free some space, or keep fewer "
+    assert [each.value for each in ended] == [f"{message}with max_to_keep.", f"on rank 0: {message}with max_to_keep."]
+    assert [each.step for each in list_checkpoints(tmp_path / "run")] == [0]
+
+
+# -- sharded states -------------------------------------------------------------------------------------------------
+
+
+def make_model(wrapped: str) -> tuple[Any, Any]:
+    """Return a model and its optimizer, as FSDP2, DistributedDataParallel or nothing wraps it."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    if wrapped == "fsdp":
+        model = torch.distributed.fsdp.fully_shard(model)
+    elif wrapped == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def whole(tensor: Any) -> Any:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).tolist()
+
+
+def train_as(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any]:
+    """Train to ``last_step`` from the newest checkpoint in ``folder``, on the same data in every rank.
+
+    The gradients of two steps accumulate.
+    """
+    model, optimizer = make_model(wrapped)
+
+    def step() -> None:
+        data = torch.arange(12.0).reshape(4, 3) * (loop.global_step + 1) / 10
+        model(data).square().mean().backward()
+        if loop.global_step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    hooks = [CheckpointSaverHook(folder, save_steps=100), StopAtStepHook(last_step=last_step)]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
+        begun = contents(model, optimizer)
+        while not loop.should_stop():
+            loop.run()
+        ended = contents(model, optimizer)
+    return {"begun": begun, "step": loop.global_step, "ended": ended}
+
+
+def contents(model: Any, optimizer: Any) -> list[Any]:
+    moments = [optimizer.state[parameter] for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [whole(each) for state in (model.state_dict(), *moments) for each in state.values()] + [
+        *map(whole, gradients)
+    ]
+
+
+def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any]:
+    torch.distributed.destroy_process_group()
+    return train_as(rank, folder, wrapped, last_step)
+
+
+@pytest.mark.fsdp2
+def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    before = None
+    # After an odd step, gradients have accumulated. Those that are not sharded belong to one rank each.
+    kinds = [(2, "fsdp", 3), (3, "fsdp", 5), (2, "ddp", 6), (2, "fsdp", 9), (1, "bare", 10), (2, "fsdp", 12)]
+    for number, (size, wrapped, step) in enumerate(kinds):
+        function = alone if size == 1 else train_as
+        ended = run_ranks(in_folder(tmp_path, str(number)), size, function, run, wrapped, step)
+        assert [each.code for each in ended] == [0] * size, (number, wrapped, ended)
+        assert [each.value["step"] for each in ended] == [step] * size, (number, ended)
+        if before is not None:
+            assert [each.value["begun"] for each in ended] == [before] * size, (number, wrapped)
+        before = ended[0].value["ended"]
+        assert len(before) > 20
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_fsdp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    ended = run_ranks(folder, 2, train, str(folder / "run"), False, None, True)
+    assert [each.code for each in ended] == [0, 0], ended
+    return [each.value for each in ended]
+
+
+SHARDED_CALLS = [
+    ("sync", 1, "after"),  # of the rank's file
+    ("create", 2, "before"),  # of the manifest
+    ("sync_folder", 1, "after"),
+    ("rename", 1, "after"),
+    # In the first save of a resumed process, which replaces the checkpoint that was restored:
+    ("rename", 1, "after", 1),
+    ("rename", 2, "after", 1),
+]
+
+
+@pytest.mark.fsdp2
+@pytest.mark.parametrize(
+    ("async_save", "calls"), [(False, SHARDED_CALLS), (True, SHARDED_CALLS[1:5:3])], ids=["sync", "async"]
+)
+def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
+    tmp_path: Path, uninterrupted_fsdp: list[Any], async_save: bool, calls: list[Any]
+) -> None:
+    run = str(tmp_path / "run")
+    for number, call in enumerate(calls):
+        ended = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, async_save, call, True)
+        assert [each.code for each in ended] == [-signal.SIGKILL] * 2, (call, ended)
+    ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, async_save, None, True)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert [each.value for each in ended] == uninterrupted_fsdp
+    left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
+    assert left == [f"model.ckpt-{step}" for step in (14, 16, 18)]
+    assert sorted(os.listdir(f"{run}/model.ckpt-18")) == [
+        *(".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "rank-0.pt", "rank-1.pt")
+    ]
+
+
+class NoSpaceForRank1(Disk):
+    def create(self, path: str) -> BinaryIO:
+        if path.endswith("rank-1.pt"):
+            raise OSError(28, "No space left on device")
+        return super().create(path)
+
+
+def save_shards_on_a_full_disk(rank: int, folder: str, async_save: bool) -> str:
+    model, optimizer = make_model("fsdp")
+    saver = Saver(async_save=async_save)
+    saver.disk = NoSpaceForRank1()
+    try:
+        with MonitoredLoop(
+            lambda: None, model, optimizer, hooks=[CheckpointSaverHook(folder, save_steps=2, saver=saver)]
+        ):
+            pass
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def chief_is_killed_in_a_save(rank: int, folder: str, wrapped: str, async_save: bool) -> str:
+    model, optimizer = make_model(wrapped)
+    saver = Saver(async_save=async_save)
+    if rank == 0:
+        saver.disk = KillingDisk(("create", 1, "after"), [os.getpid()])
+    hook = CheckpointSaverHook(folder, save_steps=1, saver=saver)
+    try:
+        with MonitoredLoop(lambda: None, model, optimizer, hooks=[hook], ranks=Ranks(**QUICK)) as loop:
+            while not loop.should_stop():
+                loop.run()
+    except PeerError as error:
+        return f"PeerError of rank {error.rank}"
+    return "no error"
+
+
+@pytest.mark.fsdp2
+@pytest.mark.parametrize(("wrapped", "async_save"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
+def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
+    tmp_path: Path, wrapped: str, async_save: bool
+) -> None:
+    run = tmp_path / "run"
+    ended = run_ranks(tmp_path, 2, chief_is_killed_in_a_save, str(run), wrapped, async_save)
+    assert [each.code for each in ended] == [-signal.SIGKILL, 0], ended
+    assert ended[1].value == "PeerError of rank 0"
+    assert [each.step for each in list_checkpoints(run)] == [0]
+
+
+@pytest.mark.fsdp2
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_of_another_rank_raises_on_all(tmp_path: Path, async_save: bool) -> None:
+    ended = run_ranks(tmp_path, 2, save_shards_on_a_full_disk, str(tmp_path / "run"), async_save)
+    message = f"{tmp_path}/run/model.ckpt-0 was not written: No space left on device. Free some space, or keep fewer "
+    assert [each.value for each in ended] == [
+        "on rank 1: OSError: [Errno 28] No space left on device",
+        f"{message}with max_to_keep.",
+    ], ended
+    assert [name for name in os.listdir(tmp_path / "run") if "tfevents" not in name] == []

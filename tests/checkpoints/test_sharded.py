@@ -1,0 +1,625 @@
+"""Sharded checkpoints in one process, whose group has no other rank, and the command that reads checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed
+import torch.distributed.fsdp
+
+import torchhooks.checkpoints.per_rank
+from torchhooks import (
+    CheckpointError,
+    CheckpointSaverHook,
+    DamagedCheckpointError,
+    EvaluationHook,
+    MonitoredLoop,
+    Saver,
+    Session,
+    SessionRunArgs,
+    SessionRunHook,
+    StopAtStepHook,
+    grad_norm,
+    latest_checkpoint,
+    list_checkpoints,
+    read_metadata,
+)
+from torchhooks.__main__ import main
+from torchhooks.checkpoints.files import verify
+from torchhooks.checkpoints.gradients import Gradients
+from torchhooks.checkpoints.saver import read_checkpoint
+from torchhooks.checkpoints.sharded import canonical, renamed
+from torchhooks.checkpoints.state import accumulated_gradients, belongs_to_rank, load_gradients
+from torchhooks.common.files import Disk
+from torchhooks.ranks.dtensors import is_sharded
+
+pytestmark = pytest.mark.fsdp2
+
+distributed: Any = torch.distributed
+
+
+@pytest.fixture(autouse=True)
+def _group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def make_session(number: float, shards: bool = True, **arguments: Any) -> Session:
+    """Return a session with a model that is filled with ``number``, and an optimizer that has made a step."""
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, number)
+    if shards:
+        model = distributed.fsdp.fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    if number:
+        (model(torch.arange(8.0).reshape(4, 2)) * torch.arange(3.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session = Session(model, optimizer, **arguments)
+    session.global_step = int(number)
+    return session
+
+
+def contents(session: Session) -> dict[str, Any]:
+    """Return the whole tensors of a session as lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        value = value.full_tensor() if is_sharded(value) else value
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    assert session.model is not None
+    assert session.optimizer is not None
+    return {
+        "model": plain(dict(session.model.state_dict())),
+        "optimizer": plain(session.optimizer.state_dict()["state"]),
+    }
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("from_shards", [True, False])
+@pytest.mark.parametrize("to_shards", [True, False])
+def test_a_state_is_restored_sharded_or_whole(
+    tmp_path: Path, from_shards: bool, to_shards: bool, async_save: bool
+) -> None:
+    before = make_session(3, from_shards)
+    saver = Saver(async_save=async_save)
+    path = saver.save(before, tmp_path / "model.ckpt", 3)
+    saver.close()
+    assert os.path.isdir(path) == from_shards
+    after = make_session(0, to_shards)
+    assert Saver().restore_latest(after, tmp_path) == path
+    assert contents(after) == contents(before)
+    assert after.global_step == 3
+    assert contents(after)["optimizer"]["0"]["step"] == 1
+
+
+def train(folder: Path, last_step: int, reduces: tuple[str, ...], shards: bool = True, async_save: bool = False) -> Any:
+    """Make a step of the optimizer after each three runs, and return the tensors of the model.
+
+    Args:
+        folder: the folder of checkpoints, one after each run.
+        last_step: the run after which to stop.
+        reduces: for each of the three runs, whether its gradients are reduced over the ranks: ``"yes"``, ``"no"``, or
+            ``"in part"``.
+        shards: whether the model has DTensors.
+        async_save: whether a thread writes the checkpoints.
+    """
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    if shards:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicates", "shards"))
+        model = distributed.fsdp.fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(batch: int) -> None:
+        if shards:
+            model.set_requires_gradient_sync(reduces[batch % 3] != "no")
+            model.set_requires_all_reduce(reduces[batch % 3] == "yes")
+        model(torch.full((2, 2), float(batch % 5))).square().mean().backward()
+        if batch % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    hooks = [
+        CheckpointSaverHook(folder, save_steps=1, saver=Saver(async_save=async_save)),
+        StopAtStepHook(last_step=last_step),
+    ]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
+        for batch in loop.until_stop(range(20)):
+            loop.run(batch)
+    return contents(Session(model, optimizer))["model"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    "reduces", [("yes", "yes", "yes"), ("no", "no", "yes"), ("yes", "no", "yes"), ("in part", "no", "yes")]
+)
+def test_an_accumulation_of_shards_continues_in_the_next_process(
+    tmp_path: Path, reduces: tuple[str, ...], async_save: bool
+) -> None:
+    whole = train(tmp_path / "whole", 9, reduces)
+    for stop in (1, 2, 3, 5, 6, 7, 9):
+        resumed = train(tmp_path / "resumed", stop, reduces, async_save=async_save)
+    assert resumed == whole
+
+
+def test_an_accumulation_continues_in_a_model_that_is_sharded_or_no_longer_is(tmp_path: Path) -> None:
+    reduces = ("yes", "no", "yes")
+    whole = train(tmp_path / "whole", 9, reduces, shards=False)
+    for stop, shards in [(1, True), (2, False), (4, True), (5, True), (7, False), (8, True), (9, False)]:
+        resumed = train(tmp_path / "resumed", stop, reduces, shards)
+    assert resumed == whole
+
+
+def test_gradients_that_have_not_been_reduced_are_dropped_by_a_restore_without_any(tmp_path: Path) -> None:
+    session = make_session(1)
+    model: Any = session.model
+    session.gradients = Gradients(session.optimizer)  # type: ignore[arg-type]
+    path = Saver().save(session, tmp_path / "model.ckpt", 1)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(4, 2)).sum().backward()
+    assert accumulated_gradients(session)[0]
+    Saver().restore(session, path)
+    assert accumulated_gradients(session) == ({}, {})
+
+
+def test_gradients_that_a_model_with_dtensors_has_no_place_for_are_dropped_with_a_warning(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = torch.nn.Linear(1, 1)
+    model.weight = torch.nn.Parameter(distributed.tensor.distribute_tensor(model.weight.detach(), mesh))
+    session = Session(model, torch.optim.SGD(model.parameters()))
+    session.gradients = Gradients(session.optimizer)  # type: ignore[arg-type]
+    load_gradients(session, {"gradients": {"0": torch.ones(1, 1), "1": torch.ones(1)}})
+    assert model.weight.grad is None
+    assert model.bias.grad is not None
+    assert lines == [
+        ("WARNING", "gradients that had accumulated in a model that was sharded in another way are dropped")
+    ]
+
+
+def test_an_evaluation_leaves_the_parameters_in_their_shards(tmp_path: Path) -> None:
+    session = make_session(1)
+    model, optimizer = session.model, session.optimizer
+    assert model is not None
+    assert optimizer is not None
+    norms: list[Any] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+
+    def evaluate(model: Any) -> float:
+        return float(model(torch.ones(4, 2)).sum())
+
+    class Norms(SessionRunHook):
+        def before_run(self, run_context: Any) -> SessionRunArgs:
+            return SessionRunArgs([evaluation["evaluate"], grad_norm()])
+
+        def after_run(self, run_context: Any, run_values: Any) -> None:
+            norms.append(run_values.results[1])
+
+    evaluation = EvaluationHook(evaluate, every_n_steps=1)
+    hooks = [evaluation, Norms(), CheckpointSaverHook(tmp_path, save_steps=1)]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        loop.run()
+    assert all(map(is_sharded, model.parameters()))
+    assert norms[0] is not None
+    assert [each.step for each in list_checkpoints(tmp_path)] == [0, 1]
+
+
+def test_a_model_with_whole_parameters_after_a_forward_pass_is_saved_and_restored_in_shards(tmp_path: Path) -> None:
+    before = make_session(3)
+    assert before.model is not None
+    before.model(torch.ones(4, 2))
+    assert not any(map(is_sharded, before.model.parameters()))
+    path = Saver().save(before, tmp_path / "model.ckpt", 3)
+    after = make_session(0)
+    assert after.model is not None
+    after.model(torch.ones(4, 2))
+    Saver().restore(after, path)
+    assert contents(after) == contents(before)
+
+
+def test_an_optimizer_without_a_state_is_not_stepped(tmp_path: Path) -> None:
+    session = make_session(0)
+    assert session.optimizer is not None
+    Saver().save(session, tmp_path / "model.ckpt", 0)
+    assert not session.optimizer.state
+    after = make_session(3)
+    Saver().restore_latest(after, tmp_path)
+    assert not contents(after)["optimizer"]
+
+
+def test_a_sharded_checkpoint_replaces_one_of_the_same_step(tmp_path: Path) -> None:
+    for number, shards in [(1, True), (2, True), (3, False), (4, True)]:
+        Saver().save(make_session(number, shards), tmp_path / "model.ckpt", 7)
+        assert os.listdir(tmp_path) == ["model.ckpt-7"]
+        after = make_session(0, shards)
+        Saver().restore_latest(after, tmp_path)
+        assert after.global_step == number
+
+
+def test_old_folders_are_removed(tmp_path: Path) -> None:
+    saver = Saver(max_to_keep=2)
+    for step in (1, 2, 3):
+        saver.save(make_session(step), tmp_path / "model.ckpt", step)
+    assert sorted(os.listdir(tmp_path)) == ["model.ckpt-2", "model.ckpt-3"]
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "model.ckpt-3")
+
+
+def test_what_a_kill_left_is_taken_back_or_removed(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    Saver().save(make_session(5), tmp_path / "model.ckpt", 5)
+    (tmp_path / "model.ckpt-5").rename(tmp_path / ".model.ckpt-5.0123456789abcdef.old")
+    (tmp_path / ".model.ckpt-6.0123456789abcdef.tmp").mkdir()
+    after = make_session(0)
+    saver = Saver()
+    assert saver.restore_latest(after, tmp_path) == str(tmp_path / "model.ckpt-5")
+    (tmp_path / ".model.ckpt-5.0123456789abcdef.old").mkdir()
+    (tmp_path / ".model.ckpt-5.1123456789abcdef.old").touch()
+    saver.save(after, tmp_path / "model.ckpt", 6)
+    assert sorted(os.listdir(tmp_path)) == ["model.ckpt-5", "model.ckpt-6"]
+    assert lines == [
+        ("WARNING", f"removed {tmp_path}/.model.ckpt-6.0123456789abcdef.tmp, left by a killed process"),
+    ]
+
+
+class NoSpaceAt(Disk):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create(self, path: str) -> BinaryIO:
+        if os.path.basename(path) == self._name:
+            raise OSError(28, "No space left on device")
+        return super().create(path)
+
+    def rename(self, path: str, new_path: str) -> None:
+        if os.path.basename(new_path) == self._name:
+            raise OSError(28, "No space left on device")
+        super().rename(path, new_path)
+
+
+@pytest.mark.parametrize("name", ["rank-0.pt", "manifest.json", "model.ckpt-5"])
+def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, name: str) -> None:
+    Saver().save(make_session(5), tmp_path / "model.ckpt", 5)
+    saver = Saver()
+    saver.disk = NoSpaceAt(name)
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-5 was not written: No space left on device"):
+        saver.save(make_session(6), tmp_path / "model.ckpt", 5)
+    saver.disk = Disk()
+    after = make_session(0)
+    Saver().restore_latest(after, tmp_path)
+    assert after.global_step == 5
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_an_error_of_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = torchhooks.checkpoints.per_rank.write_shards
+    elsewhere = {"__1_0.distcp": (100, 0)}  # which rank 1 has written on its own machine
+    monkeypatch.setattr(torchhooks.checkpoints.per_rank, "write_shards", lambda *args: write(*args) | elsewhere)
+    monkeypatch.setattr(torchhooks.checkpoints.per_rank, "_VISIBLE_SECS", 0.2)
+    with pytest.raises(CheckpointError, match=r"has written __1_0\.distcp into .* folder that all ranks share"):
+        Saver().save(make_session(5), tmp_path / "model.ckpt", 5)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(("model", ".model"))]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp", "rank-0.pt", ".metadata"])
+def test_a_damaged_folder_is_skipped(tmp_path: Path, name: str, lines: list[tuple[str, str]]) -> None:
+    for step in (1, 2):
+        Saver().save(make_session(step), tmp_path / "model.ckpt", step)
+    file = tmp_path / "model.ckpt-2" / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    after = make_session(0)
+    assert Saver().restore_latest(after, tmp_path) == str(tmp_path / "model.ckpt-1")
+    assert name in lines[0][1]
+
+
+def test_a_folder_without_one_of_its_files_is_damaged(tmp_path: Path) -> None:
+    Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
+    (tmp_path / "model.ckpt-1" / "rank-0.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"rank-0\.pt"):
+        Saver().restore(make_session(0), tmp_path / "model.ckpt-1")
+
+
+def test_only_damaged_folders_are_an_error(tmp_path: Path) -> None:
+    Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
+    (tmp_path / "model.ckpt-1" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="all of them are damaged"):
+        Saver().restore_latest(make_session(0), tmp_path)
+
+
+def test_a_copied_folder_is_named(tmp_path: Path) -> None:
+    Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
+    (tmp_path / "model.ckpt-1").rename(tmp_path / "model.ckpt-9")
+    with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt-9 is a copy of model\.ckpt-1"):
+        verify(str(tmp_path / "model.ckpt-9"))
+
+
+def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
+    from torchhooks.checkpoints.manifest import encoded, read_manifest
+
+    folder = str(tmp_path / "model.ckpt-1")
+    manifest, _ = read_manifest(folder)
+    manifest["files"]["../other"] = [0, 0]
+    Path(folder, "manifest.json").write_bytes(encoded(json.loads(json.dumps(manifest))))
+    with pytest.raises(DamagedCheckpointError, match="other is not what was written"):
+        verify(folder)
+
+
+def test_metadata_that_could_run_code_is_refused(tmp_path: Path) -> None:
+    path = Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
+    from torchhooks.checkpoints.manifest import encoded, file_sums, read_manifest
+
+    Path(path, ".metadata").write_bytes(pickle.dumps(os.getcwd))
+    manifest, _ = read_manifest(path)
+    manifest["files"] |= file_sums(path, [".metadata"])
+    Path(path, "manifest.json").write_bytes(encoded(manifest))
+    with pytest.raises(CheckpointError, match="it could run code, so it is not loaded"):
+        Saver().restore(make_session(0), path)
+
+
+def test_metadata_that_another_python_wrote_are_read(tmp_path: Path) -> None:
+    path = Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
+    from torchhooks.checkpoints.manifest import encoded, file_sums, read_manifest
+
+    metadata: Any = pickle.loads(Path(path, ".metadata").read_bytes())
+    # Of Python 3.13, in a protocol without frames, whose lengths would change.
+    pickled = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert b"pathlib._local" in pickled
+    Path(path, ".metadata").write_bytes(pickled)
+    manifest, _ = read_manifest(path)
+    manifest["files"] |= file_sums(path, [".metadata"])
+    Path(path, "manifest.json").write_bytes(encoded(manifest))
+    session = make_session(0)
+    Saver().restore(session, path)
+    assert session.global_step == 1
+
+
+def test_tensors_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
+    theirs = Saver().save(make_session(1), tmp_path / "theirs" / "model.ckpt", 1)
+    path = Saver().save(make_session(2), tmp_path / "run" / "model.ckpt", 1)
+    from torchhooks.checkpoints.manifest import encoded, file_sums, read_manifest
+
+    metadata: Any = pickle.loads(Path(path, ".metadata").read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.relative_path = os.path.relpath(os.path.join(theirs, stored.relative_path), path)
+    Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest, _ = read_manifest(path)
+    manifest["files"] |= file_sums(path, [".metadata"])
+    Path(path, "manifest.json").write_bytes(encoded(manifest))
+    with pytest.raises(DamagedCheckpointError, match="outside of the folder"):
+        Saver().restore(make_session(0), path)
+
+
+def test_a_save_replaces_a_link_to_a_folder_and_leaves_the_folder(tmp_path: Path) -> None:
+    theirs = Saver().save(make_session(1), tmp_path / "theirs" / "model.ckpt", 1)
+    before = sorted(os.listdir(theirs))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.ckpt-1").symlink_to(theirs)
+    path = Saver().save(make_session(2), tmp_path / "run" / "model.ckpt", 1)
+    assert path is not None
+    assert not os.path.islink(path)
+    assert os.listdir(tmp_path / "run") == ["model.ckpt-1"]
+    assert sorted(os.listdir(theirs)) == before
+
+
+def test_a_refusal_writes_no_folder(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    Saver().save(make_session(1), tmp_path / "model.ckpt", 1, refusals=[lambda: None, lambda: "bad"])
+    assert lines == [("WARNING", "no checkpoint of step 1: bad")]
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_background_save_has_the_values_of_its_time(tmp_path: Path) -> None:
+    session, saver, disk = make_session(3), Saver(async_save=True), Waits()
+    saver.disk = disk
+    before = contents(session)
+    saver.save(session, tmp_path / "model.ckpt", 3)
+    with torch.no_grad():
+        assert session.model is not None
+        for parameter in session.model.parameters():
+            parameter.fill_(7)
+    disk.may_write.set()
+    saver.close()
+    after = make_session(0)
+    Saver().restore_latest(after, tmp_path)
+    assert contents(after) == before
+
+
+class Waits(Disk):
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+
+    def create(self, path: str) -> BinaryIO:
+        assert self.may_write.wait(60)
+        return super().create(path)
+
+
+def test_the_error_of_a_background_save_is_raised_by_the_next(tmp_path: Path) -> None:
+    saver = Saver(async_save=True)
+    saver.disk = NoSpaceAt("rank-0.pt")
+    saver.save(make_session(3), tmp_path / "model.ckpt", 3)
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-3 was not written: No space left on device"):
+        saver.save(make_session(4), tmp_path / "model.ckpt", 4)
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-4 was not written: No space left on device"):
+        saver.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_score_and_metadata_are_in_the_folder(tmp_path: Path) -> None:
+    session = make_session(1, metadata={"width": 3})
+    path = Saver().save(session, tmp_path / "model.ckpt", 1, score=0.5)
+    assert read_metadata(path) == {"width": 3}
+    assert read_checkpoint(path)["score"] == 0.5
+
+
+def test_another_shape_is_a_misfit(tmp_path: Path) -> None:
+    Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
+    other = Session(distributed.fsdp.fully_shard(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4))))
+    with pytest.raises(CheckpointError, match=r"'0\.weight' \(4, 2\) instead of \(3, 2\)"):
+        Saver().restore_latest(other, tmp_path)
+
+
+def test_another_module_in_the_state_is_sharded_too(tmp_path: Path) -> None:
+    def make(number: float) -> Session:
+        average: Any = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(average.weight, number)
+        return make_session(number, state={"average": distributed.fsdp.fully_shard(average)})
+
+    Saver().save(make(2), tmp_path / "model.ckpt", 2)
+    after = make(0)
+    Saver().restore_latest(after, tmp_path)
+    assert after.state["average"].state_dict()["weight"].full_tensor().tolist() == [[2, 2]]
+
+
+def test_a_sharded_module_belongs_to_all_ranks() -> None:
+    module = torch.nn.Linear(2, 1)
+    module.per_rank = True  # type: ignore[assignment]
+    assert belongs_to_rank("it", module)
+    assert not belongs_to_rank("model", module)
+    assert not belongs_to_rank("it", distributed.fsdp.fully_shard(module))
+
+
+class Averages:
+    """Averages of a sharded model: of its DTensors, or of this rank's shards."""
+
+    def __init__(self, model: Any, to_local: bool) -> None:
+        self._values = {name: value.to_local() if to_local else value for name, value in model.state_dict().items()}
+        self.per_rank = to_local
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._values
+
+    def load_state_dict(self, state: Any) -> None:
+        self._values = dict(state)
+
+
+def test_dtensors_of_an_object_are_refused_with_the_way_out_which_works(tmp_path: Path) -> None:
+    model: Any = distributed.fsdp.fully_shard(torch.nn.Linear(2, 1))
+    session = make_session(2, state={"averages": Averages(model, to_local=False)})
+    with pytest.raises(CheckpointError, match=r"averages\['weight'\] is a DTensor: return its to_local\(\), and give"):
+        Saver().save(session, tmp_path / "model.ckpt", 2)
+    Saver().save(make_session(2, state={"averages": Averages(model, to_local=True)}), tmp_path / "model.ckpt", 2)
+    other: Any = distributed.fsdp.fully_shard(torch.nn.Linear(2, 1))
+    after = make_session(0, state={"averages": Averages(other, to_local=True)})
+    Saver().restore_latest(after, tmp_path)
+    assert torch.equal(after.state["averages"].state_dict()["weight"], model.weight.to_local())
+
+
+def test_a_failed_restore_puts_shards_back(tmp_path: Path) -> None:
+    class Fails:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("no")
+
+    Saver().save(make_session(2, state={"fails": Fails()}), tmp_path / "model.ckpt", 2)
+    after = make_session(3, state={"fails": Fails()})
+    before = contents(after)
+    with pytest.raises(ValueError, match="no"):
+        Saver().restore_latest(after, tmp_path)
+    assert contents(after) == before
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_those_of_the_bare_model() -> None:
+    assert canonical("module._orig_mod.layers._orig_mod.0.weight") == "layers.0.weight"
+    assert canonical("layers.module.weight") == "layers.module.weight"
+
+
+def test_a_state_is_renamed_for_a_wrapped_model_and_back() -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    bare = torch.nn.Linear(1, 1)
+    wrapped = Wrapper(bare)
+    assert list(renamed(wrapped, dict(bare.state_dict()))) == ["module.weight", "module.bias"]
+    assert list(renamed(bare, dict(wrapped.state_dict()))) == ["weight", "bias"]
+    both = {"weight": 1, "module.weight": 2}
+    assert renamed(bare, both) == both
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_the_command_lists_and_exports(tmp_path: Path, shards: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        Saver(keep_checkpoint_every_n_hours=1).save(make_session(step, shards), tmp_path / "model.ckpt", step)
+    weights = tmp_path / "weights.pt"
+    assert main(["checkpoints", str(tmp_path), "--export", str(weights)]) == 0
+    first, second, exported = capsys.readouterr().out.splitlines()
+    assert first.startswith("model.ckpt-1  step 1  ")
+    assert first.endswith("  intact, kept for good")
+    assert second.endswith("  intact")
+    assert f"  {'folder' if shards else 'file'}  " in second
+    assert exported == f"{weights}: the model of {tmp_path}/model.ckpt-2"
+    bare: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    bare.load_state_dict(torch.load(weights, weights_only=True))
+    assert bare[0].weight.tolist() == [[2, 2]] * 3
+    assert not (tmp_path / "weights.pt.tmp").exists()
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_the_command_takes_one_checkpoint(tmp_path: Path, shards: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        path = Saver().save(make_session(step, shards), tmp_path / "model.ckpt", step)
+    assert main(["checkpoints", f"{path}/" if shards else path]) == 0
+    assert capsys.readouterr().out.startswith("model.ckpt-2  step 2")
+
+
+def test_the_command_fails_for_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        path = Saver().save(make_session(step), tmp_path / "model.ckpt", step)
+    Path(path, "rank-0.pt").write_bytes(b"")
+    assert main(["checkpoints", str(tmp_path)]) == 1
+    assert "model.ckpt-2 is damaged: rank-0.pt is not what was written." in capsys.readouterr().out
+
+
+def test_the_command_fails_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"{tmp_path} has no undamaged checkpoint\n"
+
+
+def test_the_command_fails_where_there_is_no_such_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(tmp_path / "misspelled")]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}/misspelled does not exist\n"
+
+
+def test_the_command_exports_no_checkpoint_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Saver().save(Session(), tmp_path / "model.ckpt", 1)
+    assert main(["checkpoints", str(tmp_path), "--export", str(tmp_path / "weights.pt")]) == 1
+    assert "has no model: nothing is exported" in capsys.readouterr().err
+
+
+def test_the_command_is_run_by_the_name_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import runpy
+
+    monkeypatch.setattr(sys, "argv", ["torchhooks", "checkpoints", str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torchhooks.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torchhooks", run_name="__main__")
+    assert ended.value.code == 1

@@ -1,0 +1,875 @@
+"""Running fetches: what they are the mean, sum or maximum of, in every kind of hook, after a resume and a recovery."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchhooks import (
+    AbortedError,
+    BestCheckpointHook,
+    CheckpointSaverHook,
+    Due,
+    EverySteps,
+    FeedFnHook,
+    FetchError,
+    FinalOpsHook,
+    JsonLinesWriter,
+    LoggingTensorHook,
+    MonitoredLoop,
+    NanTensorHook,
+    Saver,
+    Scaffold,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StopIfHigherHook,
+    SummarySaverHook,
+    best_checkpoint,
+    latest_checkpoint,
+    running_max,
+    running_mean,
+    running_sum,
+    summary,
+)
+from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Source
+from torchhooks.fetches.fetch import ComposedFetch
+from torchhooks.testing import FakeDevice, RecordingHook, RecordingWriter, Trace, plain, sync_audit, trace
+
+Lines = list[tuple[str, str]]
+tensor = torch.tensor
+half = functools.partial(torch.tensor, dtype=torch.float16)
+double = functools.partial(torch.tensor, dtype=torch.float64)
+
+
+class EveryRuns(SessionRunHook):
+    """Reports ``fetch`` in every ``period``-th run, and sits out the others."""
+
+    def __init__(self, fetch: Any, period: int) -> None:
+        self.request = SessionRunArgs(fetch)
+        self.period = period
+        self.reports: list[Any] = []
+        self.values: list[Any] = []
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return self.request
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.values.append(run_values.results)
+        run_context.when_ready(run_values.results, lambda values: self.reports.append(plain(values)))
+
+    def next_due(self) -> Due:
+        return Due(runs=self.period)
+
+
+class EveryRun(SessionRunHook):
+    """Is called in every run, and reports ``fetch`` in every ``period``-th."""
+
+    def __init__(self, fetch: Any, period: int, *, inline: Callable[[], Any] | None = None) -> None:
+        self.fetch = fetch
+        self.period, self.runs, self.inline = period, 0, inline
+        self.reports: list[Any] = []
+        self.values: list[Any] = []
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        self.runs += 1
+        due = self.runs % self.period == 0
+        return SessionRunArgs(self.fetch if self.inline is None else self.inline()) if due else None
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if run_values.results is not None:
+            self.values.append(run_values.results)
+            self.reports.append(plain(run_values.results))
+
+
+def report(fetch: Any, outputs: list[Any], period: int | None = None) -> list[Any]:
+    """Return the reports of a hook that is due in every ``period``-th run, once at the end by default."""
+    hook = EveryRuns(fetch, len(outputs) if period is None else period)
+    trace(hook, losses=outputs)
+    return hook.reports
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_covers_the_runs_since_the_last_one() -> None:
+    assert report(running_mean("loss"), [1, 2, 3, 5], 2) == [1.5, 4.0]
+
+
+def test_a_sum_and_a_maximum() -> None:
+    assert report((running_sum("loss"), running_max("loss")), [1, 4, 3, 1, -2, 0], 3) == [(8.0, 4.0), (-1.0, 1.0)]
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize(
+    ("values", "mean", "total", "largest"),
+    [
+        ([tensor(1.0), tensor(2.0)], tensor(1.5), tensor(3.0), tensor(2.0)),
+        ([tensor([1.0]), tensor([2.0])], tensor([1.5]), tensor([3.0]), tensor([2.0])),
+        ([tensor(1), tensor(2)], tensor(1.5), tensor(3), tensor(2)),
+        ([tensor(True), tensor(False)], tensor(0.5), tensor(1), tensor(True)),
+        ([half(1.0), half(2.0)], tensor(1.5), tensor(3.0), half(2.0)),
+        ([tensor(1.0).bfloat16(), tensor(2.0).bfloat16()], tensor(1.5), tensor(3.0), tensor(2.0).bfloat16()),
+        ([double(1.0), double(2.0)], double(1.5), double(3.0), double(2.0)),
+        ([tensor([1.0, 5.0]), tensor([2.0, 4.0])], tensor([1.5, 4.5]), tensor([3.0, 9.0]), tensor([2.0, 5.0])),
+        ([tensor([1, 5]), tensor([2, 4])], tensor([1.5, 4.5]), tensor([3, 9]), tensor([2, 5])),
+        ([half([1.0, 5]), half([2.0, 4])], tensor([1.5, 4.5]), tensor([3.0, 9]), half([2.0, 5])),
+        ([np.float64(1.0), np.float64(2.0)], double(1.5), double(3.0), double(2.0)),
+        ([np.array([1.0, 5.0]), np.array([2.0, 4.0])], double([1.5, 4.5]), double([3.0, 9]), double([2.0, 5])),
+    ],
+    ids=str,
+)
+def test_the_dtype_and_shape_of_a_report(device: bool, values: list[Any], mean: Any, total: Any, largest: Any) -> None:
+    hook = EveryRuns((running_mean("x"), running_sum("x"), running_max("x")), 2)
+    with fake_device(device):
+        trace(hook, losses=[{"x": value} for value in values])
+    for value, expected in zip(hook.values[0], (mean, total, largest), strict=True):
+        assert torch.equal(value, expected)
+        assert (value.dtype, value.shape) == (expected.dtype, expected.shape)
+
+
+@contextmanager
+def fake_device(enters: bool) -> Iterator[None]:
+    """Let CPU tensors count as those of a device, if ``enters``."""
+    if not enters:
+        yield
+        return
+    with FakeDevice():
+        yield
+
+
+def test_python_numbers_stay_python_numbers() -> None:
+    hook = EveryRuns((running_mean("x"), running_sum("x"), running_max("x")), 2)
+    trace(hook, losses=[{"x": 10**20}, {"x": 10**20 + 2}])
+    assert hook.reports == [(1e20, 2 * 10**20 + 2, 10**20 + 2)]
+    assert [type(value) for value in hook.values[0]] == [float, int, int]
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("nan", [tensor(math.nan), tensor([1.0, math.nan])], ids=["number", "tensor"])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_nan_in_one_run_is_nan_in_its_report_alone(device: bool, nan: torch.Tensor, where: int) -> None:
+    values = [torch.ones_like(nan)] * 6
+    values[where] = nan
+    hook = EveryRuns((running_mean("x"), running_sum("x"), running_max("x")), 3)
+    with fake_device(device):
+        trace(hook, losses=[{"x": value} for value in values])
+    assert all(value.isnan().any() for value in hook.values[0])
+    assert not any(value.isnan().any() for value in hook.values[1])
+
+
+def test_nan_of_python_numbers() -> None:
+    first, second = report(running_max("x"), [{"x": x} for x in (2.0, math.nan, 3.0, 1.0, 2.0, 1.5)], 3)
+    assert math.isnan(first)
+    assert second == 2.0
+
+
+def test_a_long_period_of_half_precision_is_exact() -> None:
+    # Added up in bfloat16, the sum would stay at 256.
+    for device in (False, True):
+        with fake_device(device):
+            assert report(running_sum("x"), [{"x": torch.ones((), dtype=torch.bfloat16)}] * 1000) == [1000.0]
+
+
+def test_more_runs_than_wait_at_most() -> None:
+    runs = 9000  # beyond what waits on a host and on a device
+    values = [{"x": tensor(float(number % 7))} for number in range(runs)]
+    expected = (sum(number % 7 for number in range(runs)), 6.0)
+    for device in (False, True):
+        with fake_device(device):
+            assert report((running_sum("x"), running_max("x")), values) == [expected]
+
+
+@pytest.mark.parametrize("value", [1.0, True, np.float64(1.0), tensor(1.0)], ids=["float", "bool", "NumPy", "tensor"])
+def test_what_waits_on_the_host_is_bounded(value: Any) -> None:
+    with MonitoredLoop(lambda: {"x": value}, hooks=[EveryRuns(running_sum("x"), 10**6)]) as loop:
+        for _ in range(2 * MOST_NUMBERS - 1):
+            loop.run()
+        (source,) = loop.session.running.sources
+        assert len(source.numbers) == MOST_NUMBERS - 1
+
+
+def test_values_of_a_memory_that_is_reused_in_every_run() -> None:
+    # As the outputs of a CUDA graph.
+    for device, static in ((False, torch.zeros(())), (True, torch.zeros(())), (False, torch.zeros(3))):
+
+        def step(number: float, static: torch.Tensor = static) -> torch.Tensor:
+            return static.fill_(number)
+
+        hook = EveryRuns(running_mean("loss"), 4)
+        with fake_device(device), MonitoredLoop(step, hooks=[hook]) as loop:
+            for number in (1.0, 2.0, 3.0, 6.0):
+                loop.run(number)
+            static.fill_(100.0)
+        assert hook.reports[0] in (3.0, [3.0] * 3)
+
+
+def test_a_value_with_a_graph_is_accumulated_without_it() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    for device in (False, True):
+        hook = EveryRuns((running_mean("a"), running_mean("b")), 2)
+        with fake_device(device):
+            trace(hook, losses=[{"a": weight.sum(), "b": weight * 2}] * 2)
+        assert hook.reports == [(2.0, [2.0, 2.0])]
+        assert not any(value.requires_grad for value in hook.values[0])
+
+
+def test_every_kind_of_fetch_is_accumulated() -> None:
+    class Metric:
+        value = 0.0
+
+        def compute(self) -> float:
+            self.value += 1
+            return self.value
+
+    static = torch.zeros(())
+
+    def step(batch: float) -> float:
+        static.fill_(batch)
+        return batch
+
+    fetches = {
+        "name": running_mean("loss"),
+        "step": running_max("global_step"),
+        "argument": running_sum("batch"),
+        "closure": running_mean(lambda loss, batch: loss + batch),
+        "metric": running_max(Metric()),
+        "tensor": running_mean(static),
+    }
+    hook = EveryRuns(fetches, 2)
+    with MonitoredLoop(step, hooks=[hook]) as loop:
+        loop.run(1.0)
+        loop.run(batch=3.0)
+    assert hook.reports == [{"name": 2.0, "step": 2, "argument": 4.0, "closure": 4.0, "metric": 2.0, "tensor": 2.0}]
+
+
+def test_a_closure_is_evaluated_once_in_a_run_in_which_a_hook_is_due() -> None:
+    calls: list[float] = []
+
+    def closure(loss: Any) -> Any:
+        calls.append(float(loss))
+        return loss
+
+    trace(EveryRuns(running_mean(closure), 2), EveryRuns(closure, 2), losses=[1, 2, 3, 4])
+    assert calls == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_a_hook_feeds_is_what_is_accumulated() -> None:
+    values = iter([1.0, 2.0, 6.0])
+    hook = EveryRuns(running_mean("x"), 3)
+    with MonitoredLoop(lambda x: {"x": x * 100}, hooks=[FeedFnHook(lambda: {"x": next(values)}), hook]) as loop:
+        for _ in range(3):
+            loop.run()
+    assert hook.reports == [3.0]
+
+
+# -- hooks --------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_different_periods_have_accumulations_of_their_own() -> None:
+    two, three = EveryRuns(running_mean("loss"), 2), EveryRuns(running_mean("loss"), 3)
+    trace(two, three, losses=[1, 2, 3, 4, 5, 6])
+    assert (two.reports, three.reports) == ([1.5, 3.5, 5.5], [2.0, 5.0])
+
+
+def test_hooks_can_share_a_fetch() -> None:
+    mean = running_mean("loss")
+    two, three = EveryRuns(mean, 2), EveryRuns(mean, 3)
+    trace(two, three, losses=[1, 2, 3, 4, 5, 6])
+    assert (two.reports, three.reports) == ([1.5, 3.5, 5.5], [2.0, 5.0])
+
+
+def test_a_hook_that_is_called_in_every_run_reports_when_it_asks() -> None:
+    hook = EveryRun(running_mean("loss"), 3)
+    assert trace(hook, losses=[1, 2, 3, 4, 5, 6]).steps == [1, 2, 3, 4, 5, 6]
+    assert hook.reports == [2.0, 5.0]
+
+
+def test_equal_fetches_that_are_created_in_each_request_are_one(lines: Lines) -> None:
+    hook = EveryRun(None, 2, inline=lambda: running_mean("loss"))
+    trace(hook, losses=[1, 2, 3, 5])
+    assert hook.reports == [2.0, 4.0]  # the first covers only the run of its request, and a warning says so
+    warnings = [text for level, text in lines if level == "WARNING"]
+    assert len(warnings) == 1
+    assert "requests running_mean('loss') for the first time in run 2: it covers no earlier run" in warnings[0]
+
+
+def test_a_fetch_of_the_first_run_needs_no_attribute(lines: Lines) -> None:
+    hook = EveryRun(None, 1, inline=lambda: running_mean("loss"))
+    trace(hook, losses=[1, 2])
+    assert (hook.reports, lines) == ([1.0, 2.0], [])
+
+
+def test_a_hook_in_a_hook() -> None:
+    class Outer(SessionRunHook):
+        def __init__(self) -> None:
+            self.inner = EveryRun(running_mean("loss"), 2)
+            self.before_run = self.inner.before_run  # type: ignore[method-assign]
+            self.after_run = self.inner.after_run  # type: ignore[method-assign]
+            self.at_end = LoggingTensorHook({"mean": running_mean("loss")}, at_end=True)
+
+        def end(self, session: Any) -> None:
+            self.at_end.end(session)
+
+    outer = Outer()
+    outer.at_end.begin()
+    result = trace(outer, losses=[1, 2, 3, 4, 5])
+    assert outer.inner.reports == [1.5, 3.5]
+    assert result.lines == [("INFO", "mean = 5.0")]  # both have one accumulation, that of the hook in the loop
+
+
+def test_a_reference_to_another_hook_of_the_loop_takes_nothing_from_it() -> None:
+    class Refers(SessionRunHook):
+        def __init__(self, other: SessionRunHook) -> None:
+            self.other = other
+
+    hook = EveryRuns(running_mean("loss"), 2)
+    trace(Refers(hook), hook, losses=[1, 2])
+    assert hook.reports == [1.5]
+
+
+def test_logging_tensor_hook() -> None:
+    result = trace(LoggingTensorHook({"loss": running_mean("loss")}, every_n_iter=2, at_end=True), losses=[1, 2, 3, 4])
+    assert [text for _, text in result.lines] == ["loss = 1.0", "loss = 2.5 (2.000 sec)", "loss = 4.0 (1.000 sec)"]
+
+
+def test_logging_tensor_hook_repeats_a_report_after_which_no_run_was_made() -> None:
+    result = trace(LoggingTensorHook([running_mean("loss")], every_n_iter=2, at_end=True), losses=[1, 2, 3])
+    assert [text for _, text in result.lines][1:] == [
+        "running_mean(loss) = 2.5 (2.000 sec)",
+        "running_mean(loss) = 2.5 (0.000 sec)",
+    ]
+
+
+def test_at_the_end_of_a_loop_without_a_run_it_is_left_out() -> None:
+    result = trace(LoggingTensorHook({"loss": running_mean("loss")}, at_end=True), losses=[])
+    ((level, text),) = result.lines
+    assert level == "WARNING"
+    assert "asked for running_mean('loss'), but no run was made. It is left out." in text
+
+
+def test_final_ops_hook_has_the_mean_of_all_runs() -> None:
+    hook = FinalOpsHook({"mean": running_mean("loss"), "last": "loss"})
+    trace(hook, losses=[1, 2, 6])
+    assert plain(hook.final_ops_values) == {"mean": 3.0, "last": 6.0}
+
+
+def test_summary_saver_hook() -> None:
+    writer = RecordingWriter()
+    ops = [summary.scalar("loss", running_mean("loss")), summary.scalar("last", "loss")]
+    trace(SummarySaverHook(2, summary_writer=writer, summary_op=ops), losses=[1, 2, 3, 4, 5])
+    assert writer.scalars == {"loss": [(1, 1.0), (3, 2.5), (5, 4.5)], "last": [(1, 1.0), (3, 3.0), (5, 5.0)]}
+
+
+def test_summary_saver_hook_takes_a_mapping_to_running_fetches() -> None:
+    writer = RecordingWriter()
+    trace(SummarySaverHook(2, summary_writer=writer, summary_op={"a": running_sum("loss")}), losses=[1, 2, 3])
+    assert writer.scalars == {"a": [(1, 1.0), (3, 5.0)]}
+
+
+def test_a_summary_op_in_a_summary_op_is_refused() -> None:
+    with pytest.raises(TypeError, match="give one fetch"):
+        summary.scalar("a", summary.scalar("b", "loss"))
+
+
+def test_with_accumulation_a_point_covers_all_runs_of_its_steps() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    writer = RecordingWriter()
+    hooks = [SummarySaverHook(1, summary_writer=writer, summary_op={"loss": running_mean("loss")})]
+
+    def step(number: int) -> float:
+        if number % 3 == 0:
+            optimizer.step()
+        return float(number)
+
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, step_unit="optimizer_step") as loop:
+        for number in range(1, 10):
+            loop.run(number)
+    # The first run is written at step 0, before which nothing was counted.
+    assert writer.scalars == {"loss": [(0, 1.0), (1, 2.5), (2, 5.0), (3, 8.0)]}
+
+
+def test_not_reported_continues_what_was_requested() -> None:
+    class Undecided(EveryRuns):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            super().after_run(run_context, run_values)
+            if len(self.reports) % 2:
+                run_context.not_reported()
+
+    hook = Undecided(running_mean("loss"), 1)
+    trace(hook, losses=[1, 3, 5, 9])
+    assert hook.reports == [1.0, 2.0, 5.0, 7.0]
+
+
+def test_not_reported_without_a_running_fetch_does_nothing() -> None:
+    class NotReported(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            run_context.not_reported()
+
+    hook = EveryRuns(running_mean("loss"), 2)
+    trace(NotReported(), hook, losses=[1, 3])
+    assert hook.reports == [2.0]
+
+
+def test_with_a_timer_the_first_report_covers_all_runs_before_it() -> None:
+    writer = RecordingWriter()
+    hooks = [
+        LoggingTensorHook({"loss": running_mean("loss")}, timer=EverySteps(3)),
+        SummarySaverHook(timer=EverySteps(2), summary_writer=writer, summary_op={"loss": running_mean("loss")}),
+    ]
+    result = trace(*hooks, losses=[1, 2, 6, 4, 5, 9])
+    assert [text for _, text in result.lines] == ["loss = 3.0", "loss = 6.0 (3.000 sec)"]
+    assert writer.scalars == {"loss": [(2, 1.5), (4, 5.0), (6, 7.0)]}
+
+
+def test_with_a_timer_and_accumulation_a_point_covers_all_runs_of_its_steps() -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+    writer = RecordingWriter()
+    hook = SummarySaverHook(timer=EverySteps(2), summary_writer=writer, summary_op={"sum": running_sum("loss")})
+
+    def step(number: int) -> float:
+        if number % 3 == 0:
+            optimizer.step()
+        return float(number)
+
+    with MonitoredLoop(step, optimizer=optimizer, hooks=[hook], step_unit="optimizer_step") as loop:
+        for number in range(1, 13):
+            loop.run(number)
+    assert writer.scalars == {"sum": [(2, 21.0), (4, 57.0)]}
+
+
+def test_early_stopping_by_a_running_mean() -> None:
+    hook = StopIfHigherHook(running_mean("loss"), 3.0, every_n_steps=2)
+    assert trace(hook, losses=[1, 4, 2, 5, 1, 1]).steps == [1, 2, 3, 4]
+
+
+def test_best_checkpoint_hook_takes_a_running_mean(tmp_path: Path) -> None:
+    hook = BestCheckpointHook(tmp_path, running_mean("loss"), save_steps=2, mode="min")
+    trace(hook, losses=[4, 3, 1, 5, 7], model=torch.nn.Linear(1, 1))
+    best = best_checkpoint(tmp_path / "best")
+    assert best is not None
+    saved = torch.load(best, weights_only=True)
+    assert (saved["global_step"], saved["score"]) == (4, -3.0)
+
+
+def test_a_hook_that_watches_the_outputs_does_not_count_a_run_twice() -> None:
+    class Watcher(RecordingHook):
+        def next_due(self) -> Due:
+            return Due(when=lambda outputs: float(outputs) > 2)
+
+    hook = EveryRuns(running_sum("loss"), 4)
+    watcher = Watcher("loss")
+    trace(watcher, NanTensorHook("loss"), hook, losses=[1, 2, 3, 4])
+    assert watcher.results == [3.0, 4.0]
+    assert hook.reports == [10.0]
+
+
+def test_a_watcher_can_ask_for_a_running_fetch() -> None:
+    class Watcher(RecordingHook):
+        def next_due(self) -> Due:
+            return Due(when=lambda outputs: float(outputs) > 3)
+
+    watcher = Watcher(running_mean("loss"))
+    trace(watcher, losses=[1, 2, 3, 6])
+    assert plain(watcher.results) == [3.0]
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fetch", [None, 5, ["loss"], {"a": "loss"}], ids=str)
+def test_what_is_not_one_fetch_is_refused(fetch: Any) -> None:
+    with pytest.raises(TypeError, match=r"running_mean\(.*give one fetch, such as 'loss'"):
+        running_mean(fetch)
+
+
+@pytest.mark.parametrize("fetch", [running_mean("loss"), summary.scalar("a", "loss")], ids=str)
+def test_a_composed_fetch_is_refused(fetch: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be evaluated in every run; give what it is composed of"):
+        running_mean(fetch)
+
+
+def test_a_composed_fetch_that_fits_every_run_is_accumulated() -> None:
+    class Doubled(ComposedFetch):
+        fits_every_run = True
+
+        @property
+        def fetch(self) -> str:
+            return "loss"
+
+        def compose(self, value: Any) -> Any:
+            return value * 2
+
+    assert report(running_mean(Doubled()), [1, 2]) == [3.0]
+
+
+class Distributed:
+    """What a DTensor has: here a number that each rank has, or a part of."""
+
+    def __init__(self, value: float, replicated: bool) -> None:
+        self.value, self.placements, self.replicated = value, [self], replicated
+
+    def is_replicate(self) -> bool:
+        return self.replicated
+
+    def to_local(self) -> torch.Tensor:
+        return tensor(self.value)
+
+    def full_tensor(self) -> torch.Tensor:
+        raise AssertionError("a collective call")
+
+
+def test_a_dtensor_is_accumulated_if_each_rank_has_all_of_it() -> None:
+    assert report(running_mean("x"), [{"x": Distributed(1.0, True)}, {"x": Distributed(3.0, True)}]) == [2.0]
+    assert "a part on each rank" in str(error_of([{"x": Distributed(1.0, False)}], running_mean("x")))
+
+
+def test_a_submodule_is_not_watched_in_every_run() -> None:
+    with pytest.raises(ValueError, match="'fc:output' would have to be caught by a module hook in every run"):
+        running_mean("fc:output")
+
+
+def error_of(outputs: list[Any], fetch: Any) -> BaseException:
+    result = trace(EveryRuns(fetch, 10), losses=outputs, catch=Exception)
+    assert result.error is not None
+    return result.error
+
+
+def test_what_is_not_a_number_is_an_error_that_names_the_hook() -> None:
+    error = error_of([{"x": "text"}], running_mean("x"))
+    assert str(error) == "running_mean(x) is over 'text': what is accumulated has to be a number or a tensor"
+    assert "in running_mean(x), which <" in error.__notes__[0]
+
+
+def test_complex_numbers_have_a_mean_and_no_maximum() -> None:
+    assert report(running_mean("x"), [{"x": 1j}, {"x": 3j}]) == [2j]
+    for device in (False, True):
+        with fake_device(device):
+            assert report(running_mean("x"), [{"x": tensor(1j)}, {"x": tensor(3j)}]) == [2j]
+            assert report(running_mean("x"), [{"x": tensor([1j, 2j])}, {"x": tensor([3j, 4j])}]) == [[2j, 3j]]
+    assert "which have no maximum" in str(error_of([{"x": tensor(1j)}], running_max("x")))
+
+
+def test_a_shape_that_changes_is_an_error() -> None:
+    for first, second in (
+        (torch.ones(3), torch.ones(2)),
+        (torch.ones(3), torch.ones(1)),
+        (torch.ones(1), torch.ones(3)),
+    ):
+        error = error_of([{"x": first}, {"x": second}], running_mean("x"))
+        assert f"of shape {tuple(first.shape)}, and of shape {tuple(second.shape)} in this run" in str(error)
+
+
+def test_a_name_that_does_not_exist_names_the_hook() -> None:
+    error = error_of([1.0], running_mean("los"))
+    assert isinstance(error, FetchError)
+    assert "EveryRuns" in str(error)
+    assert "Did you mean 'loss'?" in str(error)
+
+
+def test_session_run_cannot_know_whose_accumulation_is_meant() -> None:
+    with MonitoredLoop(lambda: 1.0, hooks=[EveryRuns(running_mean("loss"), 2)]) as loop:
+        loop.run()
+        with pytest.raises(
+            FetchError, match=r"Session.run asked for running_mean\('loss'\), which is accumulated for a"
+        ):
+            loop.session.run(running_mean("loss"))
+
+
+def test_a_large_container_in_an_attribute_is_not_searched() -> None:
+    hook = EveryRun(None, 2, inline=lambda: running_mean("loss"))
+    hook.data = [running_mean("loss")] * 1000  # type: ignore[attr-defined]
+    trace(hook, losses=[1, 2])
+    assert hook.reports == [2.0]
+
+
+def test_a_container_that_contains_itself_is_searched_once() -> None:
+    hook = EveryRuns(running_mean("loss"), 2)
+    hook.reports.append(hook.reports)
+    trace(hook, losses=[1, 2])
+    assert hook.reports[1] == 1.5
+
+
+# -- resume and recovery ------------------------------------------------------------------------------------------
+
+
+def losses_from(step: int, to: int) -> Iterator[float]:
+    return (float(number) for number in range(step + 1, to + 1))
+
+
+class AtMultiples(EveryRuns):
+    """Reports when the global step is a multiple of ``period``, also after a resume."""
+
+    def begin(self) -> None:
+        self.step = 0
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        self.step = session.global_step
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        super().after_run(run_context, run_values)
+        self.step = run_context.session.global_step
+
+    def next_due(self) -> Due:
+        return Due(step=(self.step // self.period + 1) * self.period)
+
+
+FETCHES = {
+    "mean": running_mean("loss"),
+    "max": running_max("loss"),
+    "sum": running_sum(lambda loss: loss),
+    "vector": running_mean(lambda loss: torch.as_tensor(loss) * torch.ones(2)),
+    "largest": running_max(lambda loss: torch.as_tensor(loss) * torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "device"])
+def test_a_resumed_training_run_reports_what_an_uninterrupted_one_does(tmp_path: Path, kind: str) -> None:
+    def train(folder: Path, last: int, *hooks: SessionRunHook) -> None:
+        saver = CheckpointSaverHook(folder, save_steps=100)
+        with MonitoredLoop(lambda loss: loss, hooks=[*hooks, saver], checkpoint_dir=folder) as loop:
+            for number in losses_from(loop.global_step, last):
+                loop.run(number if kind == "number" else tensor(number))
+
+    whole, parts = AtMultiples(FETCHES, 4), [AtMultiples(FETCHES, 4) for _ in range(3)]
+    with fake_device(kind == "device"):
+        train(tmp_path / "whole", 8, whole)
+        for last, hook in zip((3, 6, 8), parts, strict=True):
+            train(tmp_path / "parts", last, hook)
+    assert [len(hook.reports) for hook in parts] == [0, 1, 1]
+    assert [*parts[1].reports, *parts[2].reports] == whole.reports
+    assert whole.reports[1] == {"mean": 6.5, "max": 8.0, "sum": 26.0, "vector": [6.5, 6.5], "largest": [8.0, 8.0]}
+
+
+def test_the_state_of_hooks_of_one_class_is_kept_apart(tmp_path: Path) -> None:
+    for first in (True, False):
+        two, three = AtMultiples(running_mean("loss"), 3), AtMultiples(running_sum("loss"), 4)
+        same = AtMultiples(running_mean("loss"), 4)
+        saver = CheckpointSaverHook(tmp_path, save_steps=100)
+        with MonitoredLoop(lambda loss: loss, hooks=[two, three, same, saver], checkpoint_dir=tmp_path) as loop:
+            for number in losses_from(loop.global_step, 2 if first else 4):
+                loop.run(number)
+    assert (two.reports, three.reports, same.reports) == ([2.0], [10.0], [2.5])
+
+
+def test_a_checkpoint_from_before_the_hook_was_added_starts_over(tmp_path: Path) -> None:
+    trace(CheckpointSaverHook(tmp_path, save_steps=1), losses=[1.0], checkpoint_dir=tmp_path)
+    hook = EveryRuns(running_mean("loss"), 2)
+    trace(hook, losses=[2.0, 4.0], checkpoint_dir=tmp_path)
+    assert hook.reports == [3.0]
+
+
+def test_a_checkpoint_without_running_fetches_has_no_entry_for_them(tmp_path: Path) -> None:
+    trace(CheckpointSaverHook(tmp_path, save_steps=1), losses=[1.0], checkpoint_dir=tmp_path)
+    assert "running_values" not in torch.load(tmp_path / "model.ckpt-1", weights_only=True)
+
+
+class FailsOnce(SessionRunHook):
+    """Raises an error to recover from, at the end of the run that reaches ``step``, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.failed = step, False
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if run_context.session.global_step == self.step and not self.failed:
+            self.failed = True
+            raise AbortedError("preempted")
+
+
+def recovered(folder: Path, *hooks: SessionRunHook, save_steps: int, fails_at: int, last: int = 8) -> Trace:
+    """Make runs whose value is their global step, with a failure and a recovery among them."""
+    steps: list[int] = []
+    saver = CheckpointSaverHook(folder, save_steps=save_steps)
+    fails = FailsOnce(fails_at)
+    with MonitoredLoop(lambda: {"x": 1.0}, hooks=[*hooks, saver, fails], checkpoint_dir=folder) as loop:
+        while loop.global_step < last:
+            loop.run()
+            steps.append(loop.global_step)
+    assert fails.failed
+    return Trace(steps, [], None, loop.global_step)
+
+
+STEP = "global_step"
+
+
+@pytest.mark.parametrize("fails_at", [4, 5])
+def test_runs_that_are_made_again_are_not_counted_twice(tmp_path: Path, fails_at: int) -> None:
+    hook = EveryRuns((running_sum(STEP), running_sum("x")), 8)
+    recovered(tmp_path, hook, save_steps=3, fails_at=fails_at, last=12)
+    # The hook is asked again after the recovery to step 3, so it is due 8 runs after that.
+    assert hook.reports == [(sum(range(1, 12)), 11.0)]
+
+
+def test_what_was_reported_before_a_recovery_is_not_reported_again(tmp_path: Path) -> None:
+    class AtSteps(AtMultiples):
+        def after_create_session(self, session: Any, coord: Any) -> None:
+            """Keep the step of the last report, as TensorFlow's hooks do in a recovery."""
+
+    hook = AtSteps(running_sum(STEP), 4)
+    # Step 4 is reported; the recovery goes back to step 3 and makes step 4 again.
+    recovered(tmp_path, hook, save_steps=3, fails_at=5)
+    assert hook.reports == [1 + 2 + 3 + 4, 5 + 6 + 7 + 8]
+
+
+def test_a_hook_that_reports_a_step_again_after_a_recovery_reports_the_same(tmp_path: Path) -> None:
+    hook = AtMultiples(running_sum(STEP), 4)
+    recovered(tmp_path, hook, save_steps=3, fails_at=5)
+    assert hook.reports == [10, 10, 26]
+
+
+def test_points_that_are_removed_by_a_recovery_are_written_again(tmp_path: Path) -> None:
+    with JsonLinesWriter(tmp_path / "curves.jsonl") as writer:
+        hook = SummarySaverHook(2, summary_writer=writer, summary_op={"x": running_sum(STEP)})
+        recovered(tmp_path, hook, save_steps=2, fails_at=4)
+    points = [line for line in (tmp_path / "curves.jsonl").read_text().splitlines() if '"x"' in line]
+    assert len(points) == len(set(points))
+
+
+def test_a_saver_that_does_not_know_running_fetches_starts_them_over(tmp_path: Path) -> None:
+    class StepOnly(Saver):
+        def restore_latest(self, session: Any, directory: Any) -> str | None:
+            latest = latest_checkpoint(directory)
+            session.global_step = 0 if latest is None else int(latest.rpartition("-")[2])
+            return latest
+
+    final = FinalOpsHook(running_sum("x"))
+    hooks = [final, CheckpointSaverHook(tmp_path, save_steps=2), FailsOnce(3)]
+    scaffold = Scaffold(saver=StepOnly())
+    with MonitoredLoop(lambda: {"x": 1.0}, hooks=hooks, checkpoint_dir=tmp_path, scaffold=scaffold) as loop:
+        for _ in range(3):
+            loop.run()
+    assert final.final_ops_values == 1.0
+
+
+# -- on a device --------------------------------------------------------------------------------------------------
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that would launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in ("detach", "view", "unbind", "select", "slice", "_unsafe_view", "alias", "reshape"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [1, 2, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_one_launch_in_a_run_however_many_means_of_one_dtype(number: int, dtype: torch.dtype) -> None:
+    outputs = {str(index): torch.ones((), dtype=dtype) for index in range(number)}
+    hooks = [
+        EveryRuns({name: running_mean(name) for name in outputs}, 10**6),
+        EveryRuns({name: running_max(name) for name in outputs}, 10**6),
+    ]
+    with FakeDevice(), MonitoredLoop(lambda: outputs, hooks=hooks) as loop:
+        for _ in range(3):
+            loop.run()
+        with Launches() as launches:
+            for _ in range(10):
+                loop.run()
+    assert len(launches.names) == 10, launches.names
+
+
+def test_one_launch_in_a_run_for_several_large_tensors() -> None:
+    outputs = {str(index): torch.ones(5) for index in range(4)}
+    hook = EveryRuns({name: running_mean(name) for name in outputs}, 10**6)
+    with FakeDevice(), MonitoredLoop(lambda: outputs, hooks=[hook]) as loop:
+        loop.run()
+        loop.run()
+        with Launches() as launches:
+            loop.run()
+    assert launches.names == ["_foreach_add_"]
+
+
+def test_the_host_never_waits() -> None:
+    outputs = {"a": tensor(1.0), "b": tensor(2), "c": torch.ones(3)}
+    fetches = {name: fetch(name) for name in outputs for fetch in (running_mean,)}
+    fetches |= {f"{name} max": running_max(name) for name in outputs}
+    fetches["closure"] = running_mean(lambda a: a * 2)
+    hooks = [
+        EveryRuns(fetches, 3),
+        LoggingTensorHook(dict(fetches), every_n_iter=2),
+        SummarySaverHook(2, summary_writer=RecordingWriter(), summary_op={"a": running_mean("a")}),
+    ]
+    with FakeDevice(lag=3) as device, sync_audit("cpu") as syncs, MonitoredLoop(lambda: outputs, hooks=hooks) as loop:
+        for _ in range(20):
+            loop.run()
+        assert device.waits == 0
+    assert syncs == []
+
+
+def test_the_audit_sees_a_closure_that_waits_in_a_run_in_which_no_hook_is_due() -> None:
+    hook = EveryRuns(running_mean(lambda loss: loss.item()), 10)
+    with sync_audit("cpu") as syncs:
+        trace(hook, losses=[1, 2])
+    assert [(sync.hook, sync.method) for sync in syncs] == [(hook, "fetch")] * 2
+
+
+def test_values_that_move_between_host_and_device() -> None:
+    hook = EveryRuns((running_sum("x"), running_max("x")), 3)
+    with MonitoredLoop(lambda x: {"x": x}, hooks=[hook]) as loop:
+        loop.run(tensor(1.0))
+        with FakeDevice():
+            loop.run(tensor(5.0))
+        loop.run(2.0)
+    assert hook.reports == [(8.0, 5.0)]
+
+
+def test_a_hook_that_asks_later_changes_what_is_copied_on_a_device() -> None:
+    first = EveryRuns(running_sum("a"), 4)
+    second = EveryRun(None, 2, inline=lambda: (running_sum("b"), running_max("a")))
+    with FakeDevice():
+        trace(first, second, losses=[{"a": tensor(float(n)), "b": tensor(10.0 * n)} for n in range(1, 5)])
+    assert first.reports == [10.0]
+    assert [tuple(map(float, each)) for each in second.values] == [(20.0, 2.0), (70.0, 4.0)]
+
+
+def test_a_restored_tensor_moves_to_the_device_of_the_values() -> None:
+    accumulator = Accumulator("sum", Source("x", None), "x")
+    accumulator.load_state_dict({"total": torch.ones(2), "count": 1, "dtype": torch.float32, "shape": [2]}, 0)
+    accumulator.add((torch.ones(2, device="meta"), None, 1))
+    assert accumulator.total.device.type == "meta"
+    assert accumulator.count == 2
+
+
+def test_loops_without_running_fetches_accumulate_nothing() -> None:
+    with MonitoredLoop(lambda: 1.0, hooks=[EveryRuns("loss", 2)]) as loop:
+        loop.run()
+        assert loop.session.running.sources == []
+        assert loop.session.running.state_dict() is None
+
+
+def test_the_repr_can_be_pasted_back() -> None:
+    assert repr(running_mean("loss")) == "running_mean('loss')"
+    assert eval(repr(running_max("loss"))) == running_max("loss")
+    assert running_mean("loss") != running_max("loss")
+    assert running_mean("loss") != "loss"
+
+
+def test_tensors_and_objects_without_a_hash_are_fetches_of_their_own() -> None:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def compute(self) -> float:
+            return 1.0
+
+    ones, metric = torch.ones(2), Unhashable()
+    assert running_mean(ones) == running_mean(ones)
+    assert running_mean(ones) != running_mean(torch.ones(2))
+    assert report((running_sum(metric), running_sum(ones)), [1, 2]) == [(2.0, [2.0, 2.0])]

@@ -1,0 +1,985 @@
+"""CheckpointSaverHook: when it saves, with which saver, when it calls listeners, and what it never saves."""
+
+from __future__ import annotations
+
+import errno
+import math
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.compat.proto.event_pb2 import SessionLog
+
+from torchhooks import (
+    AbortedError,
+    CheckpointError,
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+    Coordinator,
+    MonitoredLoop,
+    NanLossDuringTrainingError,
+    NanTensorHook,
+    Saver,
+    Scaffold,
+    Session,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepCounterHook,
+    StopAtStepHook,
+    latest_checkpoint,
+    list_checkpoints,
+)
+from torchhooks.common.files import Disk
+from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, trace
+
+NAN = math.nan
+Lines = list[tuple[str, str]]
+Calls = list[tuple[Any, ...]]
+
+
+def steps(directory: Path) -> list[int]:
+    """Return the steps of the checkpoints, in the order of writing."""
+    return [checkpoint.step for checkpoint in list_checkpoints(directory)]
+
+
+def warnings_in(lines: Lines) -> list[str]:
+    return [text for level, text in lines if level == "WARNING"]
+
+
+class Listener(CheckpointSaverListener):
+    """A listener that records its calls, and asks to stop or raises at a step."""
+
+    def __init__(
+        self,
+        calls: Calls | None = None,
+        name: str = "l",
+        stop_from: float = math.inf,
+        raises: Mapping[str, type[BaseException]] | None = None,
+    ) -> None:
+        self.calls: Calls = [] if calls is None else calls
+        self.name, self.stop_from, self.raises = name, stop_from, raises or {}
+
+    def note(self, method: str, *step: int) -> None:
+        self.calls.append((self.name, method, *step))
+        if method in self.raises:
+            raise self.raises[method]
+
+    def begin(self) -> None:
+        self.note("begin")
+
+    def before_save(self, session: Session, step: int) -> None:
+        self.note("before_save", step)
+
+    def after_save(self, session: Session, step: int) -> bool:
+        self.note("after_save", step)
+        return step >= self.stop_from
+
+    def end(self, session: Session, step: int) -> None:
+        self.note("end", step)
+
+
+def saves(listener: Listener) -> list[int]:
+    return [call[2] for call in listener.calls if call[1] == "before_save"]
+
+
+# -- when -------------------------------------------------------------------------------------------------------------
+
+
+def test_saves_at_creation_every_n_steps_and_at_the_end(tmp_path: Path) -> None:
+    trace(CheckpointSaverHook(tmp_path, save_steps=4), losses=[0.1] * 10, checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [0, 4, 8, 10]
+
+
+def test_the_end_saves_nothing_that_is_saved_already(tmp_path: Path) -> None:
+    listener = Listener()
+    trace(CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener]), losses=[0.1] * 8, checkpoint_dir=tmp_path)
+    assert saves(listener) == [0, 4, 8]
+
+
+class _StoppingGuard(SessionRunHook):
+    """Raises StopIteration from a guard of checkpoints, each time it is asked for which ``stops(count)`` is true."""
+
+    def __init__(self, stops: Callable[[int], bool]) -> None:
+        self.stops, self.asked = stops, 0
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        session.guard_checkpoints(self.refusal)
+
+    def refusal(self) -> None:
+        self.asked += 1
+        if self.stops(self.asked):
+            raise StopIteration("enough")
+
+
+def test_the_end_saves_what_a_stop_before_the_save_prevented(tmp_path: Path) -> None:
+    hooks = [_StoppingGuard(lambda count: count == 2), CheckpointSaverHook(tmp_path, save_steps=3)]
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(8)):
+            loop.run()
+    assert (loop.stop_reason, loop.global_step) == ("StopIteration: enough", 3)
+    assert steps(tmp_path) == [0, 3]
+
+
+@pytest.mark.parametrize("save_steps", [3, 5])  # a save is due at the stop, or only at the end
+def test_a_guard_that_stops_at_the_end_too_prevents_the_last_checkpoint(
+    tmp_path: Path, save_steps: int, lines: Lines
+) -> None:
+    hooks = [_StoppingGuard(lambda count: count >= 2), CheckpointSaverHook(tmp_path, save_steps=save_steps)]
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(3)):
+            loop.run()
+    assert steps(tmp_path) == [0]
+    assert warnings_in(lines) == ["no checkpoint of step 3: StopIteration: enough"]
+
+
+def test_a_loop_without_a_run_saves_once(tmp_path: Path) -> None:
+    listener = Listener()
+    hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])
+    trace(hook, losses=[], checkpoint_dir=tmp_path)
+    assert saves(listener) == [0]
+
+
+def test_saves_every_n_seconds(tmp_path: Path) -> None:
+    trace(CheckpointSaverHook(tmp_path, save_secs=2.5), losses=[0.1] * 7, checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [0, 3, 6, 7]
+
+
+def test_a_period_begins_at_the_step_that_was_saved_last(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
+
+    def step() -> None:
+        for _ in range(3):
+            optimizer.step()
+
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=4)]
+    loop = MonitoredLoop(step, optimizer=optimizer, hooks=hooks, checkpoint_dir=tmp_path, step_unit="optimizer_step")
+    with loop:
+        for _ in range(4):
+            loop.run()
+    assert steps(tmp_path) == [0, 6, 12]
+
+
+def test_saves_again_what_it_restored(tmp_path: Path) -> None:
+    for _ in range(2):
+        listener = Listener()
+        hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])
+        trace(hook, losses=[0.1] * 5, checkpoint_dir=tmp_path)
+    assert saves(listener) == [5, 9, 10]
+
+
+def test_a_loop_that_failed_saves_nothing_at_its_end(tmp_path: Path) -> None:
+    hook = CheckpointSaverHook(tmp_path, save_steps=4)
+    trace(hook, losses=[0.1, 0.1, ValueError], catch=ValueError, checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("in_an_item", [False, True])
+def test_saves_at_its_place_in_the_list_or_after_the_item(in_an_item: bool, tmp_path: Path) -> None:
+    calls: Calls = []
+    a, b = (RecordingHook(name=name, calls=calls) for name in "ab")
+    saver = CheckpointSaverHook(tmp_path, save_steps=1, listeners=[Listener(calls)])
+    with MonitoredLoop(lambda: 0.1, hooks=[a, saver, b]) as loop:
+        for _ in loop.until_stop([0]) if in_an_item else [0]:
+            loop.run()
+    run = calls[calls.index(("b", "before_run", False)) + 1 :]
+    after_runs, save = [("a", "after_run"), ("b", "after_run")], [("l", "before_save"), ("l", "after_save")]
+    expected = [*after_runs, *save] if in_an_item else [after_runs[0], *save, after_runs[1]]
+    assert [call[:2] for call in run[:4]] == expected
+
+
+def test_is_called_in_no_run_in_which_it_has_nothing_to_save(tmp_path: Path) -> None:
+    class Counting(CheckpointSaverHook):
+        runs = 0
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            self.runs += 1
+            super().after_run(run_context, run_values)
+
+    hook = Counting(tmp_path, save_steps=4)
+    trace(hook, losses=[0.1] * 11, checkpoint_dir=tmp_path)
+    assert hook.runs == 2
+
+
+def test_a_hook_that_is_reused_starts_over(tmp_path: Path) -> None:
+    listener = Listener()
+    hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])
+    trace(hook, losses=[0.1] * 5)
+    listener.calls.clear()
+    trace(hook, losses=[0.1] * 5, start_step=100)
+    assert saves(listener) == [100, 104, 105]
+
+
+@pytest.mark.parametrize("periods", [{}, {"save_secs": 1, "save_steps": 1}])
+def test_needs_exactly_one_period(periods: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"save_secs=.*, save_steps=.*: give exactly one of them"):
+        CheckpointSaverHook(tmp_path, **periods)
+
+
+@pytest.mark.parametrize("save_steps", [0, -1, 2.5, True])
+def test_refuses_an_invalid_number_of_steps(save_steps: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"save_steps={save_steps}: must be a whole number, 1 or more"):
+        CheckpointSaverHook(tmp_path, save_steps=save_steps)
+
+
+def test_a_repr_could_be_pasted_back() -> None:
+    hook = CheckpointSaverHook("run", save_steps=5, saver=Saver(3), checkpoint_basename="net")
+    assert (
+        repr(hook) == "CheckpointSaverHook('run', save_steps=5, saver=Saver(max_to_keep=3), checkpoint_basename='net')"
+    )
+    assert repr(eval(repr(hook))) == repr(hook)
+
+
+# -- where, and with which saver --------------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_checkpoint_can_be_chosen(tmp_path: Path) -> None:
+    hook = CheckpointSaverHook(tmp_path, save_steps=4, checkpoint_basename="net")
+    trace(hook, losses=[0.1], checkpoint_dir=tmp_path)
+    assert latest_checkpoint(tmp_path) == f"{tmp_path}/net-1"
+
+
+def test_it_warns_where_nothing_would_be_restored(tmp_path: Path, lines: Lines) -> None:
+    hook = CheckpointSaverHook(tmp_path, save_steps=4)
+    MonitoredLoop(lambda: None, hooks=[hook]).close()
+    (warning,) = warnings_in(lines)
+    assert warning == (
+        f"{hook!r} saves checkpoints, but nothing will be restored: give "
+        f"MonitoredLoop(..., checkpoint_dir='{tmp_path}') too"
+    )
+
+
+def test_it_does_not_warn_where_something_would_be(tmp_path: Path, lines: Lines) -> None:
+    MonitoredLoop(lambda: None, hooks=[CheckpointSaverHook(tmp_path, save_steps=4)], checkpoint_dir=tmp_path).close()
+    assert not warnings_in(lines)
+
+
+def test_a_loop_with_a_folder_that_no_hook_saves_into_warns(tmp_path: Path, lines: Lines) -> None:
+    MonitoredLoop(lambda: None, checkpoint_dir=tmp_path).close()
+    way_out = f"add CheckpointSaverHook('{tmp_path}', save_secs=600)"
+    assert warnings_in(lines) == [f"{tmp_path} has no checkpoint, and no hook saves one: {way_out}"]
+
+
+def test_a_loop_that_only_restores_does_not_warn(tmp_path: Path, lines: Lines) -> None:
+    hook = CheckpointSaverHook(tmp_path, save_steps=4)
+    trace(hook, losses=[0.1], checkpoint_dir=tmp_path)
+    MonitoredLoop(lambda: None, checkpoint_dir=tmp_path).close()
+    assert not warnings_in(lines)
+
+
+class NotingSaver(Saver):
+    """A Saver that records the steps that it saved."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.saved: list[int] = []
+
+    def save(self, session: Any, path: Any, global_step: int, **arguments: Any) -> str:
+        self.saved.append(global_step)
+        return super().save(session, path, global_step, **arguments)
+
+
+def test_uses_the_saver_of_the_session(tmp_path: Path) -> None:
+    saver = NotingSaver()
+    hook = CheckpointSaverHook(tmp_path, save_steps=1)
+    MonitoredLoop(lambda: None, hooks=[hook], scaffold=Scaffold(saver=saver), checkpoint_dir=tmp_path).close()
+    assert saver.saved == [0]
+
+
+def test_or_the_one_it_was_given(tmp_path: Path) -> None:
+    own, sessions = NotingSaver(), NotingSaver()
+    hook = CheckpointSaverHook(tmp_path, save_steps=1, saver=own)
+    MonitoredLoop(lambda: None, hooks=[hook], scaffold=Scaffold(saver=sessions), checkpoint_dir=tmp_path).close()
+    assert (own.saved, sessions.saved) == ([0], [])
+
+
+def test_or_that_of_the_scaffold_it_was_given(tmp_path: Path) -> None:
+    own, sessions = NotingSaver(), NotingSaver()
+    hook = CheckpointSaverHook(tmp_path, save_steps=1, scaffold=Scaffold(saver=own))
+    MonitoredLoop(lambda: None, hooks=[hook], scaffold=Scaffold(saver=sessions), checkpoint_dir=tmp_path).close()
+    assert (own.saved, sessions.saved) == ([0], [])
+
+
+def test_a_scaffold_without_a_saver_leaves_it_to_the_session(tmp_path: Path) -> None:
+    saver = NotingSaver()
+    hook = CheckpointSaverHook(tmp_path, save_steps=1, scaffold=Scaffold())
+    MonitoredLoop(lambda: None, hooks=[hook], scaffold=Scaffold(saver=saver), checkpoint_dir=tmp_path).close()
+    assert saver.saved == [0]
+
+
+def test_a_saver_and_a_scaffold_together_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"saver=Saver\(.*\), scaffold=.*: give CheckpointSaverHook one of them"):
+        CheckpointSaverHook(tmp_path, save_steps=1, saver=Saver(), scaffold=Scaffold())
+
+
+def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
+    with MonitoredLoop(
+        lambda: None, hooks=[CheckpointSaverHook(tmp_path, save_steps=3)], checkpoint_dir=tmp_path
+    ) as loop:
+        for _ in range(7):
+            loop.run()
+        loop.session.global_step = 2  # the user returns to an earlier state
+    assert steps(tmp_path) == [0, 3, 6, 2]
+    with MonitoredLoop(lambda: None, checkpoint_dir=tmp_path) as loop:
+        assert loop.global_step == 2
+
+
+def test_checkpoints_of_an_earlier_loop_count_among_those_kept(tmp_path: Path) -> None:
+    for _ in range(2):
+        hook = CheckpointSaverHook(tmp_path, save_steps=1, saver=Saver(max_to_keep=3))
+        trace(hook, losses=[0.1] * 2, checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [2, 3, 4]
+
+
+def session_logs(directory: Path) -> list[tuple[str, int, str]]:
+    found = []
+    for file in sorted(directory.glob("*.tfevents.*")):
+        for event in EventFileLoader(str(file)).Load():
+            if event.HasField("session_log"):
+                log = event.session_log
+                found.append((SessionLog.SessionStatus.Name(log.status), event.step, log.checkpoint_path))
+    return found
+
+
+def test_the_event_file_in_the_folder_has_every_checkpoint(tmp_path: Path) -> None:
+    trace(CheckpointSaverHook(tmp_path, save_steps=2), losses=[0.1] * 3, checkpoint_dir=tmp_path)
+    assert session_logs(tmp_path) == [("CHECKPOINT", step, f"{tmp_path}/model.ckpt-{step}") for step in (0, 2, 3)]
+
+
+def test_also_after_a_loop_that_failed(tmp_path: Path) -> None:
+    hook = CheckpointSaverHook(tmp_path, save_steps=2)
+    trace(hook, losses=[0.1, 0.1, ValueError], catch=ValueError, checkpoint_dir=tmp_path)
+    assert [step for _, step, _ in session_logs(tmp_path)] == [0, 2]
+
+
+def test_the_time_it_takes_is_not_counted_as_training(tmp_path: Path, clock: FakeClock, lines: Lines) -> None:
+    class Slow(CheckpointSaverListener):
+        def before_save(self, session: Session, step: int) -> None:
+            clock.advance(100)
+
+    hooks = [StepCounterHook(2), CheckpointSaverHook(tmp_path, save_steps=1, listeners=[Slow()])]
+    with MonitoredLoop(lambda: clock.advance(1), hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in range(3):
+            loop.run()
+    assert ("INFO", "global_step/sec: 1") in lines
+
+
+# -- listeners --------------------------------------------------------------------------------------------------------
+
+
+def test_listeners_are_called_in_order_around_every_checkpoint(tmp_path: Path) -> None:
+    calls: Calls = []
+    listeners = [Listener(calls, name) for name in "lm"]
+    trace(CheckpointSaverHook(tmp_path, save_steps=1, listeners=listeners), losses=[0.1], checkpoint_dir=tmp_path)
+    around = [[(name, method, step) for method in ("before_save", "after_save") for name in "lm"] for step in (0, 1)]
+    assert calls == [
+        *[(name, "begin") for name in "lm"],
+        *around[0],
+        *around[1],
+        *[(name, "end", 1) for name in "lm"],
+    ]
+
+
+def test_the_checkpoint_is_there_after_and_not_before(tmp_path: Path) -> None:
+    seen: list[str | None] = []
+
+    class Looking(CheckpointSaverListener):
+        def before_save(self, session: Session, step: int) -> None:
+            seen.append(latest_checkpoint(tmp_path))
+
+        after_save = before_save
+
+    hook = CheckpointSaverHook(tmp_path, save_steps=1, listeners=[Looking()])
+    MonitoredLoop(lambda: None, hooks=[hook], checkpoint_dir=tmp_path).close()
+    assert seen == [None, f"{tmp_path}/model.ckpt-0"]
+
+
+def test_a_listener_may_stop_the_loop(tmp_path: Path) -> None:
+    hook = CheckpointSaverHook(tmp_path, save_steps=2, listeners=[Listener(stop_from=4)])
+    traced = trace(hook, losses=[0.1] * 9, checkpoint_dir=tmp_path)
+    assert traced.steps == [1, 2, 3, 4]
+    assert traced.stop_reason == "CheckpointSaverHook: a checkpoint listener asked to at step 4"
+
+
+def test_at_creation_and_at_the_end_that_is_ignored(tmp_path: Path) -> None:
+    listener = Listener(stop_from=0)
+    hook = CheckpointSaverHook(tmp_path, save_steps=9, listeners=[listener])
+    traced = trace(hook, losses=[0.1] * 3, checkpoint_dir=tmp_path)
+    assert (saves(listener), traced.steps, traced.stop_reason) == ([0, 3], [1, 2, 3], "data ended")
+
+
+def test_every_listener_is_called_also_after_one_asked_to_stop(tmp_path: Path) -> None:
+    calls: Calls = []
+    listeners = [Listener(calls, "l", stop_from=1), Listener(calls, "m")]
+    trace(CheckpointSaverHook(tmp_path, save_steps=1, listeners=listeners), losses=[0.1] * 9)
+    assert [call for call in calls if call[1:] == ("after_save", 1)] == [("l", "after_save", 1), ("m", "after_save", 1)]
+
+
+@pytest.mark.parametrize(("method", "saved"), [("before_save", []), ("after_save", [0])])
+def test_an_error_of_a_listener_is_raised(method: str, saved: list[int], tmp_path: Path) -> None:
+    hook = CheckpointSaverHook(tmp_path, save_steps=1, listeners=[Listener(raises={method: KeyError})])
+    with pytest.raises(KeyError) as caught:
+        MonitoredLoop(lambda: None, hooks=[hook], checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == saved
+    assert "in after_create_session of CheckpointSaverHook" in caught.value.__notes__[0]
+
+
+# -- what is not saved ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fail", [True, False], ids=["fails", "stops"])
+@pytest.mark.parametrize("saver_first", [True, False], ids=["saver-first", "saver-last"])
+@pytest.mark.parametrize("lag", [None, 0, 1, 3, 50])
+def test_nothing_is_saved_of_the_run_of_a_nan_nor_after_it(
+    fail: bool, saver_first: bool, lag: int | None, tmp_path: Path
+) -> None:
+    listener = Listener()
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=1, listeners=[listener]), NanTensorHook("loss", fail)]
+    hooks = hooks if saver_first else hooks[::-1]
+    with nullcontext() if lag is None else FakeDevice(lag):
+        trace(
+            *hooks,
+            losses=[0.5, 0.25, NAN, 0.5, 0.5],
+            checkpoint_dir=tmp_path,
+            catch=NanLossDuringTrainingError,
+        )
+    assert steps(tmp_path) == saves(listener) == [0, 1, 2]
+
+
+def test_flags_that_are_not_read_yet_are_read_before_a_checkpoint(tmp_path: Path) -> None:
+    hooks = [NanTensorHook("loss", fail_on_nan_loss=False), CheckpointSaverHook(tmp_path, save_steps=5)]
+    with FakeDevice(lag=50):
+        traced = trace(*hooks, losses=[0.5, NAN, 0.5, 0.5, 0.5, 0.5], checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [0]
+    assert ("WARNING", "no checkpoint of step 5: loss is NaN at step 2") in traced.lines
+
+
+def test_nothing_is_saved_at_the_end_of_a_loop_that_a_nan_stopped(tmp_path: Path) -> None:
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=100), NanTensorHook("loss", fail_on_nan_loss=False)]
+    traced = trace(*hooks, losses=[0.5, 0.25, NAN], checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [0]
+    assert ("WARNING", "no checkpoint of step 3: loss is NaN at step 3") in traced.lines
+
+
+def test_an_infinity_prevents_saving_if_the_nan_hook_looks_for_it(tmp_path: Path) -> None:
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=1), NanTensorHook("loss", False, also_inf=True)]
+    trace(*hooks, losses=[0.5, math.inf], checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [0, 1]
+
+
+class Scaled(torch.nn.Module):
+    """A model whose output is its input times its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(x)
+        return output
+
+
+WATCHED = {
+    "an-output": "loss",
+    "a-closure-of-an-output": lambda loss: loss * 2,
+    "a-closure-of-an-input": lambda x: x * 2,
+    "what-a-submodule-made": "inner:output",
+    "what-a-submodule-received": "inner:input",
+    "several": {"loss": "loss", "x": lambda x: x},
+}
+
+
+@pytest.mark.parametrize("watched", WATCHED.values(), ids=WATCHED)
+def test_whatever_is_watched_a_saver_before_the_nan_hook_does_not_save_a_nan(watched: Any, tmp_path: Path) -> None:
+    model = Scaled()
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=1), NanTensorHook(watched, fail_on_nan_loss=False)]
+    with MonitoredLoop(lambda x: model(x).sum(), model, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for value in loop.until_stop([0.5, NAN, 0.5]):
+            loop.run(torch.tensor([value]))
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_what_is_watched_is_evaluated_once_a_run(tmp_path: Path) -> None:
+    asked: list[float] = []
+
+    def watched(loss: torch.Tensor) -> torch.Tensor:
+        asked.append(loss.item())
+        return loss
+
+    trace(CheckpointSaverHook(tmp_path, save_steps=1), NanTensorHook(watched), losses=[0.5, 0.25])
+    assert asked == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("saver_first", [True, False], ids=["saver-first", "saver-last"])
+def test_a_nan_of_a_run_that_a_recovery_undid_does_not_prevent_saving(saver_first: bool, tmp_path: Path) -> None:
+    failing = RecordingHook(raises={("after_run", 2): AbortedError})
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=1), NanTensorHook("loss")]
+    hooks = hooks if saver_first else hooks[::-1]
+    traced = trace(failing, *hooks, losses=[0.5, NAN, 0.25, 0.5], checkpoint_dir=tmp_path)
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    assert not [text for _, text in traced.lines if "no checkpoint" in text]
+
+
+def test_any_hook_may_refuse_a_checkpoint(tmp_path: Path, lines: Lines) -> None:
+    class Doubting(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            session.guard_checkpoints(lambda: "of doubts" if session.global_step == 2 else None)
+
+    listener = Listener()
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=1, listeners=[listener]), Doubting()]
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in range(3):
+            loop.run()
+    assert saves(listener) == [0, 1, 3]
+    assert warnings_in(lines) == ["no checkpoint of step 2: of doubts"]
+
+
+def test_the_first_of_several_refusals_is_the_reason() -> None:
+    session = Session()
+    for reasons in ({}, {"why": "first"}, {"why": "second"}):
+        session.guard_checkpoints(partial(reasons.get, "why"))
+    assert session.why_no_checkpoint() == "first"
+
+
+def test_without_guards_no_checkpoint_is_refused() -> None:
+    assert Session().why_no_checkpoint() is None
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+FAR = 1000
+"""A lag, in runs, that is longer than any test."""
+
+
+class Waiting(SessionRunHook):
+    """Passes the loss to a callback in every run, and records in which runs it arrived."""
+
+    def begin(self) -> None:
+        self.arrived: list[float] = []
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        value = torch.tensor(float(run_context.session.global_step))
+        run_context.when_ready(value, lambda value: self.arrived.append(value.item()))
+
+
+def save_on(device: FakeDevice, saver: Saver, folder: Path, *hooks: SessionRunHook, losses: list[float]) -> int:
+    """Run a loop with ``hooks`` that saves in every run; return how often it waited for the device until it closed."""
+    weight, pending = torch.nn.Linear(1, 1), iter(losses)
+    saving = CheckpointSaverHook(folder, save_steps=1, saver=saver)
+    with device:
+        loop = MonitoredLoop(lambda: torch.tensor(next(pending)), weight, hooks=[*hooks, saving], checkpoint_dir=folder)
+        with loop:
+            for _ in losses:
+                if not loop.should_stop():
+                    loop.run()
+            waits = device.waits
+    saver.close()
+    return waits
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_an_asynchronous_save_does_not_wait_for_the_device(guarded: bool, tmp_path: Path) -> None:
+    hooks = [Waiting(), *([NanTensorHook("loss")] if guarded else [])]
+    saver = Saver(async_save=True)
+    assert save_on(FakeDevice(FAR), saver, tmp_path, *hooks, losses=[0.5, 0.25, 0.125]) == 0
+    assert steps(tmp_path) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("saver_first", [True, False])
+@pytest.mark.parametrize("value", [NAN, [0.5, NAN]], ids=["a number", "a list"])
+def test_a_nan_that_is_still_on_the_device_is_not_committed(
+    saver_first: bool, value: Any, tmp_path: Path, lines: Lines
+) -> None:
+    hooks = [
+        CheckpointSaverHook(tmp_path, save_steps=1, saver=Saver(async_save=True)),
+        NanTensorHook("loss", fail_on_nan_loss=False),
+    ]
+    losses = iter([0.5, value, 0.5])
+    with (
+        FakeDevice(FAR),
+        MonitoredLoop(
+            lambda: torch.tensor(next(losses)), hooks=hooks if saver_first else hooks[::-1], checkpoint_dir=tmp_path
+        ) as loop,
+    ):
+        for _ in range(3):
+            if not loop.should_stop():
+                loop.run()
+    loop.session.wait_for_savers()
+    assert steps(tmp_path) == [0, 1]
+    assert warnings_in(lines).count("no checkpoint of step 2: loss is NaN at step 2") == 1
+
+
+@pytest.mark.parametrize("lag", [None, 0])
+def test_after_a_nan_that_is_known_nothing_is_handed_to_the_thread_that_writes(
+    lag: int | None, tmp_path: Path, lines: Lines
+) -> None:
+    listener = Listener()
+    hooks = [
+        NanTensorHook("loss", fail_on_nan_loss=False, max_lag_steps=lag),
+        CheckpointSaverHook(tmp_path, save_steps=1, saver=Saver(async_save=True), listeners=[listener]),
+    ]
+    losses = iter([0.5, NAN])
+    device = nullcontext() if lag is None else FakeDevice(FAR)
+    with device, MonitoredLoop(lambda: torch.tensor(next(losses)), hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in range(2):
+            loop.run()
+    assert saves(listener) == [0, 1]
+    assert "no checkpoint of step 2: loss is NaN at step 2" in warnings_in(lines)
+
+
+def test_a_later_checkpoint_than_the_nan_is_not_committed_either(tmp_path: Path, lines: Lines) -> None:
+    hooks = [
+        NanTensorHook("loss", fail_on_nan_loss=False),
+        CheckpointSaverHook(tmp_path, save_steps=3, saver=Saver(async_save=True)),
+    ]
+    losses = iter([0.5, NAN, 0.5])
+    with (
+        FakeDevice(FAR),
+        MonitoredLoop(lambda: torch.tensor(next(losses)), hooks=hooks, checkpoint_dir=tmp_path) as loop,
+    ):
+        for _ in range(3):
+            loop.run()
+    loop.session.wait_for_savers()
+    assert steps(tmp_path) == [0]
+    assert "no checkpoint of step 3: loss is NaN at step 2" in warnings_in(lines)
+
+
+def test_before_a_synchronous_save_every_callback_is_called(tmp_path: Path) -> None:
+    hook = Waiting()
+    with (
+        FakeDevice(FAR),
+        MonitoredLoop(
+            lambda: torch.tensor(0.5),
+            hooks=[hook, CheckpointSaverHook(tmp_path, save_steps=2)],
+            checkpoint_dir=tmp_path,
+        ) as loop,
+    ):
+        for _ in range(2):
+            loop.run()
+        assert hook.arrived == [1.0, 2.0]
+
+
+class Summing(Waiting):
+    """Has a state that the callbacks change."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"arrived": self.arrived}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.arrived = state["arrived"]
+
+
+def test_an_asynchronous_save_has_what_the_callbacks_of_a_hook_with_a_state_changed(tmp_path: Path) -> None:
+    saver = Saver(async_save=True)
+    save_on(FakeDevice(FAR), saver, tmp_path, Summing(), losses=[0.5, 0.25])
+    saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
+    assert [state["arrived"] for name, state in saved.items() if name.startswith("hooks.")] == [[1.0, 2.0]]
+
+
+def test_an_asynchronous_save_asks_a_guard_that_cannot_answer_later(tmp_path: Path, lines: Lines) -> None:
+    class Doubting(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            session.guard_checkpoints(lambda: "of doubts" if session.global_step == 1 else None)
+
+    saver = Saver(async_save=True)
+    save_on(FakeDevice(FAR), saver, tmp_path, Doubting(), NanTensorHook("loss"), losses=[0.5, 0.25])
+    assert steps(tmp_path) == [0, 2]
+    assert warnings_in(lines) == ["no checkpoint of step 1: of doubts"]
+
+
+def test_an_error_of_a_refusal_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    def refuse() -> str:
+        raise RuntimeError("the device is lost")
+
+    saver = Saver(async_save=True)
+    saver.save(Session(), tmp_path / "model.ckpt", 1, refusals=[refuse])
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        saver.wait()
+    assert steps(tmp_path) == []
+
+
+# -- hooks with a state -----------------------------------------------------------------------------------------------
+
+
+class Counting(SessionRunHook):
+    """A hook that counts its runs in all processes; the count is its state."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self.runs = 0
+        self.seen: list[int] = []
+        if name is not None:
+            self.name = name
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self.seen.append(self.runs)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.runs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"runs": self.runs}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.runs = state["runs"]
+
+    def __repr__(self) -> str:
+        return "Counting()"
+
+
+def saved_names(directory: Path) -> set[str]:
+    newest = latest_checkpoint(directory)
+    assert newest is not None
+    return set(torch.load(newest, weights_only=True)) - {"global_step", "position", "random"}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "names"),
+    [
+        ([Counting()], {"hooks.Counting"}),
+        ([Counting("batches")], {"hooks.batches"}),
+        ([Counting(), Counting("batches"), StopAtStepHook(2)], {"hooks.Counting", "hooks.batches"}),
+    ],
+)
+def test_the_state_of_a_hook_is_saved_under_its_name(
+    hooks: list[SessionRunHook], names: set[str], tmp_path: Path
+) -> None:
+    trace(*hooks, CheckpointSaverHook(tmp_path, save_steps=9), losses=[0.1], checkpoint_dir=tmp_path)
+    assert saved_names(tmp_path) == names
+
+
+@pytest.mark.parametrize("name", [None, "batches"])
+def test_two_of_one_name_are_refused(name: str | None) -> None:
+    pattern = f"Counting\\(\\) and Counting\\(\\) would both save their state as '{name or 'Counting'}'.*another name"
+    with pytest.raises(ValueError, match=pattern):
+        MonitoredLoop(lambda: None, hooks=[Counting(name), Counting(name)])
+
+
+def test_a_state_is_restored_before_after_create_session(tmp_path: Path) -> None:
+    for runs in (3, 2):
+        hook = Counting()
+        saver = CheckpointSaverHook(tmp_path, save_steps=9)
+        trace(hook, saver, losses=[0.1] * runs, checkpoint_dir=tmp_path)
+    assert (hook.seen, hook.runs) == ([3], 5)
+
+
+def test_one_after_the_saver_is_warned_about(tmp_path: Path, lines: Lines) -> None:
+    saver = CheckpointSaverHook(tmp_path, save_steps=9)
+    MonitoredLoop(lambda: None, hooks=[saver, Counting()], checkpoint_dir=tmp_path).close()
+    assert warnings_in(lines) == [
+        f"Counting() comes after {saver!r}, so without until_stop, checkpoints contain its state from before the run: "
+        "move it to the front"
+    ]
+
+
+def test_one_before_the_saver_is_not(tmp_path: Path, lines: Lines) -> None:
+    hooks = [Counting(), CheckpointSaverHook(tmp_path, save_steps=9)]
+    MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path).close()
+    assert not warnings_in(lines)
+
+
+def test_a_hook_that_can_save_and_not_load_has_no_state(tmp_path: Path) -> None:
+    class Telling(SessionRunHook):
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+    trace(Telling(), CheckpointSaverHook(tmp_path, save_steps=9), losses=[0.1], checkpoint_dir=tmp_path)
+    assert saved_names(tmp_path) == set()
+
+
+# -- saving in the background -----------------------------------------------------------------------------------------
+
+
+class GatedDisk(Disk):
+    """A disk that renames no file until the gate is open, and fails for given names."""
+
+    def __init__(self, *fails: str) -> None:
+        self.gate = threading.Event()
+        self.fails = fails
+
+    def rename(self, path: str, new_path: str) -> None:
+        assert self.gate.wait(10)
+        if new_path.endswith(self.fails):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().rename(path, new_path)
+
+
+def in_background(directory: Path, *fails: str, own: bool, **hook: Any) -> tuple[GatedDisk, Callable[..., Any]]:
+    """Return a disk, and a function that creates a loop which saves to it in the background.
+
+    The saver is the hook's own, or the session's.
+    """
+    saver, disk = Saver(async_save=True), GatedDisk(*fails)
+    saver.disk = disk
+    saves = CheckpointSaverHook(directory, save_steps=1, saver=saver if own else None, **hook)
+    scaffold = Scaffold(saver=None if own else saver)
+
+    def make(*hooks: SessionRunHook, step: Callable[[], Any] = lambda: None) -> MonitoredLoop[Any]:
+        return MonitoredLoop(step, hooks=[saves, *hooks], scaffold=scaffold, checkpoint_dir=directory)
+
+    return disk, make
+
+
+OWN = pytest.mark.parametrize("own", [True, False], ids=["of-the-hook", "of-the-session"])
+
+
+@OWN
+def test_training_continues_while_a_checkpoint_is_written(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, own=own)
+    loop = make(step=disk.gate.set)  # the step opens the gate: if the save waited, no step would ever be made
+    assert steps(tmp_path) == []
+    loop.run()
+    loop.close()
+    assert steps(tmp_path) == [0, 1]
+
+
+@OWN
+def test_the_end_of_the_loop_waits_for_it(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, own=own)
+    loop = make()
+    opener = threading.Timer(0.02, disk.gate.set)
+    opener.start()
+    loop.close()
+    opener.join()
+    assert steps(tmp_path) == [0]
+
+
+@OWN
+def test_so_does_the_end_of_a_loop_that_failed(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, own=own)
+    opener = threading.Timer(0.02, disk.gate.set)
+
+    def step() -> None:
+        opener.start()
+        raise ValueError("gone")
+
+    with pytest.raises(ValueError, match="gone"), make(step=step) as loop:
+        loop.run()
+    opener.join()
+    assert steps(tmp_path) == [0]
+
+
+@OWN
+def test_an_error_in_the_background_is_raised_by_the_next_checkpoint(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, "-0", own=own)
+    loop = make()
+    disk.gate.set()
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-0 was not written: No space left"):
+        loop.run()
+    loop.close()
+    assert steps(tmp_path) == [1]
+
+
+@OWN
+def test_or_at_the_end(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, "-1", own=own)
+    disk.gate.set()
+    loop = make()
+    loop.run()
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 was not written: No space left"):
+        loop.close()
+    assert steps(tmp_path) == [0]
+
+
+@OWN
+def test_or_is_noted_on_the_error_of_a_loop_that_failed(own: bool, tmp_path: Path) -> None:
+    disk, make = in_background(tmp_path, "-0", own=own)
+    disk.gate.set()
+    failing = RecordingHook(raises={"before_run": ValueError("gone")})
+    with pytest.raises(ValueError, match="gone") as caught, make(failing) as loop:
+        loop.run()
+    assert "model.ckpt-0 was not written" in "\n".join(caught.value.__notes__)
+
+
+@OWN
+def test_the_end_of_listeners_is_called_after_everything_is_written(own: bool, tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Looking(CheckpointSaverListener):
+        def end(self, session: Session, step: int) -> None:
+            seen.append(steps(tmp_path))
+
+    disk, make = in_background(tmp_path, own=own, listeners=[Looking()])
+    disk.gate.set()
+    loop = make()
+    loop.run()
+    loop.close()
+    assert seen == [[0, 1]]
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+class ClosedSaver(Saver):
+    """A Saver that counts how often it is closed, and raises ``error`` each time."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.error = error
+        self.closed = 0
+
+    def close(self) -> None:
+        super().close()
+        self.closed += 1
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_saver_that_several_hooks_use_is_closed_once_and_its_error_is_one(tmp_path: Path) -> None:
+    saver = ClosedSaver(CheckpointError("disk full"))
+    hooks = [
+        CheckpointSaverHook(tmp_path, save_steps=4, saver=saver, checkpoint_basename=name) for name in ("one", "two")
+    ]
+    loop = MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, scaffold=Scaffold(saver=saver))
+    with pytest.raises(CheckpointError) as raised:
+        loop.close()
+    assert (raised.value, saver.closed) == (saver.error, 1)
+
+
+def test_a_saver_is_waited_for_once_and_its_error_is_one(tmp_path: Path) -> None:
+    class Waiting(Saver):
+        def wait(self) -> None:
+            raise CheckpointError("disk full")
+
+    session, saver = Session(), Waiting()
+    session.savers += [saver, saver]
+    with pytest.raises(CheckpointError, match="disk full"):
+        session.wait_for_savers()
+
+
+def test_the_saver_of_a_session_that_failed_is_closed_even_if_the_next_one_cannot_be_created(tmp_path: Path) -> None:
+    class Unreadable(Saver):
+        restored = 0
+
+        def restore_latest(self, session: Any, directory: Any) -> str | None:
+            self.restored += 1
+            if self.restored > 1:
+                raise CheckpointError("the folder is gone")
+            return super().restore_latest(session, directory)
+
+    saver = ClosedSaver()
+    hook = CheckpointSaverHook(tmp_path, save_steps=4, saver=saver)
+
+    def step() -> None:
+        raise AbortedError
+
+    loop = MonitoredLoop(step, hooks=[hook], checkpoint_dir=tmp_path, scaffold=Scaffold(saver=Unreadable()))
+    with pytest.raises(CheckpointError, match="the folder is gone"), loop:
+        loop.run()
+    assert saver.closed == 1
+
+
+def test_an_interrupt_of_a_listener_at_the_end_is_not_part_of_a_group(tmp_path: Path) -> None:
+    interrupted = Listener(raises={"end": KeyboardInterrupt})
+    hook = CheckpointSaverHook(
+        tmp_path, save_steps=4, listeners=[interrupted], saver=ClosedSaver(CheckpointError("no"))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        MonitoredLoop(
+            lambda: None, hooks=[hook, RecordingHook(raises={"end": KeyError})], checkpoint_dir=tmp_path
+        ).close()

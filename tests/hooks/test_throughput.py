@@ -1,0 +1,409 @@
+"""Throughput and memory in StepCounterHook, what the loop itself knows as fetches, and norms."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchhooks import (
+    FetchError,
+    MonitoredLoop,
+    Session,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepCounterHook,
+    SummarySaverHook,
+    grad_norm,
+    param_norm,
+)
+from torchhooks.hooks.throughput import FlopCount, Tokens, described, known_peak_flops, memory
+from torchhooks.testing import FakeClock, FakeDevice, sync_audit
+
+NAN = math.nan
+
+
+class Notebook:
+    def __init__(self) -> None:
+        self.points: dict[str, list[tuple[int, float]]] = {}
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.points.setdefault(tag, []).append((step, value))
+
+    def flush(self) -> None: ...
+
+
+class Fetching(SessionRunHook):
+    def __init__(self, fetches: Any) -> None:
+        self.fetches = fetches
+        self.got: list[Any] = []
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(self.fetches)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.got.append(run_values.results)
+
+
+def counted(step: Callable[..., Any], runs: int = 5, model: nn.Module | None = None, **arguments: Any) -> Notebook:
+    """The curves of a StepCounterHook with a period of 2 steps, where each step takes a second."""
+    notebook = Notebook()
+    with FakeClock() as clock:
+
+        def timed() -> Any:
+            clock.advance(1)
+            return step()
+
+        hook = StepCounterHook(2, summary_writer=notebook, **arguments)
+        with MonitoredLoop(timed, model=model, hooks=[hook], step_unit="run") as loop:
+            for _ in range(runs):
+                loop.run()
+    return notebook
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_number_of_tokens_per_step_is_reported_as_a_rate(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert counted(lambda: 0.5, tokens_per_step=512).points["tokens/sec"] == [(3, 512), (5, 512)]
+    assert caplog.messages.count("tokens/sec: 512") == 2
+
+
+@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda n: torch.tensor([n], dtype=torch.int32)])
+def test_tokens_of_a_fetch_are_added_up_over_the_period(kind: Callable[[int], Any]) -> None:
+    numbers = iter([1000, 1, 2, 4, 8])
+    notebook = counted(lambda: {"tokens": kind(next(numbers))}, tokens_per_step="tokens")
+    assert notebook.points["tokens/sec"] == [(3, 1.5), (5, 6)]  # without the first run, which starts the clock
+
+
+def test_tokens_on_a_device_are_added_up_there_without_waiting() -> None:
+    notebook = Notebook()
+    hook = StepCounterHook(2, summary_writer=notebook, tokens_per_step="tokens")
+    with (
+        FakeDevice(lag=2) as device,
+        MonitoredLoop(lambda: {"tokens": torch.tensor(7)}, hooks=[hook], step_unit="run") as loop,
+    ):
+        with sync_audit("cpu") as syncs:
+            for _ in range(9):
+                loop.run()
+        assert (syncs, device.waits) == ([], 0)
+    rates = zip(notebook.points["tokens/sec"], notebook.points["global_step/sec"], strict=True)
+    assert [(step, round(rate / steps_per_sec, 6)) for (step, rate), (_, steps_per_sec) in rates] == [
+        (step, 7) for step in (3, 5, 7, 9)
+    ]
+
+
+def test_more_tokens_than_float32_can_count_are_counted_exactly() -> None:
+    tokens = Tokens()
+    for number in (2**24, 1, 1):
+        tokens.add(torch.tensor(float(number)))
+    tokens.add(3)
+    assert float(tokens.take()) == 2**24 + 5
+    assert tokens.take() == 0
+
+
+@pytest.mark.parametrize("number", [0, -1, True, NAN, math.inf])
+def test_a_number_of_tokens_that_is_not_positive_is_an_error(number: float) -> None:
+    message = rf"tokens_per_step={number}: must be a number of tokens or a fetch, more than 0"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        StepCounterHook(tokens_per_step=number)
+
+
+def test_a_fetch_of_several_numbers_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match=r"scalar 'tokens/sec': got shape \(3,\), 3 elements"):
+        counted(lambda: {"tokens": torch.ones(3)}, tokens_per_step="tokens")
+
+
+def test_without_a_fetch_the_hook_has_work_in_no_more_runs_than_before() -> None:
+    plain, also = StepCounterHook(10), StepCounterHook(10, tokens_per_step=5, flops_per_step=1e9, memory=True)
+    due = []
+    for hook in (plain, also):
+        with MonitoredLoop(lambda: None, hooks=[hook], step_unit="run") as loop:
+            loop.run()
+            due.append(hook.next_due())
+    assert due[0] == due[1]
+
+
+# -- floating-point operations --------------------------------------------------------------------------------------
+
+
+def linear() -> tuple[nn.Module, Callable[[], Any]]:
+    model = nn.Linear(8, 4, bias=False)
+    batch = torch.ones(2, 8)
+    return model, lambda: model(batch).sum().item()
+
+
+def test_operations_and_their_share_of_the_peak_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    notebook = counted(lambda: 0.5, flops_per_step=3e9, peak_flops=6e9)
+    assert notebook.points["flops/sec"] == [(3, 3e9), (5, 3e9)]
+    assert notebook.points["mfu"] == [(3, 0.5), (5, 0.5)]
+    assert "flops/sec: 3e+09, mfu: 50.0%" in caplog.messages
+
+
+def test_the_operations_of_the_first_step_are_measured_once() -> None:
+    model, step = linear()
+    notebook = counted(step, model=model, flops_per_step="measure")
+    assert notebook.points["flops/sec"] == [(3, 128), (5, 128)]  # 2 * 2 * 8 * 4
+    assert "mfu" not in notebook.points  # the peak of a CPU is not known
+
+
+def test_a_step_of_several_runs_is_measured_whole() -> None:
+    count = FlopCount()
+    _, step = linear()
+    for _ in range(2):  # the second run makes the step
+        count.start(0)
+        step()
+        count.stop(0)
+    count.start(0)
+    count.stop(1)
+    assert count.per_step == 256
+    count.start(1)
+    step()
+    count.stop(2)
+    assert count.per_step == 256
+
+
+def test_two_hooks_that_measure_take_turns() -> None:
+    model, step = linear()
+    hooks = [StepCounterHook(2, flops_per_step="measure") for _ in range(2)]
+    with MonitoredLoop(step, model=model, hooks=hooks, step_unit="run") as loop:
+        for _ in range(3):
+            loop.run()
+    assert [hook._flop_count.per_step for hook in hooks] == [128, 128]
+
+
+def test_a_step_that_fails_while_it_is_measured_leaves_no_mode() -> None:
+    hook = StepCounterHook(2, flops_per_step="measure")
+
+    def fail() -> None:
+        with MonitoredLoop(lambda: 1 / 0, hooks=[hook]) as loop:
+            loop.run()
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    other = FlopCount()
+    other.start(0)
+    other.stop(1)
+    assert other.per_step == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A1000", None),
+        ("Something else", None),
+    ],
+)
+def test_the_peak_of_common_gpus_is_known(name: str, peak: float | None) -> None:
+    assert known_peak_flops(name) == peak
+
+
+@pytest.mark.parametrize("argument", ["flops_per_step", "peak_flops"])
+@pytest.mark.parametrize("value", [0, "much", NAN])
+def test_a_number_of_operations_that_is_not_positive_is_an_error(argument: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{argument}=.*: must be a number of operations"):
+        StepCounterHook(**{argument: value})
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_of_the_host_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    points = counted(lambda: 0.5, memory=True).points["memory/host"]
+    assert [step for step, _ in points] == [3, 5]
+    assert all(2**20 < value < 2**45 for _, value in points)
+    assert any(re.fullmatch(r"host memory: [\d.]+ GiB", message) for message in caplog.messages)
+
+
+def test_everything_is_in_one_log_line() -> None:
+    values = {"mfu": 0.5, "tokens/sec": 10.0, "memory/device_peak": 2.0**30, "memory/host": 2.0**31, "flops/sec": 1e12}
+    assert described(values) == (
+        "tokens/sec: 10, flops/sec: 1e+12, mfu: 50.0%, peak device memory: 1 GiB, host memory: 2 GiB"
+    )
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_peak_of_a_gpu_is_that_of_the_period() -> None:
+    device = torch.device("cuda")
+    dict(memory(device))
+    before = torch.cuda.memory_allocated()
+    del (large := [torch.empty(2**26, dtype=torch.uint8, device=device)])[:]
+    assert dict(memory(device))["memory/device_peak"] >= before + 2**26
+    assert dict(memory(device))["memory/device_peak"] < before + 2**26
+    assert not large
+
+
+def test_the_repr_has_the_arguments_that_were_given() -> None:
+    hook = StepCounterHook(2, tokens_per_step=5, flops_per_step="measure", peak_flops=1e12, memory=True)
+    assert repr(eval(repr(hook))) == repr(hook)
+    assert "memory=True" in repr(hook)
+
+
+# -- what the loop itself knows -------------------------------------------------------------------------------------
+
+
+def passes(loop: MonitoredLoop[Any], data: list[int]) -> None:
+    """A function for one epoch, called once for each."""
+    for item in loop.until_stop(data):
+        loop.run(item)
+
+
+def test_epoch_and_batch_count_passes_and_items_from_0() -> None:
+    hook = Fetching(["epoch", "batch"])
+    with MonitoredLoop(lambda item: item, hooks=[hook], step_unit="run") as loop:
+        for _ in range(2):
+            passes(loop, [1, 2])
+            for _ in loop.until_stop([1]):  # a validation in between is no epoch
+                pass
+    assert hook.got == [[0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+def test_the_epoch_is_the_item_of_the_enclosing_loop() -> None:
+    hook = Fetching(lambda epoch, batch: (epoch, batch))
+    with MonitoredLoop(lambda item: item, hooks=[hook], step_unit="run") as loop:
+        for _ in loop.until_stop(range(2)):
+            for item in loop.until_stop([1, 2]):
+                loop.run(item)
+    assert hook.got == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_an_argument_of_the_step_comes_before_what_the_loop_knows() -> None:
+    hook = Fetching("batch")
+    with MonitoredLoop(lambda batch: None, hooks=[hook], step_unit="run") as loop:
+        for batch in loop.until_stop([10, 20]):
+            loop.run(batch)
+    assert hook.got == [10, 20]
+
+
+@pytest.mark.parametrize("name", ["epoch", "batch", "steps_per_sec"])
+def test_what_the_loop_does_not_know_does_not_exist(name: str) -> None:
+    def train() -> None:
+        with MonitoredLoop(lambda: None, hooks=[Fetching(name)]) as loop:
+            loop.run()
+
+    with pytest.raises(FetchError, match=rf"asked for '{name}', which does not exist"):
+        train()
+
+
+def test_secs_are_those_of_the_session_without_pauses() -> None:
+    hook = Fetching("secs")
+    with FakeClock() as clock, MonitoredLoop(lambda: None, hooks=[hook], step_unit="run") as loop:
+        for secs in (3, 4):
+            clock.advance(secs)
+            with loop.session.paused():
+                clock.advance(100)
+            loop.run()
+    assert hook.got == [3, 7]
+
+
+def test_steps_per_sec_is_the_rate_that_was_reported_last() -> None:
+    hook = Fetching("steps_per_sec")
+    with FakeClock() as clock:
+
+        def step() -> None:
+            clock.advance(0.25)
+
+        with MonitoredLoop(step, hooks=[StepCounterHook(2), hook], step_unit="run") as loop:
+            for _ in range(4):
+                loop.run()
+    assert [math.isnan(rate) or rate for rate in hook.got] == [
+        True,
+        True,
+        True,
+        4,
+    ]  # known after the run that reported it
+
+
+def test_a_session_without_a_loop_knows_no_epoch() -> None:
+    assert (Session().epoch, Session().batch) == (None, None)
+
+
+# -- norms ----------------------------------------------------------------------------------------------------------
+
+
+def two_layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for parameter, value in zip(model.parameters(), (3.0, 4.0), strict=True):
+        nn.init.constant_(parameter, value)
+    return model
+
+
+@pytest.mark.parametrize(("norm_type", "expected"), [(2.0, 5.0), (math.inf, 4.0)])
+def test_the_norm_of_the_parameters_is_that_of_one_vector(norm_type: float, expected: float) -> None:
+    hook = Fetching(param_norm(norm_type))
+    with MonitoredLoop(lambda: None, model=two_layers(), hooks=[hook]) as loop:
+        loop.run()
+    assert float(hook.got[0]) == pytest.approx(expected)
+
+
+def test_the_norm_of_the_gradients_leaves_out_parameters_without_one() -> None:
+    model = two_layers()
+    model[1].weight.requires_grad_(False)
+    hook = Fetching({"grad": grad_norm(), "again": grad_norm()})
+    with MonitoredLoop(lambda: model(torch.ones(1, 1)).sum().backward(), model=model, hooks=[hook]) as loop:
+        loop.run()
+    assert float(hook.got[0]["grad"]) == 4
+    assert hook.got[0]["again"] is hook.got[0]["grad"]  # computed once
+
+
+def test_the_norm_of_sparse_gradients_counts_repeated_indices_once() -> None:
+    model = nn.Embedding(5, 1, sparse=True)
+    hook = Fetching(grad_norm())
+    with MonitoredLoop(lambda: model(torch.tensor([1, 1, 2])).sum().backward(), model=model, hooks=[hook]) as loop:
+        loop.run()
+    assert float(hook.got[0]) == pytest.approx(math.sqrt(5))
+
+
+def test_without_a_gradient_a_curve_of_the_norm_says_why() -> None:
+    hook = SummarySaverHook(1, summary_writer=Notebook(), summary_op=[grad_norm()])
+
+    def train() -> None:
+        with MonitoredLoop(lambda: None, model=two_layers(), hooks=[hook], step_unit="run") as loop:
+            loop.run()
+
+    with pytest.raises(TypeError, match=r"scalar 'grad_norm': got None; .* did .* zero_grad\(\) take a gradient"):
+        train()
+
+
+def test_norms_do_not_wait_for_a_device() -> None:
+    notebook = Notebook()
+    ops = [grad_norm(), param_norm()]
+    model = two_layers()
+    hook = SummarySaverHook(1, summary_writer=notebook, summary_op=ops)
+    with (
+        FakeDevice(),
+        MonitoredLoop(
+            lambda: model(torch.ones(1, 1)).sum().backward(), model=model, hooks=[hook], step_unit="run"
+        ) as loop,
+        sync_audit("cpu") as syncs,
+    ):
+        loop.run()
+    assert syncs == []
+    assert notebook.points == {"grad_norm": [(1, 5)], "param_norm": [(1, 5)]}
+
+
+@pytest.mark.parametrize("norm", [grad_norm, param_norm])
+@pytest.mark.parametrize("norm_type", ["x", None, True, 0, -1, NAN, nn.Linear(1, 1)], ids=str)
+def test_an_order_that_is_no_positive_number_is_refused(norm: Callable[[Any], Any], norm_type: Any) -> None:
+    with pytest.raises(ValueError, match=r"norm_type=.*: must be a number, more than 0, such as 2"):
+        norm(norm_type)

@@ -1,0 +1,721 @@
+"""Signals stop a loop cleanly after the current run, and reach their old handlers once the loop is closed."""
+
+import itertools
+import multiprocessing.connection
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+import pytest
+import torch
+
+import torchhooks.lifecycle.ending
+import torchhooks.lifecycle.signals
+from torchhooks import (
+    AbortedError,
+    CheckpointSaverHook,
+    CheckpointSaverListener,
+    Coordinator,
+    GlobalStepWaiterHook,
+    LooperThread,
+    MonitoredLoop,
+    Session,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    latest_checkpoint,
+)
+from torchhooks.lifecycle.signals import SignalWatch
+from torchhooks.testing import RecordingHook
+
+MODEL = torch.nn.Linear(1, 1)
+
+
+@pytest.fixture
+def delivered() -> Iterator[list[str]]:
+    """Collect the signals that reach the handlers from before the loop."""
+    names: list[str] = []
+
+    def handle(number: int, frame: Any) -> None:
+        names.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield names
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def signalling(step: int, number: signal.Signals) -> Any:
+    """Return a step function that raises a signal in its ``step``-th call."""
+    made = []
+
+    def run() -> float:
+        made.append(0.5)
+        if len(made) == step:
+            signal.raise_signal(number)
+        return 0.5
+
+    return run
+
+
+class Waiting(SessionRunHook):
+    """Starts a thread that runs until the loop ends, and raises a signal 50 ms later."""
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        LooperThread.loop(coord, 0.01, target=int)
+        threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
+
+
+def test_a_signal_ends_the_wait_of_a_hook_in_a_run(delivered: list[str]) -> None:
+    with MonitoredLoop(lambda: 0.5, hooks=[Waiting(), GlobalStepWaiterHook(9)], signals=["SIGTERM"]) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+    assert (loop.global_step, loop.stop_reason, delivered) == (1, "signal SIGTERM", ["SIGTERM"])
+
+
+def test_an_evaluation_in_a_run_leaves_the_save_for_the_stop_to_the_item(tmp_path: Path, delivered: list[str]) -> None:
+    after: list[int] = []
+
+    class Evaluating(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            if run_context.session.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+            assert len(list(loop.until_stop([7, 8]))) in (0, 2)
+
+    class Noting(CheckpointSaverListener):
+        def after_save(self, session: Session, step: int) -> None:
+            after.append(len(epochs))
+
+    epochs: list[int] = []
+    hooks = [Evaluating(), CheckpointSaverHook(tmp_path, save_steps=100, listeners=[Noting()])]
+    with MonitoredLoop(lambda: None, hooks=hooks, signals=["SIGTERM"]) as loop:
+        for epoch in loop.until_stop(range(3)):
+            for _ in loop.until_stop(range(5)):
+                loop.run()
+            epochs.append(epoch)
+    assert (epochs, after) == ([0], [0, 0]), "saved at creation, and at the item: before the end of the epoch"
+    assert delivered == ["SIGTERM"]
+
+
+def test_a_signal_ends_the_pause_before_a_recovery(tmp_path: Path, delivered: list[str]) -> None:
+    failing = RecordingHook(raises={("before_run", number): AbortedError for number in range(1, 99)})
+
+    def run() -> None:
+        threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
+        loop.run()
+
+    saver = CheckpointSaverHook(tmp_path, save_steps=9)
+    loop = MonitoredLoop(lambda: 0.5, MODEL, hooks=[saver, failing], checkpoint_dir=tmp_path, signals=["SIGTERM"])
+    with pytest.raises(AbortedError) as caught, loop:
+        run()
+    assert caught.value.__notes__[-1] == "torchhooks: not recovered from, because signal SIGTERM arrived"
+    assert delivered == ["SIGTERM"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_the_run_in_which_a_signal_arrives_is_completed_and_is_the_last(
+    number: signal.Signals, delivered: list[str]
+) -> None:
+    hook = RecordingHook()
+    with MonitoredLoop(signalling(3, number), hooks=[hook], signals=[number]) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+        assert delivered == []
+    assert (loop.global_step, loop.stop_reason) == (3, f"signal {number.name}")
+    assert hook.calls[-3:] == [("after_run", None, 3), ("end", 3), ("teardown",)]
+    assert delivered == [number.name]
+
+
+def test_the_state_is_saved_after_the_last_run(tmp_path: Path, delivered: list[str]) -> None:
+    saver = CheckpointSaverHook(tmp_path, save_steps=100)
+    step = signalling(3, signal.SIGTERM)
+    with MonitoredLoop(step, MODEL, hooks=[saver], checkpoint_dir=tmp_path, signals=["SIGTERM"]) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "model.ckpt-3")
+
+
+def test_a_signal_between_two_runs_prevents_the_next(delivered: list[str]) -> None:
+    with MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]) as loop:
+        loop.run()
+        signal.raise_signal(signal.SIGTERM)
+        assert loop.should_stop()
+    assert (loop.global_step, loop.stop_reason) == (1, "signal SIGTERM")
+
+
+def test_the_old_handlers_are_reinstated_at_the_end(delivered: list[str]) -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]):
+        assert signal.getsignal(signal.SIGTERM) is not old
+    assert signal.getsignal(signal.SIGTERM) is old
+
+
+def test_the_old_handlers_are_reinstated_after_an_error(delivered: list[str]) -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="body"), MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]):
+        raise ValueError("body")
+    assert signal.getsignal(signal.SIGTERM) is old
+
+
+def test_the_old_handlers_are_reinstated_if_the_loop_cannot_be_created(delivered: list[str]) -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyError):
+        MonitoredLoop(lambda: 0.5, hooks=[RecordingHook(raises={"begin": KeyError})], signals=["SIGTERM"])
+    assert signal.getsignal(signal.SIGTERM) is old
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    hook = RecordingHook()
+
+    def step() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError
+
+    with pytest.raises(KeyboardInterrupt), MonitoredLoop(step, hooks=[hook], signals=["SIGINT"]) as loop:
+        loop.run()
+    assert hook.calls[-2:] == [("before_run", False), ("teardown",)]
+
+
+def test_without_signals_nothing_is_handled() -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with MonitoredLoop(lambda: 0.5):
+        assert signal.getsignal(signal.SIGTERM) is old
+
+
+def test_a_forked_child_uses_the_old_handler() -> None:
+    with MonitoredLoop(lambda: 0.5, signals=["SIGUSR1"]) as loop:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGUSR1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert not loop.should_stop()
+    assert os.WTERMSIG(status) == signal.SIGUSR1
+
+
+def test_outside_the_main_thread_a_warning_says_that_signals_do_not_stop_the_loop(lines: list[tuple[str, str]]) -> None:
+    thread = threading.Thread(target=lambda: MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]).close())
+    thread.start()
+    thread.join()
+    assert [level for level, text in lines if "not in the main thread, so SIGTERM" in text] == ["WARNING"]
+
+
+@pytest.mark.parametrize("name", ["TERM", "SIGKILL", 99999])
+def test_a_signal_that_cannot_be_handled_is_rejected_by_name(name: Any) -> None:
+    with pytest.raises(ValueError, match=str(name)):
+        MonitoredLoop(lambda: 0.5, signals=[name])
+
+
+def test_a_single_name_is_rejected() -> None:
+    with pytest.raises(TypeError, match="give a list of names"):
+        MonitoredLoop(lambda: 0.5, signals="SIGTERM")
+
+
+PROGRAM = """
+    import os, signal, sys
+    from torchhooks import MonitoredLoop, SessionRunHook
+    class Failing(SessionRunHook):
+        def end(self, session):
+            raise ValueError("the end failed")
+    with MonitoredLoop(lambda: 0.5, hooks=[Failing()], signals=["SIGTERM"]) as loop:
+        for step in loop.until_stop(range(9)):
+            loop.run()
+            os.kill(os.getpid(), signal.SIGTERM)
+        print("printed", loop.stop_reason)
+    print("not reached")
+"""
+
+
+def test_the_process_ends_by_the_signal_and_loses_neither_errors_nor_output() -> None:
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, check=False)
+    assert ran.returncode == -signal.SIGTERM
+    assert ran.stdout == "printed signal SIGTERM\n"
+    assert "ValueError: the end failed" in ran.stderr
+
+
+def test_an_item_that_was_taken_when_the_signal_arrived_is_still_used(delivered: list[str]) -> None:
+    taken: list[int] = []
+    used: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(9):
+            taken.append(item)
+            if item == 3:
+                signal.raise_signal(signal.SIGTERM)
+            yield item
+
+    with MonitoredLoop(used.append, signals=["SIGTERM"]) as loop:
+        for item in loop.until_stop(items()):
+            loop.run(item)
+    assert taken == used == [0, 1, 2, 3]
+
+
+def raise_signals(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+# -- several signals --------------------------------------------------------------------------------------------------
+
+
+def test_a_first_ctrl_c_after_a_sigterm_still_saves(tmp_path: Path, delivered: list[str]) -> None:
+    def step() -> None:
+        raise_signals(signal.SIGTERM, signal.SIGINT)
+
+    saver = CheckpointSaverHook(tmp_path, save_steps=100)
+    with MonitoredLoop(step, MODEL, hooks=[saver], checkpoint_dir=tmp_path, signals=["SIGTERM", "SIGINT"]) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+    assert (loop.stop_reason, delivered) == ("signal SIGTERM", ["SIGTERM", "SIGINT"])
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "model.ckpt-1")
+
+
+def test_the_second_ctrl_c_after_a_sigterm_interrupts(delivered: list[str]) -> None:
+    def step() -> None:
+        raise_signals(signal.SIGTERM, signal.SIGINT, signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), MonitoredLoop(step, signals=["SIGTERM", "SIGINT"]) as loop:
+        loop.run()
+    assert delivered == ["SIGTERM"], "and the exception has delivered SIGINT"
+
+
+def test_a_third_ctrl_c_interrupts_the_closing_too() -> None:
+    class Impatient(SessionRunHook):
+        def teardown(self) -> None:
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    hook = Impatient()
+    with pytest.raises(KeyboardInterrupt), MonitoredLoop(lambda: None, hooks=[hook], signals=["SIGINT"]):
+        raise_signals(signal.SIGINT, signal.SIGINT)
+
+
+@pytest.mark.parametrize("secs", [0.5, 1.5])
+def test_a_second_sigterm_reaches_its_old_handler_at_once_unless_it_repeats_the_first(
+    secs: float, delivered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0] + 0.0)
+    watch = SignalWatch(["SIGTERM"])
+    watch.install()
+    signal.raise_signal(signal.SIGTERM)
+    now[0] += secs
+    signal.raise_signal(signal.SIGTERM)
+    assert delivered == ([] if secs < 1 else ["SIGTERM"])
+    watch.restore()
+    assert delivered == ["SIGTERM"]
+
+
+def test_a_second_sigterm_ends_the_process_by_default() -> None:
+    program = """
+        import signal
+        import torchhooks.lifecycle.signals
+        torchhooks.lifecycle.signals._SAME_REQUEST_SECS = 0.0
+        watch = torchhooks.lifecycle.signals.SignalWatch(["SIGTERM"])
+        watch.install()
+        signal.raise_signal(signal.SIGTERM)
+        print("recorded", flush=True)
+        signal.raise_signal(signal.SIGTERM)
+        print("not reached")
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "recorded\n")
+
+
+# -- several loops ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_loops_closed_in_any_order_leave_the_old_handlers(order: tuple[int, ...], delivered: list[str]) -> None:
+    old = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    given = [["SIGTERM"], ["SIGTERM", "SIGINT", "SIGTERM"], ["SIGINT", "SIGTERM"]]
+    loops = [MonitoredLoop(lambda: 0.5, signals=signals) for signals in given]
+    left = set(order)
+    for index in order:
+        loops[index].close()
+        left.discard(index)
+        assert (signal.getsignal(signal.SIGTERM) is old[0]) is not bool(left)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == old
+    signal.raise_signal(signal.SIGTERM)
+    assert delivered == ["SIGTERM"]
+
+
+def test_an_inner_loop_that_outlives_the_outer_one_still_stops(delivered: list[str]) -> None:
+    outer, inner = (MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]) for _ in range(2))
+    outer.close()
+    signal.raise_signal(signal.SIGTERM)
+    assert (inner.should_stop(), delivered) == (True, [])
+    inner.close()
+    assert delivered == ["SIGTERM"]
+
+
+def test_a_signal_reaches_the_loop_that_is_still_open(delivered: list[str]) -> None:
+    outer, inner = (MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]) for _ in range(2))
+    signal.raise_signal(signal.SIGTERM)
+    inner.close()
+    assert (outer.should_stop(), delivered) == (True, [])
+    outer.close()
+    assert delivered == ["SIGTERM"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_handler_on_top_of_that_of_a_closed_loop_keeps_working(number: signal.Signals, delivered: list[str]) -> None:
+    loop = MonitoredLoop(lambda: 0.5, signals=[number])
+    ours = signal.getsignal(number)
+    signal.signal(number, lambda *arguments: ours(*arguments))  # type: ignore[operator,misc]
+    loop.close()
+    signal.raise_signal(number)
+    signal.raise_signal(number)
+    assert delivered == [number.name] * 2
+    signal.signal(number, ours)
+    signal.raise_signal(number)
+    assert delivered == [number.name] * 3
+
+
+def test_a_loop_closed_in_another_thread_passes_its_signals_on(delivered: list[str]) -> None:
+    loop = MonitoredLoop(lambda: 0.5, signals=["SIGTERM"])
+    thread = threading.Thread(target=loop.close)
+    thread.start()
+    thread.join()
+    signal.raise_signal(signal.SIGTERM)
+    assert delivered == ["SIGTERM"]
+
+
+@pytest.mark.parametrize("old", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_closed_loop_passes_signals_on_as_if_it_did_not_handle_them(old: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGURG, old)  # its default is to do nothing
+    try:
+        loop = MonitoredLoop(lambda: 0.5, signals=["SIGURG"])
+        thread = threading.Thread(target=loop.close)
+        thread.start()
+        thread.join()
+        signal.raise_signal(signal.SIGURG)
+        if old is signal.SIG_DFL:
+            assert signal.getsignal(signal.SIGURG) is old
+        assert loop.stop_reason == "closed"
+    finally:
+        signal.signal(signal.SIGURG, before)
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+
+class InterruptedAt:
+    """Raises KeyboardInterrupt at the ``number``-th instruction of the functions with one of ``names``."""
+
+    def __init__(self, names: Container[str], number: int) -> None:
+        self.names, self.left = names, number
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_name not in self.names or frame.f_globals["__name__"] != "torchhooks.lifecycle.signals":
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self) -> None:
+        self.before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at this only where tracing begins
+        sys.settrace(self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def test_an_interrupt_anywhere_in_the_installation_leaves_no_handler(delivered: list[str]) -> None:
+    old, number = handlers(), 0
+    interrupted = True
+    while interrupted:
+        number += 1
+        interrupted = False
+        try:
+            with InterruptedAt(("install", "_put"), number):
+                loop = MonitoredLoop(lambda: 0.5, signals=["SIGTERM", "SIGINT"])
+            loop.close()
+        except KeyboardInterrupt:
+            interrupted = True
+        assert handlers() == old, number
+    assert number > 50
+
+
+def test_an_interrupt_anywhere_in_the_removal_leaves_no_handler(delivered: list[str]) -> None:
+    old, number = handlers(), 0
+    interrupted = True
+    while interrupted:
+        number += 1
+        interrupted = False
+        loop = MonitoredLoop(lambda: 0.5, signals=["SIGTERM", "SIGINT"])
+        try:
+            with InterruptedAt(("_remove_handlers", "_owner"), number):
+                loop.close()
+        except KeyboardInterrupt:
+            interrupted = True
+        assert handlers() == old, number
+    assert number > 50
+
+
+def test_an_interrupt_between_two_calls_of_the_closing_leaves_no_handler(delivered: list[str]) -> None:
+    class Interrupting(list[Any]):
+        def __iter__(self) -> Any:
+            raise KeyboardInterrupt
+
+    old = handlers()
+    loop = MonitoredLoop(lambda: 0.5, signals=["SIGTERM"])
+    loop.session.savers = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        loop.close()
+    assert handlers() == old
+
+
+def test_an_interrupt_by_the_delivery_comes_out_itself_after_other_errors(
+    lines: list[tuple[str, str]], delivered: list[str]
+) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores SIGINT
+    hook = RecordingHook(raises={"end": ValueError("the end failed")})
+    with pytest.raises(KeyboardInterrupt) as caught, MonitoredLoop(lambda: 0.5, hooks=[hook], signals=["SIGINT"]):
+        signal.raise_signal(signal.SIGINT)
+    assert isinstance(caught.value.__cause__, BaseExceptionGroup)
+    assert [str(error) for error in caught.value.__cause__.exceptions] == ["the end failed"]
+    assert [text for level, text in lines if level == "ERROR"] == [
+        "an error, logged now because signal SIGINT may end the process"
+    ]
+
+
+def test_every_signal_is_delivered_even_if_the_first_one_raises(delivered: list[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt), MonitoredLoop(lambda: 0.5, signals=["SIGTERM", "SIGINT"]):
+        raise_signals(signal.SIGINT, signal.SIGTERM)
+    assert delivered == ["SIGTERM"]
+
+
+FAILING = """
+    import os, signal
+    from torchhooks import MonitoredLoop
+    def step():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("the step failed")
+    with MonitoredLoop(step, signals=["SIGTERM"]) as loop:
+        loop.run()
+"""
+
+
+def test_an_error_in_the_step_after_a_signal_is_shown_before_the_signal_ends_the_process() -> None:
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(FAILING)], capture_output=True, text=True, check=False)
+    assert ran.returncode == -signal.SIGTERM
+    assert re.search(r"in step\n(    .*\n)?ValueError: the step failed", ran.stderr)  # Python 3.13 shows the line
+
+
+def test_an_error_in_the_step_after_a_ctrl_c_comes_out() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def step() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("the step failed")
+
+    with pytest.raises(ValueError, match="the step failed"), MonitoredLoop(step, signals=["SIGINT"]) as loop:
+        loop.run()
+
+
+# -- exit codes -------------------------------------------------------------------------------------------------------
+
+EXIT = """
+    import atexit, signal, sys
+    from torchhooks import MonitoredLoop
+    if "eval" in sys.argv:  # after which CPython no longer knows that KeyboardInterrupt ended the program
+        atexit.register(lambda: eval("1"))
+    if "plain" in sys.argv:
+        raise KeyboardInterrupt
+    with MonitoredLoop(lambda: 0.5, signals=["SIGTERM", "SIGINT"]) as loop:
+        signal.raise_signal(signal.Signals[sys.argv[1]])
+"""
+
+
+def exit_code(*arguments: str) -> int:
+    program = [sys.executable, "-c", textwrap.dedent(EXIT), *arguments]
+    return subprocess.run(program, capture_output=True, check=False).returncode
+
+
+def test_sigterm_and_ctrl_c_end_the_process_by_the_signal() -> None:
+    assert exit_code("SIGTERM") == exit_code("SIGTERM", "eval") == -signal.SIGTERM
+    assert exit_code("SIGINT") == -signal.SIGINT
+
+
+def test_the_exit_code_of_a_ctrl_c_is_that_of_any_keyboard_interrupt() -> None:
+    assert exit_code("SIGINT", "eval") == exit_code("SIGINT", "eval", "plain")
+
+
+# -- errors of the data -----------------------------------------------------------------------------------------------
+
+LOST = "DataLoader worker (pid 7) is killed by signal: Terminated. "
+
+
+class Lost:
+    """Yields three items, then raises ``error`` after calling ``before``."""
+
+    def __init__(self, error: Exception, before: Callable[[], object] = bool) -> None:
+        self.error, self.before = error, before
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+        self.before()
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError(LOST), ValueError("any other")])
+def test_an_error_of_the_data_after_a_signal_is_part_of_the_stop(
+    error: Exception, tmp_path: Path, delivered: list[str], lines: list[tuple[str, str]]
+) -> None:
+    saver = CheckpointSaverHook(tmp_path, save_steps=100)
+    with MonitoredLoop(lambda _: 0.5, MODEL, hooks=[saver], checkpoint_dir=tmp_path, signals=["SIGTERM"]) as loop:
+        for item in loop.until_stop(Lost(error, lambda: signal.raise_signal(signal.SIGTERM))):
+            loop.run(item)
+    assert (loop.stop_reason, delivered) == ("signal SIGTERM", ["SIGTERM"])
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "model.ckpt-3")
+    assert ("WARNING", "the data raised an error after signal SIGTERM, which stops the loop") in lines
+
+
+@pytest.mark.parametrize("error", [RuntimeError(LOST), EOFError(), ConnectionResetError()])
+def test_a_signal_right_after_the_loss_of_a_worker_counts_too(
+    error: Exception, delivered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchhooks.lifecycle.ending, "_LOST_WORKER_SECS", 300.0)
+    later = threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,))
+    with MonitoredLoop(lambda _: 0.5, signals=["SIGTERM"]) as loop:
+        for item in loop.until_stop(Lost(error, later.start)):
+            loop.run(item)
+    assert (loop.global_step, loop.stop_reason, delivered) == (3, "signal SIGTERM", ["SIGTERM"])
+
+
+def test_a_signal_right_after_the_socket_of_a_worker_is_gone_counts_too(
+    tmp_path: Path, delivered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchhooks.lifecycle.ending, "_LOST_WORKER_SECS", 300.0)
+
+    def items() -> Iterator[int]:
+        yield 0
+        threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
+        multiprocessing.connection.Client(str(tmp_path / "gone"))  # raises FileNotFoundError
+
+    with MonitoredLoop(lambda _: 0.5, signals=["SIGTERM"]) as loop:
+        for item in loop.until_stop(items()):
+            loop.run(item)
+    assert (loop.global_step, loop.stop_reason, delivered) == (1, "signal SIGTERM", ["SIGTERM"])
+
+
+@pytest.mark.parametrize("signals", [[], ["SIGTERM"]])
+@pytest.mark.parametrize("error", [RuntimeError(LOST), ValueError("any other")])
+def test_an_error_of_the_data_without_a_signal_is_an_error(
+    error: Exception, signals: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchhooks.lifecycle.ending, "_LOST_WORKER_SECS", 0.0)
+    with pytest.raises(type(error)) as caught, MonitoredLoop(lambda: 0.5, signals=signals) as loop:
+        list(loop.until_stop(Lost(error)))
+    assert caught.value is error
+
+
+def test_an_error_while_finished_items_are_skipped_is_part_of_the_stop(tmp_path: Path, delivered: list[str]) -> None:
+    def loop() -> MonitoredLoop[float]:
+        saver = CheckpointSaverHook(tmp_path, save_steps=1)
+        return MonitoredLoop(lambda: 0.5, MODEL, hooks=[saver], checkpoint_dir=tmp_path, signals=["SIGTERM"])
+
+    with loop() as first:
+        for item in first.until_stop(Items()):
+            first.run()
+            if item == 4:
+                first.request_stop()
+    with loop() as second:
+        assert list(second.until_stop(Items(lost_at=3))) == []
+    assert (second.stop_reason, delivered) == ("signal SIGTERM", ["SIGTERM"])
+    with loop() as third:
+        assert list(third.until_stop(Items())) == [5, 6, 7, 8]
+
+
+class Items:
+    """Yields nine items; before the item ``lost_at``, a signal arrives and the worker is lost."""
+
+    def __init__(self, lost_at: int | None = None) -> None:
+        self.lost_at = lost_at
+
+    def __iter__(self) -> Iterator[int]:
+        for item in range(9):
+            if item == self.lost_at:
+                signal.raise_signal(signal.SIGTERM)
+                raise RuntimeError(LOST)
+            yield item
+
+
+def test_the_death_of_a_worker_interrupts_only_the_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler of SIGCHLD that torch installs raises wherever the main thread is."""
+    raised: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        raised.append(number)
+        raise RuntimeError(LOST)
+
+    handler.__module__ = "torch.utils.data._utils.signal_handling"
+    before = signal.signal(signal.SIGCHLD, handler)
+    monkeypatch.setattr(torchhooks.lifecycle.ending, "_LOST_WORKER_SECS", 0.0)
+
+    def __next__() -> None:  # noqa: N807
+        signal.raise_signal(signal.SIGCHLD)
+
+    def body(item: int) -> float:
+        with MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]) as inner:
+            assert list(inner.until_stop([1])) == [1]
+            signal.raise_signal(signal.SIGCHLD)
+        return 0.5
+
+    def iterate(items: Iterable[int]) -> None:
+        with MonitoredLoop(body, signals=["SIGTERM"]) as loop:
+            for item in loop.until_stop(items):
+                loop.run(item)
+
+    waiting = FunctionType(__next__.__code__, {"__name__": "torch.utils.data.dataloader", "signal": signal})
+    lost = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            iterate(Lost(lost))
+        assert caught.value is lost
+        assert raised == [signal.SIGCHLD] * 3
+        assert lost.__notes__[0] == f"torchhooks: RuntimeError: {LOST}"
+        with pytest.raises(RuntimeError, match="killed by signal"):
+            iterate(Lost(ValueError("not reached"), waiting))
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        SignalWatch.lost_worker = None
+
+
+def test_a_loop_in_another_thread_leaves_torchs_handler_of_lost_workers_alone() -> None:
+    dataset: Any = [1.0, 2.0]
+    for _ in torch.utils.data.DataLoader(dataset, num_workers=1):  # has torch install its handler
+        pass
+    before = signal.getsignal(signal.SIGCHLD)
+    results: list[float] = []
+
+    def train() -> None:
+        with MonitoredLoop(float) as loop:
+            results.extend(loop.run(value) for value in loop.until_stop(dataset))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert results == [1.0, 2.0]
+    assert signal.getsignal(signal.SIGCHLD) is before

@@ -1,0 +1,76 @@
+"""The benchmarks run. benchmarks/RESULTS.md has what they measure; these tests check no figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support import scripts
+from support.paths import ROOT
+
+ARGUMENTS = {
+    "checkpoint": ["--megabytes", "12", "--rounds", "1"],
+    "gpu": ["--device", "cpu", "--runs", "40", "--rounds", "1"],
+    "histograms": ["--elements", "10000", "--rounds", "1"],
+    "overhead": ["--runs", "200", "--rounds", "1"],
+    "ranks": ["--runs", "200", "--rounds", "1", "--secs", "0.5"],
+    "running": ["--runs", "200", "--rounds", "1"],
+    "soak": ["--runs", "1000"],
+}
+
+
+class Ran(NamedTuple):
+    printed: str
+    document: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def all_ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    folder = tmp_path_factory.mktemp("results")
+    processes = {
+        name: scripts.start(ROOT / "benchmarks" / f"{name}.py", folder / name, *arguments, "--results", str(folder))
+        for name, arguments in ARGUMENTS.items()
+    }
+    for process in processes.values():
+        process.join()
+    printed = {name: (folder / name).read_text() for name in ARGUMENTS}
+    assert {name: printed[name] for name, process in processes.items() if process.exitcode} == {}
+    return {name: Ran(out, json.loads((folder / f"{name}.json").read_text())) for name, out in printed.items()}
+
+
+@pytest.fixture(params=ARGUMENTS)
+def ran(request: pytest.FixtureRequest, all_ran: dict[str, Ran]) -> Ran:
+    return all_ran[request.param]
+
+
+def test_a_benchmark_prints_every_budget_and_whether_it_was_met(ran: Ran) -> None:
+    for budget in ran.document["budgets"]:
+        (line,) = [line for line in ran.printed.splitlines() if f"| {budget['what']} " in line]
+        assert line.rstrip(" |").endswith("ok" if budget["ok"] else "over")
+
+
+def test_a_benchmark_records_the_machine(ran: Ran) -> None:
+    assert {"cpu", "cores", "python", "torch"} <= ran.document["machine"].keys()
+
+
+def test_the_first_hour_on_a_gpu_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
+    parts = ["tests", "streams", "saving", "in_place", "lost"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "first_hour_on_a_gpu.py"), "--only", *parts]
+    options = ["--repeat", "0", "--gigabytes", "0.01", "--results", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in parts:
+        assert f"## {part}: " in done.stdout
+    assert (tmp_path / "first_hour_on_a_gpu.md").read_text() in done.stdout
+    if not torch.cuda.is_available():
+        assert "## tests: skipped" in done.stdout
+        assert "## streams: passed" in done.stdout
+
+
+def test_a_benchmark_prints_markdown_tables(ran: Ran) -> None:
+    assert ran.printed.count("\n| ---") >= 2

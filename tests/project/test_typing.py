@@ -1,0 +1,325 @@
+"""What a type checker makes of programs that use the library, right and wrong ones."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import pytest
+from support.paths import ROOT
+
+import torchhooks
+
+pytest.importorskip("mypy", reason="mypy comes with the extra 'dev'")
+
+
+CONFIG = f"""
+[mypy]
+strict = true
+mypy_path = {ROOT}
+follow_imports = silent
+show_error_codes = true
+"""
+
+RIGHT = '''
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, assert_type
+
+import torch
+
+from torchhooks import *
+from torchhooks import summary
+from torchhooks.testing import FakeClock, RecordingHook, RecordingWriter, Trace, trace
+
+
+class Outputs(NamedTuple):
+    loss: torch.Tensor
+    accuracy: float
+
+
+class Watching(SessionRunHook):
+    """Overrides everything that there is."""
+
+    def begin(self) -> None:
+        self.timer = SecondOrStepTimer(every_steps=10)
+        self.never = NeverTriggerTimer()
+        self.every = EverySteps(10)
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self.thread = LooperThread.loop(coord, 60.0, target=self.begin)
+        assert_type(self.thread, LooperThread)
+        assert_type(session.global_step, int)
+        assert_type(session.device, torch.device)
+        assert_type(coord.should_stop(), bool)
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        assert_type(run_context.session, Session)
+        assert_type(run_context.original_args, SessionRunArgs)
+        if run_context.stop_requested:
+            return None
+        return SessionRunArgs({"loss": "loss"}, feed_dict={"scale": 2.0}, options=RunOptions(trace=True))
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        results: Mapping[str, torch.Tensor] = run_values.results
+        assert_type(run_values.options, RunOptions)
+        assert_type(run_values.run_metadata, RunMetadata)
+        run_context.when_ready(results, self.show)
+        run_context.request_stop()
+        run_context.request_stop("good enough")
+
+    def end(self, session: Session) -> None:
+        loss: float = session.run("loss")
+
+    def teardown(self) -> None: ...
+
+    def next_due(self) -> Due:
+        return self.timer.next_due() if self.timer.last_triggered_step() else Due(step=3, moment=1.0, runs=2, when=bool)
+
+    def sat_out(self, runs: int) -> None: ...
+
+    def show(self, values: Mapping[str, torch.Tensor]) -> None: ...
+
+
+class Narrowed(SessionRunHook):
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs("loss")
+
+
+class Silent(SessionRunHook):
+    def before_run(self, run_context: SessionRunContext) -> None: ...
+
+
+class Listening(CheckpointSaverListener):
+    def after_save(self, session: Session, step: int) -> bool:
+        return step > 100
+
+
+def newest(folder: Path) -> str | None:
+    try:
+        assert_type([checkpoint.step for checkpoint in list_checkpoints(folder)], list[int])
+        assert_type(read_metadata(folder / "model.ckpt-3"), dict[str, Any])
+        return best_checkpoint(folder / "best") or latest_checkpoint(folder)
+    except (DamagedCheckpointError, CheckpointError):
+        return None
+
+
+class Curves:
+    """A writer of one's own."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler: Stateful = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+curves: SummaryWriter = Curves()
+curves = RecordingWriter()
+curves = JsonLinesWriter(Path("curves.jsonl"))
+wandb_writer: SummaryWriter = WandbWriter(Path("run"), project="mnist")
+mlflow_writer: SummaryWriter = MlflowWriter("run", tracking_uri="sqlite:///mlflow.db", experiment="mnist")
+norms = StepCounterHook(tokens_per_step="tokens", flops_per_step="measure", summary_writer=[wandb_writer, curves])
+norm_ops = {"grad": grad_norm(), "param": param_norm()}
+
+
+def step(inputs: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> Outputs:
+    loss: torch.Tensor = (model(inputs) - targets).square().mean() * scale
+    return Outputs(loss, 0.5)
+
+
+def init_fn(scaffold: Scaffold, session: Session) -> None:
+    session.global_step = 3
+
+
+def ready_fn(session: Session) -> bool | str:
+    return True if session.model is not None else "no model"
+
+
+def hooks(folder: Path) -> Iterator[SessionRunHook]:
+    yield StopAtStepHook(num_steps=5)
+    yield StopAtStepHook(last_step=5)
+    yield StepCounterHook(100, output_dir=folder)
+    yield StepCounterHook(every_n_steps=None, every_n_secs=1.5)
+    yield SummarySaverHook(save_steps=1, output_dir=str(folder), summary_op={"loss": "loss"})
+    yield SummarySaverHook(save_secs=1.0, summary_writer=curves, summary_op=[summary.histogram("w", "weight")])
+    yield LoggingTensorHook(["loss"], every_n_iter=1)
+    yield LoggingTensorHook({"mean": running_mean("loss"), "all": [running_sum("loss"), running_max("loss")]}, 10)
+    yield LoggingTensorHook({"loss": over_ranks("loss", "mean")}, every_n_secs=60)
+    yield LoggingTensorHook({"loss": lambda loss: loss * 2}, at_end=True, formatter=lambda values: str(values["loss"]))
+    yield NanTensorHook("loss", fail_on_nan_loss=False)
+    yield FinalOpsHook({"loss": "loss"}, {"scale": 1.0})
+    yield FeedFnHook(lambda: {"scale": 2.0})
+    yield GlobalStepWaiterHook(0)
+    yield CallFnHook(len, every_n_steps=10)
+    yield ProgressBarHook(1000, ["loss"])
+    yield ProgressBarHook(values={"l": lambda loss: loss * 2}, log_every_secs=5)
+    yield ProfilerHook(save_steps=100, output_dir=folder, show_memory=True, runs=3)
+    yield CallFnHook(lambda loss, lr: None, timer=EverySteps(10), at_end=True)
+    evaluation = EvaluationHook(lambda model: 0.5, every_n_steps=10, output_dir=folder)
+    assert_type(evaluation.values, dict[str, float])
+    yield evaluation
+    yield StopIfNoDecreaseHook(evaluation["loss"], 100)
+    yield StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=100, min_steps=5)
+    yield StopIfHigherHook(evaluation["accuracy"], 0.99)
+    yield StopIfLowerHook("loss", 0.1, timer=EverySteps(10))
+    yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
+    yield BestCheckpointHook(folder, lambda accuracy: accuracy, save_steps=5, mode="max", keep=3)
+    yield from (Watching(), Narrowed(), Silent(), RecordingHook("loss"))
+
+
+def step_fn(step_context: StepContext[Outputs]) -> int:
+    assert_type(step_context.run_with_hooks(torch.ones(2), torch.ones(1)), Outputs)
+    assert_type(step_context.session, Session)
+    return 3
+
+
+def stopping(step_context: StepContext[Outputs]) -> int:
+    step_context.request_stop()
+
+
+def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, torch.Tensor]]) -> str | None:
+    scaffold = Scaffold(init_fn=init_fn, ready_fn=ready_fn)
+    with MonitoredLoop(
+        step, model, optimizer, hooks=hooks(folder), scaffold=scaffold, state={"scheduler": scheduler},
+        step_unit="optimizer_step", stop_grace_period_secs=1.5, checkpoint_dir=folder,
+        recoverable_errors=[AbortedError], metadata={"lr": 0.1, "layers": [3, 4]}, ranks=Ranks(tick_secs=0.5),
+    ) as loop:
+        assert_type(loop, MonitoredLoop[Outputs])
+        for epoch in loop.until_stop(range(3), resume=False):
+            assert_type(epoch, int)
+            for inputs, targets in loop.until_stop(zip([torch.ones(2)], [torch.ones(1)])):
+                assert_type(inputs, torch.Tensor)
+                assert_type(loop.run(inputs, targets=targets).accuracy, float)
+        with loop.step() as outputs:
+            outputs["loss"] = torch.ones(())
+            assert_type(outputs, dict[str, Any])
+        assert_type(loop.run_step_fn(step_fn), int)
+        assert_type(loop.run_step_fn(lambda context: context.run_with_hooks()), Outputs)
+        assert_type(loop.should_stop(), bool)
+        assert_type(loop.global_step, int)
+        assert_type(loop.session, Session)
+        assert_type(loop.session.ranks.is_chief, bool)
+    with MonitoredLoop(model=model) as bodies:
+        assert_type(bodies, MonitoredLoop[Any])
+    with MonitoredTrainingLoop(step, model, checkpoint_dir=folder, save_summaries_secs=None) as loop:
+        assert_type(loop, MonitoredLoop[Outputs])
+    SummaryWriterCache.get(folder).add_scalar("x", 1.0, 1)
+    SummaryWriterCache.clear()
+    assert_type(loop.stop_reason, str | None)
+    loop.close()
+    return loop.stop_reason
+
+
+def test_errors() -> None:
+    try:
+        MonitoredLoop(lambda: None).run()
+    except (AbortedError, FeedError, NanLossDuringTrainingError, LifecycleError) as error:
+        assert_type(error, AbortedError | FeedError | NanLossDuringTrainingError | LifecycleError)
+    except FetchError as error:
+        known: TorchHooksError | LookupError = NoRunYetError(str(error))
+    except PeerError as error:
+        assert_type(error.rank, int | None)
+
+
+def test_a_hook() -> None:
+    with FakeClock() as clock:
+        clock.advance(1.5)
+        seen = trace(Watching(), losses=[0.5, torch.ones(())], step_unit="run")
+    assert_type(seen, Trace)
+    assert_type(seen.steps, list[int])
+'''
+
+WRONG = """
+from typing import Any
+
+from torchhooks import *
+
+
+def step(x: float) -> float:
+    return x
+
+
+def no_context() -> int:
+    return 3
+
+
+class GivesText(SessionRunHook):
+    def before_run(self, run_context: SessionRunContext) -> str:  # E: override
+        return "loss"
+
+
+class TakesNothing(SessionRunHook):
+    def end(self) -> None: ...  # E: override
+
+
+class IsNoHook:
+    def begin(self) -> None: ...
+
+
+loop = MonitoredLoop(step)
+loop.step(1)  # E: call-arg
+MonitoredLoop(3)  # E: arg-type
+MonitoredLoop(step, "model")  # E: arg-type
+MonitoredLoop(step, None, None, [StopAtStepHook(3)])  # E: call-arg
+MonitoredLoop(step, hook=[])  # E: call-arg
+MonitoredLoop(step, hooks=["loss"])  # E: list-item
+MonitoredLoop(step, hooks=[StopAtStepHook])  # E: list-item
+MonitoredLoop(step, hooks=[IsNoHook()])  # E: list-item
+MonitoredLoop(step, hooks=StopAtStepHook(3))  # E: arg-type
+MonitoredLoop(step, state={"best": 3})  # E: dict-item
+MonitoredLoop(step, metadata=[3])  # E: arg-type
+text: str = loop.run(1.0)  # E: assignment
+loop.until_stop(3)  # E: arg-type
+for item in loop.until_stop([1, 2]):
+    item.upper()  # E: attr-defined
+loop.run_step_fn(no_context)  # E: arg-type
+loop.global_step = 3  # E: misc
+loop.session = loop.session  # E: misc
+loop.session.global_step = "3"  # E: assignment
+loop.stop_reason.upper()  # E: union-attr
+StopAtStepHook(last_step="3")  # E: arg-type
+BestCheckpointHook("run", "loss", save_steps=5, mode="least")  # E: arg-type
+MonitoredTrainingLoop(step, save_checkpoint_steps="5")  # E: arg-type
+LoggingTensorHook(["loss"], formatter=3)  # E: arg-type
+LoggingTensorHook(["loss"], timer=3)  # E: arg-type
+SessionRunArgs(feed_dict=["x"])  # E: arg-type
+"""
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What mypy says about each of the programs. A cache makes it quick but for the first time."""
+    folder = tmp_path_factory.mktemp("typing")
+    for name, text in {"right.py": RIGHT, "wrong.py": WRONG, "mypy.ini": CONFIG}.items():
+        (folder / name).write_text(text)
+    kept = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
+    cache = folder if kept is None else kept.mkdir("mypy")
+    # In a process of its own: mypy changes how often this one would collect its garbage.
+    mypy = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", str(cache)]
+    ran = subprocess.run([*mypy, "right.py", "wrong.py"], cwd=folder, capture_output=True, text=True, check=False)
+    assert "checked 2 source files" in ran.stdout, ran.stdout + ran.stderr
+    lines = ran.stdout.splitlines()
+    return {file: [line for line in lines if line.startswith(f"{file}.py")] for file in ("right", "wrong")}
+
+
+def line_and_code(lines: Iterable[str]) -> list[str]:
+    return [
+        re.sub(r"^\w+\.py:(\d+): error: .*\[([\w-]+)\]$", r"\1: \2", line) for line in lines if ": note: " not in line
+    ]
+
+
+def test_a_right_program_has_no_error(found: dict[str, list[str]]) -> None:
+    assert found["right"] == []
+
+
+def test_a_wrong_program_has_an_error_in_each_wrong_line_and_in_no_other(found: dict[str, list[str]]) -> None:
+    marks = [(number, re.search(r"# E: (\S+)$", line)) for number, line in enumerate(WRONG.splitlines(), start=1)]
+    assert line_and_code(found["wrong"]) == [f"{number}: {mark[1]}" for number, mark in marks if mark]
+
+
+def test_the_right_program_uses_everything_public() -> None:
+    used = set(re.findall(r"\w+", RIGHT))
+    assert set(torchhooks.__all__) - used == set()

@@ -1,0 +1,691 @@
+"""JsonLinesWriter: the format of a line, the file after a kill, and the removal of repeated steps."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+import torch
+from support import paths
+
+from torchhooks import JsonLinesWriter, MonitoredLoop, StepCounterHook, SummarySaverHook, summary
+from torchhooks.common.files import Disk
+from torchhooks.summary import json_lines as jsonl
+from torchhooks.testing import RecordingWriter, trace
+
+LINE = b'{"step": 1, "time": 5.0, "loss": 0.5}\n'
+Lines = list[tuple[str, str]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "curves.jsonl"
+
+
+def strict(constant: str) -> Any:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=strict) for line in path.read_text().splitlines()]
+
+
+def steps(path: Path) -> list[int]:
+    return [line["step"] for line in read(path)]
+
+
+def other_files(path: Path) -> set[str]:
+    """Return the names of the other files in the folder."""
+    return set(os.listdir(path.parent)) - {path.name}
+
+
+def filled(path: Path, *steps: int) -> JsonLinesWriter:
+    writer = JsonLinesWriter(path)
+    for step in steps:
+        writer.add_scalar("loss", 0.5, step)
+    return writer
+
+
+# -- a line -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_point_is_a_line_that_is_in_the_file_when_the_call_returns(path: Path) -> None:
+    writer = JsonLinesWriter(path)
+    writer.add_scalar("loss", 0.25, 10, walltime=1763712000.5)
+    assert path.read_text() == '{"step": 10, "time": 1763712000.5, "loss": 0.25}\n'
+
+
+def test_the_points_that_a_hook_writes_for_one_step_are_one_line(path: Path) -> None:
+    ops = {"loss": "loss", "twice": lambda loss: 2 * loss}
+    trace(SummarySaverHook(1, summary_writer=JsonLinesWriter(path), summary_op=ops), losses=[0.5, 0.25])
+    lines = [{name: value for name, value in line.items() if name != "time"} for line in read(path)]
+    assert lines == [{"step": 1, "loss": 0.5, "twice": 1.0}, {"step": 2, "loss": 0.25, "twice": 0.5}]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (3, 3),
+        (True, 1),
+        (0.1, 0.1),
+        (1e300, 1e300),
+        (np.float32(0.5), 0.5),
+        (np.array([7]), 7),
+        (torch.tensor([[0.5]], requires_grad=True), 0.5),
+        (torch.tensor(3.0, dtype=torch.bfloat16), 3.0),
+        (math.nan, "NaN"),
+        (math.inf, "Infinity"),
+        (torch.tensor(-math.inf), "-Infinity"),
+    ],
+    ids=repr,
+)
+def test_every_number_is_valid_json_of_the_same_value(value: Any, written: Any, path: Path) -> None:
+    JsonLinesWriter(path).add_scalar("loss", value, 1)
+    (line,) = read(path)
+    assert (line["loss"], type(line["loss"])) == (written, type(written))
+
+
+@pytest.mark.parametrize("tag", ["train/loss", "ä", 'a "b"', "a\u2028b"])
+def test_a_tag_is_read_back_as_given(tag: str, path: Path) -> None:
+    JsonLinesWriter(path).add_scalar(tag, 0.5, 1)
+    assert read(path)[0][tag] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("tag", "value", "step", "message"),
+    [
+        ("w", torch.ones(3), 1, r"scalar 'w': got shape \(3,\), 3 elements"),
+        ("w", "high", 1, "scalar 'w': got 'high'; a scalar is one real number"),
+        ("a\nb", 0.5, 1, "a tag must not be blank or have control characters"),
+        ("step", 0.5, 1, "tag 'step': every line has a 'step' of its own; give the curve another name"),
+        ("time", 0.5, 1, "tag 'time': every line has"),
+        ("loss", 0.5, 1.5, "step=1.5: must be a whole number"),
+    ],
+)
+def test_an_invalid_point_is_refused_and_nothing_is_written(
+    tag: str, value: Any, step: Any, message: str, path: Path
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        JsonLinesWriter(path).add_scalar(tag, value, step)
+    assert path.read_bytes() == b""
+
+
+def test_an_op_other_than_a_scalar_is_refused_when_the_loop_is_created(path: Path) -> None:
+    op = summary.histogram("weights", "weight")
+    hook = SummarySaverHook(1, summary_writer=JsonLinesWriter(path), summary_op=op)
+    with pytest.raises(TypeError, match=r"JsonLinesWriter has no add_histogram\(\), which histogram\('weights'"):
+        MonitoredLoop(lambda: None, hooks=[hook])
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_is_created(tmp_path: Path) -> None:
+    filled(tmp_path / "a" / "b" / "curves.jsonl", 1)
+    assert steps(tmp_path / "a" / "b" / "curves.jsonl") == [1]
+
+
+def test_lines_are_appended_to_an_existing_file(path: Path) -> None:
+    path.write_bytes(LINE)
+    filled(path, 2)
+    assert steps(path) == [1, 2]
+
+
+def test_writers_with_one_path_continue_in_the_new_file_after_a_purge(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    one, other = filled(path, 1, 2), filled(Path("curves.jsonl"), 3)
+    one.purge_from(2)
+    other.add_scalar("loss", 0.5, 2)
+    one.add_scalar("loss", 0.5, 3)
+    assert steps(path) == [1, 2, 3]
+
+
+def test_a_writer_removes_the_lines_of_another_one_with_its_path(path: Path) -> None:
+    one, other = filled(path, 1), filled(path, 1, 2)
+    one.purge_from(2)
+    other.purge_from(1)
+    one.add_scalar("loss", 0.5, 1)
+    other.add_scalar("loss", 0.5, 2)
+    assert steps(path) == [1, 2]
+
+
+def test_a_line_that_another_thread_writes_during_a_purge_is_not_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Disk):
+        def rename(self, path: str, new_path: str) -> None:
+            thread.start()
+            thread.join(0.1)  # it is waiting for the end of the purge
+            super().rename(path, new_path)
+
+    one, other = filled(path, 1, 2), JsonLinesWriter(path)
+    thread = threading.Thread(target=other.add_scalar, args=("loss", 0.5, 3))
+    monkeypatch.setattr(jsonl, "_disk", Interrupted())
+    one.purge_from(2)
+    thread.join()
+    assert steps(path) == [1, 3]
+
+
+def test_a_purge_leaves_the_open_file_of_another_path_alone(path: Path, tmp_path: Path) -> None:
+    one, other = filled(path, 1), filled(tmp_path / "other.jsonl", 1)
+    (tmp_path / "other.jsonl").rename(tmp_path / "moved.jsonl")
+    one.purge_from(1)
+    other.add_scalar("loss", 0.5, 2)
+    assert steps(tmp_path / "moved.jsonl") == [1, 2]
+
+
+def test_closing_one_writer_leaves_another_one_with_its_path_open(path: Path) -> None:
+    one, other = filled(path, 1), filled(path, 2)
+    one.close()
+    other.add_scalar("loss", 0.5, 3)
+    assert steps(path) == [1, 2, 3]
+
+
+def test_closing_twice_is_harmless_and_a_later_write_appends(path: Path) -> None:
+    with filled(path, 1) as writer:
+        writer.close()
+    writer.flush()
+    writer.add_scalar("loss", 0.5, 2)
+    assert steps(path) == [1, 2]
+
+
+@pytest.mark.parametrize("first", ["add_scalar", "purge_from"])
+def test_a_write_after_a_close_creates_a_folder_that_was_removed_again(first: str, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "curves.jsonl"
+    writer = filled(path, 1)
+    writer.close()
+    shutil.rmtree(path.parent)
+    if first == "purge_from":
+        writer.purge_from(0)
+    writer.add_scalar("loss", 0.5, 2)
+    assert steps(path) == [2]
+
+
+def test_a_writer_that_is_freed_closes_its_file(path: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        filled(path, 1).purge_from(1)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_repr_can_be_pasted_back(path: Path) -> None:
+    text = f"JsonLinesWriter({str(path)!r})"
+    assert repr(eval(text)) == text
+
+
+@pytest.mark.parametrize("length", range(1, len(LINE) - 1))
+def test_an_incomplete_last_line_of_any_length_is_removed_with_a_warning(length: int, path: Path, lines: Lines) -> None:
+    path.write_bytes(LINE + LINE[:length])
+    filled(path, 2)
+    assert steps(path) == [1, 2]
+    assert (
+        "WARNING",
+        f"{path}: removed an incomplete last line of {length} bytes, left by a process that was killed",
+    ) in lines
+
+
+def test_a_last_line_that_only_lacks_its_line_break_stays(path: Path) -> None:
+    path.write_bytes(LINE[:-1])
+    filled(path, 2)
+    assert steps(path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"step,loss\n1,0.5\n", 1),
+        (b'{\n  "step": 1\n}\n', 1),
+        (b"[1, 2]\n", 1),
+        (LINE + b"\x00\xff" + LINE, 2),
+        (LINE + LINE[:20] + b"\n" + LINE, 2),
+        (LINE + b"epoch 2", 2),
+        (LINE + b"[" * 100_000, 2),
+    ],
+    ids=["csv", "json", "array", "binary", "torn in the middle", "text", "deep"],
+)
+def test_a_file_with_a_line_that_is_not_a_json_object_is_refused_and_not_changed(
+    content: bytes, line: int, path: Path
+) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"curves.jsonl: line {line} is not a JSON object: .*or choose another path"):
+        JsonLinesWriter(path)
+    assert path.read_bytes() == content
+
+
+def test_a_very_long_line_is_read_again_and_removed_if_it_is_incomplete(path: Path, lines: Lines) -> None:
+    points = [(f"layers.{layer}.weight/grad_norm", 0.123456789) for layer in range(25_000)]
+    with JsonLinesWriter(path) as writer:
+        writer.add_points(points, 1)
+        writer.add_points(points, 2)
+    os.truncate(path, path.stat().st_size - 10)
+    filled(path, 3)
+    assert [(line["step"], len(line)) for line in read(path)] == [(1, 25_002), (3, 3)]
+
+
+# -- purging ----------------------------------------------------------------------------------------------------------
+
+FOREIGN = b'{"note": "a longer rate"}\n\n{"step": null}\n{"step": true}\n{"step": "9"}\n'
+
+
+def test_lines_of_the_step_and_later_are_removed_wherever_they_are_in_the_file(path: Path) -> None:
+    writer = filled(path, 1, 3, 2, 4, 3, 2)
+    writer.purge_from(3)
+    writer.add_scalar("loss", 0.5, 3)
+    assert steps(path) == [1, 2, 2, 3]
+
+
+def test_lines_without_a_step_stay(path: Path) -> None:
+    path.write_bytes(LINE + FOREIGN + LINE)
+    JsonLinesWriter(path).purge_from(0)
+    assert path.read_bytes() == FOREIGN
+
+
+def test_a_step_that_is_a_float_is_a_step(path: Path) -> None:
+    path.write_bytes(LINE + b'{"step": 2.0}\n')
+    JsonLinesWriter(path).purge_from(2)
+    assert path.read_bytes() == LINE
+
+
+def test_the_file_is_not_touched_if_there_is_nothing_to_remove(path: Path) -> None:
+    writer = filled(path, 1, 2)
+    before = path.stat()
+    writer.purge_from(3)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert other_files(path) == set()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_the_file_keeps_its_mode_and_a_link_stays_a_link(mode: int, path: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    writer = filled(link, 1, 2)
+    path.chmod(mode)
+    writer.purge_from(2)
+    assert (path.stat().st_mode & 0o777, link.is_symlink(), steps(path)) == (mode, True, [1])
+
+
+@pytest.fixture
+def target(path: Path) -> Path:
+    """A file that a link under the name of the new file points to."""
+    target = path.parent / "target"
+    target.write_bytes(b"do not touch")
+    target.chmod(0o600)
+    return target
+
+
+def planted(path: Path, target: Path) -> Path:
+    link = path.parent / f".{path.name}.tmp"
+    link.symlink_to(target)
+    return link
+
+
+def test_a_purge_removes_a_link_under_the_name_of_the_new_file_and_does_not_write_through_it(
+    path: Path, target: Path
+) -> None:
+    writer = filled(path, 1, 2)
+    planted(path, target)
+    writer.purge_from(2)
+    assert (steps(path), path.is_symlink(), other_files(path)) == ([1], False, {"target"})
+    assert (target.read_bytes(), target.stat().st_mode & 0o777) == (b"do not touch", 0o600)
+
+
+def test_a_purge_fails_if_the_link_is_back_when_the_new_file_is_created(
+    path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = filled(path, 1, 2)
+    link = planted(path, target)
+    monkeypatch.setattr(os, "remove", lambda path: None)
+    with pytest.raises(FileExistsError):
+        writer.purge_from(2)
+    assert (steps(path), link.is_symlink(), target.read_bytes()) == ([1, 2], True, b"do not touch")
+
+
+@pytest.mark.no_cover  # which would take twice as long
+def test_a_large_file_is_not_read_into_memory(path: Path) -> None:
+    path.write_bytes(b"".join(LINE.replace(b"1", b"%d" % step, 1) for step in range(40_000)))
+    tracemalloc.start()
+    try:
+        JsonLinesWriter(path).purge_from(39_999)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size / 2
+
+
+def test_a_line_that_is_not_a_json_object_fails_a_purge_and_the_file_is_not_changed(path: Path) -> None:
+    writer = filled(path, 1, 2)
+    with path.open("ab") as file:
+        file.write(b"done\n")
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match=r"line 3 is not a JSON object: b'done\\n'"):
+        writer.purge_from(2)
+    assert (path.read_bytes(), other_files(path)) == (content, set())
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "no space left")
+
+
+@pytest.mark.parametrize("operation", ["sync", "rename"])
+def test_a_disk_that_fails_leaves_the_file_unchanged_and_no_other_file(
+    operation: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, other = filled(path, 1, 2), filled(path)
+    monkeypatch.setattr(jsonl, "_disk", type("Full", (Disk,), {operation: fail})())
+    with pytest.raises(OSError, match="no space left"):
+        writer.purge_from(2)
+    writer.add_scalar("loss", 0.5, 3)
+    other.add_scalar("loss", 0.5, 4)
+    assert (steps(path), other_files(path)) == ([1, 2, 3, 4], set())
+
+
+def test_the_new_file_is_synced_before_it_replaces_the_old_one_and_the_folder_after_that(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Recording(Disk):
+        def sync(self, file: BinaryIO) -> None:
+            calls.append("sync")
+            super().sync(file)
+
+        def rename(self, path: str, new_path: str) -> None:
+            calls.append("rename")
+            super().rename(path, new_path)
+
+        def sync_folder(self, path: str) -> None:
+            calls.append(f"sync {path}")
+            super().sync_folder(path)
+
+    calls: list[str] = []
+    monkeypatch.setattr(jsonl, "_disk", Recording())
+    filled(path, 1, 2).purge_from(2)
+    assert calls == ["sync", "rename", f"sync {path.parent}"]
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_not_written_at_all(path: Path) -> None:
+    writer = JsonLinesWriter(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(LINE) + 20, hard))
+    try:
+        writer.add_scalar("loss", 0.5, 1, 5.0)
+        with pytest.raises(OSError, match="File too large"):
+            writer.add_scalar("loss", 0.5, 1, 5.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == LINE
+    writer.add_scalar("loss", 0.5, 1, 5.0)
+    assert path.read_bytes() == LINE * 2
+
+
+class Torn:
+    """An open file that takes a part of a line, and refuses to be truncated while it is full."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.is_full = file, True
+
+    def write(self, data: bytes) -> int:
+        if self.is_full:
+            self.file.write(data[:20])
+            fail()
+        return int(self.file.write(data))
+
+    def truncate(self, size: int) -> int:
+        if self.is_full:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(self.file.truncate(size))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def tear(writer: JsonLinesWriter) -> Torn:
+    """Leave a part of a line at the end of the file, and return the disk that refuses to be truncated."""
+    writer._file = torn = Torn(writer._file)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="no space left"):
+        writer.add_scalar("loss", 0.5, 2)
+    return torn
+
+
+def add_again(path: Path, writer: JsonLinesWriter) -> None:
+    writer.add_scalar("loss", 0.5, 3)
+
+
+def add_by_another(path: Path, writer: JsonLinesWriter) -> None:
+    JsonLinesWriter(path).add_scalar("loss", 0.5, 3)
+
+
+def purge_and_add(path: Path, writer: JsonLinesWriter) -> None:
+    writer.purge_from(2)
+    writer.add_scalar("loss", 0.5, 3)
+
+
+def close_and_add(path: Path, writer: JsonLinesWriter) -> None:
+    writer.close()
+    assert path.read_bytes().endswith(b"\n")
+    writer.add_scalar("loss", 0.5, 3)
+
+
+@pytest.mark.parametrize("then", [add_again, add_by_another, purge_and_add, close_and_add])
+def test_a_part_of_a_line_that_cannot_be_removed_at_once_is_removed_before_the_next_line(
+    then: Callable[[Path, JsonLinesWriter], None], path: Path, lines: Lines
+) -> None:
+    writer = filled(path, 1)
+    disk = tear(writer)
+    with pytest.raises(OSError, match="Input/output error"):
+        writer.add_scalar("loss", 0.5, 2)
+    disk.is_full = False
+    then(path, writer)
+    assert steps(path) == [1, 3]
+
+
+def test_a_file_that_replaced_one_with_a_part_of_a_line_is_not_cut(path: Path) -> None:
+    writer = filled(path, 1)
+    disk = tear(writer)
+    path.write_bytes(LINE * 3)
+    disk.is_full = False
+    writer.add_scalar("loss", 0.5, 3)
+    assert steps(path) == [1, 1, 1, 3]
+
+
+def test_a_purge_goes_well_if_the_file_was_renamed_although_an_error_was_reported(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nfs(Disk):
+        def rename(self, path: str, new_path: str) -> None:
+            super().rename(path, new_path)
+            raise FileNotFoundError(errno.ENOENT, "no such file", path)
+
+    writer, other = filled(path, 1, 2), filled(path, 3)
+    monkeypatch.setattr(jsonl, "_disk", Nfs())
+    writer.purge_from(2)
+    writer.add_scalar("loss", 0.5, 2)
+    other.add_scalar("loss", 0.5, 3)
+    assert (steps(path), other_files(path)) == ([1, 2, 3], set())
+
+
+REMOVED = "{} was removed while it was open for writing: what was written to it is lost"
+
+
+def test_a_file_that_was_removed_while_it_is_open_is_created_again_with_a_warning(tmp_path: Path, lines: Lines) -> None:
+    path = tmp_path / "run" / "curves.jsonl"
+    writer = filled(path, 1)
+    shutil.rmtree(path.parent)
+    writer.add_scalar("loss", 0.5, 2)
+    writer.add_scalar("loss", 0.5, 3)
+    assert steps(path) == [2, 3]
+    assert lines == [("WARNING", REMOVED.format(path))]
+
+
+def test_a_file_that_was_removed_before_it_is_closed_stays_removed_with_a_warning(path: Path, lines: Lines) -> None:
+    writer = filled(path, 1)
+    path.unlink()
+    writer.close()
+    assert not path.exists()
+    assert lines == [("WARNING", REMOVED.format(path))]
+
+
+# -- with hooks -------------------------------------------------------------------------------------------------------
+
+
+def summaries(writer: JsonLinesWriter) -> SummarySaverHook:
+    return SummarySaverHook(1, summary_writer=writer, summary_op="loss")
+
+
+def test_a_training_run_that_begins_at_0_removes_all_lines_with_a_warning(path: Path, lines: Lines) -> None:
+    trace(summaries(JsonLinesWriter(path)), losses=[0.5] * 5)
+    trace(summaries(JsonLinesWriter(path)), losses=[0.25] * 2)
+    assert [(line["step"], line["loss"]) for line in read(path)] == [(1, 0.25), (2, 0.25)]
+    message = f"{path}: removed 5 lines of step 0 and later, which the training run repeats"
+    assert [line for line in lines if "removed" in line[1]] == [("WARNING", message)]
+
+
+def test_a_counter_without_other_hooks_removes_all_lines_too(path: Path) -> None:
+    for losses in ([0.5] * 5, [0.5] * 3):
+        trace(StepCounterHook(1, summary_writer=JsonLinesWriter(path)), losses=losses)
+    assert steps(path) == [2, 3]
+
+
+def test_a_resumed_training_run_removes_the_steps_that_it_repeats_and_logs_it_as_info(path: Path, lines: Lines) -> None:
+    trace(summaries(JsonLinesWriter(path)), losses=[0.5] * 5)
+    trace(summaries(JsonLinesWriter(path)), losses=[0.25] * 2, start_step=4)
+    assert steps(path) == [1, 2, 3, 4, 5, 6]
+    message = f"{path}: removed 1 line of step 5 and later, which the training run repeats"
+    assert [line for line in lines if "removed" in line[1]] == [("INFO", message)]
+
+
+def test_a_step_that_is_set_by_hand_counts_as_restored(path: Path) -> None:
+    filled(path, 1, 2, 3)
+    with MonitoredLoop(lambda: 0.5, hooks=[summaries(JsonLinesWriter(path))]) as loop:
+        loop.session.global_step = 2
+        loop.run()
+    assert steps(path) == [1, 2, 3]
+    assert read(path)[-1]["time"] > read(path)[0]["time"]
+
+
+def test_a_loop_without_a_run_removes_nothing(path: Path) -> None:
+    filled(path, 1, 2)
+    trace(summaries(JsonLinesWriter(path)), StepCounterHook(1, summary_writer=JsonLinesWriter(path)), losses=[])
+    assert steps(path) == [1, 2]
+
+
+def test_hooks_with_separate_writers_for_one_file_write_one_curve(path: Path) -> None:
+    for losses in ([0.5] * 4, [0.25] * 2):
+        counter = StepCounterHook(1, summary_writer=JsonLinesWriter(path))
+        trace(counter, summaries(JsonLinesWriter(path)), losses=losses)
+    assert steps(path) == [1, 2, 2]
+
+
+def test_a_users_writer_that_can_purge_is_called_like_this_one() -> None:
+    class Tracker:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.calls.append(step)
+
+        def purge_from(self, step: int) -> None:
+            self.calls.append(f"from {step}")
+
+        def flush(self) -> None: ...
+
+    tracker = Tracker()
+    trace(SummarySaverHook(1, summary_writer=tracker, summary_op="loss"), losses=[0.5], start_step=7)
+    trace(StepCounterHook(1, summary_writer=tracker), losses=[0.5])
+    assert tracker.calls[:2] == ["from 8", 8]
+    assert set(tracker.calls[2:]) == {"from 0"}
+
+
+def test_a_loop_within_a_step_of_another_purges_like_any_other(path: Path) -> None:
+    with MonitoredLoop(lambda: 0.5, hooks=[summaries(JsonLinesWriter(path))]) as outer:
+        outer.run()
+        outer.run()
+        trace(summaries(JsonLinesWriter(path)), losses=[0.25])
+        outer.run()
+    assert [(line["step"], line["loss"]) for line in read(path)] == [(1, 0.25), (3, 0.5)]
+
+
+def test_a_counter_within_a_step_of_another_loop_voids_none_of_its_points_in_event_files() -> None:
+    writer = RecordingWriter()
+    with MonitoredLoop(lambda: 0.5, hooks=[SummarySaverHook(1, summary_writer=writer, summary_op="loss")]) as loop:
+        loop.run()
+        trace(StepCounterHook(1, summary_writer=writer), losses=[0.25] * 2, start_step=1)
+    assert len([record for record in writer.records if record[0] == "session_log"]) == 1
+
+
+def test_hooks_write_a_single_scalar_through_the_add_scalar_of_a_subclass(path: Path) -> None:
+    class Prefixing(JsonLinesWriter):
+        def add_scalar(self, tag: str, value: Any, step: int, walltime: float | None = None) -> None:
+            super().add_scalar(f"mine/{tag}", value, step, walltime)
+
+    with Prefixing(path) as writer:
+        hooks = [
+            StepCounterHook(1, summary_writer=writer),
+            SummarySaverHook(1, summary_writer=writer, summary_op={"loss": "loss"}),
+        ]
+        with MonitoredLoop(lambda: 0.5, hooks=hooks) as loop:
+            loop.run()
+            loop.run()
+    tags = [tag for line in read(path) for tag in line if tag not in ("step", "time")]
+    assert tags == ["mine/loss", "mine/global_step/sec", "mine/loss"]
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process(code: str, path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run ``code`` on the file in another process, which is killed at the end of the block."""
+    start = "import os, sys\nfrom torchhooks import JsonLinesWriter\n"
+    start += "from torchhooks.summary import json_lines as jsonl\npath = sys.argv[1]\n"
+    environment = paths.environment()
+    with subprocess.Popen([sys.executable, "-c", start + code, str(path)], env=environment, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_kill_at_any_moment_leaves_whole_lines_and_at_most_one_incomplete_line(path: Path) -> None:
+    path.touch()
+    code = (
+        "writer, step = JsonLinesWriter(path), 0\n"
+        'while True:\n    writer.add_points([(f"tag{i}", 0.5) for i in range(50)], step)\n    step += 1\n'
+    )
+    for life in range(3):
+        with process(code, path) as writing:
+            while path.stat().st_size < (life + 1) * 100_000:
+                assert writing.poll() is None
+        JsonLinesWriter(path)
+        assert all(len(line) == 52 for line in read(path))
+
+
+def test_a_kill_before_the_new_file_replaces_the_old_one_leaves_the_old_one(path: Path) -> None:
+    code = (
+        "class Killing(jsonl.Disk):\n    def rename(self, *paths):\n        os.kill(os.getpid(), 9)\n"
+        "jsonl._disk = Killing()\nwriter = JsonLinesWriter(path)\n"
+        'for step in range(5):\n    writer.add_scalar("loss", 0.5, step)\nwriter.purge_from(2)\n'
+    )
+    with process(code, path) as purging:
+        assert purging.wait(60) == -signal.SIGKILL
+    assert other_files(path) == {f".{path.name}.tmp"}
+    filled(path, 5)
+    assert (steps(path), other_files(path)) == ([0, 1, 2, 3, 4, 5], set())

@@ -1,0 +1,323 @@
+"""The writer of a hook is opened with the loop, and flushed and closed with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchhooks import MonitoredLoop, SessionRunHook, StepCounterHook, SummarySaverHook, SummaryWriterCache
+from torchhooks.summary.writers import WriterTarget
+from torchhooks.testing import RecordingWriter, trace
+
+
+def test_there_is_no_writer_before_it_is_opened(tmp_path: Path) -> None:
+    assert WriterTarget(tmp_path, None).writer is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_given_writer_is_the_writer_until_it_is_closed() -> None:
+    writer = RecordingWriter()
+    target = WriterTarget(None, writer)
+    assert target.open() is target.writer is writer
+    target.close()
+    assert target.writer is None
+
+
+def test_the_writer_of_a_folder_comes_from_the_cache(tmp_path: Path) -> None:
+    assert WriterTarget(tmp_path, None).open() is SummaryWriterCache.get(tmp_path)
+
+
+def test_two_targets_with_one_folder_share_a_writer_and_a_file(tmp_path: Path) -> None:
+    one, other = WriterTarget(tmp_path, None), WriterTarget(str(tmp_path), None)
+    assert one.open() is other.open()
+    one.close()
+    other.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_target_without_a_place_has_no_writer() -> None:
+    target = WriterTarget(None, None)
+    assert target.open() is None
+    target.close()
+
+
+def test_a_restored_session_without_a_place_to_write_needs_no_start() -> None:
+    assert trace(StepCounterHook(1), losses=[0.5] * 2, start_step=7).steps == [8, 9]
+
+
+def test_close_without_an_open_is_harmless(tmp_path: Path) -> None:
+    WriterTarget(tmp_path, None).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_close_flushes_a_given_writer_and_leaves_it_open() -> None:
+    writer = RecordingWriter()
+    target = WriterTarget(None, writer)
+    target.open()
+    target.close()
+    assert (writer.flushed, writer.closed) == (1, 0)
+
+
+def test_close_again_does_nothing() -> None:
+    writer = RecordingWriter()
+    target = WriterTarget(None, writer)
+    target.open()
+    target.close()
+    target.close()
+    assert writer.flushed == 1
+
+
+def test_close_closes_the_writer_of_a_folder(tmp_path: Path) -> None:
+    target = WriterTarget(tmp_path, None)
+    writer = target.open()
+    target.close()
+    assert writer.all_writers is None
+
+
+def test_a_folder_that_is_opened_again_has_a_new_writer(tmp_path: Path) -> None:
+    target = WriterTarget(tmp_path, None)
+    writer = target.open()
+    target.close()
+    assert target.open() is not writer
+
+
+def test_a_flush_that_fails_leaves_nothing_open() -> None:
+    class Full(RecordingWriter):
+        def flush(self) -> None:
+            raise OSError("no space left")
+
+    target = WriterTarget(None, Full())
+    target.open()
+    with pytest.raises(OSError, match="no space left"):
+        target.close()
+    assert target.writer is None
+
+
+def test_a_target_knows_another_that_starts_the_session_while_that_is_open() -> None:
+    writer = RecordingWriter()
+    mine, other = WriterTarget(None, writer), WriterTarget(None, writer, starts_session=True)
+    mine.open()
+    known = [mine.session_started_by_another()]
+    other.open()
+    known.append(mine.session_started_by_another())
+    other.close()
+    known.append(mine.session_started_by_another())
+    assert known == [False, True, False]
+
+
+def test_a_target_that_starts_the_session_does_not_count_itself() -> None:
+    target = WriterTarget(None, RecordingWriter(), starts_session=True)
+    target.open()
+    assert not target.session_started_by_another()
+
+
+def test_a_target_that_was_never_closed_is_forgotten_when_it_is_freed() -> None:
+    writer = RecordingWriter()
+    mine = WriterTarget(None, writer)
+    mine.open()
+    WriterTarget(None, writer, starts_session=True).open()
+    assert not mine.session_started_by_another()
+
+
+@pytest.mark.parametrize(("begun_at", "step", "start"), [(0, 0, 0), (0, 1, 1), (0, 3, 1), (7, 7, 8), (7, 9, 8)])
+def test_a_start_has_the_first_step_that_the_session_makes(begun_at: int, step: int, start: int) -> None:
+    writer = RecordingWriter()
+    target = WriterTarget(None, writer, starts_session=True)
+    target.open()
+    target.start_session(begun_at, step)
+    assert writer.records == [("session_log", "START", start)]
+
+
+def test_the_starts_of_all_hooks_with_one_writer_come_before_the_first_point() -> None:
+    writer = RecordingWriter()
+    trace(*(SummarySaverHook(1, summary_writer=writer, summary_op={tag: "loss"}) for tag in "ab"), losses=[0.5])
+    assert [kind for kind, *_ in writer.records] == ["session_log", "session_log", "scalar", "scalar"]
+
+
+def test_refuses_two_places_and_shows_them() -> None:
+    with pytest.raises(ValueError, match=r"output_dir='d', summary_writer=5: give one, not both"):
+        WriterTarget("d", 5)
+
+
+# -- one folder, several loops ----------------------------------------------------------------------------------------
+
+
+def summaries(folder: object) -> SummarySaverHook:
+    return SummarySaverHook(1, output_dir=folder, summary_op={"loss": "loss"})
+
+
+def curve(folder: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return [(point.step, point.value) for point in events.Scalars("loss")]
+
+
+def event_files(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if "tfevents" in name]
+
+
+def inner_summaries(folder: Path) -> SummarySaverHook:
+    return SummarySaverHook(1, output_dir=folder, summary_op={"inner": "loss"})
+
+
+def inner_counter(folder: Path) -> StepCounterHook:
+    return StepCounterHook(1, output_dir=folder)
+
+
+@pytest.mark.parametrize("inner", [inner_summaries, inner_counter])
+@pytest.mark.parametrize("start_step", [0, 1], ids=["from the beginning", "restored"])
+def test_a_loop_between_two_runs_of_another_voids_none_of_its_points(
+    inner: Callable[[Path], SessionRunHook], start_step: int, tmp_path: Path
+) -> None:
+    with MonitoredLoop(lambda: 0.5, hooks=[summaries(tmp_path)]) as outer:
+        for _ in range(3):
+            outer.run()
+        trace(inner(tmp_path), losses=[0.25] * 2, start_step=start_step)
+        outer.run()
+    assert curve(tmp_path) == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5)]
+    assert len(event_files(tmp_path)) == 1
+
+
+def test_a_loop_within_the_first_run_of_another_voids_no_point_of_an_earlier_process(tmp_path: Path) -> None:
+    trace(summaries(tmp_path), losses=[0.5] * 3)
+
+    def step() -> float:
+        trace(inner_summaries(tmp_path), losses=[0.25])
+        return 0.75
+
+    with MonitoredLoop(step, hooks=[summaries(tmp_path)]) as outer:
+        outer.session.global_step = 2
+        outer.run()
+    # The outer loop still has its own START, which discards the point of step 3.
+    assert curve(tmp_path) == [(1, 0.5), (2, 0.5), (3, 0.75)]
+
+
+def test_a_loop_after_another_one_voids_its_points_as_in_tensorflow(tmp_path: Path) -> None:
+    trace(summaries(tmp_path), losses=[0.5] * 3)
+    trace(summaries(tmp_path), losses=[0.25])
+    assert curve(tmp_path) == [(1, 0.25)]
+
+
+def test_loops_in_several_threads_write_one_file_and_lose_no_point(tmp_path: Path) -> None:
+    def train(tag: str) -> None:
+        hook = SummarySaverHook(1, output_dir=tmp_path, summary_op={tag: "loss"})
+        with MonitoredLoop(lambda: 0.5, hooks=[hook]) as loop:
+            loop.run()
+            all_write.wait(60)
+            loop.run()
+            if tag == "last":
+                assert others_are_closed.acquire(timeout=60)
+                assert others_are_closed.acquire(timeout=60)
+            loop.run()
+        others_are_closed.release()
+
+    tags = ["a", "b", "last"]
+    all_write, others_are_closed = threading.Barrier(3), threading.Semaphore(0)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(train, tags))
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    steps = {tag: [point.step for point in events.Scalars(tag)] for tag in tags}
+    assert steps == {tag: [1, 2, 3] for tag in tags}
+    assert len(event_files(tmp_path)) == 1
+
+
+def test_a_loop_of_another_thread_writes_no_point_before_its_start_is_written() -> None:
+    class Slow(RecordingWriter):
+        def add_session_log(self, session_log: Any, step: int) -> None:
+            if not thread.is_alive() and not self.records:
+                thread.start()
+                thread.join(0.1)  # it is waiting for the second START
+            super().add_session_log(session_log, step)
+
+    def first_run() -> None:
+        other.start_session(0, 1)
+        writer.add_scalar("loss", 0.5, 1)
+
+    writer, thread = Slow(), threading.Thread(target=first_run)
+    mine, other = (WriterTarget(None, writer, starts_session=True) for _ in range(2))
+    mine.open()
+    other.open()
+    mine.start_session(0, 1)
+    thread.join()
+    assert [kind for kind, *_ in writer.records] == ["session_log", "session_log", "scalar"]
+
+
+def test_a_target_that_another_thread_closes_while_all_are_flushed_is_left_out(tmp_path: Path) -> None:
+    class Closing(WriterTarget):
+        """Is closed right after its writer was looked at for the first time."""
+
+        _found: Any = None
+
+        @property
+        def writer(self) -> Any:
+            found, self._found = self._found, None
+            return found
+
+        @writer.setter
+        def writer(self, value: Any) -> None:
+            self._found = value
+
+    writer = RecordingWriter()
+    target = Closing(None, writer)
+    target.open()
+    target.writer = writer
+    WriterTarget.flush_all()
+    assert writer.flushed == 1
+
+
+def test_the_last_target_of_a_folder_closes_its_writer(tmp_path: Path) -> None:
+    one, other = WriterTarget(tmp_path, None), WriterTarget(tmp_path, None)
+    writer = one.open()
+    other.open()
+    one.close()
+    assert writer.all_writers is not None
+    other.close()
+    assert writer.all_writers is None
+
+
+def test_a_folder_that_is_named_by_a_link_and_by_its_path_has_one_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    names: list[object] = [folder, f"{folder}/", link, f"{link}/", "link", "folder/../link", os.fsencode(folder)]
+    targets = [WriterTarget(name, None) for name in names]
+    assert len({target.open() for target in targets}) == 1
+    for target in targets:
+        target.close()
+    assert len(event_files(folder)) == 1
+
+
+def test_writers_that_name_one_folder_in_two_ways_are_at_one_place(tmp_path: Path) -> None:
+    class Named(RecordingWriter):
+        def __init__(self, log_dir: Path) -> None:
+            super().__init__()
+            self.log_dir = log_dir
+
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    mine, other = WriterTarget(None, Named(tmp_path)), WriterTarget(None, Named(link), starts_session=True)
+    mine.open()
+    other.open()
+    assert mine.session_started_by_another()
+
+
+def test_a_target_closes_the_writer_that_it_opened_after_the_working_directory_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = WriterTarget("runs", None)
+    writer = target.open()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    target.close()
+    assert writer.all_writers is None
+    assert os.listdir(tmp_path / "elsewhere") == []

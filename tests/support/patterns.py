@@ -1,0 +1,1917 @@
+"""Ways of writing a training loop, and a server that runs them in new processes, interrupted and resumed.
+
+Each pattern is a function that trains a tiny model. Run as a script, this file is the server: it imports torch once,
+computes nothing itself, and forks a process for every attempt.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import hashlib
+import io
+import itertools
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+import torch.utils.serialization.config
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import torchhooks.summary.event_files
+from torchhooks import (
+    CheckpointSaverHook,
+    MonitoredLoop,
+    MonitoredTrainingLoop,
+    Saver,
+    Scaffold,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepContext,
+    StopAtStepHook,
+)
+from torchhooks.common.files import Disk
+from torchhooks.testing import plain
+
+# Imported by the first optimizer, save and event file: here once, and not in every process.
+IMPORTED = torch._dynamo, torch.utils.serialization.config, torchhooks.summary.event_files
+
+EPOCHS, BATCHES, BATCH = 2, 4, 2
+STEPS = EPOCHS * BATCHES
+NEVER = 10**6
+
+Tensor = torch.Tensor
+Loop = MonitoredLoop[Tensor]
+
+
+# -- what a training run consists of ----------------------------------------------------------------------------------
+
+
+class Points(Dataset[Tensor]):
+    """A dataset of points, with noise from the global random state of torch."""
+
+    def __init__(self, noisy: bool = True) -> None:
+        self.points = torch.linspace(-1, 1, BATCHES * BATCH).unsqueeze(1)
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.points[index] + (0.01 * torch.rand(1) if self.noisy else 0.0)
+
+
+class History:
+    """What happened, in order. It is part of the loop's state, so a resumed run continues that of its checkpoint."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"events": list(self.events)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.events = list(state["events"])
+
+
+class QuickDisk(Disk):
+    """A disk that does not sync, since no test here simulates a power failure."""
+
+    def sync(self, file: Any) -> None:
+        file.flush()
+
+    def sync_folder(self, path: str) -> None: ...
+
+
+class Interruption(NamedTuple):
+    """How an attempt ends: ``"stop"``, ``"signal"`` or ``"kill"`` in the run that makes ``step``, or ``"end"``."""
+
+    way: str
+    step: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        return {"kill": -signal.SIGKILL, "signal": -signal.SIGTERM}.get(self.way, 0)
+
+
+class AfterRun(SessionRunHook):
+    """Calls ``action`` with the step after each run, as the last hook."""
+
+    def __init__(self, action: Callable[[int], object]) -> None:
+        self.action = action
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.action(run_context.session.global_step)
+
+
+SIGNALS = {"kill": signal.SIGKILL, "signal": signal.SIGTERM}
+END = Interruption("end")
+
+
+class Job:
+    """One attempt to train. A resumed attempt has other seeds, so that only the checkpoint can make it end the same."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        seed: int = 1,
+        interruption: Interruption = END,
+        save_steps: int = NEVER,
+        after_run: Callable[[int], object] | None = None,
+    ) -> None:
+        self.folder, self.seed, self.interruption, self.save_steps = folder, seed, interruption, save_steps
+        self.after_run = after_run
+        self.signal_comes_late = False
+        """Whether a signal comes in :meth:`validate`, and not in a run."""
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Dropout(0.3), nn.Linear(4, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.history = History()
+        self.state: dict[str, Any] = {"scheduler": self.scheduler, "history": self.history}
+        self.generators: list[Any] = []
+
+    # -- what patterns use --------------------------------------------------------------------------------------------
+
+    def saw(self, *values: Any) -> None:
+        """Record an event."""
+        self.history.events += [value.flatten().tolist() if isinstance(value, Tensor) else value for value in values]
+
+    def step(self, inputs: Tensor) -> Tensor:
+        """Make an ordinary training step, with noise from three sources."""
+        self.saw(inputs)
+        self.optimizer.zero_grad()
+        loss = self.loss(inputs)
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        self.optimizer.step()
+        return loss
+
+    def loss(self, inputs: Tensor) -> Tensor:
+        noise = 0.01 * torch.randn_like(inputs) + 0.01 * random.random() + 0.01 * np.random.rand()
+        return F.mse_loss(self.model(inputs + noise), inputs.sin())
+
+    def validate(self) -> float:
+        """Evaluate the model with random numbers from three sources, and record the result."""
+        with torch.no_grad():
+            value = float(self.loss(torch.rand(2, 1)))
+        self.saw("validated", value)
+        if self.signal_comes_late and self.interruption.way == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return value
+
+    def loader(self, noisy: bool = True, **arguments: Any) -> DataLoader[Tensor]:
+        if "batch_sampler" not in arguments:
+            arguments["batch_size"] = BATCH
+        return DataLoader(Points(noisy), **arguments)
+
+    def batches(self) -> list[Tensor]:
+        return list(self.loader(noisy=False))
+
+    def generator(self) -> torch.Generator:
+        """Return a new generator, which must end in the same state."""
+        generator = torch.Generator().manual_seed(self.seed)
+        self.generators.append(generator)
+        return generator
+
+    def loop(
+        self,
+        step: Callable[..., Tensor] | None = None,
+        *,
+        before: Sequence[SessionRunHook] = (),
+        after: Sequence[SessionRunHook] = (),
+        state: Mapping[str, Any] | None = None,
+        async_save: bool = False,
+        **arguments: Any,
+    ) -> Loop:
+        """Return the loop, with hooks that interrupt it and save, and ``before`` and ``after`` the latter."""
+        self.state.update(state or {})
+        saver = Saver(max_to_keep=None, async_save=async_save)
+        saver.disk = QuickDisk()
+        return MonitoredLoop(
+            self.step if step is None else step,
+            self.model,
+            self.optimizer,
+            hooks=[*before, *self.stopping(), *self.saving(), *after, *self.interrupting()],
+            scaffold=Scaffold(saver=saver),
+            state=self.state,
+            checkpoint_dir=self.folder,
+            signals=["SIGTERM"],
+            **arguments,
+        )
+
+    def saving(self) -> list[SessionRunHook]:
+        return [] if self.folder is None else [CheckpointSaverHook(self.folder, save_steps=self.save_steps)]
+
+    def stopping(self) -> list[SessionRunHook]:
+        way, step = self.interruption
+        return [StopAtStepHook(last_step=step)] if way == "stop" else []
+
+    def interrupting(self) -> list[SessionRunHook]:
+        hooks = [] if self.after_run is None else [AfterRun(self.after_run)]
+        late = self.signal_comes_late and self.interruption.way == "signal"
+        return [*hooks, AfterRun(self.send)] if self.interruption.way in SIGNALS and not late else list(hooks)
+
+    def send(self, step: int) -> None:
+        if step == self.interruption.step:
+            os.kill(os.getpid(), SIGNALS[self.interruption.way])
+
+    # -- the result ---------------------------------------------------------------------------------------------------
+
+    def outcome(self) -> dict[str, Any]:
+        """Return a digest of each thing that matters, and the history in full, to compare by eye."""
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            **{name: part.state_dict() for name, part in self.state.items() if name != "history"},
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+            "generators": [generator_state(generator) for generator in self.generators],
+        }
+        digests = {name: hashlib.sha256(repr(plain(part)).encode()).hexdigest() for name, part in parts.items()}
+        return {**digests, "history": self.history.events}
+
+
+def generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.getstate()
+
+
+# -- the table of patterns --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """A way of writing the loop.
+
+    Args:
+        train: trains with a :class:`Job`.
+        warnings: what the log says, one of them, when the resumed training run is not exact; none if it always is.
+        steps: the steps at which it is interrupted.
+        last: whether it is stopped in its last step too. Not if it ends with a StopAtStepHook, because a loop that
+            starts at its last step makes one run.
+    """
+
+    train: Callable[[Job], None]
+    warnings: tuple[str, ...]
+    steps: tuple[int, ...]
+    last: int | None
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return self.steps if self.last is None else (*self.steps, self.last)
+
+    @property
+    def kills(self) -> tuple[int, ...]:
+        """The steps after whose runs it is killed. The newest checkpoint is that of the step before."""
+        return self.steps if self.steps != STEPS_OF_MOST else (2, BATCHES + 1)
+
+    @property
+    def scenarios(self) -> list[str]:
+        return [f"stop {step}" for step in self.stops] + [f"kill {step}" for step in self.kills]
+
+    @property
+    def often(self) -> tuple[int, ...]:
+        """The steps at which one training run is stopped, killed, and stopped by a signal, one after the other."""
+        return self.steps if len(self.steps) < 4 else (self.steps[0], self.steps[len(self.steps) // 2], self.steps[-1])
+
+
+STEPS_OF_MOST = 2, BATCHES, BATCHES + 1
+PATTERNS: dict[str, Pattern] = {}
+
+Train = Callable[[Job], None]
+
+
+def pattern(
+    *warnings: str, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | None = STEPS
+) -> Callable[[Train], Train]:
+    def register(train: Train) -> Train:
+        PATTERNS[train.__name__] = Pattern(train, warnings, steps, last)
+        return train
+
+    return register
+
+
+REPEATED = "runs when the checkpoint was saved. It is yielded again"
+MADE_TWICE = "runs were made before until_stop's DataLoader continued"
+ITERATOR = "is an iterator, so it continues where it is"
+VARIABLES = "such as a counter or another iterator, start over"
+GUARD = "the body left until_stop because should_stop() was true"
+LEFT_WITH_BREAK = "left it with a break"
+NOT_REACHED = "the checkpoint was saved in a later one, which this process has not begun"
+NO_POSITION = "has no position in the data"
+DEPENDS = "depends on random numbers that were drawn for the items before it"
+OUTSIDE = "was saved in a run, and before the next run"
+
+# -- what is iterated -------------------------------------------------------------------------------------------------
+
+
+def nested(job: Job, data: Iterable[Any], **arguments: Any) -> None:
+    """Epochs around batches, the plainest loop."""
+    with job.loop(**arguments) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(data):
+                loop.run(batch)
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def nested_shuffled_loader(job: Job) -> None:
+    nested(job, job.loader(shuffle=True))
+
+
+@pattern()
+def nested_plain_loader(job: Job) -> None:
+    nested(job, job.loader())
+
+
+@pattern()
+def nested_list(job: Job) -> None:
+    nested(job, job.batches())
+
+
+@pattern()
+def nested_range(job: Job) -> None:
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for _ in loop.until_stop(range(BATCHES)):
+                loop.run(torch.randn(2, 1))
+
+
+@pattern(steps=(2, 3), last=BATCHES)
+def single_loader(job: Job) -> None:
+    with job.loop() as loop:
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+
+
+@pattern()
+def single_range(job: Job) -> None:
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            loop.run(torch.randn(2, 1))
+
+
+@pattern(steps=(3, 5), last=None)
+def workers(job: Job) -> None:
+    nested(job, job.loader(shuffle=True, num_workers=2))
+
+
+@pattern(steps=(3, 5), last=None)
+def persistent_workers(job: Job) -> None:
+    nested(job, job.loader(noisy=False, shuffle=True, num_workers=2, persistent_workers=True))
+
+
+@pattern()
+def loader_generator(job: Job) -> None:
+    nested(job, job.loader(shuffle=True, generator=job.generator()))
+
+
+@pattern()
+def sampler_generator(job: Job) -> None:
+    nested(job, job.loader(sampler=RandomSampler(Points(), generator=job.generator())))
+
+
+@pattern()
+def batch_sampler(job: Job) -> None:
+    nested(job, job.loader(batch_sampler=BatchSampler(RandomSampler(Points()), BATCH, drop_last=False)))
+
+
+@pattern()
+def batch_sampler_generator(job: Job) -> None:
+    sampler = RandomSampler(Points(), generator=job.generator())
+    nested(job, job.loader(batch_sampler=BatchSampler(sampler, BATCH, drop_last=False)))
+
+
+@pattern()
+def weighted_sampler(job: Job) -> None:
+    sampler = WeightedRandomSampler(torch.arange(1.0, 9.0).tolist(), BATCHES * BATCH, generator=job.generator())
+    nested(job, job.loader(sampler=sampler))
+
+
+class Stream(IterableDataset[Tensor]):
+    """Points in an order drawn when the iteration starts, and noise drawn on the way."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in np.random.permutation(BATCHES * BATCH):
+            yield torch.tensor([float(index), random.random()]).mean(0, keepdim=True)
+
+
+@pattern()
+def iterable_dataset(job: Job) -> None:
+    nested(job, DataLoader(Stream(), batch_size=BATCH))
+
+
+@pattern()
+def stateful_loader(job: Job) -> None:
+    nested(job, StatefulDataLoader(Points(), BATCH, shuffle=True))
+
+
+@pattern(steps=(3, 5), last=None)
+def stateful_loader_workers(job: Job) -> None:
+    nested(job, StatefulDataLoader(Points(noisy=False), BATCH, shuffle=True, num_workers=2))
+
+
+class OwnIterable:
+    """An iterable of the script's own, which shuffles at the start of each epoch."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(len(self.batches)).tolist():
+            yield self.batches[index]
+        torch.rand(1)
+
+
+@pattern()
+def own_iterable(job: Job) -> None:
+    nested(job, OwnIterable(job.batches()))
+
+
+class Bar:
+    """A progress bar like tqdm's: iterates another iterable."""
+
+    def __init__(self, iterable: Iterable[Any]) -> None:
+        self.iterable = iterable
+
+    def __len__(self) -> int:
+        return len(self.iterable)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.iterable
+
+
+@pattern()
+def bar_inside(job: Job) -> None:
+    nested(job, Bar(job.loader(shuffle=True)))
+
+
+@pattern()
+def bar_inside_generator(job: Job) -> None:
+    nested(job, Bar(job.loader(shuffle=True, generator=job.generator())))
+
+
+@pattern()
+def bar_outside(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in Bar(loop.until_stop(range(EPOCHS))):
+            for batch in Bar(loop.until_stop(loader)):
+                loop.run(batch)
+
+
+class NoisyPoints(Points):
+    """A dataset with a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(noisy=False)
+        self.generator = generator
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.points[index] + float(self.generator.random())
+
+
+@pattern()
+def dataset_numpy_generator(job: Job) -> None:
+    generator = np.random.default_rng(job.seed)
+    job.generators.append(generator)
+    nested(job, DataLoader(NoisyPoints(generator), BATCH, shuffle=True))
+
+
+@pattern()
+def dataset_python_generator(job: Job) -> None:
+    generator = random.Random(job.seed)
+    job.generators.append(generator)
+    nested(job, DataLoader(NoisyPoints(generator), BATCH, shuffle=True))
+
+
+class OwnSampler:
+    """A sampler of the script's own, with a generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.rng = generator
+
+    def __len__(self) -> int:
+        return BATCHES * BATCH
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(BATCHES * BATCH, generator=self.rng).tolist()
+
+
+@pattern()
+def own_sampler_generator(job: Job) -> None:
+    nested(job, job.loader(sampler=OwnSampler(job.generator())))
+
+
+class Pairs:
+    """Two loaders in parallel, an iterable and not an iterator."""
+
+    def __init__(self, *loaders: Iterable[Any]) -> None:
+        self.loaders = loaders
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return zip(*self.loaders, strict=True)
+
+
+@pattern()
+def pairs_of_loaders(job: Job) -> None:
+    pairs = Pairs(job.loader(shuffle=True), job.loader(shuffle=True))
+    nested(job, pairs, step=lambda pair: job.step(pair[0] + pair[1]))
+
+
+@pattern(ITERATOR)
+def zip_of_loaders(job: Job) -> None:
+    loaders = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for one, other in loop.until_stop(zip(*loaders, strict=True)):
+                loop.run(one + other)
+
+
+@pattern(ITERATOR)
+def enumerate_inside(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for _, batch in loop.until_stop(enumerate(loader)):
+                loop.run(batch)
+
+
+def endless(loader: Iterable[Tensor]) -> Iterator[Tensor]:
+    while True:
+        yield from loader
+
+
+@pattern(ITERATOR, last=None)
+def endless_generator(job: Job) -> None:
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        for batch in loop.until_stop(endless(job.loader(shuffle=True))):
+            loop.run(batch)
+
+
+@pattern(ITERATOR)
+def iterator_of_a_loader(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(iter(loader)):
+                loop.run(batch)
+
+
+@pattern()
+def enumerate_outside(job: Job) -> None:
+    """The counter is only used for display."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for _, batch in enumerate(loop.until_stop(loader)):
+                loop.run(batch)
+
+
+@pattern(VARIABLES)
+def enumerate_outside_counter(job: Job) -> None:
+    """The counter decides what happens."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for count, batch in enumerate(loop.until_stop(loader)):
+                loop.run(batch)
+                if count % 2:
+                    job.validate()
+
+
+@pattern(VARIABLES, steps=(2, 3, 4), last=6)
+def enumerate_outside_limit(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for count, batch in enumerate(loop.until_stop(loader), 1):
+                loop.run(batch)
+                if count == 3:
+                    break
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def limit(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader, limit=3):  # type: ignore[call-arg, unused-ignore]
+                loop.run(batch)
+
+
+@pattern(VARIABLES, steps=(2, 4), last=6)
+def sliced_outside(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in itertools.islice(loop.until_stop(loader), 3):
+                loop.run(batch)
+
+
+@pattern(VARIABLES)
+def zip_outside(job: Job) -> None:
+    """Only one of the two loaders goes through until_stop."""
+    one, other = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for pair in zip(loop.until_stop(one), other, strict=False):
+                loop.run(pair[0] + pair[1])
+
+
+@pattern(steps=(2, 4, 5, 6))
+def chained_outside(job: Job) -> None:
+    one, other = job.loader(shuffle=True), job.loader()
+    with job.loop() as loop:
+        for batch in itertools.chain(loop.until_stop(one), loop.until_stop(other)):
+            loop.run(batch)
+
+
+@pattern(VARIABLES)
+def iterator_in_a_variable(job: Job) -> None:
+    """A number of steps goes through until_stop, and the batches come from an iterator that is started again."""
+    loader = job.loader(shuffle=True)
+    batches = iter(loader)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                batch = next(batches)
+            loop.run(batch)
+
+
+@pattern()
+def loader_of_each_epoch(job: Job) -> None:
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(job.loader(shuffle=True)):
+                loop.run(batch)
+
+
+@pattern()
+def list_of_loaders(job: Job) -> None:
+    with job.loop() as loop:
+        for loader in loop.until_stop([job.loader(shuffle=True), job.loader()]):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+@pattern(steps=(3, 4, 8, 9), last=16)
+def three_levels(job: Job) -> None:
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for _ in loop.until_stop(["a", "b"]):
+                for batch in loop.until_stop(job.loader(shuffle=True)):
+                    loop.run(batch)
+                job.validate()
+
+
+class Prefetched:
+    """A loader of which one batch is always fetched ahead."""
+
+    def __init__(self, loader: Iterable[Tensor]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Tensor]:
+        iterator = iter(self.loader)
+        ahead = next(iterator, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(iterator, None)
+            yield batch
+
+
+@pattern()
+def prefetched(job: Job) -> None:
+    nested(job, Prefetched(job.loader(noisy=False, shuffle=True)))
+
+
+def sixteen_points() -> Subset[Tensor]:
+    """Return more noisy points than those that a checkpoint has the random states of."""
+    return Subset(Points(), [*range(8), *range(8)])
+
+
+@pattern(DEPENDS, steps=(3, 10, 12), last=None)
+def prefetched_with_noise(job: Job) -> None:
+    with job.loop() as loop:
+        for batch in loop.until_stop(Prefetched(DataLoader(sixteen_points(), 1, shuffle=True))):
+            loop.run(batch)
+
+
+class Endless:
+    """A loader that starts again when it ends."""
+
+    def __init__(self, loader: Iterable[Tensor]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return endless(self.loader)
+
+
+@pattern(DEPENDS, steps=(3, 10, 14), last=None)
+def endless_with_noise(job: Job) -> None:
+    with job.loop() as loop:
+        for batch in loop.until_stop(Endless(job.loader(shuffle=True)), limit=16):  # type: ignore[call-arg, unused-ignore]
+            loop.run(batch)
+
+
+class ShuffleBuffer(IterableDataset[Tensor]):
+    """Points in an order that is drawn on the way, from the global random state."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        buffer = list(torch.linspace(-1, 1, 32).unsqueeze(1))
+        while buffer:
+            yield buffer.pop(int(torch.randint(len(buffer), ())))
+
+
+@pattern(DEPENDS, steps=(3, 6, 10), last=None)
+def shuffle_buffer(job: Job) -> None:
+    with job.loop() as loop:
+        for batch in loop.until_stop(DataLoader(ShuffleBuffer(), BATCH)):
+            loop.run(batch)
+
+
+# -- what an epoch draws itself ---------------------------------------------------------------------------------------
+
+
+@pattern()
+def order_randperm(job: Job) -> None:
+    points = Points().points
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            order = torch.randperm(len(points))
+            for indices in loop.until_stop(order.split(BATCH)):
+                loop.run(points[indices])
+
+
+@pattern()
+def order_shuffled_new_list(job: Job) -> None:
+    batches = job.batches()
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            order = list(range(len(batches)))
+            random.shuffle(order)
+            for index in loop.until_stop(order):
+                loop.run(batches[index])
+
+
+@pattern()
+def order_numpy(job: Job) -> None:
+    batches = job.batches()
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for index in loop.until_stop(np.random.permutation(len(batches))):
+                loop.run(batches[index])
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def order_subset(job: Job) -> None:
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            subset = Subset(Points(), torch.randperm(8)[:6].tolist())
+            for batch in loop.until_stop(DataLoader(subset, BATCH, shuffle=True)):
+                loop.run(batch)
+
+
+@pattern()
+def order_seeded_by_epoch(job: Job) -> None:
+    points = Points().points
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(EPOCHS)):
+            order = torch.randperm(len(points), generator=torch.Generator().manual_seed(epoch))
+            for indices in loop.until_stop(order.split(BATCH)):
+                loop.run(points[indices])
+
+
+@pattern("come in another order")
+def order_shuffled_in_place(job: Job) -> None:
+    batches = job.batches()
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            random.shuffle(batches)
+            batches.reverse()  # so that no batch is in the same place by chance
+            for batch in loop.until_stop(batches):
+                loop.run(batch)
+
+
+class CountsEpochs:
+    """An iterable whose order depends on how often it was iterated."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches = batches
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.epoch += 1
+        yield from self.batches[self.epoch :] + self.batches[: self.epoch]
+
+
+@pattern("come in another order")
+def counts_its_epochs(job: Job) -> None:
+    nested(job, CountsEpochs(job.batches()))
+
+
+@pattern()
+def set_epoch(job: Job) -> None:
+    sampler: DistributedSampler[Tensor] = DistributedSampler(Points(), num_replicas=1, rank=0)
+    loader = job.loader(sampler=sampler)
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(EPOCHS)):
+            sampler.set_epoch(epoch)
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+# -- schedulers -------------------------------------------------------------------------------------------------------
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def scheduler_per_batch(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                job.scheduler.step()
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def scheduler_per_epoch(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.scheduler.step()
+
+
+@pattern()
+def scheduler_in_step(job: Job) -> None:
+    def step(batch: Tensor) -> Tensor:
+        loss = job.step(batch)
+        job.scheduler.step()
+        return loss
+
+    nested(job, job.loader(shuffle=True), step=step)
+
+
+@pattern()
+def scheduler_at_epoch_start(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(EPOCHS)):
+            if epoch:
+                job.scheduler.step()
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+@pattern()
+def scheduler_on_plateau(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
+    with job.loop(state={"plateau": plateau}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            plateau.step(job.validate())
+
+
+@pattern()
+def rate_by_global_step(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                for group in job.optimizer.param_groups:
+                    group["lr"] = 0.01 / (1 + loop.global_step)
+                loop.run(batch)
+
+
+@pattern(VARIABLES)
+def scheduler_on_a_loss_in_a_variable(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
+    with job.loop(state={"plateau": plateau}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            total = 0.0
+            for batch in loop.until_stop(loader):
+                total += loop.run(batch).item()
+            plateau.step(total)
+            job.saw(total)
+
+
+# -- what else the body does ------------------------------------------------------------------------------------------
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def validation_per_epoch(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.validate()
+
+
+@pattern()
+def signal_in_validation(job: Job) -> None:
+    late_signal(job, guard=False)
+
+
+@pattern()
+def signal_between_inner_loops(job: Job) -> None:
+    """The scheduler and a validation come between two inner loops, and the signal in the latter."""
+    job.signal_comes_late = True
+    one, other = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(one, limit=2):
+                loop.run(batch)
+            job.scheduler.step()
+            job.validate()
+            for batch in loop.until_stop(other, limit=2):
+                loop.run(batch)
+
+
+@pattern(steps=(2, 4, 5), last=8)
+def signal_between_phases(job: Job) -> None:
+    """The same between two outermost loops."""
+    job.signal_comes_late = True
+    with job.loop() as loop:
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+        job.scheduler.step()
+        job.validate()
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+
+
+@pattern(GUARD)
+def signal_in_validation_before_a_guard(job: Job) -> None:
+    late_signal(job, guard=True)
+
+
+def late_signal(job: Job, guard: bool) -> None:
+    """Validate after each inner loop. The signal of the scenario comes then."""
+    job.signal_comes_late = True
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS + 1)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.validate()
+            if guard and loop.should_stop():
+                break
+            job.scheduler.step()
+
+
+@pattern()
+def validation_loader(job: Job) -> None:
+    loader, validation = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            for batch in validation:
+                job.saw(batch)
+
+
+@pattern()
+def validation_until_stop(job: Job) -> None:
+    loader, validation = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            for batch in loop.until_stop(validation):
+                job.saw(batch, job.loss(batch).item())
+
+
+@pattern()
+def evaluation_in_body(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                if loop.global_step % 2 == 0:
+                    job.validate()
+
+
+@pattern(REPEATED)
+def evaluation_until_stop_in_body(job: Job) -> None:
+    loader, validation = job.loader(shuffle=True), job.loader()
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                if loop.global_step % 2 == 0:
+                    for other in loop.until_stop(validation):
+                        job.saw(other, job.loss(other).item())
+
+
+@pattern()
+def work_before_the_run(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                batch += 0.1 * torch.randn_like(batch)
+                loop.run(batch)
+
+
+@pattern()
+def average_in_body(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    average = torch.optim.swa_utils.AveragedModel(job.model)
+    with job.loop(state={"average": average}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                average.update_parameters(job.model)
+
+
+@pattern()
+def adversary_in_body(job: Job) -> None:
+    """A second model, whose optimizer steps in the body before the run."""
+    loader, adversary = job.loader(shuffle=True), nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(adversary.parameters(), lr=0.01)
+    with job.loop(state={"adversary": adversary, "its optimizer": optimizer}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                optimizer.zero_grad()
+                loss = adversary(job.model(batch).detach()).mean() - adversary(batch).mean()
+                loss.backward()
+                optimizer.step()
+                loop.run(batch)
+
+
+@pattern()
+def teacher_copied_into_state(job: Job) -> None:
+    """Each epoch starts with a copy of the model, which the steps use."""
+    loader, teacher = job.loader(shuffle=True), copy.deepcopy(job.model).eval()
+
+    def step(batch: Tensor) -> Tensor:
+        return job.step(batch + teacher(batch).detach())
+
+    with job.loop(step, state={"teacher": teacher}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            teacher.load_state_dict(job.model.state_dict())
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+class Buffer:
+    """A replay buffer with a state."""
+
+    def __init__(self) -> None:
+        self.values: deque[Tensor] = deque(maxlen=3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values = deque(state["values"], maxlen=3)
+
+
+@pattern()
+def replay_buffer(job: Job) -> None:
+    buffer = Buffer()
+    with job.loop(state={"buffer": buffer}) as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            buffer.values.append(torch.randn(1))
+            loop.run(torch.stack([random.choice(buffer.values) for _ in range(2)]))
+
+
+@pattern()
+def model_changed_in_body(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                with torch.no_grad():
+                    for parameter in job.model.parameters():
+                        parameter.clamp_(-0.5, 0.5).add_(0.01 * torch.rand(1))
+
+
+@pattern()
+def unfreezing_by_epoch(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(EPOCHS)):
+            job.model[0].requires_grad_(epoch > 0)
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+@pattern()
+def event_at_epoch_start(job: Job) -> None:
+    """What is done to the state at the start of an epoch is done again when the epoch is yielded again."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(EPOCHS)):
+            job.saw("epoch", epoch)
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+@pattern()
+def helper_function(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+
+    def train_epoch(loop: Loop) -> float:
+        losses = [loop.run(batch).item() for batch in loop.until_stop(loader)]
+        return sum(losses)
+
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            train_epoch(loop)
+            job.scheduler.step()
+
+
+@pattern()
+def closed_by_hand(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    loop = job.loop()
+    try:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.validate()
+    finally:
+        loop.close()
+
+
+# -- guards, break and continue ---------------------------------------------------------------------------------------
+
+
+def guarded(job: Job, inner: bool, outer: bool, before: bool = False) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                if before:
+                    job.scheduler.step()
+                if inner and loop.should_stop():
+                    break
+                if not before:
+                    job.scheduler.step()
+            if outer and loop.should_stop():
+                break
+            job.validate()
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def guard_in_inner_body(job: Job) -> None:
+    """The guard comes last in the body."""
+    guarded(job, inner=True, outer=False, before=True)
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def guard_after_inner_loop(job: Job) -> None:
+    guarded(job, inner=False, outer=True)
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def guard_in_both(job: Job) -> None:
+    guarded(job, inner=True, outer=True, before=True)
+
+
+@pattern(GUARD)
+def guard_before_the_end_of_the_body(job: Job) -> None:
+    """What comes after the guard is left out in the process that stops."""
+    guarded(job, inner=True, outer=True)
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def own_break(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                if loop.global_step % 3 == 0:
+                    break
+            job.validate()
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def own_break_before_the_run(job: Job) -> None:
+    """The last item of each epoch is taken, and then left without a run."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                if loop.global_step == 3 * (epoch + 1):
+                    break
+                loop.run(batch)
+            job.validate()
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def own_break_and_guard(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                if loop.global_step % 3 == 0 or loop.should_stop():
+                    break
+            if loop.should_stop():
+                break
+            job.validate()
+
+
+@pattern(LEFT_WITH_BREAK, steps=(2, 3, 4), last=5)
+def own_break_out_of_both(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                if loop.global_step == 5:
+                    break
+            if loop.global_step == 5:
+                break
+        job.saw("broke out") if loop.global_step == 5 else None
+
+
+@pattern()
+def own_continue(job: Job) -> None:
+    loader = DataLoader(Points(), 1, shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for number in loop.until_stop(loader):
+                if abs(float(number)) > 0.6:
+                    job.saw("skipped", number)
+                    continue
+                loop.run(number)
+
+
+@pattern()
+def caught_and_continued(job: Job) -> None:
+    loader = DataLoader(Points(), 1, shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for number in loop.until_stop(loader):
+                try:
+                    if abs(float(number)) > 0.6:
+                        raise ValueError("a bad example")
+                    loop.run(number)
+                except ValueError:
+                    job.saw("caught", number)
+
+
+@pattern(steps=(2, 3, 4, 5), last=None)
+def caught_around_until_stop(job: Job) -> None:
+    """An error ends one epoch early."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            try:
+                for batch in loop.until_stop(loader):
+                    loop.run(batch)
+                    if loop.global_step == 3:
+                        raise ValueError("a bad epoch")
+            except ValueError:
+                job.saw("caught")
+            job.validate()
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def held_generator(job: Job) -> None:
+    """A variable holds the generator of until_stop after the ``break``."""
+    loader = job.loader(shuffle=True)
+    held = []
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            batches = loop.until_stop(loader)
+            held.append(batches)
+            for batch in batches:
+                loop.run(batch)
+                if loop.global_step % 3 == 0:
+                    break
+            job.validate()
+
+
+@pattern()
+def taken_by_next(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            batches = loop.until_stop(loader)
+            while (batch := next(batches, None)) is not None:
+                loop.run(batch)
+            job.validate()
+
+
+@pattern(last=None)
+def started_again_at_its_end(job: Job) -> None:
+    """The script calls next(), and until_stop again when the data have ended."""
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        batches = loop.until_stop(loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                if loop.should_stop():
+                    break
+                job.scheduler.step()
+                batches = loop.until_stop(loader)
+                continue
+            loop.run(batch)
+
+
+@pattern()
+def generator_of_the_script(job: Job) -> None:
+    """The nested loops are in a generator function, and the runs outside of it."""
+    loader = job.loader(shuffle=True)
+
+    def batches(loop: Loop) -> Iterator[Tensor]:
+        for _ in loop.until_stop(range(EPOCHS)):
+            yield from loop.until_stop(loader)
+            job.scheduler.step()
+
+    with job.loop() as loop:
+        for batch in batches(loop):
+            loop.run(batch)
+
+
+# -- the step in the body of loop.step() ------------------------------------------------------------------------------
+
+
+@pattern(steps=(1, 3, 4, 5, 7))
+def step_in_body(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                with loop.step() as outputs:
+                    outputs["loss"] = job.step(batch)
+                    job.saw("stepped", outputs["loss"])
+            job.scheduler.step()
+            job.validate()
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def step_in_body_left_by_break(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for number, batch in enumerate(loop.until_stop(loader), loop.global_step % 3 + 1):
+                with loop.step() as outputs:
+                    outputs["loss"] = job.step(batch)
+                    if number == 3:
+                        break
+            job.validate()
+
+
+@pattern()
+def step_in_body_then_scheduler(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                with loop.step():
+                    job.step(batch)
+                job.scheduler.step()
+
+
+@pattern(steps=(1, 2, 3), last=4)
+def step_in_body_accumulated(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop(step_unit="optimizer_step") as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for number, batch in enumerate(loop.until_stop(loader)):
+                with loop.step() as outputs:
+                    job.saw(batch)
+                    outputs["loss"] = loss = job.loss(batch)
+                    loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+                    if number % 2:
+                        job.optimizer.step()
+                        job.optimizer.zero_grad()
+
+
+# -- phases, and several runs -----------------------------------------------------------------------------------------
+
+
+@pattern(steps=(2, 4, 5, 6))
+def two_phases(job: Job) -> None:
+    with job.loop() as loop:
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+        job.validate() if loop.global_step == BATCHES else None
+        job.model[0].requires_grad_(False)
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+
+
+@pattern(NOT_REACHED, steps=(6,), last=STEPS)
+def phase_skipped_by_hand(job: Job) -> None:
+    """The script skips the first phase itself, so the second one counts as the first."""
+    with job.loop() as loop:
+        if loop.global_step < BATCHES:
+            for batch in loop.until_stop(job.loader(shuffle=True)):
+                loop.run(batch)
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+
+
+@pattern(NOT_REACHED)
+def validation_at_some_epoch_starts(job: Job) -> None:
+    """Whether an until_stop begins depends on the step, which is another one when the epoch is yielded again."""
+    loader, validation = job.loader(shuffle=True), job.loader()
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            if loop.global_step % BATCHES == 0:
+                for batch in loop.until_stop(validation):
+                    job.saw(batch)
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+@pattern(steps=(2, 4, 5, 6))
+def two_phases_change_between(job: Job) -> None:
+    """The code between the phases changes the state, relative to what it was."""
+    with job.loop() as loop:
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+        for group in job.optimizer.param_groups:
+            group["lr"] *= 0.5
+        for batch in loop.until_stop(job.loader(shuffle=True)):
+            loop.run(batch)
+
+
+@pattern(steps=(2, 4, 5, 8, 9), last=16)
+def two_phases_of_epochs(job: Job) -> None:
+    with job.loop() as loop:
+        for frozen in (True, False):
+            job.model[0].requires_grad_(not frozen)
+            for _ in loop.until_stop(range(EPOCHS)):
+                for batch in loop.until_stop(job.loader(shuffle=True)):
+                    loop.run(batch)
+                job.scheduler.step()
+
+
+@pattern(steps=(2, 4, 5, 8, 9), last=16)
+def two_phases_in_an_epoch(job: Job) -> None:
+    one, other = job.loader(shuffle=True), job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(one):
+                loop.run(batch)
+            job.validate()
+            for batch in loop.until_stop(other):
+                loop.run(batch)
+            job.scheduler.step()
+
+
+@pattern(REPEATED, steps=(2, 3, 8, 9, 10), last=16)
+def two_runs_per_item(job: Job) -> None:
+    """A generator and a discriminator, for example."""
+    two_runs(job)
+
+
+@pattern(GUARD, steps=(1,), last=None)
+def two_runs_per_item_stopped_in_the_first(job: Job) -> None:
+    two_runs(job)
+
+
+def two_runs(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                if loop.should_stop():
+                    break
+                loop.run(-batch)
+
+
+@pattern(steps=(2, 4, 8, 10), last=16)
+def two_steps_in_one_run(job: Job) -> None:
+    def step(batch: Tensor) -> Tensor:
+        job.step(batch)
+        return job.step(-batch)
+
+    nested(job, job.loader(shuffle=True), step=step, step_unit="optimizer_step")
+
+
+@pattern(steps=(2, 4, 5, 6), last=10)
+def run_after_the_inner_loop(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            if not loop.should_stop():
+                loop.run(torch.randn(2, 1))
+
+
+@pattern(REPEATED, MADE_TWICE, steps=(1, 2, 3, 5, 6, 7), last=10)
+def run_before_the_inner_loop(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            loop.run(torch.randn(2, 1))
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+@pattern(REPEATED)
+def epochs_only(job: Job) -> None:
+    """Only the epochs go through until_stop, the batches do not."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loader:
+                if loop.should_stop():
+                    break
+                loop.run(batch)
+
+
+@pattern(REPEATED, steps=(BATCHES,))
+def epochs_only_interrupted_at_an_end(job: Job) -> None:
+    """Only the epochs go through until_stop, and the loop is only interrupted at their ends."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loader:
+                loop.run(batch)
+
+
+@pattern(last=None)
+def batches_with_while(job: Job) -> None:
+    """Only the batches go through until_stop."""
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        while not loop.should_stop():
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+@pattern()
+def epochs_by_a_plain_for(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in range(EPOCHS):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+
+
+@pattern()
+def epochs_by_a_plain_for_with_scheduler(job: Job) -> None:
+    """The code after an inner loop that had ended runs again."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in range(EPOCHS):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.scheduler.step()
+
+
+@pattern(last=None)
+def while_not_should_stop(job: Job) -> None:
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        while not loop.should_stop():
+            loop.run(torch.randn(2, 1))
+
+
+@pattern(NO_POSITION, last=None)
+def while_not_should_stop_around_a_loader(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        while not loop.should_stop():
+            for batch in loader:
+                if loop.should_stop():
+                    break
+                loop.run(batch)
+
+
+@pattern(OUTSIDE, last=None)
+def while_not_should_stop_with_scheduler(job: Job) -> None:
+    """Without until_stop, a checkpoint is saved inside the run."""
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        while not loop.should_stop():
+            loop.run(torch.randn(2, 1))
+            job.scheduler.step()
+
+
+@pattern()
+def step_function_context(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+
+    def step_fn(batch: Tensor, context: StepContext[Tensor]) -> None:
+        context.run_with_hooks(batch)
+        job.validate()
+
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run_step_fn(partial(step_fn, batch))
+
+
+# -- gradient accumulation --------------------------------------------------------------------------------------------
+
+
+def accumulated(job: Job, every: int, **arguments: Any) -> None:
+    loader = DataLoader(Points(), 1, shuffle=True)
+    counts = job.state["counts"] = History()
+
+    def step(batch: Tensor) -> Tensor:
+        job.saw(batch)
+        counts.events.append(0)
+        loss = job.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        if len(counts.events) % every == 0:
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        return loss
+
+    nested(job, loader, step=step, **arguments)
+
+
+@pattern(steps=(2, 3, 8, 9), last=16)
+def accumulation_by_run(job: Job) -> None:
+    accumulated(job, 4)
+
+
+@pattern(steps=(1, 2, 3), last=4)
+def accumulation_by_optimizer_step(job: Job) -> None:
+    accumulated(job, 4, step_unit="optimizer_step")
+
+
+@pattern(steps=(2, 4, 5), last=8)
+def accumulation_in_one_run(job: Job) -> None:
+    """One run takes all micro-batches of an optimizer step."""
+
+    def step(batch: Tensor) -> Tensor:
+        job.saw(batch)
+        job.optimizer.zero_grad()
+        for part in batch.split(1):
+            loss = job.loss(part)
+            loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        job.optimizer.step()
+        return loss
+
+    nested(job, job.loader(shuffle=True), step=step)
+
+
+# -- hooks, savers and loops ------------------------------------------------------------------------------------------
+
+
+class Average(SessionRunHook):
+    """A hook with a state: a moving average of the loss, with noise."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def before_run(self, run_context: SessionRunContext) -> Any:
+        from torchhooks import SessionRunArgs
+
+        return SessionRunArgs("loss")
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.value += 0.5 * (float(run_values.results) + random.random() - self.value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pattern()
+def stateful_hook_before_saver(job: Job) -> None:
+    hook = Average()
+    nested(job, job.loader(shuffle=True), before=[hook])
+    job.state["hook"] = hook
+
+
+@pattern()
+def stateful_hook_after_saver(job: Job) -> None:
+    hook = Average()
+    nested(job, job.loader(shuffle=True), after=[hook])
+    job.state["hook"] = hook
+
+
+@pattern()
+def async_save(job: Job) -> None:
+    nested(job, job.loader(shuffle=True), async_save=True)
+
+
+@pattern()
+def monitored_training_loop(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with MonitoredTrainingLoop(
+        job.step,
+        job.model,
+        job.optimizer,
+        checkpoint_dir=job.folder,
+        hooks=[*job.stopping(), *job.interrupting()],
+        state=job.state,
+        save_checkpoint_steps=job.save_steps,
+        save_summaries_steps=None,
+        log_step_count_steps=None,
+        signals=["SIGTERM"],
+    ) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.scheduler.step()
+
+
+@pattern(last=None)
+def stopped_by_a_hook_in_an_epoch(job: Job) -> None:
+    """The last epoch is not complete, and the code after it runs."""
+    loader = job.loader(shuffle=True)
+    with job.loop(before=[StopAtStepHook(last_step=7)]) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.scheduler.step()
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+def trained(name: str, job: Job) -> dict[str, Any]:
+    PATTERNS[name].train(job)
+    return job.outcome()
+
+
+def make_originals(folder: Path, name: str) -> None:
+    """Train without interruption, with a checkpoint in every step, and up to each stop.
+
+    While it saves in every step, copy what is in the folder after the runs in which it is to be killed.
+    """
+    steps, saving = PATTERNS[name].kills, folder / "saving"
+
+    def copy(step: int) -> None:
+        copied = folder / f"kill {step}"
+        while step in steps and not copied.exists():
+            try:
+                shutil.copytree(saving, copied, copy_function=os.link)
+            except shutil.Error:  # a thread that saves has renamed or removed a file meanwhile
+                shutil.rmtree(copied)
+
+    with logging_to(io.StringIO()) as lines:
+        outcomes = {
+            "whole": trained(name, Job()),
+            "saving": trained(name, Job(saving, save_steps=1, after_run=copy)),
+        }
+    logged = {f"kill {step}": lines.getvalue() for step in steps}
+    for step in PATTERNS[name].stops:
+        with logging_to(io.StringIO()) as lines:
+            trained(name, Job(folder / f"stop {step}", interruption=Interruption("stop", step)))
+        logged[f"stop {step}"] = lines.getvalue()
+    (folder / "originals").write_text(json.dumps({**outcomes, "logged": logged}))
+
+
+@contextmanager
+def logging_to(lines: io.StringIO) -> Iterator[io.StringIO]:
+    """Write what torchhooks logs to ``lines``."""
+    handler = logging.StreamHandler(lines)
+    logger = logging.getLogger("torchhooks")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def resume_all(folder: Path, name: str) -> None:
+    """Resume each training run that was stopped or killed. None of them was made in this process."""
+    pattern, results = PATTERNS[name], {}
+    before = json.loads((folder / "originals").read_text())["logged"]
+    for number, scenario in enumerate(pattern.scenarios, start=1):
+        try:
+            with logging_to(io.StringIO(before.get(scenario, ""))) as logged:
+                logged.seek(0, io.SEEK_END)
+                outcome = trained(name, Job(folder / scenario, 100 + number))
+            results[scenario] = {"outcome": outcome, "logged": logged.getvalue()}
+        except Exception:
+            results[scenario] = {"error": traceback.format_exc()}
+    (folder / "resumed").write_text(json.dumps(results))
+
+
+def in_a_process(function: Callable[..., None], *arguments: Any) -> tuple[int, str]:
+    """Call the function in a new process. Return its exit code, negative if it died of a signal, and its stderr."""
+    with tempfile.TemporaryFile() as errors:
+        process = os.fork()
+        if not process:
+            code = 1
+            try:
+                os.dup2(errors.fileno(), 2)
+                torch.set_num_threads(1)
+                function(*arguments)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        errors.seek(0)
+        return code, errors.read().decode()
+
+
+def attempt(folder: Path, name: str, seed: int, interruption: Interruption, save_steps: int) -> None:
+    """Train in this process. Write the outcome into ``folder``."""
+    outcome = trained(name, Job(folder, seed, interruption, save_steps))
+    (folder / "outcome").write_text(json.dumps(outcome))
+
+
+def often(folder: Path, name: str) -> dict[str, Any]:
+    """Train, interrupted several times, each attempt in a process of its own. Return the outcome, or an error."""
+    logged = ""
+    ways = zip(("stop", "kill", "signal"), PATTERNS[name].often, strict=False)
+    for number, interruption in enumerate([*(Interruption(way, step) for way, step in ways), END]):
+        save_steps = NEVER if interruption.way in ("stop", "signal") else 1
+        code, errors = in_a_process(attempt, folder, name, 1 + 100 * number, interruption, save_steps)
+        if code != interruption.exit_code:
+            return {"error": f"attempt {number}, {interruption}: exit code {code}\n{errors}"}
+        logged += errors
+    return {"outcome": json.loads((folder / "outcome").read_text()), "logged": logged}
+
+
+def try_pattern(directory: Path, name: str) -> None:
+    """Train in all the ways, and write the results into a file."""
+    folder = directory / name
+    folder.mkdir()
+    for part in (make_originals, resume_all):
+        code, errors = in_a_process(part, folder, name)
+        if code:
+            results: dict[str, Any] = {"error": errors}
+            break
+    else:
+        originals, resumed = (json.loads((folder / part).read_text()) for part in ("originals", "resumed"))
+        saving = {"outcome": originals["saving"], "logged": ""}
+        results = {"whole": originals["whole"], "saving": saving, **resumed, "often": often(folder / "often", name)}
+    shutil.rmtree(folder)
+    (directory / f"{name}.json").write_text(json.dumps(results))
+
+
+def serve(directory: Path, most: int) -> None:
+    """Try the patterns that stdin names, ``most`` at a time. Print the name of each that is done."""
+    tasks = Path("/proc/self/task")
+    assert not tasks.exists() or len(list(tasks.iterdir())) == 1  # a fork copies only the thread that makes it
+    gc.freeze()  # so that a collection in a process does not copy the memory that it shares with this one
+    running: dict[int, str] = {}
+    names = sys.stdin.read().split()
+    while names or running:
+        if names and len(running) < most:
+            name = names.pop(0)
+            process = os.fork()
+            if not process:
+                code = 1
+                try:
+                    try_pattern(directory, name)
+                    code = 0
+                finally:
+                    os._exit(code)
+            running[process] = name
+        else:
+            print(running.pop(os.wait()[0]), flush=True)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

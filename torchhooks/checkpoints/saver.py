@@ -1,0 +1,510 @@
+"""Saver: writes the whole state of a training run to one file, and restores it.
+
+What a checkpoint contains is described in :mod:`torchhooks.checkpoints.state`; ``torch.load(path, weights_only=True)``
+reads it without this library. How files are written atomically, ordered and found again is described in
+:mod:`torchhooks.checkpoints.files`.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from torchhooks.checkpoints.changes import StateMark
+from torchhooks.checkpoints.claim import take_back
+from torchhooks.checkpoints.files import (
+    Checkpoint,
+    Folder,
+    Retention,
+    has_checkpoints,
+    is_checkpoint_name,
+    list_checkpoints,
+)
+from torchhooks.checkpoints.per_rank import (
+    Share,
+    buffers_of_rank,
+    collect_of_all,
+    commit_shards,
+    leads,
+    read_for_all,
+    share_of,
+    together,
+)
+from torchhooks.checkpoints.reading import (
+    best_checkpoint,
+    latest_checkpoint,
+    load_file,
+    read_checkpoint,
+    read_for,
+    read_metadata,
+    scored_checkpoints,
+)
+from torchhooks.checkpoints.rollback import Rollback
+from torchhooks.checkpoints.sharded import like_own, sharded_parts
+from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, of_rank, parts_of
+from torchhooks.checkpoints.torch_save import save
+from torchhooks.common.checks import seconds, whole_number
+from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, PeerError, add_note, brief, interrupt_in
+from torchhooks.common.files import Disk
+from torchhooks.common.log import logger
+from torchhooks.common.random_states import set_random_states
+from torchhooks.common.stateful import Stateful
+from torchhooks.common.text import call_repr, shortened
+from torchhooks.device.snapshot import Held, Snapshot, plain_tensor
+
+__all__ = [
+    "Checkpoint",
+    "Saver",
+    "best_checkpoint",
+    "latest_checkpoint",
+    "list_checkpoints",
+    "read_checkpoint",
+    "read_metadata",
+    "scored_checkpoints",
+]
+
+T = TypeVar("T")
+_Path = str | os.PathLike[str]
+
+
+class Saver:
+    """Writes checkpoints, restores them, and removes old ones (``tf.train.Saver``).
+
+    Pass one to :class:`torchhooks.Scaffold` or :class:`torchhooks.CheckpointSaverHook`, or call it between two runs:
+
+    >>> saver = Saver(max_to_keep=2)
+    >>> with MonitoredLoop(step, model, optimizer) as loop:
+    ...     for inputs in loop.until_stop(batches[:3]):
+    ...         loss = loop.run(inputs)
+    ...         path = saver.save(loop.session, "run/model.ckpt", loop.global_step)
+    ...     saver.restore(loop.session, "run/model.ckpt-2")
+    >>> loop.global_step, path
+    (2, 'run/model.ckpt-3')
+
+    A checkpoint is written atomically, and older ones are removed only after that. Checkpoints that an earlier process
+    wrote to the folder count towards the number to keep.
+
+    With the session of a loop of several ranks, every rank has to make each call, in its training thread. The chief
+    writes and chooses the files, the other ranks read them, and an error on one rank is raised on all. Only
+    :meth:`close` may be called by one rank alone.
+
+    Unlike TensorFlow, the first checkpoint is among those kept for good, the hours between them continue when a
+    training run is resumed, and checkpoints of another name in the same folder are counted separately.
+
+    Args:
+        max_to_keep: how many checkpoints of one name stay in a folder; ``None`` or 0 keeps all.
+        keep_checkpoint_every_n_hours: in addition, keep the first checkpoint for good, and after that one each time
+            so many hours have passed.
+        async_save: copy the state to CPU memory, return, and write the file in a background thread. The next call
+            raises an error of that thread. The memory, one copy of the state, is kept for the next save until
+            :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, in blocks of up
+            to 256 MB, or of one larger tensor, which torch rounds up to a power of two.
+        strict: whether a checkpoint that does not match the session is an error. Otherwise the parts that match are
+            loaded, and a warning names the others.
+
+    Raises:
+        ValueError: an argument is not a whole number, or not a number of hours.
+    """
+
+    def __init__(
+        self,
+        max_to_keep: int | None = 5,
+        keep_checkpoint_every_n_hours: float | None = None,
+        *,
+        async_save: bool = False,
+        strict: bool = True,
+    ) -> None:
+        self._retention = _checked_retention(max_to_keep, keep_checkpoint_every_n_hours)
+        self.async_save = async_save
+        """Whether a background thread writes the file."""
+        self._strict = strict
+        self.disk = Disk()
+        """What files are written through. Tests replace it, to simulate failures."""
+        self._folders: dict[str, Folder] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._held: Held = []
+
+    def save(
+        self,
+        session: SessionLike,
+        path: _Path,
+        global_step: int,
+        *,
+        score: float | None = None,
+        refusals: Iterable[Callable[[], str | None]] = (),
+    ) -> str:
+        """Write the state of ``session`` as it is now. The folder is created if necessary.
+
+        With ``async_save``, first wait for the previous save, so that there is one copy of the state at a time. If the
+        previous save failed, its error is raised here, but this checkpoint is written all the same.
+
+        Args:
+            session: what to save.
+            path: the path of the checkpoint without the step, ``"run/model.ckpt"``.
+            global_step: the number in the name of the checkpoint.
+            score: how good the state is, higher is better. :func:`best_checkpoint` compares scores.
+            refusals: called before the file is written, with ``async_save`` in the background thread. If one of them
+                returns a reason, it is logged, and nothing is written.
+
+        Returns:
+            The path of the checkpoint, ``"run/model.ckpt-700"``. With ``async_save``, it may not be there yet.
+
+        Raises:
+            CheckpointError: it could not be written, or something in the state cannot be saved. The older checkpoints
+                are unchanged.
+        """
+        prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
+        earlier = self._finish()
+        try:
+            sharded = sharded_parts(parts_of(session))
+            if sharded:
+                shares: list[Share] = []
+                own = buffers_of_rank(session)
+                together(session.ranks, lambda: shares.append(share_of(session, sharded, score, self.async_save, own)))
+                self._save_shards(session, shares[0], refusals, prefix, step)
+                together(session.ranks, partial(_raise, earlier))
+                return f"{prefix}-{step}"
+            snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
+            self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
+            state = collect_of_all(session, plain_tensor if snapshot is None else snapshot)
+            if score is not None:
+                state["score"] = float(score)
+
+            def start() -> None:
+                if leads(session.ranks):
+                    self._start(state, snapshot, refusals, prefix, step)
+                _raise(earlier)
+
+            together(session.ranks, start)
+        except Exception as error:
+            if earlier is not None and error is not earlier:
+                add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
+            raise
+        except BaseException:
+            self._error = earlier  # close() raises it
+            raise
+        return f"{prefix}-{step}"
+
+    def restore(self, session: SessionLike, path: _Path) -> None:
+        """Load the checkpoint at ``path``, as returned by ``save``. Everything is checked before anything is loaded.
+
+        Tensors are loaded to the devices of those in the session, wherever they were saved from. Random states are set
+        too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
+
+        Raises:
+            DamagedCheckpointError: the file is missing or damaged. :meth:`restore_latest` falls back to an older one.
+            CheckpointError: it does not match the session, or could run code.
+        """
+        checkpoint = os.fspath(path)
+        self.wait_for_all(session)
+        self._restore(session, lambda: (checkpoint, read_for(checkpoint, session)))
+
+    def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
+        """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each one that is.
+
+        Returns:
+            The path of the checkpoint that was loaded, ``None`` if the folder has none.
+
+        Raises:
+            CheckpointError: there are checkpoints and all are damaged, or the newest undamaged one does not match.
+        """
+        self.wait_for_all(session)
+        return self._restore(session, partial(_newest, directory, session))
+
+    def wait_for_all(self, session: SessionLike) -> None:
+        """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
+        together(session.ranks, self.wait)
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is being written by this process, and raise the error if it failed."""
+        error = self._finish()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Call :meth:`wait`, and release the memory for copies. The Saver can still be used and closed again."""
+        try:
+            self.wait()
+        finally:
+            self._held = []
+            for folder in self._folders.values():
+                folder.release()
+
+    def _save_shards(
+        self,
+        session: SessionLike,
+        share: Share,
+        refusals: Iterable[Callable[[], str | None]],
+        prefix: str,
+        step: int,
+    ) -> None:
+        folder, name = os.path.split(os.path.abspath(prefix))
+        writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        ranks = session.ranks.for_saving() if self.async_save else session.ranks
+
+        def write() -> None:
+            reasons = together(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
+            for reason in [reason for each in reasons for reason in each][:1]:
+                logger.warning("no checkpoint of step %d: %s", step, reason)
+                return
+            commit = partial(commit_shards, ranks, share, writer, name, step, self.disk, self._retention)
+            self._reported(f"{prefix}-{step} was not written", commit)
+
+        def write_later() -> None:
+            try:
+                write()
+            except BaseException as error:
+                self._error = error
+
+        if self.async_save:
+            self._thread = threading.Thread(target=write_later, name=f"save {name}-{step}")
+            self._thread.start()
+        else:
+            write()
+
+    def _start(
+        self,
+        state: dict[str, Any],
+        snapshot: Snapshot | None,
+        refusals: Iterable[Callable[[], str | None]],
+        prefix: str,
+        step: int,
+    ) -> None:
+        folder, name = os.path.split(os.path.abspath(prefix))
+        if snapshot is None:
+            self._write(state, refusals, folder, name, step)
+            return
+        held = snapshot.end()
+        gate, started = threading.Lock(), threading.Event()
+        # Not a daemon: Python waits for it at the end of the process.
+        thread = threading.Thread(
+            target=self._write_later,
+            args=(gate, started, snapshot, state, refusals, folder, name, step),
+            name=f"save {name}-{step}",
+        )
+        # The new thread blocks here at once. Otherwise start() would return only when Python next switches threads, up
+        # to 5 ms later.
+        gate.acquire()
+        try:
+            thread.start()
+            self._thread = thread  # only now: a thread that was not started cannot be joined
+            started.set()
+            gate.release()
+        except BaseException as error:
+            if gate.locked():
+                gate.release()
+            if not isinstance(error, RuntimeError):
+                raise
+            logger.warning(
+                "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
+            )
+            snapshot.wait()
+            self._write(state, refusals, folder, name, step)
+        self._held = held
+
+    def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
+        try:
+            with gate:
+                if not started.is_set():
+                    return  # a Ctrl-C ended start() after the thread began: save() has raised it
+            snapshot.wait()
+            self._write(*args)
+        except BaseException as error:
+            self._error = error
+
+    def _write(
+        self,
+        state: dict[str, Any],
+        refusals: Iterable[Callable[[], str | None]],
+        folder: str,
+        name: str,
+        step: int,
+    ) -> None:
+        for refusal in refusals:
+            reason = refusal()
+            if reason is not None:
+                logger.warning("no checkpoint of step %d: %s", step, reason)
+                return
+        writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        message = f"{os.path.join(folder, name)}-{step} was not written"
+        self._reported(message, lambda: writer.add(name, step, partial(save, state), self._retention))
+
+    def _reported(self, message: str, write: Callable[[], T]) -> T:
+        """Return ``write()``; turn an error of the operating system into a CheckpointError."""
+        try:
+            return write()
+        except (CheckpointError, PeerError):  # the second is a RuntimeError too
+            raise
+        except (RuntimeError, OSError) as error:
+            interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
+            if interrupt is not None:
+                raise interrupt from None
+            if not isinstance(error, OSError):
+                raise CheckpointError(f"{message}: {error}") from error
+            way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are unchanged.")
+            raise CheckpointError(f"{message}: {error.strerror or error}. {way_out}") from error
+
+    def _finish(self) -> BaseException | None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def _restore(self, session: SessionLike, choose: Callable[[], tuple[str, dict[str, Any]] | None]) -> str | None:
+        """Load the checkpoint that ``choose()`` returns, with its path, and return the path."""
+        found = read_for_all(session, choose, partial(load_file, session=session))
+        if found is None:
+            return None
+        path, saved, is_whole = found
+        pairs: dict[str, tuple[Stateful, Any]] = {}
+        together(session.ranks, lambda: pairs.update(self._compared(session, path, saved, is_whole)))
+        position = session.position
+        # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
+        pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
+        rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
+        step = session.global_step
+        try:
+            together(session.ranks, lambda: self._load_all(session, saved, pairs, path))
+        except BaseException as error:
+            session.global_step = step
+            rollback.put_back(error)
+            raise
+        changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
+        if changes and "metadata" in saved:
+            logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
+        return path
+
+    def _compared(
+        self, session: SessionLike, path: str, saved: dict[str, Any], is_whole: bool
+    ) -> dict[str, tuple[Stateful, Any]]:
+        """Return each object of ``session`` and the state to load into it; raise or warn about what does not match."""
+        pairs, misfits = compare(session, saved, without_own=not is_whole)
+        if misfits:
+            report = "\n  ".join([f"{path} does not match this session:", *misfits])
+            if self._strict:
+                raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
+            logger.warning("%s\nThe rest is loaded.", report)
+        return pairs
+
+    def _load_all(
+        self, session: SessionLike, saved: dict[str, Any], pairs: dict[str, tuple[Stateful, Any]], path: str
+    ) -> None:
+        for name, (part, state) in pairs.items():
+            self._load(name, part, state, path)
+        load_gradients(session, saved)
+        session.global_step = saved["global_step"]
+        if "random" not in saved:
+            return  # saved by another number of ranks
+        set_random_states(saved["random"])
+        if session.position is not None:
+            mark_state = partial(self._mark_state, session, path)
+            session.position.load_state_dict(saved.get("position"), saved["random"], mark_state)
+        session.running.load_state_dict(saved.get("running_values"))
+
+    def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
+        """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""
+        parts: dict[str, Any] = dict(parts_of(session))
+        if session.gradients is not None:
+            parts["gradients"] = session.gradients
+        mark = StateMark(parts)
+        return lambda: self._restore_changed(session, path, mark.changed())
+
+    def _restore_changed(self, session: SessionLike, path: str, changed: list[str]) -> None:
+        if not changed:
+            return
+        try:
+            saved, _ = of_rank(session, read_for(path, session))
+            pairs, misfits = compare(session, saved)
+            if misfits:
+                raise CheckpointError(f"{path} does not match any more: {shortened(misfits)}")
+        except (OSError, CheckpointError) as error:
+            logger.warning("the body of the loop changed %s a second time: %s", shortened(changed, 8), brief(error))
+            return
+        for name, (part, state) in pairs.items():
+            if name in changed and not (session.position is not None and session.position.iterates(part)):
+                self._load(name, part, state, path)
+        if "gradients" in changed:
+            load_gradients(session, saved)
+        logger.info("restored %s again, which code that the checkpoint follows had changed", shortened(changed, 8))
+
+    def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
+        try:
+            state = like_own(part, state)
+            if isinstance(part, torch.nn.Module):
+                part.load_state_dict(state, strict=self._strict)
+            else:
+                part.load_state_dict(state)
+        except BaseException as error:
+            add_note(error, f"while loading {name!r} from {path}; what was loaded before it is put back")
+            raise
+
+    def __repr__(self) -> str:
+        max_to_keep, every_n_hours = self._retention
+        return call_repr(
+            self,
+            max_to_keep=max_to_keep,
+            keep_checkpoint_every_n_hours=every_n_hours,
+            async_save=self.async_save,
+            strict=self._strict,
+        )
+
+
+def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> Retention:
+    whole_number(0 if max_to_keep is None else max_to_keep, "max_to_keep", 0)
+    if every_n_hours is not None and not 0 < seconds(every_n_hours, "keep_checkpoint_every_n_hours") < math.inf:
+        raise ValueError(f"keep_checkpoint_every_n_hours={every_n_hours!r}: must be more than 0; None is never")
+    return Retention(max_to_keep, every_n_hours)
+
+
+def _checked_path(path: _Path) -> str:
+    prefix = os.fspath(path)
+    if not is_checkpoint_name(os.path.basename(prefix)):
+        raise ValueError(
+            f"path={path!r}: must end in a name that does not begin with a dot and has no 'tfevents' in it, such as "
+            "'run/model.ckpt'"
+        )
+    return prefix
+
+
+_WAYS_OUT = {
+    errno.ENOSPC: "Free some space, or keep fewer with max_to_keep.",
+    errno.EDQUOT: "Free some space, or keep fewer with max_to_keep.",
+    errno.EFBIG: "Raise the limit on the size of files, or save less.",
+    errno.EACCES: "Make the folder writable, or choose another.",
+    errno.EPERM: "Make the folder writable, or choose another.",
+    errno.EROFS: "Choose a folder that can be written to.",
+    errno.ENOENT: "The folder is gone, with the checkpoints in it: put it back, or choose another.",
+    errno.EEXIST: "A file has the name of the folder: choose another path.",
+    errno.ENOTDIR: "A file has the name of the folder: choose another path.",
+    errno.EISDIR: "A folder has the name of the checkpoint: choose another path.",
+}
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _newest(directory: _Path, session: SessionLike) -> tuple[str, dict[str, Any]] | None:
+    """Return the path and the contents of the newest checkpoint that is not damaged, ``None`` if there is none."""
+    take_back(os.fspath(directory))
+    for checkpoint in reversed(list_checkpoints(directory)):
+        try:
+            return checkpoint.path, read_for(checkpoint.path, session)
+        except DamagedCheckpointError as error:
+            logger.warning("%s It is skipped.", error)
+    if has_checkpoints(directory):
+        raise CheckpointError(
+            f"{os.fspath(directory)} has checkpoints, but all of them are damaged; the log says how. To start over,"
+            " move them away, or choose another folder."
+        )
+    return None

@@ -1,0 +1,303 @@
+"""Models whose parameters are DTensors, such as those of FSDP2, in files of torch.distributed.checkpoint.
+
+Each rank writes its shards, and a tensor that all ranks have is written by one of them. The plan and the results are
+exchanged between these steps by the caller, so that a rank that fails is noticed. The names of tensors are those of the
+bare model, without what DistributedDataParallel and torch.compile put before them, so that the files fit any of these.
+
+Only tensors are in these files. They are read without running code from them: see :class:`_Unpickler`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
+from torchhooks.ranks.dtensors import dtensors_exist, is_sharded
+
+_METADATA = ".metadata"
+_WRAPPED = re.compile(r"^(module\.)+|_orig_mod\.|_checkpoint_wrapped_module\.")
+_PICKLED = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", "device"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+}
+
+
+def unreduced_gradients(modules: Iterable[torch.nn.Module], parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Return what FSDP2 has accumulated on this rank alone, and has not put into ``parameter.grad`` yet.
+
+    After ``set_requires_gradient_sync(False)``, these are whole gradients, by the number of the parameter in
+    ``parameters``. After ``set_requires_all_reduce(False)``, these are one tensor for each group of parameters.
+    """
+    numbers = {id(parameter): str(number) for number, parameter in enumerate(parameters)}
+    found: dict[str, torch.Tensor | None] = {}
+    for name, group in _fsdp_groups(modules):
+        found[name] = group._partial_reduce_output  # noqa: SLF001 - torch's only way to it
+        for each in group.fsdp_params:
+            found[numbers.get(id(each.sharded_param), "")] = _unreduced(each)
+    return {name: gradient for name, gradient in found.items() if name and gradient is not None}
+
+
+def set_unreduced_gradients(
+    modules: Iterable[torch.nn.Module], parameters: Iterable[Any], gradients: Mapping[str, torch.Tensor]
+) -> bool:
+    """Set what :func:`unreduced_gradients` returned, drop all else that has accumulated, and return whether all fit."""
+    numbers = {id(parameter): str(number) for number, parameter in enumerate(parameters)}
+    left = {name: gradient.clone() for name, gradient in gradients.items()}
+    for name, group in _fsdp_groups(modules):
+        part = left.pop(name, None)
+        group._partial_reduce_output = None if part is None else part.to(group.device)  # noqa: SLF001 - torch's only way to it
+        for each in group.fsdp_params:
+            gradient = left.pop(numbers.get(id(each.sharded_param), ""), None)
+            # FSDP2 itself uses this only if gradients are reduced in another dtype, but adds to it in any case.
+            each.unsharded_accumulated_grad = None if gradient is None else gradient.to(group.device)
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None  # noqa: SLF001 - torch's only way to it
+    return not left
+
+
+def _unreduced(parameter: Any) -> torch.Tensor | None:
+    accumulated: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    latest: torch.Tensor | None = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+    if accumulated is None or latest is None:
+        return latest if accumulated is None else accumulated
+    return accumulated + latest
+
+
+def _fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield FSDP2's own objects for the groups of parameters that it gathers together, each after a name for it."""
+    wrapped: list[Any] = [each for module in modules for each in module.modules() if hasattr(each, "_get_fsdp_state")]
+    states = [each._get_fsdp_state() for each in wrapped]  # noqa: SLF001 - torch's only way to it
+    # Newer versions of torch have several groups for a module.
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]  # noqa: SLF001 - torch's only way to it
+    for number, group in enumerate(each for several in groups for each in several if each is not None):
+        yield f"group {number}", group
+
+
+def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``parts``, by name, that have DTensors: modules, and optimizers of their parameters."""
+    found: dict[str, Any] = {}
+    if not dtensors_exist():
+        return found
+    for name, part in parts.items():
+        if isinstance(part, torch.nn.Module):
+            tensors: list[Any] = [*part.parameters(), *part.buffers()]
+        elif isinstance(part, torch.optim.Optimizer):
+            tensors = [parameter for group in part.param_groups for parameter in group["params"]]
+        else:
+            continue
+        if any(map(is_sharded, tensors)):
+            found[name] = part
+    return found
+
+
+def _dcp() -> Any:
+    if torch.__version__ < "2.7":  # compared as versions
+        raise CheckpointError(f"this is torch {torch.__version__}: checkpoints of DTensors need torch 2.7 or newer")
+    return importlib.import_module("torch.distributed.checkpoint")  # not loaded before it is needed
+
+
+def canonical(name: str) -> str:
+    """Return the name of a tensor in the bare model."""
+    return _WRAPPED.sub("", name)
+
+
+def renamed(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with the names that ``module`` has, if they differ only by how the model is wrapped."""
+    own = {canonical(name): name for name in module.state_dict()}
+    if all(name in state for name in own.values()):
+        return state
+    names = {name: own.get(canonical(name), name) for name in state}
+    if len(set(names.values())) < len(names):
+        return state
+    new = type(state)()
+    new.update({names[name]: value for name, value in state.items()})
+    return new
+
+
+def like_own(part: Any, state: Any) -> Any:
+    """Return ``state``, in which whole tensors are replaced by DTensors where ``part`` has these. Not a collective."""
+    if not dtensors_exist():
+        return state
+    if isinstance(part, torch.nn.Module):
+        own = part.state_dict()
+        if not any(map(is_sharded, own.values())):
+            return state
+        new = type(state)()
+        new.update({name: _like(own.get(name), value) for name, value in state.items()})
+        return new
+    if not isinstance(part, torch.optim.Optimizer):
+        return state
+    parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+    ids = [number for group in state["param_groups"] for number in group["params"]]
+    if not any(map(is_sharded, parameters)):
+        return state
+    by_id = dict(zip(ids, parameters, strict=True))
+    moments = {
+        number: {key: _like(by_id[number], value) for key, value in each.items()}
+        for number, each in state["state"].items()
+    }
+    return {**state, "state": moments}
+
+
+def _like(own: Any, value: Any) -> Any:
+    if not is_sharded(own) or is_sharded(value) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
+        return value
+    value = value.to(own.device_mesh.device_type)
+    return torch.distributed.tensor.distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def split(parts: Mapping[str, Any], is_chief: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of ``parts`` that this rank writes, and what else they have, which is plain data.
+
+    The chief alone writes the tensors of modules that are not sharded, such as buffers: each rank has its own values.
+    """
+    names = _names_of(parts)
+    tensors: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for part_name, part in parts.items():
+        state = part.state_dict()
+        if isinstance(part, torch.nn.Module):
+            own = {canonical(name): value for name, value in state.items()}
+            mine = {name: value for name, value in own.items() if is_chief or is_sharded(value)}
+            tensors[part_name] = {name: value for name, value in mine.items() if isinstance(value, torch.Tensor)}
+            rest[part_name] = {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)}
+            continue
+        order = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(part))]
+        ids = [number for group in state["param_groups"] for number in group["params"]]
+        moments = {order[ids.index(number)]: each for number, each in state["state"].items()}
+        tensors[part_name] = {"state": {name: _tensors(each) for name, each in moments.items()}}
+        others = {
+            number: {key: value for key, value in each.items() if not isinstance(value, torch.Tensor)}
+            for number, each in state["state"].items()
+        }
+        rest[part_name] = {**state, "state": others, "order": order}
+    return tensors, rest
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names_of(parts: Mapping[str, Any]) -> dict[int, str]:
+    modules = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
+    return {id(tensor): canonical(name) for module in modules for name, tensor in module.named_parameters()}
+
+
+class ShardWriter:
+    """Writes the tensors of one rank into ``folder``. The methods are called in order, with an exchange after each."""
+
+    def __init__(self, tensors: dict[str, Any], folder: str, is_chief: bool) -> None:
+        dcp = _dcp()
+        self._planner = dcp.DefaultSavePlanner()
+        self._writer = dcp.FileSystemWriter(folder)
+        self._folder, self._tensors, self._is_chief = folder, tensors, is_chief
+        self._metadata: Any = None
+
+    def plan(self) -> Any:
+        """Return what this rank has."""
+        self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), self._is_chief)
+        self._writer.set_up_storage_writer(self._is_chief)
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def plan_for_all(self, plans: list[Any]) -> list[Any]:
+        """Return, on the chief, what each rank is to write."""
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return list(self._writer.prepare_global_plan(plans))
+
+    def write(self, plan: Any) -> Any:
+        """Write what ``plan`` says, and return what was written."""
+        written = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
+        written.wait()
+        return written.value()
+
+    def finish(self, results: list[Any]) -> None:
+        """Write, on the chief, where each tensor is."""
+        self._writer.finish(self._metadata, results)
+
+
+def files_of(rank: int, folder: str) -> list[str]:
+    """Return the names of the files that ``rank`` has written into ``folder``."""
+    shards = [name for name in os.listdir(folder) if name.startswith(f"__{rank}_")]
+    return [*shards, f"rank-{rank}.pt", *([_METADATA] if rank == 0 else [])]
+
+
+def read_tensors(
+    folder: str, saved: dict[str, Any], parts: Mapping[str, Any], others: Mapping[tuple[str, ...], Any]
+) -> None:
+    """Fill the entries of ``saved`` that :func:`split` returned with the tensors in ``folder``.
+
+    Where ``parts`` have DTensors, only the shards of this rank are read. ``others`` are further DTensors, by their path
+    in the files.
+    """
+    dcp = _dcp()
+    with open(os.path.join(folder, _METADATA), "rb") as file:
+        metadata: Any = _Unpickler(file).load()
+    for stored in metadata.storage_data.values():
+        if os.path.basename(stored.relative_path) != stored.relative_path:
+            raise DamagedCheckpointError(
+                f"{folder} is damaged: its metadata name tensors in {stored.relative_path!r}, outside of the folder"
+            )
+    names = _names_of(parts)
+    own = dict(others)
+    for part_name, part in parts.items():
+        if isinstance(part, torch.nn.Module):
+            own |= {(part_name, canonical(name)): value for name, value in part.state_dict().items()}
+        elif isinstance(part, torch.optim.Optimizer):
+            own |= {(part_name, names.get(id(parameter), "")): parameter for parameter in _parameters(part)}
+    wanted: dict[str, Any] = {}
+    paths: list[tuple[str, ...]] = []
+    for key, path in metadata.planner_data.items():
+        about, path = metadata.state_dict_metadata[key], tuple(map(str, path))
+        like: Any = own.get(path) if len(path) == 2 else own.get((path[0], path[2]))
+        if is_sharded(like) and like.shape == about.size:
+            tensor = torch.empty_like(like, dtype=about.properties.dtype, requires_grad=False)
+        else:
+            tensor = torch.empty(about.size, dtype=about.properties.dtype)
+        wanted[key] = tensor
+        paths.append(path)
+    # What dcp.load() does, which would unpickle whatever is in the file of the metadata.
+    planner, reader = dcp.DefaultLoadPlanner(), dcp.FileSystemReader(folder)
+    planner.set_up_planner(wanted, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
+    for path, tensor in zip(paths, wanted.values(), strict=True):
+        entry = saved[path[0]]
+        if len(path) == 2:
+            entry[path[1]] = tensor
+        else:
+            number = [each for group in entry["param_groups"] for each in group["params"]][
+                entry["order"].index(path[2])
+            ]
+            entry["state"].setdefault(number, {})[path[3]] = tensor
+    for entry in saved.values():
+        if isinstance(entry, dict) and "order" in entry and "param_groups" in entry:
+            del entry["order"]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the metadata of torch.distributed.checkpoint, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has the classes of pathlib
+            module = "pathlib"
+        if name in _PICKLED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint")

@@ -1,0 +1,77 @@
+"""Checks of plain arguments. Each returns the checked value, or raises an error that calls it ``name``."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torchhooks.common.text import shown
+
+
+def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
+    """Return ``value`` as an int.
+
+    Raises:
+        ValueError: it is not a whole number, or it is less than ``at_least``, or 2**63 or more.
+    """
+    a_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    try:
+        number = None if a_bool else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (at_least is not None and number < at_least):
+        limit = "" if at_least is None else f", {at_least} or more"
+        raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}{', not a bool' if a_bool else ''}")
+    if number >= 1 << 63:  # event files and checkpoints hold steps of 64 bits
+        raise ValueError(f"{name}={shown(number)}: must be less than 2**63, as every global step is")
+    return number
+
+
+def seconds(value: float, name: str) -> float:
+    """Return ``value`` as a number of seconds, which may be infinite; raise ValueError if it is not one."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except OverflowError:
+        raise ValueError(f"{name}={shown(value)}: must fit into a float, whose largest number is 1.8e308") from None
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number >= 0:
+        raise ValueError(f"{name}={shown(value)}: a period is a number of seconds, 0 or more")
+    return number
+
+
+def period(value: float, name: str) -> float:
+    """Return ``value`` as a period in seconds, after which something happens again; raise ValueError if it is not one.
+
+    An infinite period is refused, because it is more often the result of a wrong computation than meant.
+    """
+    secs = seconds(value, name)
+    if secs == math.inf:
+        raise ValueError(
+            f"{name}={shown(value)}: a period must be finite; 1e9 seconds are longer than any training run"
+        )
+    return secs
+
+
+def folder(value: Any, name: str) -> Any:
+    """Return ``value``; raise TypeError if it is not a path."""
+    if isinstance(value, (str, bytes, os.PathLike)):
+        return value
+    raise TypeError(f"{name}={shown(value)}: must be the path of a folder, a str or os.PathLike{by_name(value)}")
+
+
+def by_name(value: Any) -> str:
+    """Return the end of an error, ``""`` unless ``value`` looks as if it was meant for another positional argument."""
+    is_other = isinstance(value, (Collection, os.PathLike)) or callable(value)
+    return "; pass arguments after the first by name" if is_other else ""
+
+
+def exception_types(value: Any, name: str, example: str) -> tuple[type[BaseException], ...]:
+    """Return ``value`` as a tuple; raise TypeError if it is not an iterable of exception types."""
+    types = tuple(value) if isinstance(value, Iterable) else (None,)
+    if all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in types):
+        return types
+    raise TypeError(f"{name}={shown(value)}: give exception types, such as {example}")

@@ -1,0 +1,76 @@
+"""Files: the calls of the operating system that a save makes, and whether an open file was removed."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from typing import BinaryIO
+
+from torchhooks.common.log import logger
+
+try:
+    import fcntl
+except ImportError:  # Windows, where an open file cannot be removed anyway
+    fcntl = None  # type: ignore[assignment]
+
+CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
+
+
+def warn_if_removed(file: io.FileIO, path: str) -> bool:
+    """Return whether the open ``file`` at ``path`` was removed, and log a warning if it was.
+
+    Without this, writes to it succeed and are lost. A file that was moved is not removed: what is written to it stays.
+    """
+    status = os.fstat(file.fileno())
+    if status.st_nlink or _is_at(path, status):  # some file systems count no links at all
+        return False
+    logger.warning("%s was removed while it was open for writing: what was written to it is lost", path)
+    return True
+
+
+def _is_at(path: str, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), status)
+    except FileNotFoundError:
+        return False
+
+
+class Disk:
+    """The calls of the operating system that a save makes. Tests replace it, to have a save fail at any of them."""
+
+    def create(self, path: str) -> BinaryIO:
+        """Create a file, and follow no link to another one."""
+        return open(path, "x+b", buffering=CHUNK, opener=no_link)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Return once everything that was written would survive a power failure."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def rename(self, path: str, new_path: str) -> None:
+        os.replace(path, new_path)
+
+    def sync_folder(self, path: str) -> None:
+        """Return once the names in a folder would survive a power failure."""
+        if fcntl is None:
+            return  # Windows opens no folders
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def remove(self, path: str) -> None:
+        os.remove(path)
+
+    def now(self) -> float:
+        """Return the time, in seconds since 1970."""
+        return time.time()
+
+
+def no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

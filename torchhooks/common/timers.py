@@ -1,0 +1,425 @@
+"""Timers that decide when a periodic hook runs.
+
+The rules are those of ``tf.train.SecondOrStepTimer``: a timer that has never triggered triggers at once, no timer
+triggers twice for one step, and a period starts at the last trigger, not at a multiple of the period.
+:class:`EverySteps` has another rule: it triggers at the multiples of its period.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, Self
+
+from torchhooks.common.checks import by_name, period, whole_number
+from torchhooks.common.text import shown
+
+
+class Due(NamedTuple):
+    """When a hook is next due: in the first run that meets one of the given conditions; never if none is given.
+
+    A hook returns it from ``next_due``, and is not called before:
+
+    >>> class EveryThreeSteps(SessionRunHook):
+    ...     def begin(self):
+    ...         self.step = 3
+    ...
+    ...     def next_due(self):
+    ...         return Due(step=self.step)
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         self.step += 3
+    ...         print("called at step", run_context.session.global_step)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[EveryThreeSteps()]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    called at step 3
+    called at step 6
+
+    The loop asks for it once the session is created, and after each run in which it called the hook; see
+    :meth:`torchhooks.SessionRunHook.next_due`. A condition on what the step returned is evaluated after every step:
+
+    >>> class ReportSpikes(SessionRunHook):
+    ...     def next_due(self):
+    ...         return Due(when=lambda loss: loss > 100)
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         print("spike at step", run_context.session.global_step)
+    >>> batches[2] *= 100
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[ReportSpikes()]) as loop:
+    ...     for inputs in loop.until_stop(batches[:3]):
+    ...         loss = loop.run(inputs)
+    spike at step 3
+
+    Args:
+        step: the run is about to bring the global step to this number or past it.
+        moment: ``time.monotonic()``, in seconds, has reached this number.
+        runs: the run is this many runs from now; 1 is the next run.
+        when: ``when(outputs)`` is true, where ``outputs`` is what the step returned. It is called after every step for
+            which the hook is not due otherwise, possibly twice, so it should be fast and have no side effects. A
+            comparison of a tensor on a GPU waits for the device. In a run in which a hook feeds something it is not
+            called, and counts as true.
+    """
+
+    step: int | None = None
+    moment: float | None = None
+    runs: int | None = None
+    when: Callable[[Any], object] | None = None
+
+
+NOW = Due(step=-1)
+"""Due in the next run, at any step: the answer of a timer that has never triggered."""
+
+NEVER = Due()
+"""Never due again."""
+
+
+class Timer(Protocol):
+    """What a periodic hook needs of its timer."""
+
+    told: bool | None
+    """See :attr:`SecondOrStepTimer.told`."""
+
+    @property
+    def every_steps(self) -> int | None:
+        """The period in steps; ``None`` if it is not one in steps."""
+
+    def reset(self) -> None: ...
+
+    def start_at(self, step: int, /) -> None: ...
+
+    def should_trigger_for_step(self, step: int, /) -> bool: ...
+
+    def update_last_triggered_step(self, step: int, /) -> tuple[float | None, int | None]: ...
+
+    def last_triggered_step(self) -> int | None: ...
+
+    def next_due(self) -> Due: ...
+
+
+class SecondOrStepTimer:
+    """A timer that triggers at most once every ``every_secs`` seconds, or every ``every_steps`` steps.
+
+    A hook asks it for each step, and tells it when it did its work (``tf.train.SecondOrStepTimer``):
+
+    >>> timer = SecondOrStepTimer(every_steps=10)
+    >>> for step in range(1, 31):
+    ...     if timer.should_trigger_for_step(step):
+    ...         elapsed_secs, elapsed_steps = timer.update_last_triggered_step(step)
+    ...         print(step, elapsed_steps)
+    1 None
+    11 10
+    21 10
+
+    A timer that has never triggered triggers at once, and no timer triggers twice for one step. A period starts at the
+    last trigger. As the ``timer`` of several hooks, one timer triggers for all of them in the same run.
+
+    Unlike TensorFlow, the clock is ``time.monotonic()``, so that setting the system time does not change a period.
+
+    Args:
+        every_secs: seconds from one trigger to the next, 0 or more and finite.
+        every_steps: steps from one trigger to the next, 1 or more and less than 2**63.
+
+    Raises:
+        ValueError: both or neither are given, or the period is invalid.
+    """
+
+    told: bool | None = None
+    """With a period in seconds and several ranks, whether the chief's clock has triggered.
+
+    ``None``, the default, means that the timer looks at its own clock.
+    """
+
+    def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
+        if (every_secs is None) == (every_steps is None):
+            raise ValueError(
+                f"SecondOrStepTimer(every_secs={every_secs!r}, every_steps={every_steps!r}): "
+                f"give exactly one of the two, {'not both' if every_secs is not None else 'none was given'}"
+            )
+        self._every_secs = None if every_secs is None else period(every_secs, "every_secs")
+        self.every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", 1)
+        """The period in steps; ``None`` if it is one in seconds."""
+        self.reset()
+
+    @classmethod
+    def named(cls, **periods: Any) -> Self:
+        """Return a timer of the one period that is not ``None``: seconds if its name ends in ``secs``, else steps.
+
+        For a hook whose arguments have other names: ``SecondOrStepTimer.named(every_n_iter=10, every_n_secs=None)``.
+
+        Raises:
+            ValueError: not exactly one is given, or it is invalid. The message has the name that was given.
+        """
+        given = {name: _checked(name, value) for name, value in periods.items() if value is not None}
+        if len(given) != 1:
+            listed = ", ".join(f"{name}={shown(value)}" for name, value in periods.items())
+            raise ValueError(f"{listed}: give exactly one of them{', and None for the other' if given else ''}")
+        ((name, value),) = given.items()
+        return cls(**{"every_secs" if name.endswith("secs") else "every_steps": value})
+
+    def reset(self) -> None:
+        """Forget the last trigger, so that the next step triggers."""
+        self._last_step: int | None = None
+        self._last_time: float | None = None
+
+    def start_at(self, step: int) -> None:
+        """Do nothing: periods start at the last trigger, wherever the session starts."""
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return whether a full period has passed since the last trigger; always false for the step of that trigger."""
+        if self._last_step is None or self._last_time is None:
+            return True
+        if step == self._last_step:
+            return False
+        if self.every_steps is not None:
+            return step >= self._last_step + self.every_steps
+        assert self._every_secs is not None
+        return time.monotonic() >= self._last_time + self._every_secs if self.told is None else self.told
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        """Start a new period now, at ``step``.
+
+        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
+        """
+        now = time.monotonic()
+        last_step, last_time = self._last_step, self._last_time
+        self._last_step, self._last_time = step, now
+        if self.told:
+            self.told = False
+        if last_step is None or last_time is None:
+            return None, None
+        return now - last_time, step - last_step
+
+    def last_triggered_step(self) -> int | None:
+        """Return the step of the last trigger, or ``None`` if there was none."""
+        return self._last_step
+
+    def next_due(self) -> Due:
+        """Return the step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
+        if self._last_step is None or self._last_time is None or self.told:
+            return NOW
+        if self.every_steps is not None:
+            return Due(step=self._last_step + self.every_steps)
+        assert self._every_secs is not None
+        return Due(moment=self._last_time + self._every_secs)
+
+    def __repr__(self) -> str:
+        if self.every_steps is not None:
+            return f"SecondOrStepTimer(every_steps={self.every_steps})"
+        return f"SecondOrStepTimer(every_secs={self._every_secs})"
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Return ``value`` as the period ``name``: seconds if the name ends in ``secs``, else steps."""
+    try:
+        return period(value, name) if name.endswith("secs") else whole_number(value, name, 1)
+    except ValueError as error:
+        raise ValueError(f"{error}{by_name(value)}") from None
+
+
+class EverySteps:
+    """A timer that triggers when the global step is a multiple of ``n``, also in a training run that was resumed.
+
+    >>> every = EverySteps(4)
+    >>> hooks = [
+    ...     LoggingTensorHook({"weight": param_norm(), "step": "global_step"}, timer=every),
+    ...     SummarySaverHook(output_dir="run", summary_op={"weight": param_norm()}, timer=every),
+    ... ]
+    >>> with MonitoredLoop(step, model, optimizer, hooks=hooks) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    step = 4, weight = ...
+    step = 8, weight = ... (... sec)
+
+    Both hooks take part in the runs that reach steps 4 and 8, and the norm is evaluated once in each. A run of several
+    steps triggers if it reaches or passes a multiple. A hook that is chosen before the step expects one step, and
+    triggers in the next run if the multiple was further away. Each hook uses a copy of the timer.
+
+    Args:
+        n: the period in steps, 1 or more and less than 2**63.
+
+    Raises:
+        ValueError: ``n`` is invalid.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.told: bool | None = None
+        """Without effect, as steps are the same on all ranks; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+        self.every_steps = whole_number(n, "n", 1)
+        """The period in steps."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last trigger and the start."""
+        self._last_step: int | None = None
+        self._last_time: float | None = None
+        self._reached: int | None = None
+
+    def start_at(self, step: int) -> None:
+        """Start at ``step``, at which a session starts: the next multiple after it is the next to trigger.
+
+        A hook calls this in ``after_create_session``. After a recovery, multiples that are reached again trigger again.
+        """
+        self._reached = step
+        if self._last_step is not None and self._last_step > step:
+            self._last_step = self._last_time = None
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return whether a multiple was reached since the last trigger or the start; without either, at ``step``."""
+        if self._reached is None:
+            return step > 0 and step % self.every_steps == 0
+        return step // self.every_steps > self._reached // self.every_steps
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        """Record a trigger now, at ``step``.
+
+        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
+        """
+        now = time.monotonic()
+        last_step, last_time = self._last_step, self._last_time
+        self._last_step, self._last_time, self._reached = step, now, step
+        if last_step is None or last_time is None:
+            return None, None
+        return now - last_time, step - last_step
+
+    def last_triggered_step(self) -> int | None:
+        """Return the step of the last trigger, or ``None`` if there was none."""
+        return self._last_step
+
+    def next_due(self) -> Due:
+        """Return the step before which :meth:`should_trigger_for_step` cannot be true."""
+        if self._reached is None:
+            return NOW
+        return Due(step=(self._reached // self.every_steps + 1) * self.every_steps)
+
+    def __repr__(self) -> str:
+        return f"EverySteps({self.every_steps})"
+
+
+class NeverTriggerTimer:
+    """A timer that never triggers, for a hook that only has work to do at the end (``tf.train.NeverTriggerTimer``).
+
+    >>> timer = NeverTriggerTimer()
+    >>> timer.should_trigger_for_step(1), timer.next_due()
+    (False, Due(step=None, moment=None, runs=None, when=None))
+    """
+
+    told: bool | None = None
+    """Without effect; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+    every_steps = None
+    """``None``, because there is no period."""
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+    def start_at(self, step: int) -> None:
+        """Do nothing."""
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return false."""
+        return False
+
+    def update_last_triggered_step(self, step: int) -> tuple[None, None]:
+        """Return ``(None, None)``."""
+        return None, None
+
+    def last_triggered_step(self) -> None:
+        """Return ``None``."""
+
+    def next_due(self) -> Due:
+        """Return ``Due()``, which is never."""
+        return NEVER
+
+    def __repr__(self) -> str:
+        return "NeverTriggerTimer()"
+
+
+class _Shared:
+    """The use that one hook makes of a timer that it may share with others.
+
+    A timer triggers once for all of its hooks. So a hook is also due if another one has had the timer trigger since its
+    own last trigger, and the elapsed time is that of this hook.
+    """
+
+    def __init__(self, timer: SecondOrStepTimer | NeverTriggerTimer) -> None:
+        self._timer = timer
+        self.every_steps = timer.every_steps
+        self._forget()
+
+    @property
+    def told(self) -> bool | None:
+        return self._timer.told
+
+    @told.setter
+    def told(self, told: bool | None) -> None:
+        self._timer.told = told
+
+    def _forget(self) -> None:
+        self._last_step: int | None = None
+        self._last_time: float | None = None
+        self._known: int | None = None  # the last trigger of the timer that this hook took part in
+
+    def reset(self) -> None:
+        self._forget()
+        self._timer.reset()
+
+    def start_at(self, step: int) -> None:
+        """Do nothing: periods start at the last trigger."""
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        if step == self._last_step:
+            return False
+        return self._missed_a_trigger() or self._timer.should_trigger_for_step(step)
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        if not self._missed_a_trigger():  # otherwise the timer has started its new period already
+            self._timer.update_last_triggered_step(step)
+        self._known = self._timer.last_triggered_step()
+        now = time.monotonic()
+        last_step, last_time = self._last_step, self._last_time
+        self._last_step, self._last_time = step, now
+        if last_step is None or last_time is None:
+            return None, None
+        return now - last_time, step - last_step
+
+    def last_triggered_step(self) -> int | None:
+        return self._last_step
+
+    def next_due(self) -> Due:
+        return NOW if self._missed_a_trigger() else self._timer.next_due()
+
+    def _missed_a_trigger(self) -> bool:
+        return self._timer.last_triggered_step() != self._known
+
+
+GivenTimer = EverySteps | SecondOrStepTimer | NeverTriggerTimer
+"""What a hook can be given as its timer. Several hooks can be given the same one."""
+
+
+def is_by_clock(timer: GivenTimer | None) -> bool:
+    """Return whether ``timer`` was given and triggers by the clock."""
+    return isinstance(timer, SecondOrStepTimer) and timer.every_steps is None
+
+
+def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **periods: Any) -> Timer:
+    """Return the timer of a hook that was given either ``timer`` or one of ``periods``, the others being ``None``.
+
+    A period in steps starts at the last trigger, or, with ``at_multiples``, at a multiple of it.
+
+    Raises:
+        ValueError: not exactly one of them is given, or the period is invalid.
+        TypeError: ``timer`` is not a timer.
+    """
+    if timer is not None and not isinstance(timer, GivenTimer):
+        raise TypeError(
+            f"timer={shown(timer)}: must be an EverySteps, a SecondOrStepTimer or a NeverTriggerTimer, such as "
+            f"EverySteps(100){by_name(timer)}"
+        )
+    given = {name: value for name, value in periods.items() if value is not None}
+    if timer is None:
+        chosen = SecondOrStepTimer.named(**periods)
+        return chosen if chosen.every_steps is None or not at_multiples else EverySteps(chosen.every_steps)
+    if given:
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
+        raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
+    if isinstance(timer, EverySteps):
+        return EverySteps(timer.every_steps)  # triggers by the step alone, so that copies agree
+    return _Shared(timer)

@@ -1,0 +1,129 @@
+"""Structures of lists, tuples, mappings and dataclasses: mapping their leaves, and copies of the tensors in them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Leaf:
+    """A class that is a leaf of every tree, also if it is a tuple or a dataclass."""
+
+
+class GroupRates(list[Any]):
+    """The learning rates of an optimizer with several parameter groups, which have the names :attr:`names`."""
+
+    def __init__(self, rates: Iterable[Any], names: list[str]) -> None:
+        super().__init__(rates)
+        self.names = names
+
+
+_Mapper = Callable[[Callable[[Any], Any], Any], Any]
+
+
+class _Mappers(dict[type, _Mapper | None]):
+    """How to map the leaves of each type of structure, ``None`` for a type of leaf; found out once for each type."""
+
+    def __missing__(self, kind: type) -> _Mapper | None:
+        self[kind] = mapper = _mapper_for(kind)
+        return mapper
+
+
+_mappers = _Mappers()
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return ``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass.
+
+    A mapping other than a dict or OrderedDict comes back as a dict, and a subclass of list other than
+    :class:`GroupRates` as a list, because their constructors are unknown. A dataclass that can be called, and an
+    object with ``compute()``, is a leaf.
+    """
+    mapper = _mappers[type(tree)]
+    return function(tree) if mapper is None else mapper(function, tree)
+
+
+def is_fixed(tree: Any) -> bool:
+    """Return whether ``tree`` always has the same leaves: it is a leaf, or a tuple of trees that are fixed."""
+    return all(map(is_fixed, tree)) if type(tree) is tuple else _mappers[type(tree)] is None
+
+
+def _mapper_for(kind: type) -> _Mapper | None:
+    if issubclass(kind, Leaf) or callable(getattr(kind, "compute", None)):
+        return None
+    if issubclass(kind, list):
+        return _map_rates if kind is GroupRates else _map_list
+    if issubclass(kind, tuple):
+        return _map_tuple
+    if issubclass(kind, Mapping):
+        return _map_mapping
+    calls = any("__call__" in vars(base) for base in kind.__mro__)
+    return _map_dataclass if dataclasses.is_dataclass(kind) and not calls else None
+
+
+# List comprehensions, because a generator would turn a StopIteration that a closure raises into a RuntimeError.
+
+
+def _map_list(function: Callable[[Any], Any], tree: Any) -> Any:
+    return [map_leaves(function, item) for item in tree]
+
+
+def _map_rates(function: Callable[[Any], Any], tree: GroupRates) -> GroupRates:
+    return GroupRates([map_leaves(function, rate) for rate in tree], tree.names)
+
+
+def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
+    items = [map_leaves(function, item) for item in tree]
+    # The constructor of a named tuple takes its fields one by one, that of a torch.Size or a torch.return_types.max an
+    # iterable of all of them.
+    return getattr(tree, "_make", type(tree))(items)
+
+
+def _map_mapping(function: Callable[[Any], Any], tree: Any) -> Any:
+    mapped = {key: map_leaves(function, item) for key, item in tree.items()}
+    return OrderedDict(mapped) if type(tree) is OrderedDict else mapped
+
+
+def _map_dataclass(function: Callable[[Any], Any], tree: Any) -> Any:
+    result = copy.copy(tree)
+    for field in dataclasses.fields(tree):
+        # The __setattr__ of a frozen dataclass raises an error.
+        object.__setattr__(result, field.name, map_leaves(function, getattr(tree, field.name)))
+    return result
+
+
+def snapshot(value: Any) -> Any:
+    """Return ``value`` with detached copies of its tensors and copies of its arrays, which no update changes."""
+    kind = type(value)
+    if kind is float or kind is int:
+        return value
+    return map_leaves(copied, value)
+
+
+def copied(leaf: Any) -> Any:
+    """Return a copy of a tensor, detached, or of an array; anything else as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return as_snapshot(leaf.detach().clone())
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def as_snapshot(fresh: torch.Tensor) -> torch.Tensor:
+    """Mark ``fresh``, a tensor that no other code has a reference to, as one that is never updated, and return it."""
+    fresh.is_torchhooks_snapshot = True  # type: ignore[attr-defined]
+    return fresh
+
+
+def is_snapshot(tensor: torch.Tensor) -> bool:
+    """Return whether :func:`as_snapshot` has marked ``tensor``, so that it need not be copied again."""
+    return hasattr(tensor, "is_torchhooks_snapshot")
+
+
+def detached(value: Any) -> Any:
+    """Return ``value`` with every tensor detached, without copying any."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -1,0 +1,448 @@
+"""Values on their way from a device to the host, for ``when_ready`` callbacks.
+
+The values that a hook passes to ``when_ready`` are copied without blocking the host. A copy is queued on the stream
+that is current at the request, so that it follows the kernels that compute the values. An event marks its completion,
+and later runs poll that event. The requests of a few runs share one batch, and small tensors of one dtype and shape
+share one copy, so that reading back one value per step costs little more than the snapshot of the value. The bytes in
+flight are bounded by :data:`MAX_BYTES`.
+
+:data:`copiers` has the device types for which this works. On others, such as ``mps`` and ``xpu``, the copy is made at
+once and the host waits for it.
+
+Only this module and :mod:`torchhooks.device.cuda` wait for a device. Each line that does has a name or a comment that
+says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from torchhooks.common.attempts import Attempts
+from torchhooks.common.errors import LifecycleError, add_note
+from torchhooks.common.trees import Leaf, copied, is_snapshot, map_leaves
+from torchhooks.device.cuda import CudaCopier
+
+BATCH_RUNS = 16
+"""How many runs at most share a batch. With more, copies cost hardly less and log lines appear later."""
+
+BATCH_SECS = 0.05
+"""How many seconds a request waits for others to share its batch. Steps that long hide the cost of another copy."""
+
+BATCH_BYTES = 1 << 20
+"""How many bytes at most wait for others to share their batch. Copying so many hides the cost of another copy."""
+
+MAX_BYTES = 1 << 25
+"""How many bytes at most wait on devices. With more, the host waits for the oldest batch at the end of a run.
+
+So much pinned memory is allocated, once per process, when the first loop is created after CUDA is initialized; set it
+before that.
+"""
+
+_NEVER = sys.maxsize
+
+
+class Pending(Protocol):
+    """Work that a device may not have completed yet."""
+
+    def done(self) -> bool:
+        """Return whether the device has completed it. Never blocks."""
+
+    def wait(self) -> None:
+        """Block until the device has completed it."""
+
+
+class Transfer(Pending, Protocol):
+    """Copies in flight from a device to the host."""
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Return the copies, in the order of the originals, for the caller to keep. Called once, when they are done."""
+
+
+class DeviceEvent(Pending, Protocol):
+    """A point in a device's stream, done when the device has completed what was queued before it."""
+
+    def secs_since(self, earlier: Any) -> float:
+        """Return the device time from ``earlier`` to this event, in seconds. Called when both are done."""
+
+
+class Copier(Protocol):
+    """What a type of device has to offer for copies that do not block the host."""
+
+    def prepare(self, nbytes: int) -> None:
+        """Allocate memory for ``nbytes`` bytes of copies, unless there is some. Called before the device is busy."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Allocate ``nbytes`` bytes on the host, into which copies from the device do not block. May block itself."""
+
+    def stream(self, device: torch.device) -> Hashable:
+        """Return the stream on which work for ``device`` is queued at present."""
+
+    def start(self, tensors: Sequence[torch.Tensor], stream: Any) -> Transfer:
+        """Queue copies of ``tensors``, all of one device, on ``stream``."""
+
+    def event(self, device: torch.device) -> DeviceEvent:
+        """Record an event on the current stream of ``device``."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor``, whose device is of this type, counts as being on the device."""
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``tensor`` on the host. Blocks."""
+
+
+copiers: dict[str, Copier] = {"cuda": CudaCopier()}
+"""The copier for each device type that supports copies without blocking."""
+
+
+class Moment:
+    """A point in time, on the host's clock and, if there is a copier for ``device``, on the device's."""
+
+    __slots__ = ("device", "event", "secs")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.secs = time.monotonic()
+        copier = copiers.get(device.type)
+        self.event = None if copier is None else copier.event(device)
+
+
+class Elapsed:
+    """The time between two moments: a value that ``when_ready`` turns into seconds, of device time if possible."""
+
+    __slots__ = ("across_devices", "events", "host_secs")
+
+    def __init__(self, start: Moment, end: Moment) -> None:
+        self.host_secs = end.secs - start.secs
+        """The seconds on the host's clock."""
+        self.across_devices = start.device != end.device
+        """Whether the moments are of two devices, so that no device has measured the time between them."""
+        self.events: tuple[DeviceEvent, ...] = ()
+        """The events that the device has to reach before the time is known; none if the time is known already."""
+        # Both of them: the start may be an event of another stream, which the device reaches after the end.
+        if start.event is not None and end.event is not None and not self.across_devices:
+            self.events = start.event, end.event
+
+    def secs(self) -> float:
+        """Return the seconds. The device must have reached :attr:`events`."""
+        if not self.events:
+            return self.host_secs
+        start, end = self.events
+        return end.secs_since(start)
+
+
+_Routes = dict[torch.device, tuple[Copier, Hashable]]
+
+
+class Request(NamedTuple):
+    """A callback that waits for its values, and what an error in it is attributed to."""
+
+    values: Any
+    callback: Callable[[Any], object]
+    tensors: list[torch.Tensor]
+    events: list[DeviceEvent]
+    routes: _Routes
+    made_by: object
+    step: int
+    deadline: int  # the number of the run at whose end the callback is called at the latest
+
+
+class _Batch(NamedTuple):
+    requests: list[Request]
+    nbytes: int
+    transfers: list[tuple[Transfer, list[torch.Tensor]]]  # with the originals, which must outlive their copies
+    pending: list[Pending]
+    deadline: int
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.pending)
+
+    def wait(self) -> None:
+        for part in self.pending:
+            part.wait()
+
+
+class Readback:
+    """Copies values to the host and passes them to callbacks, in the order of the requests."""
+
+    def __init__(self, wake: Callable[[], object] = bool) -> None:
+        self._wake = wake  # called when a callback has to wait for its values, to have end_run() called
+        self.waiting = False
+        """Whether any callback is waiting for its values."""
+        self._runs = 0
+        self._send_by_run, self._send_by_time = 0, 0.0  # the queued requests are sent once either is reached
+        self._queued_bytes = self._bytes = 0  # of queued requests, and of all that have not arrived
+        self._queued: list[Request] = []
+        self._in_flight: deque[_Batch] = deque()
+        self._arrived: deque[tuple[Request, dict[int, torch.Tensor]]] = deque()
+        self._delivering: Request | None = None
+        self._closed = False
+        self._call: Callable[[Request, Any], object] = lambda request, values: request.callback(values)
+        for copier in copiers.values():
+            copier.prepare(MAX_BYTES)
+
+    def request(
+        self,
+        values: Any,
+        callback: Callable[[Any], object],
+        made_by: object = None,
+        step: int = 0,
+        max_lag_runs: int | None = None,
+    ) -> None:
+        """Call ``callback(host_values)`` when copies of ``values`` have arrived on the host.
+
+        ``host_values`` has the structure of ``values``, with CPU tensors in place of device tensors and seconds in
+        place of :class:`Elapsed`. The values are those of the time of the request: later updates do not reach them. If
+        nothing has to be copied from a device, the callback is called at once.
+
+        The callback is called at most ``max_lag_runs`` runs from now, if necessary by blocking for the device at the
+        end of that run; 0 is the current run, and ``None`` sets no deadline. The note on an error in the callback names
+        ``made_by`` and the global ``step``. Requests that the callback makes inherit both.
+        """
+        if self._closed:
+            raise LifecycleError(
+                f"when_ready({values!r}): the loop is closed, so the callback would never be called; make the request "
+                "before the loop closes"
+            )
+        if _all_on_host(values):
+            callback(values)
+            return
+        needs = _Needs()
+        values = map_leaves(needs.add, values)
+        if not needs.tensors and not needs.events:
+            callback(to_host(values) if needs.conversion else values)
+            return
+        if needs.snapshots:
+            values = map_leaves(_snapshot, values)
+        if self._delivering is not None:
+            made_by, step = self._delivering.made_by, self._delivering.step
+        if not self._queued:
+            self._send_by_run, self._send_by_time = self._runs + BATCH_RUNS - 1, time.monotonic() + BATCH_SECS
+        deadline = _NEVER
+        if max_lag_runs is not None:
+            deadline = self._runs + max_lag_runs
+            # Half of the time is for filling the batch, the other half for the copy to arrive without blocking.
+            self._send_by_run = min(self._send_by_run, self._runs + max_lag_runs // 2)
+        nbytes = sum(tensor.nbytes for tensor in needs.tensors)
+        self._queued_bytes += nbytes
+        self._bytes += nbytes
+        if self._queued_bytes >= BATCH_BYTES:
+            self._send_by_run = self._runs
+        routes = _routes_of(needs.tensors)
+        self._queued.append(Request(values, callback, needs.tensors, needs.events, routes, made_by, step, deadline))
+        self.waiting = True
+        self._wake()
+
+    def measure(self, measured: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Wrap the function that calls back for a request, ``call(request, values)``, for profiling."""
+        self._call = measured(self._call)
+
+    def end_run(self) -> None:
+        """Send the queued requests if it is time, and call the callbacks of those that have arrived.
+
+        Called at the end of a run. Blocks only for a request whose deadline is this run, and while more than
+        :data:`MAX_BYTES` are waiting.
+        """
+        if self._queued and (self._runs >= self._send_by_run or time.monotonic() >= self._send_by_time):
+            while self._in_flight and self._bytes > MAX_BYTES:  # so that there is memory for the copies
+                self._receive()
+            self.send()
+        while self._in_flight and (self._in_flight[0].done() or self._is_overdue() or self._bytes > MAX_BYTES):
+            self._receive()
+        self._runs += 1
+        self._deliver()
+        self.waiting = bool(self._queued or self._in_flight)
+
+    def drain(self) -> None:
+        """Wait for all values, call every callback that is waiting for them, and then raise the errors of callbacks."""
+        attempt = Attempts(Exception)
+        while self._queued or self._in_flight or self._arrived:
+            attempt(self.send)
+            while self._in_flight:
+                attempt(self._receive)
+            attempt(self._deliver)
+        self.waiting = False
+        attempt.raise_errors("several errors in when_ready callbacks")
+
+    def close(self) -> None:
+        """Drain, and refuse further requests."""
+        try:
+            self.drain()
+        finally:
+            self._closed = True
+
+    def _is_overdue(self) -> bool:
+        return any(self._runs >= batch.deadline for batch in self._in_flight)
+
+    # Each of these removes items from its queue before it handles them, so an error costs only the item that raised it.
+
+    def send(self) -> None:
+        """Start the copies of the queued requests. Never blocks."""
+        queued, self._queued = self._queued, []
+        nbytes, self._queued_bytes = self._queued_bytes, 0
+        self._bytes -= nbytes  # until they are in flight: after an error, they are lost
+        groups: dict[tuple[torch.device, Hashable], tuple[Copier, dict[int, torch.Tensor]]] = {}
+        for request in queued:
+            for tensor in request.tensors:
+                device = tensor.device
+                copier, stream = request.routes[device]
+                groups.setdefault((device, stream), (copier, {}))[1][id(tensor)] = tensor
+        transfers = []
+        for (_, stream), (copier, originals) in groups.items():
+            tensors = list(originals.values())
+            copier.prepare(MAX_BYTES)
+            transfers.append((copier.start(tensors, stream), tensors))
+        if queued:
+            events = [event for request in queued for event in request.events]
+            pending: list[Pending] = [*(transfer for transfer, _ in transfers), *events]
+            deadline = min(request.deadline for request in queued)
+            self._in_flight.append(_Batch(queued, nbytes, transfers, pending, deadline))
+            self._bytes += nbytes
+
+    def _receive(self) -> None:
+        """Move the requests of the oldest batch to those that have arrived. Blocks if the batch is not done."""
+        batch = self._in_flight.popleft()
+        self._bytes -= batch.nbytes
+        batch.wait()
+        copies = {
+            id(original): copy
+            for transfer, originals in batch.transfers
+            for original, copy in zip(originals, transfer.tensors(), strict=True)
+        }
+        self._arrived.extend((request, copies) for request in batch.requests)
+
+    def _deliver(self) -> None:
+        while self._arrived:
+            request, copies = self._arrived.popleft()
+            values = map_leaves(functools.partial(_arrived_leaf, copies), request.values)
+            self._delivering = request
+            try:
+                self._call(request, values)
+            except BaseException as error:
+                add_note(error, f"torchhooks: in a when_ready callback of {request.made_by}, for step {request.step}")
+                raise
+            finally:
+                self._delivering = None
+
+
+class Arrival:
+    """Values of this moment on their way to the host, for another thread to wait for. Copies are queued at once."""
+
+    def __init__(self, values: Any) -> None:
+        self._got: list[Any] = []
+        self._readback = Readback()
+        self._readback.request(values, self._got.append)
+        self._readback.send()
+        self.on_host = bool(self._got)
+        """Whether all of the values were on the host, so that :meth:`wait` does not block."""
+
+    def wait(self) -> Any:
+        """Block until the values have arrived, and return them, with CPU tensors in place of device tensors."""
+        self._readback.drain()
+        return self._got[0]
+
+
+def is_remote(value: Any) -> bool:
+    """Return whether ``value`` is a tensor on a device, so that reading it would block the host."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return not value.is_cpu or ("cpu" in copiers and copiers["cpu"].holds(value))
+
+
+def to_host(values: Any) -> Any:
+    """Return ``values`` with CPU tensors in place of device tensors and seconds in place of times. Blocks."""
+    return map_leaves(_leaf_to_host, values)
+
+
+def _leaf_to_host(value: Any) -> Any:
+    if isinstance(value, Elapsed):
+        for event in value.events:
+            event.wait()  # waits for the device
+        return value.secs()
+    if not is_remote(value):
+        return value
+    copier = copiers.get(value.device.type)
+    return value.to("cpu") if copier is None else copier.fetch(value)  # waits for the device
+
+
+def _arrived_leaf(copies: dict[int, torch.Tensor], leaf: Any) -> Any:
+    copy = copies.get(id(leaf))
+    return _leaf_to_host(leaf) if copy is None else copy
+
+
+def _all_on_host(values: Any) -> bool:
+    """Return whether ``values`` can be handed over as they are. A fast path: false if a closer look is needed."""
+    parts = [values]
+    for part in parts:
+        kind = type(part)
+        if kind is torch.Tensor:
+            if "cpu" in copiers or not part.is_cpu:
+                return False
+        elif isinstance(part, tuple):
+            parts += part  # extends the list that the loop iterates over
+        elif not (part is None or kind is float or kind is int or kind is str or isinstance(part, Leaf)):
+            return False
+    return True
+
+
+class _Needs:
+    """What has to be done for the values of one request. :meth:`add` is called with each leaf."""
+
+    __slots__ = ("conversion", "events", "snapshots", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []  # to copy without blocking
+        self.events: list[DeviceEvent] = []  # to wait for
+        self.conversion = False  # whether to_host() has to convert some leaves
+        self.snapshots = False  # whether some leaves may be updated before the callback is called
+
+    def add(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if not is_remote(leaf):
+                self.snapshots = True
+            elif _can_copy_async(leaf):
+                leaf = _snapshot(leaf)
+                self.tensors.append(leaf)
+            else:
+                self.conversion = self.snapshots = True
+        elif isinstance(leaf, Elapsed):
+            self.conversion = True
+            self.events += leaf.events
+        elif isinstance(leaf, np.ndarray):
+            self.snapshots = True
+        return leaf
+
+
+def _routes_of(tensors: Iterable[torch.Tensor]) -> _Routes:
+    """Return the copier and the current stream for each device of ``tensors``."""
+    # Looked up for every request: its snapshots were queued on these streams, and only copies on the same streams
+    # follow them. The batch may be sent later, when other streams are current.
+    routes: _Routes = {}
+    for tensor in tensors:
+        device = tensor.device
+        if device not in routes:
+            copier = copiers[device.type]
+            routes[device] = copier, copier.stream(device)
+    return routes
+
+
+def _can_copy_async(tensor: torch.Tensor) -> bool:
+    # Tensors of other layouts, and subclasses that wrap several tensors, have no single block of memory to copy.
+    return (
+        tensor.device.type in copiers
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    )
+
+
+def _snapshot(leaf: Any) -> Any:
+    """Return ``leaf``, or a copy of it if the step, a hook or the caller may update it in place."""
+    return leaf if isinstance(leaf, torch.Tensor) and is_snapshot(leaf) else copied(leaf)

@@ -1,0 +1,484 @@
+"""Fetches: what a hook can ask for in a run, and the value of each.
+
+========================================  ============================================================================
+fetch                                     value
+========================================  ============================================================================
+``"loss"``                                the output of the step with this name (see :func:`named_outputs`)
+``"global_step"``                         the global step, which counts this run
+``"lr"``                                  the learning rate; a list of them if there are several parameter groups
+``"fc1.weight"``                          a parameter or buffer of the model
+``"fc1.weight.grad"``                     its gradient; ``None`` if it has none
+``"encoder:output"``                      what this submodule of the model returned in this run
+``"encoder:input"``, ``"encoder:grad"``   what it received; the gradient of what it returned
+``"images"``                              an argument of the step, by the name of its parameter
+``"epoch"``, ``"batch"``                  from 0, the pass over the data of ``until_stop``, and the item in it
+``"secs"``, ``"steps_per_sec"``           seconds since the session was created; the last rate of a StepCounterHook
+a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
+an object with ``compute()``              what ``compute()`` returns: a torchmetrics metric, for example
+a tensor                                  its value after this run
+``running_mean("loss")``                  the mean over all runs since the hook's last report; also ``running_sum`` and
+                                          ``running_max``
+``over_ranks("loss", "mean")``            the mean of what the fetch is on all ranks, or the ``sum``, ``min``, ``max``
+a :class:`ComposedFetch`                  a value computed from another fetch: a summary op, for example
+a list, tuple, dict, dataclass of these   the same structure, with values in place of fetches
+========================================  ============================================================================
+
+Fetches are evaluated after the step, in the runs in which a hook asks for them: a name, a closure or an object once in
+a run, however many hooks ask for it. Tensors and arrays in the values are copies, which later updates do not change.
+Tensors are detached from the graph and stay on their device. With several ranks, a ``DTensor`` becomes the full tensor,
+which every rank has to request in the same run. NanTensorHook and histograms need no full tensor.
+
+A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
+``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``).
+
+No code of the model runs when a name is looked up, because it could change the training run. A parameter that one of
+torch's parametrizations computes, such as ``spectral_norm``, has the value that it has in evaluation mode. One that
+other code computes is refused: fetch what is stored, such as ``"fc1.parametrizations.weight.original"``. A property of
+the model can be read in a closure: ``lambda model: model.scale``.
+
+A closure is called under ``torch.no_grad()``, with the original values instead of copies. Its parameters can also be
+``model``, ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. A parameter whose
+name does not exist keeps its default. Two closures are the same fetch if they are equal, as bound methods can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import numbers
+import os
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchhooks.common.errors import FetchError, NoRunYetError, add_note
+from torchhooks.common.text import did_you_mean, shortened, shown
+from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
+from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, tensor_names
+
+_MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
+
+_EMPTY: Mapping[str, Any] = types.MappingProxyType({})
+_OF_LOOP = ("epoch", "batch", "secs", "steps_per_sec")
+_WATCHED_SUFFIXES = ((":", "output"), (":", "input"), (":", "grad"))
+
+
+class ComposedFetch(Leaf):
+    """A fetch whose value is computed from that of another fetch, :attr:`fetch`, which must never change."""
+
+    copies: bool = True
+    """Whether :meth:`compose` gets copies. One that keeps no part of the value does not need them."""
+    accumulates: bool = False
+    """Whether the value is accumulated from run to run, by ``session.running``; :meth:`compose` is not called then."""
+    fits_every_run: bool = False
+    """Whether it can be evaluated in every run: it takes little time, and no other rank has to take part."""
+
+    @functools.cached_property
+    def watched_names(self) -> list[str]:
+        """The names in :attr:`fetch` for which a submodule has to be watched during the step."""
+        return watched_names(self.fetch)
+
+    @functools.cached_property
+    def running_parts(self) -> list[Any]:
+        """The parts of :attr:`fetch` that are accumulated from run to run."""
+        return running_parts(self.fetch)
+
+    @property
+    def fetch(self) -> Any:
+        """The fetch to evaluate."""
+
+    is_fixed: bool = True
+    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
+
+    def compose(self, value: Any) -> Any:
+        """Return the value of this fetch, given the value of :attr:`fetch`."""
+
+
+# -- parts --------------------------------------------------------------------------------------------------------
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of ``tree``, with those of :attr:`ComposedFetch.fetch` in place of a composed fetch."""
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    for leaf in found:
+        if isinstance(leaf, ComposedFetch):
+            yield from leaves(leaf.fetch)
+        else:
+            yield leaf
+
+
+def watched_names(fetches: Any) -> list[str]:
+    """Return the names in ``fetches`` for which a submodule has to be watched: ``"encoder.layer1:output"``."""
+    if isinstance(fetches, ComposedFetch):
+        return fetches.watched_names
+    if type(fetches) is str and ":" not in fetches:
+        return []
+    return [leaf for leaf in leaves(fetches) if isinstance(leaf, str) and leaf.rpartition(":")[1:] in _WATCHED_SUFFIXES]
+
+
+def running_parts(fetches: Any) -> list[Any]:
+    """Return the parts of ``fetches`` that are accumulated from run to run."""
+    if type(fetches) is str:
+        return []
+    found: list[Any] = []
+
+    def look(leaf: Any) -> None:
+        if isinstance(leaf, ComposedFetch):
+            found.extend(leaf.running_parts)
+
+    map_leaves(look, fetches)
+    return found
+
+
+# -- names --------------------------------------------------------------------------------------------------------
+
+
+def named_outputs(outputs: Any) -> Mapping[str, Any]:
+    """Return the parts of what a step returned, by the names under which they can be fetched.
+
+    The items of a mapping and the fields of a named tuple or dataclass keep their names. A single tensor, array or
+    number is ``"loss"``. The items of any other tuple or list are ``"0"``, ``"1"`` and so on. Anything else has no
+    name.
+    """
+    if type(outputs) is dict:  # before the checks of abstract classes, because it is the type of a body's outputs
+        return outputs
+    if type(outputs) is torch.Tensor or isinstance(outputs, (torch.Tensor, numbers.Number, np.generic, np.ndarray)):
+        return {"loss": outputs}
+    if isinstance(outputs, Mapping):
+        return outputs
+    if isinstance(outputs, (tuple, list)):
+        names = getattr(outputs, "_fields", None) or map(str, range(len(outputs)))
+        return dict(zip(names, outputs, strict=True))
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        names = [field.name for field in dataclasses.fields(outputs) if hasattr(outputs, field.name)]
+        return {name: getattr(outputs, name) for name in names}
+    return {}
+
+
+def check_feed_names(feeds: Mapping[Any, Any], feeder: object) -> None:
+    """Raise a TypeError unless all keys of ``feeds`` are names."""
+    for name in feeds:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{feeder} feeds {shown(name)}, which is not a name: a feed is given by the name of a parameter, a str"
+            )
+
+
+def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return bool(groups) and all("lr" in group for group in groups)
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the rate of the only parameter group, or all rates if there are several groups.
+
+    Whether the rates of several groups agree does not matter. If it did, a schedule could change the type of ``"lr"``
+    in the middle of a training run.
+    """
+    groups = optimizer.param_groups
+    return groups[0]["lr"] if len(groups) == 1 else GroupRates([group["lr"] for group in groups], _group_names(groups))
+
+
+def _group_names(groups: list[dict[str, Any]]) -> list[str]:
+    """Return the ``"name"`` of each group, or its index; only indices if two names are the same."""
+    indices = [str(index) for index in range(len(groups))]
+    given = [group.get("name") for group in groups]
+    names = [
+        name if isinstance(name, str) and name.strip() and name.isprintable() else index
+        for name, index in zip(given, indices, strict=True)
+    ]
+    return names if len(set(names)) == len(names) else indices
+
+
+def _model_value(model: torch.nn.Module | None, name: str) -> Any:
+    """Return a parameter, a buffer or a gradient (``"fc.weight.grad"``) of ``model``, or ``_MISSING``.
+
+    Returns a :class:`~torchhooks.fetches.modules.Computed` for a tensor that a parametrization computes with the
+    user's code.
+    """
+    if model is None:
+        return _MISSING
+    tensor = find_tensor(model, name)
+    if tensor is not None:
+        return tensor
+    if name.endswith(".grad"):
+        parameter = find_tensor(model, name.removesuffix(".grad"))
+        if parameter is not None:
+            # A computed one (torch.nn.utils.spectral_norm) keeps no gradient, and reading its .grad is a warning.
+            return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
+        if find_computed(model, name.removesuffix(".grad")) is not None:
+            return None  # computed for each use, so it keeps no gradient either
+    computed = find_computed(model, name)
+    if computed is None:
+        return _MISSING
+    value = computed.value()
+    return computed if value is None else value
+
+
+# -- closures -----------------------------------------------------------------------------------------------------
+
+_parameters: weakref.WeakKeyDictionary[Any, dict[bool, tuple[inspect.Parameter, ...]]] = weakref.WeakKeyDictionary()
+
+
+def closure_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Return the parameters of ``closure`` that are names. Cached by function, because ``inspect`` is slow."""
+    function = closure.__func__ if isinstance(closure, types.MethodType) else closure
+    if not isinstance(function, types.FunctionType):
+        return _read_parameters(closure)
+    bound = function is not closure
+    known = _parameters.setdefault(function, {})
+    if bound not in known:
+        known[bound] = _read_parameters(closure)
+    return known[bound]
+
+
+def _read_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    try:
+        function = closure.forward if isinstance(closure, torch.nn.Module) else closure
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature is called without arguments
+        return ()
+    given = closure.keywords if isinstance(closure, functools.partial) else ()
+    return tuple(p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in given)
+
+
+def describe(fetch: Any) -> str:
+    """Return a description of ``fetch`` for errors and log lines: of a function, its name, file and line."""
+    code = getattr(fetch, "__code__", None)
+    if code is not None:
+        # Without the folders of the file, which would make up most of a log line.
+        return f"{fetch.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    return fetch if isinstance(fetch, str) else repr(fetch)
+
+
+# -- evaluation ---------------------------------------------------------------------------------------------------
+
+_NOT_VALUES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, ComposedFetch)
+"""What no closure returns as its value, but a function that creates a fetch does, such as ``grad_norm``."""
+
+
+class Evaluator:
+    """Evaluates the fetches of one run, each distinct one once."""
+
+    ran = True
+    """Whether a run has produced outputs."""
+    gone: Collection[str] = ()
+    """The names that exist only during a run: the parameters of the step."""
+    detaches = False
+    """Whether closures get detached outputs, as outside of a run."""
+    copies = True
+    """Whether what closures and objects return is copied. If it is used at once and not kept, it need not be."""
+    _requester: object = ""
+
+    def __init__(
+        self,
+        session: Any,
+        outputs: Any = None,
+        feeds: Mapping[str, Any] = _EMPTY,
+        inputs: Callable[[], Mapping[str, Any]] = dict,
+        watched: Mapping[str, Any] = _EMPTY,
+        requests: Iterable[tuple[object, Any]] = (),
+    ) -> None:
+        # The requests of the run are for the subclass for several ranks.
+        self.session = session
+        self.outputs = outputs
+        self.feeds = feeds
+        self.watched = watched  # "fc1:output" and its like, already copied
+        self._inputs = inputs  # called only when a fetch needs the arguments of the step
+        self._values: dict[Any, Any] = {}  # by name, by closure, and by id for other objects
+        self._outputs = {"loss": outputs} if type(outputs) is torch.Tensor else named_outputs(outputs)
+
+    def evaluate(self, fetch: Any, requester: object) -> Any:
+        """Return the value of ``fetch``, in its structure. A FetchError names the ``requester``."""
+        self._requester = requester
+        if type(fetch) is str:
+            return self._named(fetch)
+        return self.composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
+
+    def evaluate_uncopied(self, fetch: Any, requester: object) -> Any:
+        """Return the value of ``fetch`` for a use in which it is neither kept nor changed."""
+        self._requester = requester
+        return self._leaf_uncopied(fetch)
+
+    def is_given(self, name: str) -> bool:
+        """Return whether ``name`` is that of a feed or of an output of the step."""
+        return name in self.feeds or name in self._outputs
+
+    def _leaf(self, fetch: Any) -> Any:
+        if isinstance(fetch, str):
+            return self._named(fetch)
+        if isinstance(fetch, ComposedFetch):
+            return self.composed(fetch)
+        if isinstance(fetch, torch.Tensor):
+            return self._once(fetch, lambda: fetch)
+        if callable(getattr(fetch, "compute", None)) and not isinstance(fetch, type):
+            return self._once(fetch, lambda: self._call(fetch, fetch.compute))
+        if callable(fetch):
+            return self._closure(fetch)
+        raise FetchError(
+            f"{self._requester} asked for {shown(fetch)}, which is not a fetch: a fetch is a name, a closure, an "
+            "object with compute(), a tensor, or these in lists, tuples, dicts and dataclasses"
+        )
+
+    def _leaf_uncopied(self, fetch: Any) -> Any:
+        return self._find(fetch) if type(fetch) is str and fetch not in self.watched else self._leaf(fetch)
+
+    def _named(self, name: str) -> Any:
+        if name in self.watched:
+            return self.watched[name]
+        if name not in self._values:
+            self._values[name] = snapshot(self._find(name))
+        return self._values[name]
+
+    def _find(self, name: str) -> Any:
+        value = self._look_up(name)
+        if value is _MISSING:
+            raise self._unknown(name, f"{self._requester} asked for {name!r}, which does not exist")
+        return value
+
+    def _once(self, fetch: Any, value: Callable[[], Any]) -> Any:
+        if id(fetch) not in self._values:
+            self._values[id(fetch)] = fetch, self._kept(value())  # with the fetch, so that its id stays its own
+        return self._values[id(fetch)][1]
+
+    def _closure(self, closure: Callable[..., Any]) -> Any:
+        try:
+            hash(closure)
+        except TypeError:  # not hashable: identified by id instead
+            return self._once(closure, lambda: self._call_by_name(closure))
+        if closure not in self._values:
+            self._values[closure] = self._kept(self._call_by_name(closure))
+        return self._values[closure]
+
+    def _kept(self, value: Any) -> Any:
+        return snapshot(value) if self.copies else value
+
+    def _call_by_name(self, closure: Callable[..., Any]) -> Any:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in closure_parameters(closure):
+            value = self._argument(closure, parameter)
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        return self._call(closure, functools.partial(closure, *args, **kwargs))
+
+    def _argument(self, closure: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+        name, session = parameter.name, self.session
+        value = self._look_up(name)
+        if value is not _MISSING:
+            return value
+        if name in ("model", "optimizer"):
+            return getattr(session, name)
+        if name == "outputs":
+            return self._as_asked(self.outputs)
+        value = session if name == "session" else parameter.default
+        if value is not inspect.Parameter.empty:
+            return value
+        asked = f"{self._requester} asked for {describe(closure)}"
+        way_out = ""
+        if isinstance(closure, (types.FunctionType, type)) and f"{closure.__module__}.".startswith("torchhooks."):
+            way_out = f": call it, {closure.__name__}(...)"
+        raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}")
+
+    def composed(self, fetch: ComposedFetch) -> Any:
+        """Return the value of ``fetch``."""
+        if fetch.accumulates:
+            return self.session.running.report(fetch, self._requester)
+        evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch
+        value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
+        try:
+            return fetch.compose(value)
+        except BaseException as error:
+            self._note(error, fetch)
+            raise
+
+    def _call(self, fetch: Any, function: Callable[[], Any]) -> Any:
+        try:
+            with torch.no_grad():
+                value = function()
+        except BaseException as error:
+            self._note(error, fetch)
+            raise
+        if isinstance(value, _NOT_VALUES) or (isinstance(fetch, type) and hasattr(value, "compute")):
+            raise FetchError(
+                f"{self._requester} asked for {describe(inspect.unwrap(fetch))}, whose value is of type "
+                f"{type(value).__name__}: a value is neither a function nor a fetch. If it creates a fetch, "
+                f"call it: {getattr(fetch, '__name__', 'fetch')}()"
+            )
+        return value
+
+    def _note(self, error: BaseException, fetch: Any) -> None:
+        with contextlib.suppress(Exception):  # a fetch that cannot be printed must not replace the error
+            names = shortened([*self._all_names(), "model", "optimizer", "session", "outputs"])
+            where = f"in {describe(fetch)}, which {self._requester} asked for"
+            add_note(error, f"torchhooks: {where}; available names: {names}")
+
+    def _unknown(self, name: str, message: str) -> FetchError:
+        if name in self.gone:
+            return NoRunYetError(f"{message} outside of a run: it is an argument of the step.")
+        if self.session.model is not None and is_property(self.session.model, name):
+            message += f". It is a property, and a fetch runs no code of the model: fetch lambda model: model.{name}"
+        names = self._all_names()
+        message += f".{did_you_mean(name, names)} Available: {shortened(names)}."
+        if self.ran:
+            return FetchError(message + self._unnamed_outputs())
+        return NoRunYetError(f"{message} The outputs of the step exist only after a run in which it returned.")
+
+    def _unnamed_outputs(self) -> str:
+        """Return what to know of the outputs if they have no names of the user's choice, after a space."""
+        outputs = self.outputs
+        if type(outputs) is dict and not outputs:
+            return ' The outputs are an empty dict: put what hooks ask for into it, such as outputs["loss"] = loss.'
+        if outputs is None:
+            return " The step returned None: return what hooks ask for, such as the loss."
+        kind = type(outputs).__name__
+        if not self._outputs and not isinstance(outputs, Mapping):
+            return f" The step returned {shown(outputs)}, of type {kind}, which has no names: return a dict instead."
+        if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "_fields"):
+            return f" The step returned a {kind}, whose items are named {shortened([*map(repr, self._outputs)])}."
+        return ""
+
+    def _look_up(self, name: str) -> Any:
+        """Return the value of ``name``, not copied, or ``_MISSING``."""
+        if name in self.feeds:
+            return self.feeds[name]
+        if name in self._outputs:
+            return self._as_asked(self._outputs[name])
+        if name == "global_step":
+            return self.session.global_step
+        if name == "lr" and _has_rate(self.session.optimizer):
+            return _learning_rate(self.session.optimizer)
+        value = _model_value(self.session.model, name)
+        if type(value) is Computed:
+            stored_names = " and ".join(map(repr, value.originals))
+            raise FetchError(
+                f"{self._requester} asked for {name!r}, which {' and '.join(value.computed_by)} computes. A fetch runs "
+                f"no code of the model, which could change the training run: fetch {stored_names}, which the model "
+                "stores, or return the value from the step."
+            )
+        if value is _MISSING:
+            value = self._inputs().get(name, _MISSING)
+        if value is _MISSING and name in _OF_LOOP:  # last, because steps have parameters with these names
+            known = getattr(self.session, name, None)
+            value = _MISSING if known is None else known
+        return value
+
+    def _as_asked(self, output: Any) -> Any:
+        return detached(output) if self.detaches else output
+
+    def _all_names(self) -> list[str]:
+        names = [*self.feeds, *map(str, self._outputs), "global_step"]
+        names += ["lr"] if _has_rate(self.session.optimizer) else []
+        names += self.watched
+        if self.session.model is not None:
+            names += tensor_names(self.session.model)
+        return [*dict.fromkeys([*names, *self._inputs()])]

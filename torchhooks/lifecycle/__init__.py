@@ -1,0 +1,5 @@
+"""The contract between a loop and its hooks.
+
+Read ``hook`` first: its docstring describes the order of calls, what stops a loop, and what an exception does.
+``session`` is what hooks receive, ``coordinator`` what their threads use, and ``ending`` keeps why and how a loop ends.
+"""

@@ -1,0 +1,83 @@
+"""Fetches that are evaluated only when they are due, and putting back what an evaluation disturbs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Protocol
+
+import torch
+
+from torchhooks.common.random_states import random_states, set_random_states
+from torchhooks.common.timers import Timer
+from torchhooks.fetches.fetch import ComposedFetch, running_parts, watched_names
+from torchhooks.ranks.dtensors import reshard
+
+
+class Trained(Protocol):
+    """The part of a session that an evaluation can disturb, and its global step."""
+
+    @property
+    def model(self) -> torch.nn.Module | None: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+
+    @property
+    def global_step(self) -> int: ...
+
+
+class Undisturbed:
+    """What an evaluation may disturb in ``session``, to be put back: random states, training mode and gradients."""
+
+    def __init__(self, session: Trained) -> None:
+        model, optimizer = session.model, session.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        own = [] if model is None else [*model.parameters()]
+        self._model, self._parameters = model, own
+        self._random = random_states()
+        self._modes = [] if model is None else [(module, module.training) for module in model.modules()]
+        self._gradients = [(p, p.grad) for p in [*own, *(p for group in groups for p in group["params"])]]
+
+    def restore(self) -> None:
+        self.restore_modes()
+        if self._model is not None and any(map(operator.is_not, self._parameters, self._model.parameters())):
+            reshard(self._model)  # the forward pass of the evaluation has put whole parameters in place of DTensors
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        set_random_states(self._random)
+
+    def restore_modes(self) -> None:
+        for module, training in self._modes:
+            if module.training is not training:
+                module.train(training)  # not only the attribute: some modules merge or freeze weights in train()
+        for module, training in self._modes:
+            module.training = training  # train() of a module changes those inside of it
+
+
+class IfDue(ComposedFetch):
+    """A fetch that is evaluated only if ``timer`` triggers after the step was counted, because a run may count no step.
+
+    A hook requests it in a run that may be due, and looks at :attr:`evaluated` to learn whether the run was.
+    """
+
+    is_fixed = False
+
+    session: Trained
+    """The session, which the hook sets in ``after_create_session``."""
+
+    def __init__(self, fetch: Any, timer: Timer) -> None:
+        self.watched_names = watched_names(fetch)
+        self.running_parts = running_parts(fetch)
+        self.evaluated = False
+        """Whether the fetch was evaluated in the last run that requested it."""
+        self._fetch = fetch
+        self._timer = timer
+
+    @property
+    def fetch(self) -> Any:
+        self.evaluated = self._timer.should_trigger_for_step(self.session.global_step)
+        return self._fetch if self.evaluated else ()
+
+    def compose(self, value: Any) -> Any:
+        return value

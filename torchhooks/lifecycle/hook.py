@@ -1,0 +1,455 @@
+"""The contract: what a hook is, when it is called, and what it receives.
+
+A hook watches a training loop. Subclass :class:`SessionRunHook`, override the methods you need, and pass an instance to
+:class:`torchhooks.MonitoredLoop`. This hook requests the loss, and stops the loop once it is small enough::
+
+    class StopWhenGood(SessionRunHook):
+        def __init__(self, target):
+            self.target = target
+
+        def before_run(self, run_context):
+            return SessionRunArgs("loss")
+
+        def after_run(self, run_context, run_values):
+            if run_values.results < self.target:
+                run_context.request_stop(f"loss {run_values.results:.3f}")
+
+Order of calls (``tf.train.MonitoredSession``'s)
+------------------------------------------------
+::
+
+    for hook in hooks: hook.begin()
+    session = Session(...)                               # initialized, or restored
+    for hook in hooks: hook.after_create_session(session, coord)
+    while the body of the `with` calls loop.run(...):
+        for hook in hooks: requests += hook.before_run(context)
+        outputs = step(...)                              # the user's function, or the body of `with loop.step()`
+        values = evaluate(requests)                      # each distinct fetch once
+        for hook in hooks: hook.after_run(context, values for this hook)
+        stop, if a hook requested it in this run
+    for hook in hooks: hook.end(session)                 # only if nothing failed
+    for hook in hooks: hook.teardown()                   # always
+
+Every method is called in the order of the list of hooks, ``after_run`` and ``end`` too. The loop calls ``begin`` once
+in its life. It calls ``after_create_session`` for every session, so again after a recovery.
+
+Stop
+----
+``context.request_stop()`` does not cut the run short: the step and every ``after_run`` are still called. After that,
+``loop.should_stop()`` is true for good, and another ``run()`` is an error.
+
+Exceptions
+----------
+* Exactly ``StopIteration``, not a subclass, from a hook, the step, a closure or the body of the ``with`` block: the
+  loop ends cleanly. The interrupted run gets no further ``after_run``. Every ``end`` is called. The ``with`` block
+  raises nothing. The same holds for ``after_create_session`` in a recovery.
+* A ``StopIteration`` from the constructor of the loop, where hooks get ``begin`` and the first
+  ``after_create_session``, or from ``end`` or ``teardown`` is an error like any other.
+* Any other exception, ``KeyboardInterrupt`` included: no further ``after_run`` and no ``end``. It propagates with its
+  type and traceback, and with a note that names the hook, the method and the step.
+* Unlike TensorFlow, an ``end`` that raises does not prevent the other hooks' ``end``. One error propagates as it is,
+  several as an ``ExceptionGroup``.
+* Unlike TensorFlow, there is ``teardown``, which is always called, so that a hook can close what it opened in
+  ``begin``.
+
+Skipped runs
+------------
+A hook that has work only now and then can say when: see :meth:`SessionRunHook.next_due`. Until then the loop skips its
+run methods. A run in which no hook is due costs next to nothing.
+
+Several ranks
+-------------
+Under ``torchrun``, each rank calls the hooks of its own list. In which runs, depends on what the hook says:
+
+* A hook without ``next_due`` is called in every run, and one that says ``Due.step`` or ``Due.runs`` in the same runs on
+  every rank. It may call collectives, such as ``session.ranks.gather`` or an ``all_reduce``, and fetch
+  :func:`torchhooks.over_ranks` or a ``DTensor``, if every rank has the hook and makes the calls in the same order.
+* A hook that says ``Due.moment`` is called when the clock of its rank says so, and one that says ``Due.when`` depends
+  on what the step of its rank returned. It must not call collectives. With :attr:`SessionRunHook.collective`, the
+  chief's clock decides for all ranks.
+* ``begin``, ``after_create_session`` and ``end`` are called on every rank, in the order of the list. ``teardown`` and
+  ``when_ready`` callbacks must not call collectives, because another rank may have failed, or be in another run.
+
+A hook writes files and logs on the chief only: ``if session.ranks.is_chief``. Of the other ranks, only warnings and
+errors are logged, with the rank. Any rank may request a stop: all make the same last run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torchhooks.common.timers import Due
+from torchhooks.device.readback import Readback
+from torchhooks.fetches.step import Step
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.ending import Ending
+from torchhooks.lifecycle.session import Session
+from torchhooks.position.items import Items
+from torchhooks.ranks.ranks import Ranks
+
+
+class RunOptions(NamedTuple):
+    """How to execute one run, from a hook to the loop (``tf.RunOptions``). The options of several hooks are merged.
+
+    >>> class Profile(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs(options=RunOptions(trace=True))
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         operations = {event.key for event in run_values.run_metadata.profile.key_averages()}
+    ...         print("aten::linear" in operations)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Profile()]) as loop:
+    ...     loss = loop.run(batches[0])
+    True
+
+    An option that one hook turns on is on for the run. A run of ``loop.step()`` can be traced too.
+
+    Args:
+        trace: profile the step of this run; :class:`torchhooks.RunMetadata` has the profile.
+        memory: record in the profile what memory tensors use.
+    """
+
+    trace: bool = False
+    memory: bool = False
+
+
+class RunMetadata(NamedTuple):
+    """What was recorded about a run in addition to its values, from the loop to the hooks (``tf.RunMetadata``).
+
+    >>> class Show(SessionRunHook):
+    ...     def after_run(self, run_context, run_values):
+    ...         print(run_values.run_metadata)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Show()]) as loop:
+    ...     loss = loop.run(batches[0])
+    RunMetadata(profile=None)
+
+    :class:`torchhooks.RunOptions` has an example with a profile.
+
+    Args:
+        profile: the finished ``torch.profiler.profile`` of the step if a hook requested a trace, otherwise ``None``.
+    """
+
+    profile: Any = None
+
+
+class SessionRunArgs(NamedTuple):
+    """What a hook requests of a run; returned by ``before_run`` (``tf.train.SessionRunArgs``).
+
+    >>> class Report(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs({"loss": "loss", "lr": "lr", "examples": lambda inputs: len(inputs)})
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         print(run_values.results)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Report()]) as loop:
+    ...     loss = loop.run(batches[0])
+    {'loss': tensor(...), 'lr': 0.1, 'examples': 16}
+
+    Args:
+        fetches: what to evaluate after the step: a name, a closure, a tensor, an object with ``compute()``, or these in
+            lists, tuples, dicts and dataclasses. ``None`` for nothing. A fetch that has no value in this run is a
+            :class:`torchhooks.FetchError`.
+        feed_dict: keyword arguments for the step, by parameter name. They must not be passed by another hook or by the
+            caller of ``run`` too: that is a :class:`torchhooks.FeedError`.
+        options: how to execute the run.
+    """
+
+    fetches: Any = None
+    feed_dict: Mapping[str, Any] | None = None
+    options: RunOptions | None = None
+
+
+class SessionRunValues(NamedTuple):
+    """What a hook requested, with values; passed to its ``after_run`` (``tf.train.SessionRunValues``).
+
+    >>> class Report(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs(["global_step", "weight"])
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         global_step, weight = run_values.results
+    ...         print(global_step, weight.shape, weight.requires_grad)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Report()]) as loop:
+    ...     loss = loop.run(batches[0])
+    1 torch.Size([1, 4]) False
+
+    Args:
+        results: the values, in the structure of the hook's ``fetches``; ``None`` if it requested none. Tensors are
+            detached copies on their device, with the values at the end of this run.
+        options: the merged options of this run.
+        run_metadata: what was recorded about this run.
+    """
+
+    results: Any
+    options: RunOptions
+    run_metadata: RunMetadata
+
+
+class Caller(Protocol):
+    """A hook's place in the loop, as far as a context needs to know it."""
+
+    @property
+    def hook(self) -> object: ...
+
+
+class RunServices(NamedTuple):
+    """What the contexts of all runs of one session share."""
+
+    session: Session
+    step: Step
+    readback: Readback
+    ending: Ending
+    items: Items
+
+
+class SessionRunContext:
+    """One run, as its hooks see it: the same object in every ``before_run`` and ``after_run`` of the run.
+
+    The loop creates it (``tf.train.SessionRunContext``).
+
+    >>> class StopWhenGood(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs("loss")
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         def stop_if_good(loss):  # called at once on a CPU, and a few runs later on a GPU
+    ...             if loss < 0.5:
+    ...                 run_context.request_stop(f"loss {loss:.2f}")
+    ...
+    ...         run_context.when_ready(run_values.results, stop_if_good)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopWhenGood()]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
+    >>> loop.stop_reason
+    'StopWhenGood: loss 0...'
+    """
+
+    # Class attributes are defaults: a context is created in every run with hooks, and each assignment costs time.
+    stop_requested: bool = False
+    """Whether a hook has requested a stop in this run."""
+    stop_reason: str | None = None
+    """The reason given by the first hook that requested a stop."""
+    _stopped_by: Caller | None = None  # the hook whose method was running when the stop was requested
+    caller: Caller | None = None
+    """The hook whose method is running. The loop sets this before each call."""
+    void: bool = False
+    """Whether the run failed, so that a stop requested in it does not count."""
+
+    def __init__(self, services: RunServices, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> None:
+        self._services = services
+        self._args = args  # None in a run of loop.step(), which has none
+        self._kwargs = kwargs
+
+    @property
+    def session(self) -> Session:
+        """The raw session, which evaluates fetches without calling hooks."""
+        return self._services.session
+
+    @property
+    def original_args(self) -> SessionRunArgs:
+        """``SessionRunArgs(step, inputs)``, with the step function and what the caller of ``run`` passed, by name.
+
+        ``SessionRunArgs(None, {})`` in a run of ``loop.step()``.
+        """
+        return SessionRunArgs(None if self._args is None else self._services.step.function, self.inputs())
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what the caller of ``run`` passed, by parameter name, with the step's defaults.
+
+        It is empty in a run of ``loop.step()``. What hooks feed is not part of it.
+        """
+        return {} if self._args is None else self._services.step.inputs(self._args, self._kwargs)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over."""
+        return self._services.ending.run is not self
+
+    @property
+    def why_stopped(self) -> str:
+        """The hook that requested the stop and its reason, such as ``"StopAtStepHook: step 1000"``."""
+        name = "request_stop" if self._stopped_by is None else type(self._stopped_by.hook).__name__
+        return f"{name}: {self.stop_reason or f'step {self.session.global_step}'}"
+
+    def request_stop(self, reason: str | None = None) -> None:
+        """Stop the loop after this run. This cannot be undone. ``loop.stop_reason`` contains ``reason``.
+
+        The run is completed: the step is made, if this is ``before_run``, and every hook's ``after_run`` is called. A
+        ``when_ready`` callback may run during a later run; then the loop stops after that one.
+
+        Args:
+            reason: why, in a few words. By default, the global step. The first reason of a run counts.
+        """
+        if not self.stop_requested:
+            self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self.caller
+            self._services.ending.request(self)
+
+    def after_item(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when the body of the ``for`` loop is done with the current item of ``until_stop``.
+
+        That is when the next item is requested, when the data end, or when the loop closes. Outside of ``until_stop``,
+        the callback is called at once. A callback that the same hook requested earlier in this item is replaced. An
+        exception from ``callback`` counts as one of the run. If the loop recovers from it, the item is yielded again.
+        """
+        caller = self.caller
+
+        def call() -> None:
+            self.caller = caller
+            callback()
+
+        self._services.items.after_item(callback if caller is None else caller.hook, call)
+
+    def not_reported(self) -> None:
+        """Do not count this run as a report of this hook: its running fetches continue as if it had not asked for them.
+
+        For a hook that finds out in ``after_run`` that it does not use the values. Called in ``after_run``.
+        """
+        self.session.running.keep(self.caller.hook if self.caller is not None else None)
+
+    def before_next_run(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when the next run begins, if a hook is due in it, before the ``before_run`` of any."""
+        self._services.items.before_run.append(callback)
+
+    def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
+        """Call ``callback(host_values)`` once ``values`` are on the host, without blocking the host or the device.
+
+        ``host_values`` has the structure of ``values``, with CPU tensors in place of device tensors. If everything is
+        on the CPU already, the callback is called at once. Otherwise it is called after the copy has arrived, in the
+        order of the requests, and at the latest before ``end``, before a checkpoint is written, and when the loop
+        closes, even after an error. A Saver with ``async_save`` does not wait for it, unless a hook has a state, which
+        the callback may change. An exception from ``callback`` propagates from the run in which it is called.
+
+        Args:
+            values: what arrived in ``run_values.results``, or any other structure of tensors.
+            callback: the function to call.
+            max_lag_runs: make the call at most this many runs later, and wait for the device if necessary. 0 means at
+                the end of this run.
+        """
+        caller = self.caller
+
+        def call(host_values: Any) -> None:
+            self.caller = caller
+            callback(host_values)
+
+        self._services.readback.request(values, call, caller, self.session.global_step, max_lag_runs)
+
+
+class SessionRunHook:
+    """Base class of all hooks (``tf.train.SessionRunHook``). Override what you need: every method is a no-op here.
+
+    >>> class StopWhenGood(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs("loss")
+    ...
+    ...     def after_run(self, run_context, run_values):
+    ...         if run_values.results < 0.5:  # on a GPU, this waits for the value; when_ready does not
+    ...             run_context.request_stop(f"loss {run_values.results:.2f}")
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopWhenGood()]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run(batches[0])
+    >>> loop.stop_reason
+    'StopWhenGood: loss 0...'
+
+    The loop calls ``begin`` and ``after_create_session`` when it starts, ``before_run`` and ``after_run`` around the
+    step of each run, and ``end`` and ``teardown`` when it ends, in the order of the list of hooks. With an exception
+    from the step, from a hook or from the body of the ``with`` block, ``end`` is not called. A ``StopIteration`` ends
+    the loop as a stop does.
+
+    One instance can serve several loops, one after the other: ``begin`` resets its counters.
+    """
+
+    collective: bool = False
+    """Whether all ranks have to call this hook in the same run, even if it is due by the clock.
+
+    The chief's clock then decides about ``Due.moment``. Before that run, :meth:`trigger` is called on every rank. Every
+    rank needs the hook, which is checked when the loop is created. No effect in a single process.
+    """
+
+    def begin(self) -> None:
+        """Called once, before the session exists: open files, reset counters."""
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        """Called for every new session, initialized or restored, before its first run; again after a recovery.
+
+        Args:
+            session: the raw session; ``session.global_step`` is the restored step, or 0.
+            coord: manages the loop's background threads; see :class:`torchhooks.LooperThread`.
+        """
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Called before the step of a run: return what to fetch and feed, or ``None``."""
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        """Called after the step, with what ``before_run`` requested; not called if the run failed.
+
+        ``session.global_step`` already counts this run, and parameters have their updated values.
+        """
+
+    def end(self, session: Session) -> None:
+        """Called once, after the loop ended without an error. The session still works; a stop has no effect."""
+
+    def teardown(self) -> None:
+        """Called last, after success and failure alike, even if another hook's ``begin`` raised. Close what you opened.
+
+        Unlike TensorFlow, where a hook never learns that the loop failed, and buffered events are lost.
+        """
+
+    def next_due(self) -> Due | None:
+        """Return when this hook next has work in a run. ``None``, the default, means in every run.
+
+        The loop asks after ``after_create_session`` and after each run in which it called the hook. Until then it skips
+        the hook's ``before_run`` and ``after_run``. Being called earlier than requested must be harmless.
+
+        A hook that overrides ``before_run`` is chosen before the step: once ``global_step + 1`` has reached
+        ``Due.step``. A hook that overrides only ``after_run`` is chosen after the step: once ``global_step`` has
+        reached it, however many steps the run counted. The clock is read at the same point.
+
+        ``Due.when`` is evaluated after the step, whatever the hook overrides. Both methods of the hook are then called:
+        it can still fetch values, but not feed the step, trace it, or watch a submodule. Its ``before_run`` sees the
+        state after the step, including the global step.
+        """
+        return None
+
+    def sat_out(self, runs: int) -> None:
+        """Called with the number of runs that were skipped, before this hook is called again and before ``end``.
+
+        For hooks that count their runs.
+        """
+
+    def trigger(self) -> None:
+        """Called on every rank before the run in which a :attr:`collective` hook is due by the chief's clock.
+
+        The hook must then not look at its own clock to decide whether it has work in that run.
+        """
+
+
+class WritingHook(SessionRunHook):
+    """Base class of the hooks that exist on every rank, and write on the chief only."""
+
+    alone: bool = True
+    """Whether the loop is one of a single process."""
+    writes: bool = True
+    """Whether this process is the one that writes."""
+
+    def join(self, ranks: Ranks) -> None:
+        """Called before ``begin`` with the ranks of the loop, which can be one."""
+        self.alone, self.writes = ranks.size == 1, ranks.is_chief
+
+
+class ReportingHook(WritingHook):
+    """Base class of the periodic hooks that take part in runs on every rank, and write on the chief only."""
+
+    _timer: Any
+
+    def join(self, ranks: Ranks) -> None:
+        super().join(ranks)
+        self._timer.told = False if self.collective and ranks.size > 1 else None
+
+    def trigger(self) -> None:
+        self._timer.told = True
+
+
+def overrides(hook: SessionRunHook, method: str) -> bool:
+    """Return whether ``hook`` has its own ``method`` instead of the one of SessionRunHook, which does nothing."""
+    return getattr(getattr(hook, method), "__func__", None) is not getattr(SessionRunHook, method)

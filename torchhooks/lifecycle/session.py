@@ -1,0 +1,427 @@
+"""The raw session that hooks receive: it holds the training state and evaluates fetches. It calls no hooks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from torchhooks.checkpoints.gradients import Gradients
+from torchhooks.checkpoints.saver import Saver
+from torchhooks.common.attempts import Attempts
+from torchhooks.common.errors import FetchError, LifecycleError, NoRunYetError
+from torchhooks.common.log import logger
+from torchhooks.common.stateful import Stateful
+from torchhooks.common.text import shown
+from torchhooks.common.trees import map_leaves
+from torchhooks.device.readback import Elapsed, Moment
+from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.fetches.fetch import Evaluator, check_feed_names, watched_names
+from torchhooks.fetches.over_ranks import RanksEvaluator
+from torchhooks.position.items import Items
+from torchhooks.position.position import Position
+from torchhooks.position.progress import NO_OUTPUTS, DataWaits, Progress
+from torchhooks.ranks.ranks import Ranks
+
+Refusal = Callable[[], str | None]
+"""Returns why the state must not be saved, or ``None``."""
+
+_LEFT_OUT: Any = type("LeftOut", (), {})()
+_CPU = torch.device("cpu")
+
+
+class Session:
+    """The state of a training run: model, optimizer, global step, and the outputs of the last run.
+
+    The loop creates it: ``loop.session``. A hook receives it in ``after_create_session`` and ``end``, and as
+    ``run_context.session``. It calls no hooks. After a recovery the loop has a new one, and the old one is closed.
+
+    >>> with MonitoredLoop(step, model, optimizer) as loop:
+    ...     loss = loop.run(batches[0])
+    ...     loop.session.run({"step": "global_step", "lr": "lr", "bias": lambda model: model.bias.shape})
+    {'step': 1, 'lr': 0.1, 'bias': torch.Size([1])}
+
+    Attributes:
+        model: the model of the loop, ``None`` without one.
+        optimizer: the optimizer of the loop, ``None`` without one.
+        state: the loop's ``state``: further objects to save and restore, by name.
+        saver: what writes checkpoints: that of the scaffold, or a :class:`torchhooks.Saver` with its defaults.
+        checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
+        metadata: the loop's ``metadata``, plain data for every checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        saver: Any = None,
+        *,
+        hooks: Mapping[str, Stateful] | None = None,
+        hooks_elsewhere: Collection[str] = (),
+        checkpoint_dir: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        warned: set[str] | None = None,
+        position: Position | None = None,
+        gradients: Gradients | None = None,
+        progress: Progress | None = None,
+        data_waits: DataWaits | None = None,
+        items: Items | None = None,
+        inputs: Collection[str] = (),
+        drain: Callable[[], object] = bool,
+        interrupted: Callable[[], bool] = bool,
+        stopped_by_signal: Callable[[], bool] = bool,
+        ranks: Ranks | None = None,
+        running: RunningValues | None = None,
+    ) -> None:
+        """Create a session. A loop does this; without one, it holds what a Saver saves and restores.
+
+        Args:
+            model: the module in which parameter names are looked up.
+            optimizer: the optimizer whose learning rate is ``"lr"``.
+            state: further objects that belong to the training state, by name.
+            saver: what writes its checkpoints; by default a Saver with its defaults.
+            hooks: the hooks that have a state, by the name under which a checkpoint keeps it.
+            hooks_elsewhere: names of hooks that only another process has. Their states in checkpoints are ignored.
+            checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
+            metadata: plain data for every checkpoint.
+            warned: what a warning was logged about that is logged once per loop.
+            position: how far the loop is in its data; ``None`` for a session without a loop.
+            gradients: those that the optimizer has not used yet; ``None`` if nothing watches the optimizer.
+            progress: the global step and the last outputs, which the loop updates.
+            data_waits: how long the loop has waited for its data.
+            items: the calls to make between two items of ``until_stop``.
+            inputs: the names of the step's parameters, which have values only during a run.
+            drain: makes every pending ``when_ready`` call, and waits for the device.
+            interrupted: whether a signal asked the loop to stop.
+            stopped_by_signal: whether a signal stopped the loop.
+            ranks: which of several processes this is; by default, of the initialized ``torch.distributed``.
+            running: what is accumulated for the hooks in every run.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.state = {} if state is None else state
+        self.saver = Saver() if saver is None else saver
+        self.hooks = {} if hooks is None else hooks
+        self.hooks_elsewhere = hooks_elsewhere
+        self.checkpoint_dir = checkpoint_dir
+        self.metadata = {} if metadata is None else metadata
+        self.warned = set() if warned is None else warned
+        self.position = position
+        self.gradients = gradients
+        self.ranks = Ranks() if ranks is None else ranks
+        """The :class:`torchhooks.Ranks` of the loop, with the ``rank`` of this process, ``size`` and ``is_chief``."""
+        self.running = RunningValues() if running is None else running
+        """The accumulated values of running fetches, to evaluate them and to save them."""
+        self.savers: list[Any] = [self.saver]
+        """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
+        # Decided here, so that nothing of several ranks is on the path of one.
+        self.new_evaluator: type[Evaluator] = RanksEvaluator if self.ranks.may_have_dtensors else Evaluator
+        self._progress = Progress() if progress is None else progress
+        self._data_waits = DataWaits() if data_waits is None else data_waits
+        self._items = Items() if items is None else items
+        self._inputs = inputs
+        self._drain = drain
+        self._interrupted = interrupted
+        self._stopped_by_signal = stopped_by_signal
+        self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
+        self._open_pauses = 0
+        self._pause_listeners: list[Callable[[Elapsed], object]] = []
+        self._created, self._paused_secs = time.monotonic(), 0.0
+        self.steps_per_sec: float | None = None
+        """The rate that a StepCounterHook reported last; NaN before the first one, ``None`` without such a hook."""
+        self._closed = False
+
+    @property
+    def global_step(self) -> int:
+        """The number of steps made so far, including those of earlier processes. Can be set."""
+        return self._progress.global_step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self._progress.set_step(step)
+
+    @property
+    def begun_at(self) -> int:
+        """The global step before this session's first run, which was restored or set; otherwise 0."""
+        return self._progress.begun_at
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's first parameter or buffer; the CPU if there is none."""
+        if self.model is not None:
+            for tensor in itertools.chain(self.model.parameters(), self.model.buffers()):
+                return tensor.device
+        return _CPU
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not count the time inside this ``with`` block as training time: an evaluation, a checkpoint. Nests.
+
+        Rates such as steps per second leave it out, and so does :attr:`secs`. The periods of timers include it.
+        """
+        return _Pause(self._begin_pause, self._end_pause)
+
+    def _begin_pause(self) -> Moment:
+        start = Moment(self.device)
+        self._open_pauses += 1
+        return start
+
+    def _end_pause(self, start: Moment) -> None:
+        self._open_pauses -= 1
+        if not self._open_pauses:
+            pause = Elapsed(start, Moment(self.device))
+            self._paused_secs += pause.host_secs
+            for listener in self._pause_listeners:
+                listener(pause)
+
+    @property
+    def secs(self) -> float:
+        """The seconds since this session was created, without pauses that are over, on the host's clock."""
+        return time.monotonic() - self._created - self._paused_secs
+
+    @property
+    def epoch(self) -> int | None:
+        """Which pass over the data this is, from 0; ``None`` outside of ``until_stop``.
+
+        The index of the current item of the enclosing ``until_stop``. If there is none, how many times the innermost
+        one was called before at the same place in the code.
+        """
+        return None if self.position is None else self.position.epoch
+
+    @property
+    def batch(self) -> int | None:
+        """The index of the current item of the innermost ``until_stop``, from 0; ``None`` outside of one.
+
+        Items that earlier processes took of this pass count too.
+        """
+        return None if self.position is None else self.position.batch
+
+    def on_pause(self, listener: Callable[[Elapsed], object]) -> None:
+        """Call ``listener`` with the length of each pause when it ends. The length is a value for ``when_ready``."""
+        self._pause_listeners.append(listener)
+
+    def guard_checkpoints(
+        self, refusal: Refusal, *, refusal_later: Callable[[], str | Refusal | None] | None = None
+    ) -> None:
+        """Ask ``refusal()`` before each checkpoint. It returns why the state must not be saved, or ``None``.
+
+        Before a checkpoint that a background thread writes, ``refusal_later()`` is called instead, if given. It must
+        not wait for the device. If the reason is still on the device, it returns a function, which the background
+        thread calls before it commits the checkpoint, and which may wait.
+        """
+        self._guards.append((refusal, refusal_later))
+
+    def why_no_checkpoint(self, later: list[Refusal] | None = None) -> str | None:
+        """Return the reason not to save a checkpoint now, or ``None``.
+
+        Makes the pending ``when_ready`` calls first, because one of them may find the reason. This waits for the
+        device.
+
+        Args:
+            later: for a checkpoint that a background thread writes. The refusals that the thread has to ask before it
+                commits the checkpoint are appended. The host then waits for the device only if a guard has no
+                ``refusal_later``, or if a hook has a state, which a ``when_ready`` call may change.
+        """
+        if later is None or self.hooks or any(asked_later is None for _, asked_later in self._guards):
+            self._drain()
+            for refusal, _ in self._guards:  # not a generator, which would turn a StopIteration into a RuntimeError
+                reason = refusal()
+                if reason is not None:
+                    return reason
+            return None
+        for _, asked_later in self._guards:
+            answer = asked_later() if asked_later is not None else None
+            if isinstance(answer, str):
+                return answer
+            if answer is not None:
+                later.append(answer)
+        return None
+
+    def at_stop(self, who: object, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` when ``until_stop`` notices a stop, before code after the ``for`` loop runs.
+
+        A hook calls this in ``after_create_session``, and passes itself as ``who``, for notes on exceptions. If the
+        body of the loop calls ``should_stop()`` first, the callback is called there too.
+        """
+        self._items.at_stop(who, callback)
+
+    def wait_for_savers(self) -> None:
+        """Wait for pending checkpoint writes and raise any error they hit.
+
+        Raises:
+            CheckpointError: an asynchronous save failed; several errors are raised as an ExceptionGroup.
+        """
+        attempt = Attempts(Exception)
+        self.call_savers("wait", attempt)
+        attempt.raise_errors("several checkpoints were not written")
+
+    def call_savers(self, method: str, attempt: Attempts) -> None:
+        """Call ``method`` of each saver that has it, once even if several hooks use the saver."""
+        for saver in {id(saver): saver for saver in self.savers}.values():
+            if hasattr(saver, method):
+                attempt(getattr(saver, method))
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal, or another rank, asked the loop to stop. A hook that waits inside a run has to check it.
+
+        Raises:
+            PeerError: another rank has failed.
+        """
+        return self._interrupted()
+
+    @property
+    def stopped_by_signal(self) -> bool:
+        """Whether a signal stopped the loop, on any rank. It is the same on all ranks when a hook's ``end`` is called.
+
+        The training run is expected to be resumed then. So ``end`` skips what belongs to the end of the training run,
+        such as a last evaluation, which would also use up the time until the process is killed.
+        """
+        return self._stopped_by_signal()
+
+    @property
+    def data_wait_secs(self) -> float | None:
+        """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if none is open.
+
+        Measuring begins when this is first read.
+        """
+        return self._data_waits.innermost()
+
+    def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = "Session.run") -> Any:
+        """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
+
+        Names of outputs refer to the last run. Every rank has to call this for ``over_ranks`` and a ``DTensor``.
+
+        Args:
+            fetches: any fetch, of :doc:`this table </reference/fetches>`.
+            feed_dict: values for names, and thereby for parameters of closures, in this call.
+            who: the hook that asks, whose running fetches can then be evaluated. Errors name it.
+
+        Raises:
+            FetchError: an unknown name, or one that has a value only during a run.
+            LifecycleError: the loop is closed, or a recovery has replaced this session.
+        """
+        return self._evaluator(fetches, feed_dict).evaluate(fetches, who)
+
+    def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
+        """Evaluate ``fetches`` like :meth:`run`, but leave out what needs a run if there was none.
+
+        For a hook's ``end``. A missing entry of a dict is dropped; any other missing value is ``None``. A warning names
+        each of them.
+        """
+        evaluator = self._evaluator(fetches, feed_dict)
+        who = "Session.run_available" if who is None else who
+
+        def evaluate(fetch: Any) -> Any:
+            try:
+                return evaluator.evaluate(fetch, who)
+            except NoRunYetError as error:
+                logger.warning("%s It is left out.", error)
+                return _LEFT_OUT
+
+        return _without_left_out(map_leaves(evaluate, fetches))
+
+    def close(self) -> None:
+        """Refuse further fetches and release the last outputs. The loop calls this."""
+        self._closed = True
+        self._progress.outputs = NO_OUTPUTS
+
+    def _evaluator(self, fetches: Any, feed_dict: Mapping[str, Any] | None) -> Evaluator:
+        if self._closed:
+            raise LifecycleError(
+                f"Session.run({shown(fetches)}): this session is closed, because its loop was closed or recovered: "
+                "after a recovery, use loop.session"
+            )
+        feeds = {} if feed_dict is None else feed_dict
+        check_feed_names(feeds, "Session.run")
+        ran = self._progress.outputs is not NO_OUTPUTS
+        evaluator = self.new_evaluator(self, self._progress.outputs if ran else None, feeds)
+        evaluator.ran, evaluator.gone, evaluator.detaches = ran, self._inputs, True
+        for name in watched_names(fetches):
+            if not evaluator.is_given(name):
+                raise FetchError(
+                    f"Session.run asked for {name!r}, which has a value only during a step: request it in before_run, "
+                    "with SessionRunArgs"
+                )
+        return evaluator
+
+
+class _Pause:
+    """The context manager of ``paused``. A generator would turn a listener's StopIteration into a RuntimeError."""
+
+    def __init__(self, begin: Callable[[], Moment], end: Callable[[Moment], object]) -> None:
+        self._begin, self._end = begin, end
+
+    def __enter__(self) -> None:
+        self._start = self._begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._end(self._start)
+
+
+def _without_left_out(tree: Any) -> Any:
+    if type(tree) is dict:
+        return {key: _without_left_out(item) for key, item in tree.items() if item is not _LEFT_OUT}
+    if type(tree) in (list, tuple):
+        return type(tree)([_without_left_out(item) for item in tree])
+    return map_leaves(lambda leaf: None if leaf is _LEFT_OUT else leaf, tree)
+
+
+class Scaffold:
+    """The parts from which a session is created (``tf.train.Scaffold``).
+
+    >>> pretrained = torch.nn.Linear(4, 1).state_dict()
+    >>> def load(scaffold, session):
+    ...     session.model.load_state_dict(pretrained)
+    >>> scaffold = Scaffold(init_fn=load, saver=Saver(max_to_keep=2))
+    >>> with MonitoredLoop(step, model, optimizer, scaffold=scaffold) as loop:
+    ...     torch.equal(model.weight, pretrained["weight"])
+    True
+
+    Args:
+        init_fn: called as ``init_fn(scaffold, session)`` when a session starts that was not restored.
+        summary_op: what a :class:`torchhooks.SummarySaverHook` with this scaffold writes.
+        saver: what writes and reads checkpoints, ``session.saver``; by default a :class:`torchhooks.Saver`. The hooks
+            that save checkpoints use it if they get no saver of their own.
+        ready_fn: called as ``ready_fn(session)`` once the session is initialized or restored. It returns True, or a
+            text that says what is missing; the text becomes an error.
+        copy_from_scaffold: another scaffold that supplies the arguments not given here.
+
+    Raises:
+        TypeError: ``copy_from_scaffold`` is not a Scaffold.
+    """
+
+    def __init__(
+        self,
+        init_fn: Callable[[Scaffold, Session], object] | None = None,
+        summary_op: Any = None,
+        saver: Any = None,
+        ready_fn: Callable[[Session], bool | str] | None = None,
+        copy_from_scaffold: Scaffold | None = None,
+    ) -> None:
+        if copy_from_scaffold is not None and not isinstance(copy_from_scaffold, Scaffold):
+            raise TypeError(f"copy_from_scaffold={shown(copy_from_scaffold)}: must be a Scaffold")
+        self.init_fn = init_fn
+        self.summary_op = summary_op
+        self.saver = saver
+        self.ready_fn = ready_fn
+        for name, value in vars(copy_from_scaffold).items() if copy_from_scaffold is not None else ():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def prepare(self, session: Session, restored: bool = False) -> None:
+        """Initialise ``session`` unless it was ``restored``, and check that it is ready. The loop calls this.
+
+        Raises:
+            LifecycleError: ``ready_fn`` says that it is not.
+        """
+        if self.init_fn is not None and not restored:
+            self.init_fn(self, session)
+        ready = True if self.ready_fn is None else self.ready_fn(session)
+        if ready is not True:
+            missing = ready if isinstance(ready, str) and ready else f"ready_fn returned {shown(ready)}"
+            raise LifecycleError(f"the session is not ready: {missing}")

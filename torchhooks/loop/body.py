@@ -1,0 +1,186 @@
+"""A run whose step is the body of a ``with`` statement: what :meth:`torchhooks.MonitoredLoop.step` returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+from torchhooks.common.errors import LifecycleError, add_note, brief
+from torchhooks.common.log import logger
+from torchhooks.lifecycle.ending import Ending
+from torchhooks.loop.run import Begun
+from torchhooks.loop.schedule import Schedule
+from torchhooks.loop.session_creator import Sessions
+from torchhooks.position.progress import NO_OUTPUTS
+
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+class Body:
+    """A context manager that begins a run when it is entered and finishes the run when it is left.
+
+    All runs of a loop share one object, because creating one for each run would double the cost of an idle run. The
+    loop sets :attr:`offered` whenever it returns the object, which can then be entered once.
+
+    Args:
+        ending: of the loop.
+        schedule: of the loop.
+        sessions: of the loop.
+        steps_per_run: 0 if the optimizer's steps are counted.
+        refuse: raises the reason why no run can be made, given the name of the call, unless one is allowed.
+        end_run: handles what has news at the end of a run.
+        recovered_from: recovers from an error, or ends the loop; returns which.
+        recover_from_thread: recovers from a background thread's error between two runs.
+    """
+
+    def __init__(
+        self,
+        ending: Ending,
+        schedule: Schedule,
+        sessions: Sessions,
+        steps_per_run: int,
+        refuse: Callable[[str], object],
+        end_run: Callable[[], object],
+        recovered_from: Callable[[BaseException], bool],
+        recover_from_thread: Callable[[], object],
+    ) -> None:
+        self._ending = ending
+        self._schedule = schedule
+        self._sessions = sessions
+        self._steps_per_run = steps_per_run
+        self._refuse = refuse
+        self._end_run = end_run
+        self._recovered_from = recovered_from
+        self._recover_from_thread = recover_from_thread
+        self._outputs: dict[str, Any] | None = None  # of the body in progress
+        self._begun: Begun | None = None  # the run in progress, if a hook was called before the body
+        self.offered = False
+        """Whether the loop has returned this object and it has not been entered since."""
+
+    @property
+    def global_step(self) -> int:
+        """The global step of the loop."""
+        return self._sessions.progress.global_step
+
+    def __enter__(self) -> dict[str, Any]:
+        ending, schedule, progress = self._ending, self._schedule, self._sessions.progress
+        if not self.offered or ending.busy or ending.stopping:
+            self._check_entry()
+        self.offered = False
+        ending.busy = True
+        try:
+            # Fast path: no hook is due before the body. Inlined because it runs on every step, as in MonitoredLoop.run.
+            if (
+                progress.global_step < schedule.idle_step
+                and schedule.runs < schedule.idle_runs
+                and (schedule.moment is None or time.monotonic() < schedule.moment)
+            ):
+                progress.outputs = NO_OUTPUTS  # releases the last outputs before the body needs the memory
+            else:
+                self._begun = self._sessions.lifecycle.begin()
+            outputs: dict[str, Any] = {}
+            self._outputs = outputs
+            return outputs
+        except BaseException as error:
+            if not self._recovered_from(error):
+                raise
+        # Unlike an error of the body, one of a hook before it leaves the run to be begun again.
+        self.offered = True
+        return self.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        outputs, self._outputs = self._outputs, None
+        if error is not None or outputs is None:
+            return self._failed(error, outputs)
+        ending, schedule, lifecycle = self._ending, self._schedule, self._sessions.lifecycle
+        try:
+            begun = self._begun
+            if begun is None:
+                progress = self._sessions.progress
+                progress.outputs = outputs
+                progress.global_step = step = progress.global_step + self._steps_per_run
+                # Fast path: no hook is due after the body either.
+                if step <= schedule.idle_step and not (
+                    schedule.looks_after
+                    and (
+                        (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
+                        or (schedule.watchers and schedule.noticed_by(outputs))
+                        or (schedule.accumulates and schedule.running.add(outputs, (), {}))
+                    )
+                ):
+                    schedule.runs += 1
+                else:
+                    lifecycle.run(None, _NO_KWARGS, outputs)
+            else:
+                self._begun = None
+                lifecycle.run(None, _NO_KWARGS, outputs, begun)
+            if not schedule.news:
+                ending.busy = False
+                return False
+            self._end_run()
+        except BaseException as failure:
+            if not self._recovered(failure):
+                raise
+        else:
+            ending.busy = False
+            if schedule.news:
+                self._recover_from_thread()
+        return False
+
+    def abandon(self, error: BaseException | None) -> LifecycleError | None:
+        """Drop a body that was not left before its loop was closed, because of ``error`` if that is given.
+
+        Return the error that says so, unless there is another one.
+        """
+        if self._outputs is None:
+            return None
+        self._outputs = None
+        unfinished = LifecycleError(
+            "the loop was closed inside a body of step(), whose run does not count: leave the body before the loop, "
+            "with a with statement around it"
+        )
+        self._stop_recording(unfinished if error is None else error)
+        self._ending.busy = False
+        return unfinished if error is None else None
+
+    def _check_entry(self) -> None:
+        """Raise the reason why no run can begin here, unless one is allowed after a thread's stop."""
+        if not self.offered and not self._ending.busy:
+            raise LifecycleError(
+                "the object that step() returned was entered twice: write with loop.step() as outputs for each run"
+            )
+        self._refuse("step()")
+
+    def _failed(self, error: BaseException | None, outputs: dict[str, Any] | None) -> bool:
+        """End the run that ``error`` interrupted, and return whether the loop has recovered from it."""
+        if error is None or outputs is None:
+            return False  # the loop was closed before, and has raised an error about this body
+        self._stop_recording(error)
+        if type(error) is GeneratorExit:  # Python drops it without a message
+            logger.error(
+                "a body of step() was not finished, because the generator that contains it was closed: the run failed, "
+                "and the loop has ended"
+            )
+        return self._recovered(error)
+
+    def _recovered(self, error: BaseException) -> bool:
+        """Recover from ``error``, or end the loop; return which."""
+        if not self._recovered_from(error):
+            return False
+        logger.warning(
+            "the run that failed is not made again, because only a step function can be called again: the loop "
+            "continues after the body of step(), at global step %d",
+            self.global_step,
+        )
+        return True
+
+    def _stop_recording(self, error: BaseException) -> None:
+        """Remove what watches and traces the body; if that fails, note it on ``error``."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.recording is not None:
+            try:
+                begun.recording.stop()
+            except BaseException as other:
+                add_note(error, f"torchhooks: and while the body was left after this: {brief(other)}")

@@ -1,0 +1,81 @@
+"""Optional profiling of hooks. Adds no overhead unless enabled with ``hook_costs=True``."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchhooks.common.log import logger
+from torchhooks.device.readback import Readback
+from torchhooks.loop.schedule import Schedule, Seat
+
+_RUNNING = "running fetches"
+
+
+class HookCosts:
+    """Counts and times the calls of every hook in ``schedule``, from its creation to :meth:`report`.
+
+    The time is host time: in the hook's ``before_run``, ``after_run``, ``Due.when`` and ``end``, in the evaluation of
+    its fetches, and in its ``when_ready`` callbacks. A fetch of two hooks is evaluated once, and counts for the first.
+    Running fetches, which hooks share, have a line of their own: the time in which each run evaluates and adds them.
+    """
+
+    def __init__(self, schedule: Schedule, readback: Readback) -> None:
+        self._seats = schedule.all_seats
+        self._schedule = schedule
+        self._calls: dict[object, int] = dict.fromkeys([*self._seats, _RUNNING], 0)
+        self._secs: dict[object, float] = dict.fromkeys([*self._seats, _RUNNING], 0.0)
+        self._begin = time.perf_counter()
+        for seat in self._seats:
+            seat.measure(functools.partial(self._timed_method, seat))
+        schedule.running.measure(functools.partial(self._timed_method, _RUNNING))
+        readback.measure(lambda call: self._timed(call, lambda request, values: request.made_by))
+
+    def report(self) -> None:
+        """Log the cost of each hook, most expensive first."""
+        total = time.perf_counter() - self._begin
+        names: dict[object, str] = {seat: f"{seat.index} {type(seat.hook).__name__}" for seat in self._seats}
+        if self._calls[_RUNNING]:
+            names[_RUNNING] = _RUNNING
+        width = max([4, *map(len, names.values())])
+        lines = [
+            f"hooks took {_share(sum(self._secs.values()), total)} of {total:.3g} s, {self._schedule.runs} runs",
+            f"{'hook':{width}}  {'calls':>8}  {'ms':>10}  {'us/call':>8}  {'share':>7}",
+        ]
+        for seat in sorted(names, key=lambda seat: -self._secs[seat]):
+            calls, secs = self._calls[seat], self._secs[seat]
+            us_per_call = secs / calls * 1e6 if calls else 0.0
+            lines.append(
+                f"{names[seat]:{width}}  {calls:>8}  {secs * 1e3:>10.3f}  {us_per_call:>8.2f}  {_share(secs, total):>7}"
+            )
+        logger.info("%s", "\n".join(lines))
+
+    def timed_evaluation(self, evaluate: Callable[[Any, object], Any]) -> Callable[[Any, Any], Any]:
+        """Return ``evaluate(fetches, seat)`` with its time counted for the hook in ``seat``."""
+        return self._timed(evaluate, lambda fetches, seat: seat)
+
+    def _timed_method(self, seat: object, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``method`` with its calls and its time counted for the line of ``seat``."""
+        return self._timed(method, lambda *args: seat, calls=1)
+
+    def _timed(self, function: Callable[..., Any], seat_of: Callable[..., Any], calls: int = 0) -> Callable[..., Any]:
+        """Return ``function`` with its time counted for the line of ``seat_of(*args)``, if it has one."""
+
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                secs = time.perf_counter() - begin
+                seat = seat_of(*args)
+                if isinstance(seat, Seat) or seat is _RUNNING:
+                    self._secs[seat] += secs
+                    self._calls[seat] += calls
+
+        return timed
+
+
+def _share(secs: float, total: float) -> str:
+    return f"{100 * secs / total:.2f} %"

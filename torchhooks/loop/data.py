@@ -1,0 +1,263 @@
+"""Iterating over the data until the loop stops: what ``MonitoredLoop.until_stop`` does."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+from torchhooks.common.errors import LifecycleError, brief
+from torchhooks.common.log import logger
+from torchhooks.lifecycle.ending import Ending
+from torchhooks.loop.schedule import Schedule
+from torchhooks.position.items import Items
+from torchhooks.position.place import Place
+from torchhooks.position.position import Position
+from torchhooks.position.progress import DataWaits
+
+T = TypeVar("T")
+
+_DATA_ENDED: Any = object()
+_LEFT_AT_GUARD = (
+    "the body left until_stop because should_stop() was true after run %d. What else it does with an item is missing "
+    "for the last one, in the checkpoint and after resuming. until_stop ends by itself: leave out the break, or put it "
+    "at the end of the body"
+)
+
+
+class OtherRanks(Protocol):
+    """The other ranks of a loop, as far as iterating over data concerns them: a ``Peers``."""
+
+    def enter(self, iterable: Iterable[Any], limit: int | None) -> int | None:
+        """Agree with the other ranks on the greatest number of items, and return it."""
+        ...
+
+    def data_ended(self) -> None:
+        """Wait until the data of the other ranks have ended too."""
+        ...
+
+
+class Data:
+    """The ``until_stop`` loops of one monitored loop.
+
+    Args:
+        should_stop: handles news, and returns whether the loop stops.
+        recovered_from: recovers from an error, or ends the loop; returns which.
+        others: the other ranks, if there are several.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        position: Position,
+        waits: DataWaits,
+        items: Items,
+        ending: Ending,
+        should_stop: Callable[[], bool],
+        recovered_from: Callable[[BaseException], bool],
+        others: OtherRanks | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._position = position
+        self._waits = waits
+        self._items = items
+        self._ending = ending
+        self._should_stop = should_stop
+        self._recovered_from = recovered_from
+        self._others = others
+        self._stop_is_seen = False  # by the body of a loop, through should_stop()
+        self._items_without_run = 0
+        self._stop_is_settled = False  # the calls for it were made, and the data go no further
+
+    def until_stop(
+        self, iterable: Iterable[T], resume: bool, limit: int | None, site: object
+    ) -> Generator[T, None, None]:
+        """Yield the items of ``iterable`` until the loop stops or the data end."""
+        self._check_not_ended()
+        others = None if self._ending.busy or self._ending.stopping else self._others  # inside a run, not all iterate
+        if others is not None:
+            limit = others.enter(iterable, limit)
+        if self._is_halted():  # before iter(), which may draw random numbers
+            self._cut_short()
+            return
+        schedule, position, ending, waits, items = (
+            self._schedule,
+            self._position,
+            self._ending,
+            self._waits,
+            self._items,
+        )
+        waits.depth = depth = waits.depth + 1
+        place = position.begin(iterable, ending.busy, site)
+        place.limit = limit
+        item: Any = None
+        try:
+            iterator = self._iterator(place, iterable, resume)
+            while True:
+                again = (items.waiting or schedule.news or ending.stopping) and not self._settle(place)
+                if ending.stopping:
+                    place.through = True
+                    return
+                if not again:
+                    try:
+                        if limit is not None and place.taken >= limit:
+                            item = _DATA_ENDED
+                        elif depth in waits.secs:
+                            asked = time.monotonic()
+                            item = next(iterator, _DATA_ENDED)
+                            waits.secs[depth] += time.monotonic() - asked
+                        else:
+                            item = next(iterator, _DATA_ENDED)
+                    except Exception as error:
+                        if not self._is_halted(error):
+                            raise
+                        continue  # settles the stop
+                    if item is _DATA_ENDED:
+                        if others is not None:
+                            others.data_ended()
+                        place.ended = True
+                        if not schedule.runs:
+                            self._note_items(place)
+                        if depth == 1:
+                            ending.data_ended()
+                        return
+                    place.held = item
+                    runs = schedule.runs
+                    if runs - place.runs > 1:
+                        place.several = True
+                    place.runs = runs
+                    place.taken += 1
+                    if place.nests:
+                        place.begin_item()
+                    if ending.reason is not None:
+                        ending.data_continues()
+                # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.
+                yield item
+        finally:
+            waits.depth -= 1
+            self._leave(place)
+
+    def _iterator(self, place: Place, iterable: Iterable[Any], resume: bool) -> Iterator[Any]:
+        """Return the items to yield at ``place``; none if a signal, or exactly ``StopIteration``, prevents it."""
+        try:
+            iterator = self._position.iterator(place, iterable, resume, self._is_halted)
+        except Exception as error:
+            if type(error) is StopIteration:  # in a generator, it would become a RuntimeError
+                self._ending.fail(error)
+            elif not self._is_halted(error):
+                raise
+            iterator = iter(())
+        self._ending.defer_lost_workers()  # now that a DataLoader has installed torch's handler
+        return iterator
+
+    def _is_halted(self, error: Exception | None = None) -> bool:
+        """Handle news, and return whether the loop stops.
+
+        An ``error`` out of iterating over the data does not stop it, unless it may be due to a signal.
+        """
+        if error is not None:
+            if not self._ending.is_due_to_signal(error):
+                return False
+            logger.warning(
+                "the data raised an error after signal %s, which stops the loop", self._ending.signal, exc_info=error
+            )
+            self._schedule.wake()
+        try:
+            return self._should_stop()
+        except StopIteration as clean:  # out of a hook, while recovering from a thread's error
+            if type(clean) is not StopIteration:
+                raise
+            return True
+
+    def _note_items(self, place: Place) -> None:
+        """Note that ``place`` yielded items until its data ended, and that none of them was run."""
+        if place.counts and place.inner is None and place.taken > (place.resumed or 0):
+            self._items_without_run = place.taken
+
+    def check_end(self) -> None:
+        """Log warnings when the loop is closed: the data ended without a run, or were not resumed where they should."""
+        if self._ending.reason in ("data ended", "closed"):  # a stop may come before the loop that is to be resumed
+            self._position.check_reached()
+        if self._items_without_run and not self._schedule.runs:
+            logger.warning(
+                "until_stop yielded %d items until the data ended, but there was no run, so no hook was called and no "
+                "step was counted: call loop.run(...) instead of the step, or put the step into with loop.step()",
+                self._items_without_run,
+            )
+
+    def _check_not_ended(self) -> None:
+        """Raise if the loop failed or is closed: iterating over nothing would hide it."""
+        if self._ending.failure is not None:
+            raise LifecycleError(
+                f"until_stop() was called after a run that failed with {brief(self._ending.failure)}: the loop has "
+                "ended, make a new one"
+            ) from self._ending.failure
+        if self._ending.closed:
+            raise LifecycleError("until_stop() was called on a closed loop: make a new one")
+
+    def stop_is_seen(self) -> None:
+        """Note that the body of a loop was told to stop, and make the calls for a stop: the body may leave the loop."""
+        if self._items.depth() and not self._stop_is_settled and not self._stop_is_seen and self._is_healthy():
+            self._stop_is_seen = True
+            self._make(self._items.stop)
+
+    def _cut_short(self) -> None:
+        """Make the calls for a stop now: the body of an outer loop continues without the items of an inner one."""
+        if self._ending.busy:
+            return  # in a run, as in the evaluation of a hook: the item of that run settles the stop
+        self._position.cut_short()
+        self.stop_is_seen()
+        self._stop_is_settled = True
+
+    def make_waiting_calls(self) -> None:
+        """Make the calls that wait for the end of the item now, because the session is about to be replaced."""
+        if self._is_healthy():
+            self._make(self._items.finish)
+
+    def _settle(self, place: Place) -> bool:
+        """Make the calls that wait for the end of an item, and at a stop those for it.
+
+        Returns:
+            False if one of them failed and the loop recovered, so that the item has to be yielded again.
+        """
+        # A body that was told to stop may have left the item early.
+        place.finished = place.taken > (place.resumed or 0) and not self._stop_is_seen
+        due = self._items.due()
+        if place.counts and self._is_healthy() and due and not self._make(self._items.make_due):
+            place.finished = False
+            return False
+        if self._is_halted() and place.counts and not self._stop_is_settled and self._is_healthy():
+            self._stop_is_settled = True
+            self._make(functools.partial(self._items.stop, due))
+        place.finished = place.finished and self._ending.stopping
+        return True
+
+    def _make(self, calls: Callable[[], object]) -> bool:
+        """Make ``calls``, whose errors count as those of a run; return whether they succeeded."""
+        self._ending.busy = True  # none of them may start a run
+        try:
+            calls()
+        except BaseException as error:
+            if self._recovered_from(error):
+                return False
+            if type(error) is not StopIteration:  # which ends the loop cleanly
+                raise
+        finally:
+            self._ending.busy = False
+        return True
+
+    def _is_healthy(self) -> bool:
+        ending = self._ending
+        return ending.failure is None and not ending.closed and not ending.busy
+
+    def _leave(self, place: Place) -> None:
+        stopping = self._ending.stopping or self._ending.signal is not None
+        if stopping and self._stop_is_seen:
+            if place.counts and not place.through and not self._stop_is_settled:
+                logger.warning(_LEFT_AT_GUARD, self._schedule.runs)
+            self._stop_is_settled = True  # the body left because of the stop
+        # A body that leaves for a reason of its own has ended this loop, even if a stop was requested in its last run.
+        self._position.leave(place, stopping and (place.through or self._stop_is_seen))
+        if self._items.waiting and not self._items.depth():
+            self._schedule.wake()

@@ -1,0 +1,595 @@
+"""The loop: TensorFlow's monitored session around a PyTorch training step.
+
+    with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=1000)]) as loop:
+        for inputs, targets in loop.until_stop(loader):
+            loop.run(inputs, targets)
+
+:mod:`torchhooks.lifecycle.hook` describes the order of calls, what stops a loop and what an exception does. A run in
+which hooks take part is made in :mod:`torchhooks.loop.run`; sessions are created and recovered in
+:mod:`torchhooks.loop.session_creator`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Generic, Literal, NoReturn, Self
+
+import torch
+from typing_extensions import TypeVar
+
+from torchhooks.checkpoints.gradients import Gradients, register_step_post_hook
+from torchhooks.checkpoints.state import plain_metadata
+from torchhooks.common.attempts import Attempts
+from torchhooks.common.checks import whole_number
+from torchhooks.common.errors import AbortedError, LifecycleError, add_note, brief
+from torchhooks.common.log import logger, show_lines
+from torchhooks.common.stateful import Stateful
+from torchhooks.common.text import shown
+from torchhooks.device.readback import Readback
+from torchhooks.fetches.step import Step, takes_one_argument
+from torchhooks.lifecycle.ending import Ending, StopRequest
+from torchhooks.lifecycle.hook import SessionRunHook
+from torchhooks.lifecycle.session import Scaffold, Session
+from torchhooks.lifecycle.signals import SignalWatch
+from torchhooks.loop.arguments import (
+    check_hook_states,
+    check_hooks,
+    check_methods,
+    check_model,
+    check_optimizer,
+    check_state,
+)
+from torchhooks.loop.body import Body
+from torchhooks.loop.costs import HookCosts
+from torchhooks.loop.data import Data
+from torchhooks.loop.peers import Peers
+from torchhooks.loop.recovery import Recovery
+from torchhooks.loop.schedule import Schedule
+from torchhooks.loop.session_creator import Mechanisms, Sessions, TrainingState
+from torchhooks.position.items import Items
+from torchhooks.position.position import Position
+from torchhooks.position.progress import NO_OUTPUTS, DataWaits
+from torchhooks.ranks.ranks import Ranks, checked_ranks
+
+R = TypeVar("R", default=Any)  # the default is that of a loop without a step function
+T = TypeVar("T")
+
+
+class MonitoredLoop(Generic[R]):
+    """Runs a training step with hooks around it (``tf.train.MonitoredSession``).
+
+    The constructor calls the hooks' ``begin``, creates the session, and calls the hooks' ``after_create_session``.
+
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=5)]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    >>> loop.global_step, loop.stop_reason
+    (5, 'StopAtStepHook: step 5')
+
+    Args:
+        step: the user's function. It may take and return anything. Hooks fetch what it returns by :doc:`these names
+            </reference/fetches>`; a single tensor is ``"loss"``. Without it, runs are made with :meth:`step`.
+        model: the module to save and restore, whose parameters, buffers and submodules hooks can fetch.
+        optimizer: the optimizer to save and restore, whose learning rate is ``"lr"``.
+        hooks: any iterable of hooks. It is copied; its order is the order of every call.
+        scaffold: how a session is initialized, and its saver.
+        state: further objects with ``state_dict`` and ``load_state_dict`` to save and restore, by name.
+        step_unit: what one global step is: ``"run"``, a run whose step returned, or ``"optimizer_step"``, a completed
+            ``optimizer.step()``, so that one run counts zero, one or several.
+        checkpoint_dir: the folder whose newest undamaged checkpoint is restored, here and when recovering. The loop
+            does not write to it: a :class:`torchhooks.CheckpointSaverHook` does.
+        recoverable_errors: exceptions, of a run or a background thread, after which the loop restores the newest
+            checkpoint and makes the failed run again. Without a checkpoint to restore, they propagate.
+        max_recoveries: the limit within an hour. The first recovery is made at once, later ones after growing pauses.
+        signals: signals after which the loop stops at the end of the run, so that a CheckpointSaverHook saves once
+            more, such as ``["SIGTERM", "SIGINT"]``. When it closes, they are delivered to their previous handlers.
+        stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
+        hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
+        metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
+            copied. :func:`torchhooks.read_metadata` reads it. A restored loop logs which values differ.
+        ranks: the processes that train together. ``None`` means those of ``torch.distributed``, if it is initialized;
+            False means this process alone. A :class:`torchhooks.Ranks` sets periods. With several ranks, each of them
+            creates the same loop, all make the same last run, and if one fails, the others raise PeerError.
+
+    Raises:
+        TypeError, ValueError: an item of ``hooks`` is not a hook, or another argument is not valid.
+        CheckpointError: every checkpoint in ``checkpoint_dir`` is damaged, or the newest one does not match the loop.
+    """
+
+    _hooks_elsewhere: Collection[str] = ()  # of a worker: the names of hooks that only another process has
+
+    def __init__(
+        self,
+        step: Callable[..., R] | None = None,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        hooks: Iterable[SessionRunHook] = (),
+        scaffold: Scaffold | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        step_unit: str = "run",
+        recoverable_errors: Iterable[type[BaseException]] = (AbortedError,),
+        max_recoveries: int = 10,
+        signals: Iterable[str | signal.Signals] = (),
+        stop_grace_period_secs: float = 120,
+        hook_costs: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        ranks: Ranks | Literal[False] | None = None,
+    ) -> None:
+        show_lines()  # before the first check, because checks log warnings
+        check_model(model)
+        check_optimizer(optimizer, step_unit)
+        if scaffold is not None and not isinstance(scaffold, Scaffold):
+            raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold")
+        about_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
+        checked_metadata, used_ranks = plain_metadata(metadata), checked_ranks(ranks)
+        check_methods(copied_hooks)
+        folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
+        self._step: Callable[..., R] = about_step.function
+        if step is None:  # replaces the method, so that a run does not have to check
+            self.run = self._step  # type: ignore[method-assign]
+        self._optimizer = optimizer
+        self._steps_per_run = 1 if step_unit == "run" else 0
+        self._step_counter: Any = None
+        self._in_step_fn = False
+        self._awaits_success = False  # the loop recovered, and has made no run since
+        self._begun = 0
+        self._thread = threading.get_ident()
+        self._schedule = schedule = Schedule(copied_hooks, used_ranks)
+        self._readback = Readback(schedule.wake)
+        self._signals = SignalWatch(signals, schedule.wake)
+        self._ending = Ending(self._signals, schedule.wake)
+        self._peers = peers = Peers(used_ranks, schedule, self._ending) if used_ranks.size > 1 else None
+        self._recovery = Recovery(recoverable_errors, max_recoveries, ranks=used_ranks.size)
+        self._costs = HookCosts(schedule, self._readback) if hook_costs else None
+        position, waits = Position(schedule, checked_state), DataWaits()
+        self._items = Items(lambda: position.depth)
+        recover = self._recovered_from
+        self._data = Data(schedule, position, waits, self._items, self._ending, self._is_to_stop, recover, peers)
+        saves = folder is not None or any(getattr(hook, "saves_checkpoints", False) for hook in copied_hooks)
+        watched = saves and hasattr(optimizer, "register_step_post_hook")
+        self._gradients = Gradients(optimizer) if optimizer is not None and watched else None
+        self._sessions = Sessions(
+            TrainingState(
+                model,
+                optimizer,
+                checked_state,
+                check_hook_states(copied_hooks),
+                self._hooks_elsewhere,
+                folder,
+                self._gradients,
+                checked_metadata,
+                set(),
+            ),
+            Scaffold() if scaffold is None else scaffold,
+            about_step,
+            self._steps_per_run,
+            Mechanisms(
+                *(schedule, self._readback, position, waits, self._items, self._ending, self._recovery, self._costs),
+                *(used_ranks, peers),
+            ),
+            stop_grace_period_secs,
+        )
+        self._body = Body(
+            *(self._ending, schedule, self._sessions, self._steps_per_run),
+            *(self._refuse, self._end_run, self._recovered_for_next_run, self._recover_from_thread),
+        )
+        try:
+            self._signals.install()
+            if peers is not None:
+                weakref.finalize(self, peers.abandon).atexit = False
+                peers.start(step_unit, folder)
+            self._start()
+        except BaseException as error:
+            self._ending.failure = error
+            self._close(error)
+            raise
+
+    # -- public methods -----------------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> R:
+        """Make one step with the hooks around it, and return what the step returned, untouched.
+
+        Raises:
+            LifecycleError: the loop has stopped or is closed, has no step function, or ``run`` was called inside a run.
+            FetchError: a hook requested something that does not exist.
+            FeedError: a parameter was fed twice.
+        """
+        ending, schedule, progress = self._ending, self._schedule, self._sessions.progress
+        if ending.busy or ending.stopping:
+            self._refuse()
+        ending.busy = True
+        try:
+            # Fast path: no hook is due. Inlined because it runs on every step.
+            if (
+                progress.global_step < schedule.idle_step
+                and schedule.runs < schedule.idle_runs
+                and (schedule.moment is None or time.monotonic() < schedule.moment)
+            ):
+                progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+                # An empty ** would copy a dict.
+                outputs = progress.outputs = self._step(*args, **kwargs) if kwargs else self._step(*args)
+                progress.global_step = step = progress.global_step + self._steps_per_run
+                if step <= schedule.idle_step and not (
+                    schedule.looks_after
+                    and (
+                        (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
+                        or (schedule.watchers and schedule.noticed_by(outputs))
+                        or (schedule.accumulates and schedule.running.add(outputs, args, kwargs))
+                    )
+                ):
+                    schedule.runs += 1
+                else:
+                    self._sessions.lifecycle.run(args, kwargs, outputs)
+            else:
+                outputs = self._sessions.lifecycle.run(args, kwargs)
+            if not schedule.news:
+                ending.busy = False
+                return outputs
+            self._end_run()
+        except BaseException as error:
+            if not self._recovered_from(error):
+                raise
+        else:
+            ending.busy = False
+            if schedule.news:
+                self._recover_from_thread()
+            return outputs
+        outputs = self.run(*args, **kwargs)
+        self._recovery.run_went_well()
+        ending.notice()
+        return outputs
+
+    def step(self) -> Body:
+        """Return the context manager of a run whose step is the body of a ``with`` statement.
+
+        >>> with MonitoredLoop(hooks=[LoggingTensorHook(["loss"], every_n_iter=2)]) as loop:
+        ...     for inputs in loop.until_stop(batches[:2]):
+        ...         with loop.step() as outputs:
+        ...             outputs["loss"] = step(inputs)
+        loss = ...
+
+        ``outputs`` is a new dict; hooks can fetch what the body puts into it. The run counts if the body ends without
+        an exception, also by ``break``, ``continue`` or ``return``. All else is as in :meth:`run`, with two exceptions:
+
+        * The body has no parameters. A hook that feeds one causes a FeedError.
+        * The body cannot be called again. After one of ``recoverable_errors``, the session is restored, and the loop
+          continues after the ``with`` statement, with a warning. Variables of the body may then be unset or old.
+
+        Raises:
+            LifecycleError, FetchError, FeedError: as in :meth:`run`, or the returned object was entered twice.
+        """
+        self._body.offered = True
+        return self._body
+
+    def run_step_fn(self, step_fn: Callable[[StepContext[R]], T]) -> T:
+        """Call ``step_fn`` with a :class:`torchhooks.StepContext`, and return what it returned.
+
+        ``step_fn`` decides what to run with hooks and what without. It may make several runs, or none.
+
+        Raises:
+            ValueError: ``step_fn`` does not take exactly one argument (``tf.train.MonitoredSession``'s rule).
+            LifecycleError: as :meth:`run`.
+        """
+        if not callable(step_fn) or not takes_one_argument(step_fn):
+            raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
+        ending = self._ending
+        inside, allowed = self._in_step_fn, ending.last_run_allowed
+        while True:
+            if ending.busy or ending.stopping:
+                self._refuse()
+            self._in_step_fn, ending.last_run_allowed = True, allowed  # the function may make more than one run
+            try:
+                result = step_fn(StepContext(self))
+            except BaseException as error:
+                self._in_step_fn = inside
+                if ending.stopping:
+                    self._run_failed(error)
+                    raise
+                if not self._recovered_from(error):
+                    raise
+            else:
+                self._in_step_fn = inside
+                self._recovery.run_went_well()
+                ending.notice()
+                self._recover_from_thread()
+                return result
+            finally:
+                ending.last_run_allowed = ending.last_run_allowed and not allowed
+
+    def should_stop(self) -> bool:
+        """Return whether the loop is to end: a hook, a thread or a signal asked for it, a run failed, or it is closed.
+
+        Raises one of ``recoverable_errors`` if a background thread reported it and the loop does not recover from it.
+        """
+        stopping = self._is_to_stop()
+        if stopping:
+            self._data.stop_is_seen()
+        return stopping
+
+    def until_stop(
+        self, iterable: Iterable[T], *, resume: bool = True, limit: int | None = None
+    ) -> Generator[T, None, None]:
+        """Yield the items of ``iterable`` until the loop stops or the data end. Nests: epochs around batches.
+
+        >>> with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=10)]) as loop:
+        ...     for epoch in loop.until_stop(range(3)):
+        ...         for inputs in loop.until_stop(batches):  # eight of them
+        ...             loss = loop.run(inputs)
+        >>> epoch, loop.global_step
+        (1, 10)
+
+        If a signal or a thread asks to stop while the loop waits for an item, that item is still yielded, and its run
+        is made. When the outermost ``until_stop`` runs out of items, ``stop_reason`` is ``"data ended"``.
+
+        Checkpoints contain the position in the data. In a loop that was restored from one, ``until_stop`` does not
+        yield items that are done, and random numbers continue as they would have:
+
+        * An iterable with a ``state_dict()``, such as torchdata's StatefulDataLoader, continues without skipping.
+        * A ``range`` continues after the last value. A longer range than before yields its additional values.
+        * A DataLoader, a list or another iterable is iterated again, from the random state of its start, and the items
+          that are done are dropped. Unless it is a list, a log line has their number and how long that took.
+        * An iterator, such as ``enumerate(loader)`` or a generator, continues from wherever it is. A log line says so.
+
+        The item of an outer ``until_stop`` is yielded again, and the inner one continues in it. A checkpoint is taken
+        when the body of the ``for`` is done with an item. :doc:`This page </loops>` has the rules and examples of each.
+
+        Args:
+            iterable: the items.
+            resume: whether to continue from the position in the checkpoint. False takes ``iterable`` as it is.
+            limit: the greatest number of items to yield, including those of earlier processes.
+
+        Raises:
+            LifecycleError: the loop has failed or is closed.
+            ValueError: ``limit`` is not a whole number, 0 or more.
+        """
+        if limit is not None:
+            whole_number(limit, "limit", 0)
+        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
+        return self._data.until_stop(iterable, resume, limit, (frame, frame.f_lasti))
+
+    def request_stop(self, reason: str | None = None) -> None:
+        """Stop the loop after the run in progress, or now if there is none. Any thread may call this.
+
+        This cannot be undone. ``stop_reason`` is ``"request_stop: <reason>"``, or ``"request_stop"`` without one.
+        """
+        text = "request_stop" if reason is None else f"request_stop: {reason}"
+        if self._ending.busy:
+            self._ending.request(StopRequest(text))
+        else:
+            self._ending.stop(text, by_thread=threading.get_ident() != self._thread)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not count the time inside this ``with`` block as training time: an evaluation, for example. Nests."""
+        return self.session.paused()
+
+    @property
+    def session(self) -> Session:
+        """The raw session, which evaluates fetches without a step and without hooks. A recovery replaces it."""
+        return self._sessions.session
+
+    @property
+    def global_step(self) -> int:
+        """The number of steps made, including those of earlier processes."""
+        return self._sessions.progress.global_step
+
+    @property
+    def stop_reason(self) -> str | None:
+        """What ended the loop, ``"StopAtStepHook: step 1000"`` or ``"data ended"``; ``None`` while it continues."""
+        return self._ending.reason
+
+    def close(self) -> None:
+        """End the loop: call every hook's ``end`` unless a run failed, then ``teardown``. Closing twice is harmless.
+
+        Raises:
+            Exception: what an ``end``, a ``teardown`` or a background thread raised; several as an ExceptionGroup.
+            LifecycleError: ``close`` was called inside a run.
+        """
+        if self._ending.busy:
+            raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
+        self._close(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        unfinished = self._body.abandon(error)
+        self._close(error if unfinished is None else unfinished)
+        if unfinished is not None:
+            raise unfinished
+        return kind is StopIteration
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for seat in self._schedule.all_seats:
+            self._begun += 1
+            self._sessions.call(seat, "begin", seat.hook.begin)
+        if not self._steps_per_run:
+            assert self._optimizer is not None
+            self._step_counter = register_step_post_hook(self._optimizer, self._count_optimizer_step)
+        try:
+            self._sessions.create()
+        except BaseException as error:
+            if not self._sessions.may_recover(error):
+                raise
+            self._sessions.recover(error)
+            self._recovery.run_went_well()
+
+    def _count_optimizer_step(self, *_: Any) -> None:
+        self._sessions.progress.global_step += 1
+
+    # -- between runs -------------------------------------------------------------------------------------------------
+
+    def _is_to_stop(self) -> bool:
+        """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
+        if not self._ending.stopping and self._schedule.news:
+            self._ending.notice()
+            if self._peers is not None:
+                self._peers.check()
+            self._recover_from_thread()
+        return self._ending.stopping
+
+    def _end_run(self) -> None:
+        """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""
+        schedule, readback = self._schedule, self._readback
+        schedule.news = False  # cleared first, because a thread or a signal may set it at any time
+        if readback.waiting:
+            schedule.wake()
+            readback.end_run()
+        if self._items.waiting and not self._items.depth():
+            self._items.finish()
+        if self._awaits_success:
+            self._awaits_success = False
+            self._recovery.run_went_well()
+        self._ending.notice()
+        if self._sessions.coord.should_stop():
+            schedule.wake()
+        if self._peers is not None:
+            self._peers.end_run()
+
+    def _recovered_from(self, error: BaseException) -> bool:
+        """Recover from ``error``, which interrupted a run, or end the loop. Return whether to make the run again."""
+        self._ending.void_run()
+        try:
+            if not self._in_step_fn and self._sessions.may_recover(error):
+                self._sessions.recover(error)
+                self._ending.busy = False
+                return True
+        except BaseException as another:
+            self._run_failed(another)
+            raise
+        if not self._in_step_fn or not self._recovery.covers(error):
+            self._run_failed(error)
+        self._ending.busy = False
+        return False
+
+    def _recovered_for_next_run(self, error: BaseException) -> bool:
+        """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""
+        self._awaits_success = recovered = self._recovered_from(error)
+        self._schedule.wake()
+        return recovered
+
+    def _recover_from_thread(self) -> None:
+        """Recover from a background thread's error between two runs, if it is one to recover from."""
+        coord = self._sessions.coord
+        if self._ending.stopping or self._ending.busy or self._in_step_fn or not coord.should_stop():
+            return
+        try:
+            coord.raise_requested_exception()
+        except BaseException as error:
+            if not self._recovery.covers(error):
+                return  # the thread's stop request ends the loop
+            self._data.make_waiting_calls()
+            if not self._recovered_for_next_run(error):
+                self._sessions.coord.clear_stop()  # or joining the threads would raise it a second time
+                raise
+
+    def _run_failed(self, error: BaseException) -> None:
+        self._ending.busy = False
+        self._ending.fail(error)
+        if self._peers is not None:
+            self._peers.failed(error)
+
+    def _refuse(self, call: str = "run()") -> None:
+        """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop."""
+        self._ending.refuse(call, self._sessions.coord.raise_requested_exception, self._in_step_fn)
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def _close(self, error: BaseException | None) -> None:
+        ending = self._ending
+        if ending.closed:
+            return
+        if self._peers is not None and (failure := self._peers.close(error)) is not None:
+            self._close(failure)
+            raise failure
+        ending.closed = True
+        if type(error) is StopIteration:
+            ending.stop(brief(error))
+            error = None
+        elif error is not None:
+            ending.failure = ending.failure or error
+            ending.stop(brief(error))
+        ending.stop(ending.reason or "closed")
+        traceback = None if error is None else error.__traceback__
+        attempt = Attempts()
+        try:
+            self._close_everything(attempt)
+            self._sessions.session.close()
+            ending.void_run()
+            logged = ending.log_before_delivery(error, attempt.errors)
+        finally:  # also after an interrupt between two of the calls
+            attempt(self._signals.restore)
+        if error is None:
+            attempt.raise_errors("several errors while the loop was closed")
+            return
+        error.with_traceback(traceback)  # joining the threads may have raised this very error once more
+        for index, other in enumerate(attempt.errors):
+            if other is not error:
+                add_note(error, f"torchhooks: and while the loop was closed after this: {brief(other)}")
+                if index >= logged:
+                    logger.error("while the loop was closed after an error", exc_info=other)
+
+    def _close_everything(self, attempt: Attempts) -> None:
+        """Close every component, even if some fail, and collect the errors."""
+        sessions, seats = self._sessions, self._schedule.all_seats
+        attempt(self._readback.drain)
+        if self._ending.failure is None and not attempt.errors:
+            attempt(self._items.finish)
+            self._data.check_end()
+            for seat in seats:
+                attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
+                attempt(sessions.end, seat)
+        attempt(self._readback.close)
+        if self._costs is not None:
+            attempt(self._costs.report)
+        sessions.session.call_savers("close", attempt)
+        attempt(sessions.join_threads)
+        for seat in seats[: self._begun]:
+            attempt(sessions.call, seat, "teardown", seat.hook.teardown)
+        if self._step_counter is not None:
+            self._step_counter.remove()
+        if self._gradients is not None:
+            self._gradients.close()
+        if self._peers is not None:
+            attempt(self._peers.leave, list(attempt.errors))
+
+
+class StepContext(Generic[R]):
+    """The argument of the function passed to ``run_step_fn`` (``tf.train.MonitoredSession.StepContext``).
+
+    >>> def fit_one_batch(step_context):
+    ...     if step_context.run_with_hooks(batches[0]) < 0.5:
+    ...         step_context.request_stop()
+    >>> with MonitoredLoop(step, model, optimizer) as loop:
+    ...     while not loop.should_stop():
+    ...         loop.run_step_fn(fit_one_batch)
+    >>> loop.stop_reason
+    'StopIteration: step_fn asked to stop'
+    """
+
+    def __init__(self, loop: MonitoredLoop[R]) -> None:
+        self._loop = loop
+
+    @property
+    def session(self) -> Session:
+        """The raw session, without hooks."""
+        return self._loop.session
+
+    def run_with_hooks(self, *args: Any, **kwargs: Any) -> R:
+        """Make one run, like :meth:`torchhooks.MonitoredLoop.run`, and return what the step returned."""
+        return self._loop.run(*args, **kwargs)
+
+    def request_stop(self) -> NoReturn:
+        """End the loop cleanly: raise ``StopIteration``, which leaves the function and the ``with`` block."""
+        raise StopIteration("step_fn asked to stop")

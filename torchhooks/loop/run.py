@@ -1,0 +1,368 @@
+"""The lifecycle of one run with hooks: ``before_run``, the step, the fetches, ``after_run``.
+
+:meth:`Lifecycle.run` reads as :mod:`torchhooks.lifecycle.hook` describes it. A run in which no hook is due never gets
+here: see :meth:`torchhooks.MonitoredLoop.run`, and :class:`torchhooks.loop.body.Body` for a step that is not a
+function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from torchhooks.common.errors import FeedError, LifecycleError, add_note
+from torchhooks.common.text import shown
+from torchhooks.common.trees import is_fixed
+from torchhooks.fetches.fetch import check_feed_names, named_outputs, watched_names
+from torchhooks.fetches.watch import NO_WATCH, ModuleWatch
+from torchhooks.lifecycle.hook import (
+    RunMetadata,
+    RunOptions,
+    RunServices,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunValues,
+)
+from torchhooks.loop.costs import HookCosts
+from torchhooks.loop.schedule import Schedule, Seat, in_order
+from torchhooks.position.progress import NO_OUTPUTS, Progress
+
+NOT_MADE: Any = object()
+"""What :meth:`Lifecycle.run` is given as outputs if it has to make the step itself."""
+
+Request = tuple[Seat, SessionRunArgs]
+
+
+class _Made(NamedTuple):
+    """How a step was made, where hooks had a say in it."""
+
+    fed: Mapping[str, Any]
+    watched: Mapping[str, Any]
+    options: RunOptions
+    metadata: RunMetadata
+
+
+class Recording:
+    """What hooks feed, watch and trace in one step."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.fed: dict[str, Any] = {}
+        self.feeders: dict[str, object] = {}
+        """The hook that feeds each parameter."""
+        self._names: list[tuple[str, object]] = []
+        trace = memory = False
+        for seat, (fetches, feed_dict, options) in requests:
+            self.fed.update(feed_dict or {})
+            self.feeders.update(dict.fromkeys(feed_dict or (), seat))
+            self._names += [(name, seat) for name in watched_names(fetches)]
+            if options is not None:
+                trace, memory = trace or options.trace, memory or options.memory
+        self._options = RunOptions(trace, memory)
+        self._watch = NO_WATCH
+        self._profile: Any = None
+        self._started = ExitStack()
+
+    def start(self, model: torch.nn.Module | None) -> None:
+        """Watch submodules of ``model``, and trace, until :meth:`stop`."""
+        with ExitStack() as stack:
+            if self._names:
+                self._watch = ModuleWatch(model, self._names)
+                stack.callback(self._watch.close)
+            if self._options.trace:
+                from torch.profiler import profile
+
+                self._profile = stack.enter_context(profile(profile_memory=self._options.memory))
+            self._started = stack.pop_all()
+
+    def stop(self) -> None:
+        """Remove what :meth:`start` added."""
+        self._started.close()
+
+    def made(self, outputs: Any) -> _Made:
+        """Return what is known of the step now that it has returned ``outputs``."""
+        caught = self._watch.caught(self.fed, outputs)
+        metadata = RunMetadata(self._profile) if self._options.trace else _PLAIN.metadata
+        return _Made(self.fed, caught, self._options, metadata)
+
+
+class Begun(NamedTuple):
+    """A run whose hooks were called before a step that is not a function."""
+
+    context: SessionRunContext
+    requests: list[Request]
+    seats: list[Seat]
+    recording: Recording | None
+
+
+_PLAIN = _Made({}, {}, RunOptions(), RunMetadata())
+_NOTHING = SessionRunValues(None, _PLAIN.options, _PLAIN.metadata)
+_NO_VALUES: Mapping[Seat, SessionRunValues] = {}
+_new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling the class
+
+
+class Lifecycle:
+    """Makes the runs of one session in which hooks take part.
+
+    ``steps_per_run`` is 0 if the optimizer's steps are counted. ``costs`` profiles the hooks, if given.
+    """
+
+    def __init__(
+        self, services: RunServices, progress: Progress, schedule: Schedule, steps_per_run: int, costs: HookCosts | None
+    ) -> None:
+        self._services = services
+        self._session, self._step = services.session, services.step
+        self._items, self._ending = services.items, services.ending
+        self._function = services.step.function
+        self._new_evaluator = services.session.new_evaluator
+        self._progress = progress
+        self._schedule = schedule
+        self._running = schedule.running
+        self._steps_per_run = steps_per_run
+        self._costs = costs
+
+    def run(
+        self,
+        args: tuple[Any, ...] | None,
+        kwargs: Mapping[str, Any],
+        outputs: Any = NOT_MADE,
+        begun: Begun | None = None,
+    ) -> Any:
+        """Make one run, and return what the step returned.
+
+        ``outputs`` is given if the step was made already, because no hook was due before it, but one is due after it.
+        ``begun`` is what :meth:`begin` returned before that step, if it was called. ``args`` is ``None`` if the step is
+        the body of a ``with`` statement, which has no arguments.
+        """
+        ending, schedule = self._ending, self._schedule
+        number = schedule.runs + 1
+        if outputs is NOT_MADE:
+            context = ending.run = SessionRunContext(self._services, args, kwargs)
+            requests: list[Request] = []
+            seats = self._before_run(context, requests, number)
+            outputs, made = self._make_step(requests, args, kwargs)
+        else:
+            context, requests, seats, made = self._made_before(args, kwargs, outputs, begun)
+        if schedule.watchers:
+            self._call_watchers(context, requests, seats, outputs, made)
+        evaluates = requests or schedule.running.sources
+        values = self._evaluate(context, requests, outputs, made) if evaluates else _NO_VALUES
+        planned = self._after_run(context, seats, values, number)
+        ending.run = None
+        if ending.requests:
+            ending.stop_as_requested()
+        if planned:
+            schedule.ask(seats)
+        return outputs
+
+    def begin(self) -> Begun:
+        """Make the part of a run that comes before a step that the caller makes; :meth:`run` makes the rest.
+
+        Raises:
+            FeedError: a hook feeds the step, which has no parameters.
+        """
+        context = self._ending.run = SessionRunContext(self._services, None, {})
+        requests: list[Request] = []
+        seats = self._before_run(context, requests, self._schedule.runs + 1)
+        self._progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+        recording = None
+        for seat, request in requests:
+            if request is not seat.plain_request:
+                recording = self._start_recording(requests)
+                break
+        begun: Begun = _new_tuple(Begun, (context, requests, seats, recording))
+        return begun
+
+    def _start_recording(self, requests: list[Request]) -> Recording:
+        recording = Recording(requests)
+        for name, feeder in recording.feeders.items():
+            raise FeedError(
+                f"{feeder} feeds {name!r}, but the body of step() has no parameters: put its lines into a function, "
+                "pass that to MonitoredLoop(step, ...), and call loop.run(...)"
+            )
+        recording.start(self._session.model)
+        return recording
+
+    def _before_run(self, context: SessionRunContext, requests: list[Request], number: int) -> list[Seat]:
+        """Call ``before_run`` of the hooks that are due, append what they request, and return them."""
+        progress, schedule = self._progress, self._schedule
+        if self._items.before_run:
+            self._items.begin_run()
+        step = progress.global_step
+        look = schedule.before
+        if step + 1 < look.step and number < look.run and look.moment is None:
+            seats = [*look.always]
+        else:
+            seats = look.due(step + 1, number)
+        try:
+            for seat in seats:
+                context.caller = seat
+                if seat.schedules:
+                    seat.catch_up(number - 1)
+                before_run = seat.before_run  # CPython calls a local faster than an attribute
+                request = before_run(context)
+                if request is not None:
+                    if request is not seat.plain_request:
+                        _check_request(requests, seat, request)
+                        self._running.declare(seat.hook, seat, request.fetches, number)
+                    requests.append((seat, request))
+                if progress.global_step != step:  # the hooks after this one are due by the step that it set
+                    step = progress.global_step
+                    schedule.insert_due(seats, seat, look, step + 1, number)
+        except BaseException as error:
+            self._note(error, context.caller, "before_run")
+            raise
+        return seats
+
+    def _make_step(self, requests: list[Request], args: Any, kwargs: Any) -> tuple[Any, _Made]:
+        """Call the step and count it, with what the hooks feed, trace and watch."""
+        progress = self._progress
+        progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+        for seat, request in requests:
+            if request is not seat.plain_request:
+                return self._make_special_step(requests, args, kwargs)
+        # An empty ** would copy a dict.
+        outputs = progress.outputs = self._function(*args, **kwargs) if kwargs else self._function(*args)
+        progress.global_step += self._steps_per_run
+        return outputs, _PLAIN
+
+    def _make_special_step(self, requests: list[Request], args: Any, kwargs: Any) -> tuple[Any, _Made]:
+        recording = Recording(requests)
+        if recording.feeders:
+            self._step.check_feeds(recording.feeders, args, kwargs)
+        recording.start(self._session.model)
+        try:
+            outputs = self._function(*args, **{**kwargs, **recording.fed})
+        finally:
+            recording.stop()
+        self._progress.outputs = outputs
+        self._progress.global_step += self._steps_per_run
+        return outputs, recording.made(outputs)
+
+    def _made_before(
+        self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any], outputs: Any, begun: Begun | None
+    ) -> tuple[SessionRunContext, list[Request], list[Seat], _Made]:
+        """Return what is known of a run whose step was made already; count that step if :meth:`begin` was called."""
+        if begun is None:
+            context = self._ending.run = SessionRunContext(self._services, args, kwargs)
+            return context, [], [], _PLAIN
+        context, requests, seats, recording = begun
+        if recording is not None:
+            recording.stop()
+        self._progress.outputs = outputs
+        self._progress.global_step += self._steps_per_run
+        return context, requests, seats, _PLAIN if recording is None else recording.made(outputs)
+
+    def _call_watchers(
+        self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
+    ) -> None:
+        """Call ``before_run`` of the hooks whose ``Due.when`` is true of ``outputs``; they join ``seats``."""
+        schedule = self._schedule
+        if made.fed:  # a feed can have the name of an output, and Due.when sees the outputs only: call all of them
+            late = [seat for seat in schedule.watchers if seat not in seats]
+        else:
+            late = schedule.noticed_by(outputs, seats)
+        try:
+            for seat in late:
+                context.caller = seat
+                seat.catch_up(schedule.runs)
+                request = seat.before_run(context)
+                if request is not None:
+                    if request is not seat.plain_request:
+                        _check_request(requests, seat, request)
+                        _check_late(seat, request, outputs)
+                        self._running.declare(seat.hook, seat, request.fetches, schedule.runs + 1)
+                    requests.append((seat, request))
+        except BaseException as error:
+            self._note(error, context.caller, "before_run")
+            raise
+        requests.sort(key=lambda request: request[0].index)
+        seats[:] = in_order([*seats, *late])
+
+    def _evaluate(
+        self, context: SessionRunContext, requests: list[Request], outputs: Any, made: _Made
+    ) -> Mapping[Seat, SessionRunValues]:
+        """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
+        fed, watched, options, metadata = made
+        evaluator = self._new_evaluator(self._session, outputs, fed, context.inputs, watched, requests)
+        if self._running.sources:
+            self._running.add(outputs, (), {}, evaluator)
+        evaluate: Callable[[Any, Any], Any] = evaluator.evaluate
+        if self._costs is not None:
+            evaluate = self._costs.timed_evaluation(evaluate)
+        values: dict[Seat, SessionRunValues] = {}
+        for seat, (fetches, _, _) in requests:
+            results = None if fetches is None else evaluate(fetches, seat)
+            values[seat] = _new_tuple(SessionRunValues, (results, options, metadata))
+        return values
+
+    def _after_run(
+        self, context: SessionRunContext, seats: list[Seat], values: Mapping[Seat, SessionRunValues], number: int
+    ) -> bool:
+        """Call ``after_run`` of the hooks that take part; return whether one of them has to be asked when it is due."""
+        progress, schedule = self._progress, self._schedule
+        step, look = progress.global_step, schedule.after
+        if step >= look.step or number >= look.run or look.moment is not None:
+            seats[:] = in_order([*seats, *(seat for seat in look.due(step, number) if seat not in seats)])
+        schedule.runs = number
+        planned = False
+        try:
+            for seat in seats:
+                context.caller = seat
+                if seat.schedules:
+                    seat.catch_up(number - 1)
+                    planned = True
+                after_run = seat.after_run  # CPython calls a local faster than an attribute
+                after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
+                seat.seen = number
+                if progress.global_step != step:  # the hooks after this one are due by the step that it set
+                    step = progress.global_step
+                    schedule.insert_due(seats, seat, look, step, number)
+        except BaseException as error:
+            self._note(error, context.caller, "after_run")
+            schedule.fail_at(context.caller)
+            raise
+        return planned
+
+    def _note(self, error: BaseException, seat: object, method: str) -> None:
+        note_hook(error, seat, method, self._progress)
+
+
+def note_hook(error: BaseException, seat: object, method: str, progress: Progress) -> None:
+    """Add a note to ``error`` that names the hook, its method and the global step."""
+    add_note(error, f"torchhooks: in {method} of {seat}, at global step {progress.global_step}")
+
+
+def _check_request(requests: list[Request], seat: Seat, request: Any) -> None:
+    """Raise if what ``seat`` returned is not a request, or feeds what an earlier hook feeds."""
+    if not isinstance(request, SessionRunArgs):
+        raise TypeError(f"before_run of {seat} returned {shown(request)}: return SessionRunArgs(fetches) or None")
+    fetches, feed_dict, options = request
+    if feed_dict:
+        if not isinstance(feed_dict, Mapping):
+            raise TypeError(f"before_run of {seat} feeds {shown(feed_dict)}: return a mapping, parameter name to value")
+        check_feed_names(feed_dict, seat)
+        for other, (_, fed, _) in requests:
+            for name in feed_dict.keys() & (fed or {}):
+                raise FeedError(
+                    f"{seat} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, remove one "
+                    "of them"
+                )
+    if feed_dict is None and options is None and is_fixed(fetches) and not watched_names(fetches):
+        seat.plain_request = request  # it cannot change, so the next run need not check it again
+
+
+def _check_late(seat: Seat, request: SessionRunArgs, outputs: Any) -> None:
+    """Raise if ``seat``, which is asked after the step, requests something that has to happen during the step."""
+    fetches, feed_dict, options = request
+    given = named_outputs(outputs)
+    watched = [name for name in watched_names(fetches) if name not in given]
+    wishes = [f"feeds {name!r}" for name in feed_dict or ()] + [f"fetches {name!r}" for name in watched]
+    wishes += ["requests a trace"] if options is not None and options.trace else []
+    if wishes:
+        raise LifecycleError(
+            f"{seat} {wishes[0]}, but its Due.when is evaluated after the step: let next_due() return None, or a step, "
+            "a moment or a number of runs, so that before_run is called before the step"
+        )

@@ -1,0 +1,267 @@
+"""Creating the session of a loop, and another one when the loop recovers from an error."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torchhooks.checkpoints.gradients import Gradients
+from torchhooks.checkpoints.saver import latest_checkpoint
+from torchhooks.common.checks import seconds
+from torchhooks.common.errors import add_note
+from torchhooks.common.log import logger
+from torchhooks.common.stateful import Stateful
+from torchhooks.device.readback import Readback
+from torchhooks.fetches.step import Step
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.ending import Ending
+from torchhooks.lifecycle.hook import RunServices
+from torchhooks.lifecycle.session import Scaffold, Session
+from torchhooks.loop.costs import HookCosts
+from torchhooks.loop.peers import Peers
+from torchhooks.loop.recovery import Recovery
+from torchhooks.loop.run import Lifecycle, note_hook
+from torchhooks.loop.schedule import Schedule, Seat
+from torchhooks.position.items import Items
+from torchhooks.position.position import Position
+from torchhooks.position.progress import DataWaits, Progress
+from torchhooks.ranks.ranks import Ranks
+
+
+class TrainingState(NamedTuple):
+    """What the user trains, and where it is restored from: the same for every session of a loop."""
+
+    model: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    state: Mapping[str, Stateful]
+    hooks: Mapping[str, Stateful]
+    hooks_elsewhere: Collection[str]
+    checkpoint_dir: str | None
+    gradients: Gradients | None
+    metadata: Mapping[str, Any]
+    warned: set[str]
+
+
+class Mechanisms(NamedTuple):
+    """What a loop creates once and every session of it uses."""
+
+    schedule: Schedule
+    readback: Readback
+    position: Position
+    data_waits: DataWaits
+    items: Items
+    ending: Ending
+    recovery: Recovery
+    costs: HookCosts | None
+    ranks: Ranks
+    peers: Peers | None
+
+
+class Sessions:
+    """The sessions of one loop, one after the other: each recovery closes the current one and creates the next.
+
+    ``steps_per_run`` is 0 if the optimizer's steps are counted. Background threads get ``grace_secs`` seconds to end.
+    """
+
+    coord: Coordinator
+    """The background threads of the current session."""
+    lifecycle: Lifecycle
+    progress: Progress
+    session: Session
+
+    def __init__(
+        self,
+        training: TrainingState,
+        scaffold: Scaffold,
+        step: Step,
+        steps_per_run: int,
+        mechanisms: Mechanisms,
+        grace_secs: float,
+    ) -> None:
+        self._training = training
+        # A script may change the current directory while it trains.
+        self._folder = None if training.checkpoint_dir is None else os.path.abspath(training.checkpoint_dir)
+        self._scaffold = scaffold
+        self._step = step
+        self._steps_per_run = steps_per_run
+        self._schedule, self._readback, self._position, self._data_waits, self._items = mechanisms[:5]
+        self._ending, self._recovery, self._costs, self._ranks, self._peers = mechanisms[5:]
+        self._grace_secs = seconds(grace_secs, "stop_grace_period_secs")  # checked here, not at the end of the run
+        self._renew()
+
+    def call(self, seat: Seat, name: str, method: Callable[..., object], *args: Any) -> None:
+        """Call a hook's ``method`` outside a run; an exception gets a note that names the hook."""
+        try:
+            method(*args)
+        except BaseException as error:
+            note_hook(error, seat, name, self.progress)
+            raise
+
+    def end(self, seat: Seat) -> None:
+        """Call the ``end`` of a hook, of a collective one on all ranks at once."""
+        if self._peers is not None and seat in self._schedule.collective:
+            self._peers.align()
+        self.call(seat, "end", seat.end, self.session)
+
+    def create(self, recovers: bool = False) -> None:
+        """Restore or initialize the current session, and call every hook's ``after_create_session``."""
+        session, restored = self.session, None
+        if self._folder is not None:
+            restored = session.saver.restore_latest(session, self._folder)
+        if restored is not None:
+            path = self._as_given(restored)
+            logger.info("restored step %d from %s", session.global_step, path)
+            if session.global_step and not recovers and self._position.state_dict() is None:
+                logger.info("%s has no position in the data: what is not in the loop's state starts over", path)
+        elif self._folder is not None:
+            self._warn_if_nothing_saves()
+        self._scaffold.prepare(session, restored is not None)
+        self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
+        for seat in self._schedule.all_seats:
+            self.call(seat, "after_create_session", seat.hook.after_create_session, session, self.coord)
+        self._schedule.start()
+
+    def _warn_if_nothing_saves(self) -> None:
+        """Warn on the chief that this training run cannot be resumed, though the caller named a folder for it."""
+        if not self._ranks.is_chief:
+            return
+        hooks = [seat.hook for seat in self._schedule.all_seats]
+        if not any(getattr(hook, "saves_checkpoints", False) for hook in hooks) and not self._training.hooks_elsewhere:
+            given = self._training.checkpoint_dir
+            way_out = f"add CheckpointSaverHook({given!r}, save_secs=600)"
+            logger.warning("%s has no checkpoint, and no hook saves one: %s", given, way_out)
+
+    def _as_given(self, path: str) -> str:
+        """Return ``path`` as the user writes it, if it is in the loop's ``checkpoint_dir``."""
+        folder, name = os.path.split(path)
+        given = self._training.checkpoint_dir
+        return path if given is None or folder != self._folder else os.path.join(given, name)
+
+    def may_recover(self, error: BaseException) -> bool:
+        """Return whether to recover from ``error``, which a run or the creation of a session raised.
+
+        If it is one of ``recoverable_errors`` and the loop does not recover, a note on the error says why.
+        """
+        if self._ending.stopping or not self._recovery.allows(error):
+            return False
+        if self._ending.signal is not None:
+            add_note(error, f"torchhooks: not recovered from, because signal {self._ending.signal} arrived")
+            return False
+        self.session.wait_for_savers()  # the newest checkpoint may still be being written
+        if self._folder is None or latest_checkpoint(self._folder) is None:
+            add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
+            return False
+        return True
+
+    def recover(self, error: BaseException) -> None:
+        """Close the session, pause unless this is the first recovery in a row, and create the next session.
+
+        An error on the way is recovered from likewise, if that is allowed.
+        """
+        while True:
+            try:
+                self._readback.drain()
+                self._leave(error)
+                self._recovery.pause(error, self._ending.wait_for_signal)
+                if self._ending.signal is not None:
+                    raise error
+                self.create(recovers=True)  # in this process the data continue where they are
+            except BaseException as another:
+                if not self.may_recover(another):
+                    raise
+                error = another
+            else:
+                return
+
+    def join_threads(self, coord: Coordinator | None = None) -> None:
+        """Stop the background threads, wait for them, and raise the error of the first that failed."""
+        coord = self.coord if coord is None else coord
+        coord.request_stop()
+        coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
+
+    def _renew(self) -> None:
+        model, optimizer, state, hooks, hooks_elsewhere, _, gradients, metadata, warned = self._training
+        self.progress = Progress()
+        earlier = {id(saver): saver for saver in self.session.savers} if hasattr(self, "session") else {}
+        self.session = Session(
+            model,
+            optimizer,
+            state,
+            self._scaffold.saver,
+            hooks=hooks,
+            hooks_elsewhere=hooks_elsewhere,
+            checkpoint_dir=self._folder,
+            metadata=metadata,
+            warned=warned,
+            position=self._position,
+            gradients=gradients,
+            progress=self.progress,
+            data_waits=self._data_waits,
+            items=self._items,
+            inputs=self._step.parameters,
+            drain=self._readback.drain,
+            interrupted=self._is_interrupted,
+            stopped_by_signal=lambda: self._ending.by_signal,
+            ranks=self._ranks,
+            running=self._schedule.running,
+        )
+        self._schedule.running.begin_session(self.session, self.progress, self._step)
+        # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
+        self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
+        self.coord = Coordinator()
+        services = RunServices(self.session, self._step, self._readback, self._ending, self._items)
+        lifecycle: Callable[..., Lifecycle] = Lifecycle
+        if self._peers is not None:
+            lifecycle = self._peers.lifecycle
+            self.session.guard_checkpoints(self._peers.why_no_checkpoint)
+        self.lifecycle = lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
+
+    def _is_interrupted(self) -> bool:
+        """Return whether a hook that waits has to give up.
+
+        Raises:
+            PeerError: another rank has failed.
+        """
+        if self._peers is not None:
+            self._peers.check()
+            if self._peers.is_stop_decided:
+                return True
+        return self._ending.signal is not None
+
+    def _leave(self, error: BaseException) -> None:
+        """Replace the session that failed with ``error`` by a new one, and wait for its threads.
+
+        Raises:
+            BaseException: another error of a thread, which the loop does not recover from.
+        """
+        session, coord = self.session, self.coord
+        self._items.clear()
+        self._renew()
+        session.close()
+        try:
+            self.join_threads(coord)
+        except BaseException as another:
+            if another is not error:
+                raise
+        else:  # a run failed, not a thread: it is made again
+            self._position.run_is_made_again()
+        for later in coord.later_errors:
+            if not self._recovery.covers(later):
+                raise later
+
+    def _thread_stopped(self, coord: Coordinator) -> None:
+        """Stop the loop because a background thread asked to, unless the loop will recover from the thread's error."""
+        if self._ending.closed or coord is not self.coord:
+            return
+        try:
+            coord.raise_requested_exception()
+        except BaseException as error:
+            if self._recovery.covers(error) and self._training.checkpoint_dir is not None:
+                self._schedule.wake()  # the end of the run, or should_stop(), recovers
+                return
+        self._ending.stop(f"thread {threading.current_thread().name}", by_thread=True)

@@ -1,0 +1,80 @@
+"""Calls that wait until the body of the ``for`` loop is done with the current item of ``until_stop``.
+
+TensorFlow's training state changes only inside ``session.run``. A PyTorch script changes it anywhere in the body: it
+steps a scheduler, evaluates, draws random numbers. So a checkpoint that comes due in an
+item is taken when the body is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+
+from torchhooks.common.errors import add_note
+
+
+class Items:
+    """The calls to make between two items of the ``until_stop`` loops of one monitored loop."""
+
+    def __init__(self, depth: Callable[[], int] = int) -> None:
+        self.depth = depth
+        """Returns how many ``until_stop`` loops are open."""
+        self.waiting: dict[object, tuple[int, Callable[[], object]]] = {}
+        """By who asked, the depth of the item that the call waits for, and the call. A hook's last one counts."""
+        self.before_run: list[Callable[[], object]] = []
+        """The calls to make when the next run begins, if it has hooks."""
+        self._at_stop: dict[object, Callable[[], object]] = {}
+
+    def after_item(self, who: object, call: Callable[[], object]) -> None:
+        """Make ``call()`` once the body is done with the current item; now, if there is none."""
+        if depth := self.depth():
+            self.waiting[who] = depth, call
+        else:
+            call()
+
+    def at_stop(self, who: object, call: Callable[[], object]) -> None:
+        """Make ``call()`` at the item in which a stop is noticed."""
+        self._at_stop[who] = call
+
+    def begin_run(self) -> None:
+        """Make the calls for the beginning of a run."""
+        calls, self.before_run = self.before_run, []
+        for call in calls:
+            call()
+
+    def due(self) -> list[object]:
+        """Return whose waiting calls are due: not those that wait for an item in which another loop now begins."""
+        return [who for who, (depth, _) in self.waiting.items() if depth >= self.depth()]
+
+    def make_due(self) -> None:
+        """Make the waiting calls that are due."""
+        self._make(self.due())
+
+    def finish(self) -> None:
+        """Make all waiting calls."""
+        self._make(list(self.waiting))
+
+    def stop(self, made: Container[object] = ()) -> None:
+        """Make the calls for a stop, except of those in ``made``, who have just been called."""
+        for who, call in self._at_stop.items():
+            if who not in made:
+                make_call(who, call)
+
+    def _make(self, asked: list[object]) -> None:
+        for who in asked:  # a call may ask again, for the next item
+            if who in self.waiting:
+                make_call(who, self.waiting.pop(who)[1])
+
+    def clear(self) -> None:
+        """Forget every call: their session is closed."""
+        self.waiting.clear()
+        self.before_run.clear()
+        self._at_stop.clear()
+
+
+def make_call(who: object, call: Callable[[], object]) -> None:
+    """Make ``call()`` for ``who``, which a note on an error names."""
+    try:
+        call()
+    except BaseException as error:
+        add_note(error, f"torchhooks: in a call of {who} between two items")
+        raise

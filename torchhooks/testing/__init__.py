@@ -1,0 +1,41 @@
+"""Tools for testing hooks: a fake clock, a hook and a writer that record their calls, a small training loop.
+
+Three tests of ``StopWhenGood``, the example in :mod:`torchhooks.lifecycle.hook`, that do not sleep and write no files:
+
+    from torchhooks.testing import RecordingHook, trace
+
+    def test_stops_in_the_run_that_got_below_the_target():
+        assert trace(StopWhenGood(0.2), losses=[0.5, 0.3, 0.1, 0.05]).steps == [1, 2, 3]
+
+    def test_says_why_it_stopped():
+        assert "loss 0.100" in trace(StopWhenGood(0.2), losses=[0.5, 0.3, 0.1]).stop_reason
+
+    def test_the_hooks_after_it_still_see_the_last_run():
+        after = RecordingHook("global_step")
+        trace(StopWhenGood(0.2), after, losses=[0.1])
+        assert ("after_run", 1, 1) in after.calls
+
+These are working implementations, not mocks: :func:`trace` runs a real :class:`torchhooks.MonitoredLoop`. To use a
+step or a clock of your own, create the loop inside ``with FakeClock() as clock, log_lines() as lines:``.
+
+Read ``recording`` first. ``devices`` has :class:`FakeDevice` and :func:`sync_audit`.
+
+:class:`FakeDevice` makes the CPU behave like a device whose values arrive late. :func:`sync_audit` lists the operations
+of hooks that would block the host on a GPU.
+"""
+
+from torchhooks.testing.devices import FakeDevice, Sync, sync_audit
+from torchhooks.testing.recording import FakeClock, RecordingHook, RecordingWriter, Trace, log_lines, plain, trace
+
+__all__ = [
+    "FakeClock",
+    "FakeDevice",
+    "RecordingHook",
+    "RecordingWriter",
+    "Sync",
+    "Trace",
+    "log_lines",
+    "plain",
+    "sync_audit",
+    "trace",
+]

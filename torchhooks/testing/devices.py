@@ -1,0 +1,414 @@
+"""Tools for testing, on any machine, whether hooks block the host on a device. Part of :mod:`torchhooks.testing`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchhooks.device import cuda
+from torchhooks.device.cuda import pack, unpack
+from torchhooks.device.readback import Copier, Readback, Request, copiers
+from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.fetches.fetch import Evaluator
+from torchhooks.lifecycle.hook import SessionRunHook
+from torchhooks.lifecycle.session import Session
+from torchhooks.loop.body import Body
+from torchhooks.loop.monitored_loop import MonitoredLoop
+from torchhooks.loop.schedule import Schedule, Seat
+from torchhooks.position.items import make_call
+
+
+class FakeDevice:
+    """A context manager in which CPU tensors are read back as from a device whose copies take ``lag`` runs.
+
+    It tests, without a GPU, whether a hook copes with values that arrive late:
+
+    >>> from torchhooks.testing import FakeDevice, trace
+    >>> with FakeDevice(lag=2) as device:
+    ...     seen = trace(NanTensorHook("loss", fail_on_nan_loss=False), losses=[1, float("nan"), 1, 1, 1])
+    loss is NaN at step 2: training stops
+    >>> seen.steps, device.waits  # stopped two runs later; the host waited once, when the loop closed
+    ([1, 2, 3, 4], 1)
+
+    Work can be queued on several streams: see :meth:`on_stream`. A copy has the values of the moment at which it was
+    started, even if the tensor is updated before it completes. What has arrived on the host, such as the values of a
+    ``when_ready`` callback, is an ordinary CPU tensor.
+
+    Args:
+        lag: the number of runs in which work that starts now is polled before it is done.
+        speed: seconds that pass on the device's clock for each second of ``time.monotonic()``.
+
+    Attributes:
+        copies: how many tensors were copied.
+        batches: how many batches of copies were started.
+        streams: the name of the stream on which each batch was copied, see :meth:`on_stream`.
+        allocations: the sizes, in bytes, of the memory on the host that was allocated for copies.
+        waits: how many times the thread that entered the device waited for work that was not done.
+        waits_elsewhere: the same of other threads, such as those that write checkpoints.
+        progress: how far the device is, in runs. Each poll that finds unfinished work advances it by one, because a run
+            that finds its oldest work unfinished polls nothing else.
+    """
+
+    def __init__(self, lag: int = 1, speed: float = 1.0) -> None:
+        self.lag = lag
+        self.speed = speed
+        self.copies = self.batches = self.waits = self.waits_elsewhere = self.progress = 0
+        self._thread = threading.get_ident()
+        self.on_wait: Callable[[str], object] | None = None
+        """Called at each wait of any thread, with what it is for."""
+        self.streams: list[Hashable] = []
+        self.allocations: list[int] = []
+        self._stream = "default"
+        self._stream_lag: int | None = None
+        self._replaced: list[Copier | None] = []
+
+    @contextmanager
+    def on_stream(self, name: str, lag: int | None = None) -> Iterator[None]:
+        """Queue work on the stream ``name`` in this ``with`` block, like ``torch.cuda.stream``.
+
+        Args:
+            name: any name; outside of the block the stream is ``"default"``.
+            lag: the lag of events that are recorded on the stream, if it differs from that of the device.
+        """
+        before = self._stream, self._stream_lag
+        self._stream, self._stream_lag = name, lag
+        try:
+            yield
+        finally:
+            self._stream, self._stream_lag = before
+
+    # The methods of a Copier:
+
+    def prepare(self, nbytes: int) -> None:
+        """Do nothing: copies need no memory that is allocated before."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        self.allocations.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def stream(self, device: torch.device) -> Hashable:
+        return self._stream
+
+    def start(self, tensors: Sequence[torch.Tensor], stream: Hashable) -> _FakeTransfer:
+        self.batches += 1
+        self.copies += len(tensors)
+        self.streams.append(stream)
+        return _FakeTransfer(self, self.lag, tensors)
+
+    def event(self, device: torch.device) -> _FakeEvent:
+        return _FakeEvent(self, self.lag if self._stream_lag is None else self._stream_lag)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return not hasattr(tensor, "is_on_fake_host")
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.note_wait("a tensor that is read at once")
+        return _on_host(tensor.detach().clone())
+
+    def note_wait(self, what: str) -> None:
+        """Count a wait of the current thread for ``what``."""
+        if self.on_wait is not None:
+            self.on_wait(f"a wait for {what}")
+        if threading.get_ident() == self._thread:
+            self.waits += 1
+        else:
+            self.waits_elsewhere += 1
+
+    def __enter__(self) -> FakeDevice:
+        self._thread = threading.get_ident()
+        self._replaced.append(copiers.get("cpu"))
+        copiers["cpu"] = self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        del copiers["cpu"]
+        if (replaced := self._replaced.pop()) is not None:
+            copiers["cpu"] = replaced
+
+    def __repr__(self) -> str:
+        return f"FakeDevice(lag={self.lag}, speed={self.speed})"
+
+
+class _FakeEvent:
+    what = "an event"
+
+    def __init__(self, device: FakeDevice, lag: int) -> None:
+        self._device = device
+        self._done_at = device.progress + lag
+        self.secs = time.monotonic() * device.speed
+
+    def done(self) -> bool:
+        if self._device.progress >= self._done_at:
+            return True
+        self._device.progress += 1
+        return False
+
+    def wait(self) -> None:
+        if self._device.progress < self._done_at:
+            self._device.note_wait(self.what)
+            self._device.progress = self._done_at
+
+    def secs_since(self, earlier: _FakeEvent) -> float:
+        if self._device.progress < max(self._done_at, earlier._done_at):
+            raise RuntimeError("the device has not reached both events")  # like CUDA's error "device not ready"
+        return self.secs - earlier.secs
+
+
+class _FakeTransfer(_FakeEvent):
+    what = "copies"
+
+    def __init__(self, device: FakeDevice, lag: int, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(device, lag)
+        self._packed = [(indexes, packed.clone()) for indexes, packed in pack(tensors)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [_on_host(tensor) for tensor in unpack(self._packed)]
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.is_on_fake_host = True  # type: ignore[attr-defined]
+    return tensor
+
+
+class Sync(NamedTuple):
+    """An operation that blocked the host on a device, or would have blocked it on a GPU. See :func:`sync_audit`.
+
+    >>> from torchhooks.testing import Sync
+    >>> print(Sync(NanTensorHook("loss"), "after_run", 3, "aten.equal"))
+    NanTensorHook('loss') in after_run at step 3: aten.equal
+
+    Args:
+        hook: the hook that made the operation, or whose fetch did.
+        method: the hook's method; ``"fetch"`` for what it asked for in ``before_run``; ``"Due.when"``;
+            ``"when_ready"`` for a value that was waited for at the deadline that the hook set; ``"after_item"`` for
+            what the hook did between two items of ``until_stop``.
+        step: the global step at that moment.
+        operation: the name of the operator or function, torch's warning on a GPU, or what was waited for.
+    """
+
+    hook: object
+    method: str
+    step: int
+    operation: str
+
+    def __str__(self) -> str:
+        return f"{self.hook!r} in {self.method} at step {self.step}: {self.operation}"
+
+
+@contextmanager
+def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
+    """List every operation of a hook or a fetch that would block the host on a GPU, with its hook, method and step.
+
+    >>> from torchhooks.testing import sync_audit
+    >>> class Report(SessionRunHook):
+    ...     def before_run(self, run_context):
+    ...         return SessionRunArgs("loss")
+    ...     def after_run(self, run_context, run_values):
+    ...         self.loss = run_values.results.item()
+    ...     def __repr__(self):
+    ...         return "Report()"
+    >>> with sync_audit("cpu") as syncs, MonitoredLoop(step, model, optimizer, hooks=[Report()]) as loop:
+    ...     loss = loop.run(batches[0])
+    >>> print(*syncs, sep="\\n")
+    Report() in after_run at step 1: ...
+
+    On a GPU, torch reports the operators and copies that synchronize (``torch.cuda.set_sync_debug_mode``). Without one,
+    the audit runs on a :class:`FakeDevice` and lists the operators that would synchronize on a GPU: ``item()``,
+    ``nonzero()``, indexing with a mask and the like. There it does not see ``numpy()`` and ``tolist()``, which read
+    memory without an operator.
+
+    On both, the audit lists what torch does not report: calls of ``torch.cuda.synchronize()``,
+    ``torch.accelerator.synchronize()``, ``torch.cuda.Event.synchronize()``, ``torch.cuda.Stream.synchronize()`` and
+    ``Tensor.pin_memory()``, the pinned memory that torchhooks allocates, and the waits of torchhooks itself: for a
+    value whose deadline has come, and for everything that is pending before a checkpoint is saved.
+
+    It does not see ``torch.empty(..., pin_memory=True)`` on a GPU, ``torch.Event`` and ``torch.Stream``, waits inside
+    of C++ extensions, and allocations for which CUDA itself waits. It sees only the thread that runs the hook.
+    Operations of the step are not listed, nor are those of ``when_ready`` callbacks, whose values are on the host, nor
+    the wait for pending values when the loop closes.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``, for a test that has to do the same on every machine. The default is ``"cuda"``
+            if it is available, else ``"cpu"``.
+
+    Raises:
+        ValueError: ``device`` is something else.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"sync_audit(device={device!r}): give 'cuda' or 'cpu', or None for what is available")
+    syncs: list[Sync] = []
+
+    def note(operation: str) -> None:
+        if (sync := _attributed(operation)) is not None:
+            syncs.append(sync)
+
+    with _waiting_functions(note):
+        if device == "cuda" or (device is None and torch.cuda.is_available()):
+            with _cuda_syncs(note):
+                yield syncs
+        else:
+            with nullcontext() if "cpu" in copiers else FakeDevice(), _waits_for_fake(note), _SyncingOperators(note):
+                yield syncs
+
+
+@contextmanager
+def _waits_for_fake(note: Callable[[str], None]) -> Iterator[None]:
+    fake = copiers["cpu"]
+    if not isinstance(fake, FakeDevice):
+        yield
+        return
+    before, fake.on_wait = fake.on_wait, note
+    try:
+        yield
+    finally:
+        fake.on_wait = before
+
+
+_INHERITED: Any = object()
+_FUNCTIONS: list[tuple[Any, str, str]] = [
+    (torch.cuda, "synchronize", "torch.cuda.synchronize"),
+    (torch.cuda.Event, "synchronize", "torch.cuda.Event.synchronize"),
+    (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
+    (torch.accelerator, "synchronize", "torch.accelerator.synchronize"),
+    (torch.Tensor, "pin_memory", "Tensor.pin_memory"),
+    (cuda, "pinned", "an allocation of pinned memory"),
+]
+"""Functions that wait for a device, or may, and that torch's debug mode does not report: owner, attribute, name."""
+
+
+@contextmanager
+def _waiting_functions(note: Callable[[str], None]) -> Iterator[None]:
+    """Call ``note`` for each call of one of ``_FUNCTIONS``."""
+    own = [vars(owner).get(attribute, _INHERITED) for owner, attribute, _ in _FUNCTIONS]
+    for owner, attribute, name in _FUNCTIONS:
+        setattr(owner, attribute, _noting(getattr(owner, attribute), name, note))
+    try:
+        yield
+    finally:
+        for (owner, attribute, _), before in zip(_FUNCTIONS, own, strict=True):
+            if before is _INHERITED:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, before)
+
+
+def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note(name)
+        return function(*args, **kwargs)
+
+    return noting
+
+
+@contextmanager
+def _cuda_syncs(note: Callable[[str], None]) -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*debug mode is a prototype")
+        warnings.filterwarnings("always", message=".*called a synchronizing CUDA operation")
+        show = warnings.showwarning
+
+        def showwarning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if "called a synchronizing CUDA operation" in str(message):
+                note(str(message))
+            else:
+                show(message, *args, **kwargs)
+
+        warnings.showwarning = showwarning
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+_SYNCING = (
+    *("_local_scalar_dense", "allclose", "equal", "is_nonzero", "nonzero", "masked_select", "bincount"),
+    *("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+)
+
+
+class _SyncingOperators(TorchDispatchMode):
+    """Calls ``note`` for each operator that would block the host if its tensors were on a GPU."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _SYNCING or _indexes_with_mask(name, args):
+            self._note(f"aten.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+def _indexes_with_mask(name: str, args: Sequence[Any]) -> bool:
+    """Return whether this operator blocks the host to learn how many elements a mask selects."""
+    if name not in ("index", "index_put", "index_put_") or (name != "index" and args[2].dim() == 0):
+        return False  # writing a single number to a mask does not need to know how many elements there are
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _attributed(operation: str) -> Sync | None:
+    """Return a :class:`Sync` for the hook that is running ``operation``; ``None`` if no hook or fetch is."""
+    culprit: tuple[object, str] | None = None
+    session: Session | None = None
+    awaited: Request | None = None
+    waits = False  # whether it is a wait of torchhooks, not an operation of a hook
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):  # noqa: SLF001 - CPython's only way
+        instance, module = frame.f_locals.get("self"), frame.f_globals.get("__name__")
+        if session is None and isinstance(found := frame.f_locals.get("session"), Session):
+            session = found
+        if isinstance(instance, (MonitoredLoop, Body)):
+            return None if culprit is None else Sync(*culprit, instance.global_step, operation)
+        if culprit is not None:
+            continue
+        if isinstance(instance, (FakeDevice, _FakeEvent)) or module == cuda.__name__:
+            waits = True
+        elif isinstance(instance, Readback):
+            if not waits:
+                return None  # in a when_ready callback, whose values are on the host
+            awaited = awaited or _awaited(frame.f_locals)
+            if awaited is not None and frame.f_code is Readback.end_run.__code__:
+                return Sync(getattr(awaited.made_by, "hook", awaited.made_by), "when_ready", awaited.step, operation)
+        else:
+            culprit = _culprit(frame, instance)
+    # Between two items, the caller is the user's for loop.
+    return None if culprit is None or session is None else Sync(*culprit, session.global_step, operation)
+
+
+def _awaited(variables: Mapping[str, Any]) -> Request | None:
+    """Return the request for which a method of Readback with these local ``variables`` waits, if it is one."""
+    if "batch" in variables:
+        requests: list[Request] = variables["batch"].requests
+        return min(requests, key=lambda request: request.deadline)
+    request = variables.get("request")
+    return request if isinstance(request, Request) else None
+
+
+def _culprit(frame: FrameType, instance: object) -> tuple[object, str] | None:
+    """Return the hook that ``frame`` runs code of, and the method; ``None`` if it runs none."""
+    code, variables = frame.f_code, frame.f_locals
+    if code is Evaluator.evaluate.__code__ and isinstance(variables["requester"], Seat):
+        return variables["requester"].hook, "fetch"
+    if code is Schedule.noticed_by.__code__:
+        return variables["seat"].hook, "Due.when"
+    if isinstance(instance, RunningValues) and (source := variables.get("source")) is not None:
+        return source.requester.hook, "fetch"
+    if isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
+        return instance, code.co_name
+    if code is make_call.__code__:
+        return variables["who"], "after_item"
+    return None
