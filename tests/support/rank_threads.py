@@ -370,7 +370,7 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
 
 def _delay(loop: Any) -> None:
     """Let the training thread sleep for some ticks where it is about to look at what the thread of the ticks found."""
-    peers = loop._peers
+    peers = loop._parts.peers
     wait, end_run = peers._changed.wait, peers.end_run
 
     def wait_longer() -> None:

@@ -47,9 +47,7 @@ class SignalWatch:
         """The name of the first signal that was received, such as ``"SIGTERM"``."""
         self.undelivered: list[signal.Signals] = []
         """The signals that :meth:`restore` has to deliver, in the order of their arrival."""
-        if isinstance(signals, str):
-            raise TypeError(f"signals={signals!r}: give a list of names, [{signals!r}]")
-        self._signals = [_signal(given) for given in signals]
+        self._signals = checked_signals(signals)
         self._wake = wake
         self._arrived: dict[int, float] = {}
         self._old: dict[int, Any] = {}
@@ -176,6 +174,13 @@ class SignalWatch:
         elif old == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def checked_signals(signals: Iterable[str | signal.Signals]) -> list[signal.Signals]:
+    """Return the signals with these names, or raise a TypeError or ValueError that says what to give."""
+    if isinstance(signals, str):
+        raise TypeError(f"signals={signals!r}: give a list of names, [{signals!r}]")
+    return [_signal(given) for given in signals]
 
 
 def _owner(handler: object) -> SignalWatch | None:
