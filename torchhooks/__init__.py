@@ -36,7 +36,7 @@ from torchhooks.common.errors import (
     TorchHooksError,
 )
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.timers import Due, EverySteps, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.common.timers import AtSteps, Due, EveryEpochs, EverySteps, NeverTriggerTimer, SecondOrStepTimer
 from torchhooks.fetches.accumulated import running_max, running_mean, running_sum
 from torchhooks.fetches.norms import grad_norm, param_norm
 from torchhooks.fetches.over_ranks import over_ranks
@@ -91,6 +91,7 @@ else:  # not for type checkers, which would let every name pass
 
 __all__ = [
     "AbortedError",
+    "AtSteps",
     "BestCheckpointHook",
     "CallFnHook",
     "CheckpointError",
@@ -100,6 +101,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Due",
     "EvaluationHook",
+    "EveryEpochs",
     "EverySteps",
     "FeedError",
     "FeedFnHook",

@@ -2,11 +2,14 @@
 
 The rules are those of ``tf.train.SecondOrStepTimer``: a timer that has never triggered triggers at once, no timer
 triggers twice for one step, and a period starts at the last trigger, not at a multiple of the period.
-:class:`EverySteps` has another rule: it triggers at the multiples of its period.
+:class:`EverySteps` has another rule: it triggers at the multiples of its period. :class:`EveryEpochs` triggers at the
+end of an epoch, between two runs, and :class:`AtSteps` once at each of some steps.
 """
 
+import bisect
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, Self
 
 from torchhooks.common.checks import by_name, period, whole_number
@@ -57,12 +60,16 @@ class Due(NamedTuple):
             which the hook is not due otherwise, possibly twice, so it should be fast and have no side effects. A
             comparison of a tensor on a GPU waits for the device. In a run in which a hook feeds something it is not
             called, and counts as true.
+        epochs: an epoch ends, and this number divides the number of epochs that have ended in the whole training run:
+            2 is due after epochs 2, 4 and 6. The hook is called between two runs, see
+            :meth:`torchhooks.SessionRunHook.next_due`.
     """
 
     step: int | None = None
     moment: float | None = None
     runs: int | None = None
     when: Callable[[Any], object] | None = None
+    epochs: int | None = None
 
 
 NOW = Due(step=-1)
@@ -294,6 +301,157 @@ class EverySteps:
         return f"EverySteps({self.every_steps})"
 
 
+class AtSteps:
+    """A timer that triggers once at each of the given global steps.
+
+    >>> hook = LoggingTensorHook(["global_step"], timer=AtSteps([2, 5]))
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    global_step = 2
+    global_step = 5 (... sec)
+
+    A run of several steps triggers if it reaches or passes a step. A training run that is resumed after a step does not
+    trigger for it again. Each hook uses a copy of the timer.
+
+    Args:
+        steps: the global steps, in any order, 1 or more and less than 2**63.
+
+    Raises:
+        ValueError: there is none, or one of them is invalid.
+        TypeError: ``steps`` is not an iterable.
+    """
+
+    told: bool | None = None
+    """Without effect, as steps are the same on all ranks; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+    every_steps = None
+    """``None``, because there is no period."""
+
+    def __init__(self, steps: Iterable[int]) -> None:
+        if not isinstance(steps, Iterable) or isinstance(steps, str):
+            raise TypeError(f"steps={shown(steps)}: give a list of global steps, such as [100, 200]")
+        self.steps = sorted({whole_number(step, "a step of AtSteps", 1) for step in steps})
+        """The steps, in ascending order."""
+        if not self.steps:
+            raise ValueError("AtSteps([]): give at least one global step, such as [100, 200]")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last trigger and the start."""
+        self._last_step: int | None = None
+        self._last_time: float | None = None
+        self._reached = 0
+
+    def start_at(self, step: int) -> None:
+        """Start at ``step``, at which a session starts: the next given step after it is the next to trigger."""
+        self._reached = step
+        if self._last_step is not None and self._last_step > step:
+            self._last_step = self._last_time = None
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return whether a given step was reached since the last trigger or the start."""
+        following = self._following()
+        return following is not None and step >= following
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        """Record a trigger now, at ``step``.
+
+        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
+        """
+        now = time.monotonic()
+        last_step, last_time = self._last_step, self._last_time
+        self._last_step, self._last_time, self._reached = step, now, step
+        if last_step is None or last_time is None:
+            return None, None
+        return now - last_time, step - last_step
+
+    def last_triggered_step(self) -> int | None:
+        """Return the step of the last trigger, or ``None`` if there was none."""
+        return self._last_step
+
+    def next_due(self) -> Due:
+        """Return the next given step."""
+        return Due(step=self._following())
+
+    def _following(self) -> int | None:
+        index = bisect.bisect_right(self.steps, self._reached)
+        return self.steps[index] if index < len(self.steps) else None
+
+    def __repr__(self) -> str:
+        return f"AtSteps({self.steps})"
+
+
+class EveryEpochs:
+    """A timer that triggers at the end of every ``n``-th epoch.
+
+    >>> mean = LoggingTensorHook({"epoch": "epoch", "mean loss": running_mean("loss")}, timer=EveryEpochs())
+    >>> with MonitoredLoop(lambda loss: loss, hooks=[mean]) as loop:  # a step that returns the loss it is given
+    ...     for epoch in loop.until_stop(range(2)):
+    ...         for loss in loop.until_stop([4.0, 2.0, 0.0]):
+    ...             loss = loop.run(loss)
+    epoch = 0, mean loss = 2.0
+    epoch = 1, mean loss = 2.0 (... sec)
+
+    An epoch ends when the innermost ``until_stop`` around the runs has no more items, or when its body leaves it with
+    ``break``. It does not end when the loop stops in its middle. ``EveryEpochs(2)`` triggers after epochs 2, 4 and 6 of
+    the whole training run, also after a resume.
+
+    The hooks are called between two runs, before the code that follows the inner loop: outputs of the step are those of
+    the last run. Each hook uses a copy of the timer.
+
+    Args:
+        n: the period in epochs, 1 or more.
+
+    Raises:
+        ValueError: ``n`` is invalid.
+    """
+
+    every_steps = None
+    """``None``, because the period is not one in steps."""
+
+    def __init__(self, n: int = 1) -> None:
+        self.every_epochs = whole_number(n, "n", 1)
+        """The period in epochs."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last trigger."""
+        self.told: bool | None = False
+        """Whether the end of an epoch has come that this timer is for."""
+        self._last_step: int | None = None
+        self._last_time: float | None = None
+
+    def start_at(self, step: int) -> None:
+        """Do nothing: epochs do not depend on the step at which a session starts."""
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return whether the hook is called for the end of an epoch."""
+        return bool(self.told)
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        """Record a trigger now, at ``step``.
+
+        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
+        """
+        now = time.monotonic()
+        last_step, last_time = self._last_step, self._last_time
+        self._last_step, self._last_time, self.told = step, now, False
+        if last_step is None or last_time is None:
+            return None, None
+        return now - last_time, step - last_step
+
+    def last_triggered_step(self) -> int | None:
+        """Return the step of the last trigger, or ``None`` if there was none."""
+        return self._last_step
+
+    def next_due(self) -> Due:
+        """Return the period in epochs."""
+        return Due(epochs=self.every_epochs)
+
+    def __repr__(self) -> str:
+        return f"EveryEpochs({self.every_epochs})"
+
+
 class NeverTriggerTimer:
     """A timer that never triggers, for a hook that only has work to do at the end (``tf.train.NeverTriggerTimer``).
 
@@ -390,13 +548,47 @@ class _Shared:
         return self._timer.last_triggered_step() != self._known
 
 
-GivenTimer = EverySteps | SecondOrStepTimer | NeverTriggerTimer
+GivenTimer = EverySteps | EveryEpochs | AtSteps | SecondOrStepTimer | NeverTriggerTimer
 """What a hook can be given as its timer. Several hooks can be given the same one."""
+
+_COPIED = (EverySteps, EveryEpochs, AtSteps)  # trigger by the step or the epoch alone, so that copies agree
 
 
 def is_by_clock(timer: GivenTimer | None) -> bool:
     """Return whether ``timer`` was given and triggers by the clock."""
     return isinstance(timer, SecondOrStepTimer) and timer.every_steps is None
+
+
+def given_timer(
+    timer: GivenTimer | None,
+    *,
+    every_n_steps: int | None = None,
+    every_n_secs: float | None = None,
+    every_n_epochs: int | None = None,
+) -> GivenTimer | None:
+    """Return ``timer``, or the timer with one of the periods that every hook takes; ``None`` if nothing was given.
+
+    Raises:
+        ValueError: more than one is given, or it is invalid.
+        TypeError: ``timer`` is not a timer.
+    """
+    if timer is not None and not isinstance(timer, GivenTimer):
+        raise TypeError(
+            f"timer={shown(timer)}: must be an EverySteps, an EveryEpochs, an AtSteps, a SecondOrStepTimer or a "
+            f"NeverTriggerTimer, such as EverySteps(100){by_name(timer)}"
+        )
+    periods = {"every_n_steps": every_n_steps, "every_n_secs": every_n_secs, "every_n_epochs": every_n_epochs}
+    given = {name: value for name, value in periods.items() if value is not None}
+    if len(given) + (timer is not None) > 1:
+        listed = [f"{name}={shown(value)}" for name, value in given.items()]
+        listed += [] if timer is None else [f"timer={shown(timer)}"]
+        raise ValueError(f"{', '.join(listed)}: give a period or a timer, not {'both' if timer is not None else 'two'}")
+    for name, value in given.items():
+        number = _checked(name, value)
+        if name == "every_n_secs":
+            return SecondOrStepTimer(every_secs=number)
+        return EverySteps(number) if name == "every_n_steps" else EveryEpochs(number)
+    return timer
 
 
 def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **periods: Any) -> Timer:
@@ -406,13 +598,7 @@ def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **period
 
     Raises:
         ValueError: not exactly one of them is given, or the period is invalid.
-        TypeError: ``timer`` is not a timer.
     """
-    if timer is not None and not isinstance(timer, GivenTimer):
-        raise TypeError(
-            f"timer={shown(timer)}: must be an EverySteps, a SecondOrStepTimer or a NeverTriggerTimer, such as "
-            f"EverySteps(100){by_name(timer)}"
-        )
     given = {name: value for name, value in periods.items() if value is not None}
     if timer is None:
         chosen = SecondOrStepTimer.named(**periods)
@@ -420,6 +606,8 @@ def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **period
     if given:
         listed = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
         raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
-    if isinstance(timer, EverySteps):
-        return EverySteps(timer.every_steps)  # triggers by the step alone, so that copies agree
-    return _Shared(timer)
+    if not isinstance(timer, _COPIED):
+        return _Shared(timer)
+    own = copy.copy(timer)
+    own.reset()
+    return own

@@ -14,7 +14,7 @@ from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr
-from torchhooks.common.timers import NOW, Due, GivenTimer, hook_timer
+from torchhooks.common.timers import NOW, Due, GivenTimer, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import describe
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -110,6 +110,8 @@ class BestCheckpointHook(ReportingHook):
             loops of a process that are open at the same time. The number before ``ckpt`` is that of a place, from 1 to
             ``keep``, and not a rank.
         async_save: write in a background thread, as ``Saver(async_save=True)`` does.
+        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
+            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
         timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
@@ -140,6 +142,9 @@ class BestCheckpointHook(ReportingHook):
         keep: int = 1,
         name: str = "best",
         async_save: bool = False,
+        every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
         if mode not in ("max", "min"):
@@ -153,8 +158,14 @@ class BestCheckpointHook(ReportingHook):
             "keep": whole_number(keep, "keep", 1),
             "name": name,
             "async_save": async_save,
+            "every_n_steps": every_n_steps,
+            "every_n_secs": every_n_secs,
+            "every_n_epochs": every_n_epochs,
             "timer": timer,
         }
+        timer = given_timer(
+            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
+        )
         self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (".", ".."):
             raise ValueError(f"name={name!r}: must name a folder in {self._checkpoint_dir}, such as 'best'")

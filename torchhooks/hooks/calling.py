@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchhooks.common.text import call_repr, shown
-from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import closure_parameters, describe
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -67,7 +67,9 @@ class CallFnHook(SessionRunHook):
     Args:
         function: the function to call. With several ranks, it is called on every rank.
         every_n_steps: the period in steps: 100 calls at steps 100 and 200, whatever step was restored.
-        timer: the timer to use in place of ``every_n_steps``.
+        timer: the timer to use in place of a period.
+        every_n_secs: the period in seconds.
+        every_n_epochs: the period in epochs, at whose end the function is called; see :class:`torchhooks.EveryEpochs`.
         at_end: whether to call at a clean end of the loop as well, unless the function was called for that step.
 
     Raises:
@@ -82,8 +84,17 @@ class CallFnHook(SessionRunHook):
         every_n_steps: int | None = None,
         timer: GivenTimer | None = None,
         at_end: bool = False,
+        *,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
     ) -> None:
-        self._options = {"every_n_steps": every_n_steps, "timer": timer, "at_end": at_end}
+        self._options = {
+            "every_n_steps": every_n_steps,
+            "every_n_secs": every_n_secs,
+            "every_n_epochs": every_n_epochs,
+            "timer": timer,
+            "at_end": at_end,
+        }
         if not callable(function):
             raise TypeError(f"function={shown(function)}: must be a function whose parameters are names of fetches")
         if _names_nothing(function):
@@ -94,10 +105,16 @@ class CallFnHook(SessionRunHook):
         self._function = function
         self._at_end = at_end
         self._timer: Timer = NeverTriggerTimer()
-        if every_n_steps is not None or timer is not None:
-            self._timer = hook_timer(timer, at_multiples=True, every_n_steps=every_n_steps)
+        timer = given_timer(
+            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
+        )
+        if timer is not None:
+            self._timer = hook_timer(timer)
         elif not at_end:
-            raise ValueError("CallFnHook never calls its function: give every_n_steps, timer or at_end=True")
+            raise ValueError(
+                "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer or "
+                "at_end=True"
+            )
         self._arguments = _Arguments(function)
         self._if_due = IfDue(self._arguments, self._timer)
         self._request = SessionRunArgs(self._if_due)
@@ -125,6 +142,9 @@ class CallFnHook(SessionRunHook):
             arguments = session.run_available(self._arguments, who=self)
             if arguments is not None:
                 self._call(to_host(arguments))
+
+    def trigger(self) -> None:
+        self._timer.told = True
 
     def next_due(self) -> Due:
         return self._timer.next_due()

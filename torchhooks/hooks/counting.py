@@ -12,7 +12,7 @@ import torch
 
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
-from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, hook_timer
+from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, given_timer, hook_timer
 from torchhooks.device.readback import Elapsed, Moment
 from torchhooks.hooks.throughput import (
     DEVICE_MEMORY,
@@ -113,6 +113,7 @@ class StepCounterHook(ReportingHook):
         output_dir: the folder of the event file to write to.
         summary_writer: the writer, or a list of several, to use in place of ``output_dir``. Without either, the rate is
             only logged.
+        every_n_epochs: the period in epochs, in place of one in steps; see :class:`torchhooks.EveryEpochs`.
         examples_per_step: the number of examples in a step, on one rank, to report ``examples/sec`` as well.
         timer: the timer to use in place of a period, such as ``EverySteps(100)``, which reports at steps 100 and 200.
         tokens_per_step: the number of tokens in a step, on one rank, to report ``tokens/sec``. For sequences of
@@ -138,6 +139,7 @@ class StepCounterHook(ReportingHook):
         output_dir: Any = None,
         summary_writer: Any = None,
         *,
+        every_n_epochs: int | None = None,
         examples_per_step: float | None = None,
         timer: GivenTimer | None = None,
         tokens_per_step: Any = None,
@@ -150,6 +152,7 @@ class StepCounterHook(ReportingHook):
             "every_n_secs": every_n_secs,
             "output_dir": output_dir,
             "summary_writer": summary_writer,
+            "every_n_epochs": every_n_epochs,
             "examples_per_step": examples_per_step,
             "timer": timer,
             "tokens_per_step": tokens_per_step,
@@ -157,6 +160,7 @@ class StepCounterHook(ReportingHook):
             "peak_flops": peak_flops,
             "memory": memory,
         }
+        timer = given_timer(timer, every_n_epochs=every_n_epochs)
         if timer is not None and every_n_steps == _DEFAULT_STEPS:
             every_n_steps = None  # not given, as far as the hook can tell
         if isinstance(every_n_secs, numbers.Real) and every_n_steps == _DEFAULT_STEPS:

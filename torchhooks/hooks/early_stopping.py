@@ -10,7 +10,7 @@ from typing import Any
 from torchhooks.common.checks import whole_number
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
-from torchhooks.common.timers import NOW, Due, EverySteps, GivenTimer, hook_timer, is_by_clock
+from torchhooks.common.timers import NOW, Due, EverySteps, GivenTimer, given_timer, hook_timer, is_by_clock
 from torchhooks.fetches.fetch import describe
 from torchhooks.fetches.over_ranks import Evaluated
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -22,14 +22,15 @@ from torchhooks.lifecycle.session import Session
 class _StopByMetric(ReportingHook):
     """Looks at a metric when a timer triggers, and stops the loop if :meth:`reason_to_stop` returns a reason."""
 
-    def __init__(self, metric: Any, min_steps: int, every_n_steps: int | None, timer: GivenTimer | None) -> None:
+    def __init__(self, metric: Any, min_steps: int, timer: GivenTimer | None, **periods: Any) -> None:
         self._metric = metric
         self._min_steps = whole_number(min_steps, "min_steps", 0)
         self._evaluated = metric if isinstance(metric, Evaluated) else None
         self._described = describe(metric) if self._evaluated is None else self._evaluated.name
-        if every_n_steps is None and timer is None:
+        timer = given_timer(timer, **periods)
+        if timer is None:
             timer = EverySteps(1) if self._evaluated is None else self._evaluated.timer
-        self._timer = hook_timer(timer, at_multiples=True, every_n_steps=every_n_steps)
+        self._timer = hook_timer(timer)
         self.collective = is_by_clock(timer)
         self._if_due = IfDue(metric, self._timer)
         self._request = SessionRunArgs(self._if_due)
@@ -101,12 +102,12 @@ class _StopIfNoImprovement(_StopByMetric):
         metric: Any,
         max_steps: int,
         min_steps: int,
-        every_n_steps: int | None,
         timer: GivenTimer | None,
         name: str | None,
         min_delta: float,
+        **periods: Any,
     ) -> None:
-        super().__init__(metric, min_steps, every_n_steps, timer)
+        super().__init__(metric, min_steps, timer, **periods)
         self._min_delta = _non_negative(min_delta, "min_delta")
         self._max_steps = whole_number(max_steps, f"max_steps_without_{self._change}", 1)
         self.name = name
@@ -114,7 +115,7 @@ class _StopIfNoImprovement(_StopByMetric):
         self._given = {
             f"max_steps_without_{self._change}": max_steps,
             "min_steps": min_steps,
-            "every_n_steps": every_n_steps,
+            **periods,
             "timer": timer,
             "name": name,
             "min_delta": min_delta,
@@ -207,9 +208,9 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
         metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
         max_steps_without_decrease: how many steps to tolerate, 1 or more.
         min_steps: values of earlier steps are ignored.
-        every_n_steps: the period, in steps, in which to look at the metric. By default, it is that of the evaluation,
-            or 1 for other fetches.
-        timer: the timer to use in place of ``every_n_steps``.
+        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric, in steps, seconds or
+            epochs. By default, it is that of the evaluation, or 1 step for other fetches.
+        timer: the timer to use in place of a period.
         name: the name of its state in checkpoints. Two hooks of this class need two names.
         min_delta: a decrease counts only if it is larger than this. TensorFlow's hook has no such argument.
 
@@ -227,11 +228,23 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
         min_steps: int = 0,
         *,
         every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
         name: str | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        super().__init__(metric, max_steps_without_decrease, min_steps, every_n_steps, timer, name, min_delta)
+        super().__init__(
+            metric,
+            max_steps_without_decrease,
+            min_steps,
+            timer,
+            name,
+            min_delta,
+            every_n_steps=every_n_steps,
+            every_n_secs=every_n_secs,
+            every_n_epochs=every_n_epochs,
+        )
 
 
 class StopIfNoIncreaseHook(_StopIfNoImprovement):
@@ -253,8 +266,8 @@ class StopIfNoIncreaseHook(_StopIfNoImprovement):
         metric: any fetch of one number.
         max_steps_without_increase: how many steps to tolerate, 1 or more.
         min_steps: values of earlier steps are ignored.
-        every_n_steps: the period, in steps, in which to look at the metric.
-        timer: the timer to use in place of ``every_n_steps``.
+        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric.
+        timer: the timer to use in place of a period.
         name: the name of its state in checkpoints. Two hooks of this class need two names.
         min_delta: an increase counts only if it is larger than this. TensorFlow's hook has no such argument.
 
@@ -272,11 +285,23 @@ class StopIfNoIncreaseHook(_StopIfNoImprovement):
         min_steps: int = 0,
         *,
         every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
         name: str | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        super().__init__(metric, max_steps_without_increase, min_steps, every_n_steps, timer, name, min_delta)
+        super().__init__(
+            metric,
+            max_steps_without_increase,
+            min_steps,
+            timer,
+            name,
+            min_delta,
+            every_n_steps=every_n_steps,
+            every_n_secs=every_n_secs,
+            every_n_epochs=every_n_epochs,
+        )
 
 
 class _StopAtThreshold(_StopByMetric):
@@ -289,9 +314,12 @@ class _StopAtThreshold(_StopByMetric):
         min_steps: int = 0,
         *,
         every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        super().__init__(metric, min_steps, every_n_steps, timer)
+        periods = {"every_n_steps": every_n_steps, "every_n_secs": every_n_secs, "every_n_epochs": every_n_epochs}
+        super().__init__(metric, min_steps, timer, **periods)
         try:
             self._threshold = math.nan if isinstance(threshold, bool | str) else float(threshold)
         except (TypeError, ValueError, OverflowError):
@@ -301,7 +329,7 @@ class _StopAtThreshold(_StopByMetric):
         self._given = {
             "threshold": threshold,
             "min_steps": min_steps,
-            "every_n_steps": every_n_steps,
+            **periods,
             "timer": timer,
         }
 
@@ -339,9 +367,9 @@ class StopIfHigherHook(_StopAtThreshold):
         metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
         threshold: the number to compare it with.
         min_steps: values of earlier steps are ignored.
-        every_n_steps: the period, in steps, in which to look at the metric. By default, it is that of the evaluation,
-            or 1 for other fetches.
-        timer: the timer to use in place of ``every_n_steps``.
+        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric, in steps, seconds or
+            epochs. By default, it is that of the evaluation, or 1 step for other fetches.
+        timer: the timer to use in place of a period.
 
     Raises:
         ValueError: ``threshold`` is not a number, ``min_steps`` is not valid, or two periods are given.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, did_you_mean, shortened, shown
-from torchhooks.common.timers import NOW, Due, EverySteps, GivenTimer, NeverTriggerTimer, hook_timer, is_by_clock
+from torchhooks.common.timers import NOW, Due, GivenTimer, NeverTriggerTimer, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -96,11 +96,13 @@ class EvaluationHook(ReportingHook):
             fetches. It returns one number, or a mapping from names to numbers. A single number has the name of the
             function, or ``"evaluation"`` if the function has none.
         every_n_steps: the period in steps: 1000 evaluates at steps 1000 and 2000, whatever step was restored.
-        timer: the timer to use in place of ``every_n_steps``. The first period begins when the session is created.
+        timer: the timer to use in place of a period. The first period begins when the session is created.
         at_start: whether to evaluate before the first run as well. The function then cannot ask for outputs of the
             step.
         at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated, or a signal stopped
             the loop.
+        every_n_secs: the period in seconds.
+        every_n_epochs: the period in epochs, at whose end the model is evaluated; see :class:`torchhooks.EveryEpochs`.
         output_dir: the folder of the event file to write to. A curve of the training loss needs another name there.
         summary_writer: the writer to use in place of ``output_dir``. Without either, the results are only logged.
 
@@ -120,9 +122,14 @@ class EvaluationHook(ReportingHook):
         at_end: bool = False,
         output_dir: Any = None,
         summary_writer: Any = None,
+        *,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
     ) -> None:
         self._arguments = {
             "every_n_steps": every_n_steps,
+            "every_n_secs": every_n_secs,
+            "every_n_epochs": every_n_epochs,
             "timer": timer,
             "at_start": at_start,
             "at_end": at_end,
@@ -134,7 +141,10 @@ class EvaluationHook(ReportingHook):
         self._function = evaluate
         name = getattr(evaluate, "__name__", "")
         self._name = name if name.isidentifier() else "evaluation"
-        self.timer = _chosen(timer, every_n_steps, at_start or at_end)
+        self.timer = _chosen(
+            given_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs),
+            at_start or at_end,
+        )
         """The timer, for hooks that are due together with this one."""
         self._timer = hook_timer(self.timer)
         self.collective = is_by_clock(self.timer)
@@ -343,16 +353,13 @@ class LastEvaluationValue(ComposedFetch):
         return f"evaluation.last({self.__name__!r})"
 
 
-def _chosen(timer: GivenTimer | None, every_n_steps: int | None, has_other_times: bool) -> GivenTimer:
-    if timer is None and every_n_steps is None:
-        if not has_other_times:
-            raise ValueError("EvaluationHook never evaluates: give every_n_steps, timer, at_start=True or at_end=True")
-        return NeverTriggerTimer()
-    hook_timer(timer, at_multiples=True, every_n_steps=every_n_steps)  # for its errors
-    if every_n_steps is not None:
-        return EverySteps(every_n_steps)
-    assert timer is not None
-    return timer
+def _chosen(timer: GivenTimer | None, has_other_times: bool) -> GivenTimer:
+    if timer is None and not has_other_times:
+        raise ValueError(
+            "EvaluationHook never evaluates: give every_n_steps, every_n_secs, every_n_epochs, timer, at_start=True or "
+            "at_end=True"
+        )
+    return NeverTriggerTimer() if timer is None else timer
 
 
 def _points(values: Mapping[str, Any]) -> list[summary.Summary]:

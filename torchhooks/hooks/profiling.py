@@ -12,7 +12,7 @@ import torch
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr
-from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, hook_timer
+from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, given_timer, hook_timer
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
@@ -67,6 +67,9 @@ class ProfilerHook(ReportingHook):
         show_memory: bool = False,
         *,
         runs: int = 1,
+        every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
@@ -76,8 +79,14 @@ class ProfilerHook(ReportingHook):
             "show_dataflow": show_dataflow,
             "show_memory": show_memory,
             "runs": runs,
+            "every_n_steps": every_n_steps,
+            "every_n_secs": every_n_secs,
+            "every_n_epochs": every_n_epochs,
             "timer": timer,
         }
+        timer = given_timer(
+            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
+        )
         self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
         self._guesses_step = timer is None
         self._given_folder = os.fspath(folder(output_dir, "output_dir"))  # for the log

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
-from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, hook_timer, is_by_clock
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, given_timer, hook_timer, is_by_clock
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import check_feed_names, watched_names
@@ -53,6 +53,8 @@ class LoggingTensorHook(ReportingHook):
         at_end: whether to log at a clean end of the loop, in addition to a period or without one.
         formatter: a function that returns the whole line, given a dict from tag to value, with NumPy scalars and
             arrays in place of tensors.
+        every_n_steps: the period in global steps: 100 logs at steps 100, 200 and 300.
+        every_n_epochs: the period in epochs, at whose end the line is logged; see :class:`torchhooks.EveryEpochs`.
         timer: the timer to use in place of a period.
 
     Raises:
@@ -71,6 +73,8 @@ class LoggingTensorHook(ReportingHook):
         at_end: bool = False,
         formatter: Callable[[dict[str, Any]], str] | None = None,
         *,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
@@ -78,14 +82,20 @@ class LoggingTensorHook(ReportingHook):
             "every_n_secs": every_n_secs,
             "at_end": at_end,
             "formatter": formatter,
+            "every_n_steps": every_n_steps,
+            "every_n_epochs": every_n_epochs,
             "timer": timer,
         }
+        timer = given_timer(timer, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
         self._given = tensors
         self._timer: Timer = NeverTriggerTimer()
         if every_n_iter is not None or every_n_secs is not None or timer is not None:
             self._timer = hook_timer(timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
         elif not at_end:
-            raise ValueError("LoggingTensorHook never logs: give every_n_iter, every_n_secs or at_end=True")
+            raise ValueError(
+                "LoggingTensorHook never logs: give every_n_steps, every_n_secs, every_n_epochs, every_n_iter, timer or "
+                "at_end=True"
+            )
         if formatter is not None and not callable(formatter):
             raise TypeError(
                 f"formatter={shown(formatter)}: must be a function that turns a dict of values by tag into text"
@@ -97,7 +107,7 @@ class LoggingTensorHook(ReportingHook):
         self._at_end = at_end
         self._formatter = formatter
         fetches = tuple(self._tensors.values())
-        # By its own period, the hook has TensorFlow's rule, which decides before the step.
+        # With every_n_iter or every_n_secs, the hook has TensorFlow's rule, which decides before the step.
         self._if_due = None if timer is None else IfDue(fetches, self._timer)
         self._request = SessionRunArgs(fetches if self._if_due is None else self._if_due)
 

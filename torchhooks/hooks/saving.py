@@ -15,7 +15,7 @@ from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import call_repr, shortened
-from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, hook_timer, is_by_clock
+from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, given_timer, hook_timer, is_by_clock
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues, WritingHook
@@ -63,6 +63,8 @@ class SummarySaverHook(ReportingHook):
         scaffold: the scaffold whose ``summary_op`` is written.
         summary_op: what to write: a mapping of tags to fetches, :func:`torchhooks.summary.histogram` and its siblings,
             or a list of these; give exactly one of it and ``scaffold``.
+        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
+            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
         timer: the timer to use in place of a period, such as ``EverySteps(100)``.
 
     Raises:
@@ -82,6 +84,9 @@ class SummarySaverHook(ReportingHook):
         scaffold: Scaffold | None = None,
         summary_op: Any = None,
         *,
+        every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
@@ -91,8 +96,14 @@ class SummarySaverHook(ReportingHook):
             "summary_writer": summary_writer,
             "scaffold": scaffold,
             "summary_op": summary_op,
+            "every_n_steps": every_n_steps,
+            "every_n_secs": every_n_secs,
+            "every_n_epochs": every_n_epochs,
             "timer": timer,
         }
+        timer = given_timer(
+            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
+        )
         self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         if (scaffold is None) == (summary_op is None):
@@ -101,6 +112,7 @@ class SummarySaverHook(ReportingHook):
             )
         self._has_place = output_dir is not None or summary_writer is not None
         self.collective = save_secs is not None or is_by_clock(timer)
+        self._decides_after_step = timer is not None
         self._scaffold = scaffold
         self._ops = summary.summary_ops(summary_op) if scaffold is None else ()
 
@@ -125,8 +137,8 @@ class SummarySaverHook(ReportingHook):
             )[0]
         about = {"is_shared": not self.alone, "is_written": self.writes}
         ops = summary.counted(self._ops, **about) if self._takes_counts else self._ops
-        # By its own period, the hook has TensorFlow's rule, which decides before the step.
-        self._due_ops = None if self._arguments["timer"] is None else IfDue(ops, self._timer)
+        # With save_steps or save_secs, the hook has TensorFlow's rule, which decides before the step.
+        self._due_ops = IfDue(ops, self._timer) if self._decides_after_step else None
         self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
         last_step = self._timer.last_triggered_step()
         if self._target.session_created(session.global_step, last_step, session.metadata):
@@ -247,6 +259,8 @@ class CheckpointSaverHook(WritingHook):
             ``session.saver`` does.
         listeners: called for every checkpoint, all of them even if one asks to stop; instances of
             :class:`CheckpointSaverListener`.
+        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
+            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
         timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
@@ -271,6 +285,9 @@ class CheckpointSaverHook(WritingHook):
         scaffold: Scaffold | None = None,
         listeners: Iterable[CheckpointSaverListener] | None = None,
         *,
+        every_n_steps: int | None = None,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
         self._arguments = {
@@ -280,8 +297,14 @@ class CheckpointSaverHook(WritingHook):
             "checkpoint_basename": checkpoint_basename,
             "scaffold": scaffold,
             "listeners": listeners,
+            "every_n_steps": every_n_steps,
+            "every_n_secs": every_n_secs,
+            "every_n_epochs": every_n_epochs,
             "timer": timer,
         }
+        timer = given_timer(
+            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
+        )
         self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
