@@ -93,8 +93,8 @@ class LoggingTensorHook(ReportingHook):
             self._timer = hook_timer(timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
         elif not at_end:
             raise ValueError(
-                "LoggingTensorHook never logs: give every_n_steps, every_n_secs, every_n_epochs, every_n_iter, timer or "
-                "at_end=True"
+                "LoggingTensorHook never logs: give every_n_iter, every_n_steps, every_n_secs, every_n_epochs, timer "
+                "or at_end=True"
             )
         if formatter is not None and not callable(formatter):
             raise TypeError(

@@ -15,7 +15,7 @@ from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import call_repr, shortened
-from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import NEVER, NOW, Due, EveryEpochs, GivenTimer, given_timer, hook_timer, is_by_clock
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues, WritingHook
@@ -160,7 +160,8 @@ class SummarySaverHook(ReportingHook):
         self._target.start_session(session.begun_at, step)
         if not self._due or (self._due_ops is not None and not self._due_ops.evaluated):
             return
-        if step == self._timer.last_triggered_step() or 0 < step == self._step_before == session.begun_at:
+        is_same = step == self._timer.last_triggered_step() or 0 < step == self._step_before == session.begun_at
+        if is_same and not run_context.ends_epoch:
             run_context.not_reported()
             return  # no step was made since the last point, in this process or before a restore
         self._timer.update_last_triggered_step(step)
@@ -309,6 +310,7 @@ class CheckpointSaverHook(WritingHook):
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = hook_timer(timer, save_secs=save_secs, save_steps=save_steps)
+        self._is_by_clock = save_secs is not None or is_by_clock(timer)
         self._triggered = False
         # The step that was last saved or refused. Not the timer's: a StopIteration may prevent a save that came due.
         self._handled_step: int | None = None
@@ -388,7 +390,8 @@ class CheckpointSaverHook(WritingHook):
 
     def _is_due(self, session: Session) -> bool:
         triggered, self._triggered = self._triggered, False
-        if session.ranks.size > 1 and self._timer.every_steps is None:
+        self._timer.told = triggered if isinstance(self._timer, EveryEpochs) else self._timer.told
+        if session.ranks.size > 1 and self._is_by_clock:
             # The clock of one rank alone decides nothing: the others would not take part in the save.
             return triggered and session.global_step != self._timer.last_triggered_step()
         return self._timer.should_trigger_for_step(session.global_step)

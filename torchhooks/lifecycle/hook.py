@@ -235,6 +235,8 @@ class SessionRunContext:
     """The hook whose method is running. The loop sets this before each call."""
     void: bool = False
     """Whether the run failed, so that a stop requested in it does not count."""
+    ends_epoch: bool = False
+    """Whether the hooks are called for the end of an epoch. No step is made then, and no run is counted."""
 
     def __init__(self, services: RunServices, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> None:
         self._services = services
@@ -408,6 +410,9 @@ class SessionRunHook:
         ``Due.when`` is evaluated after the step, whatever the hook overrides. Both methods of the hook are then called:
         it can still fetch values, but not feed the step, trace it, or watch a submodule. Its ``before_run`` sees the
         state after the step, including the global step.
+
+        At the end of an epoch for which ``Due.epochs`` asks, :meth:`trigger`, ``before_run`` and ``after_run`` are
+        called between two runs. Outputs of the step are then those of the last run, and nothing can be fed.
         """
         return None
 
@@ -420,7 +425,8 @@ class SessionRunHook:
     def trigger(self) -> None:
         """Called on every rank before the run in which a :attr:`collective` hook is due by the chief's clock.
 
-        The hook must then not look at its own clock to decide whether it has work in that run.
+        The hook must then not look at its own clock to decide whether it has work in that run. Also called at the end
+        of an epoch that ``Due.epochs`` of the hook asks for.
         """
 
 

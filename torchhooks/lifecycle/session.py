@@ -305,7 +305,7 @@ class Session:
             FetchError: an unknown name, or one that has a value only during a run.
             LifecycleError: the loop is closed, or a recovery has replaced this session.
         """
-        return self._evaluator(fetches, feed_dict).evaluate(fetches, who)
+        return self.evaluator_between_runs(fetches, feed_dict).evaluate(fetches, who)
 
     def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` like :meth:`run`, but leave out what needs a run if there was none.
@@ -313,7 +313,7 @@ class Session:
         For a hook's ``end``. A missing entry of a dict is dropped; any other missing value is ``None``. A warning names
         each of them.
         """
-        evaluator = self._evaluator(fetches, feed_dict)
+        evaluator = self.evaluator_between_runs(fetches, feed_dict)
         who = "Session.run_available" if who is None else who
 
         def evaluate(fetch: Any) -> Any:
@@ -330,7 +330,8 @@ class Session:
         self._closed = True
         self._progress.outputs = NO_OUTPUTS
 
-    def _evaluator(self, fetches: Any, feed_dict: Mapping[str, Any] | None) -> Evaluator:
+    def evaluator_between_runs(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Evaluator:
+        """Return what evaluates ``fetches`` while no run is in progress. The loop and :meth:`run` use it."""
         if self._closed:
             raise LifecycleError(
                 f"Session.run({shown(fetches)}): this session is closed, because its loop was closed or recovered: "

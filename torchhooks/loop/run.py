@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchhooks.common.errors import FeedError, LifecycleError, add_note
+from torchhooks.common.errors import FeedError, LifecycleError, NoRunYetError, add_note
+from torchhooks.common.log import logger
 from torchhooks.common.text import shown
 from torchhooks.common.trees import is_fixed
 from torchhooks.fetches.fetch import check_feed_names, named_outputs, watched_names
@@ -168,6 +169,54 @@ class Lifecycle:
         self._progress.outputs = outputs
         self._progress.global_step += self._steps_per_run
         self.complete(context, requests, seats, outputs, _PLAIN if recording is None else recording.made(outputs))
+
+    def end_epoch(self, seats: list[Seat]) -> None:
+        """Call the hooks in ``seats`` for the end of an epoch, with the outputs of the last run. No run is counted.
+
+        A hook that asks for outputs is left out, with a warning, if this process has made no run.
+        """
+        schedule = self._schedule
+        context = self._ending.run = SessionRunContext(self._services, None, {})
+        context.ends_epoch = True
+        method = "before_run"
+        try:
+            requests: list[Request] = []
+            for seat in seats:
+                context.caller = seat
+                seat.catch_up(schedule.runs)
+                seat.hook.trigger()
+                request = seat.before_run(context)
+                if request is not None:
+                    _check_request(requests, seat, request)
+                    _check_late(seat, request, None)
+                    self._running.declare(seat.hook, seat, request.fetches, schedule.runs)
+                    requests.append((seat, request))
+            values = self._evaluate_between_runs(requests)
+            method = "after_run"
+            for seat in [seat for seat in seats if seat not in values or values[seat] is not None]:
+                context.caller = seat
+                seat.after_run(context, values.get(seat) or _NOTHING)
+        except BaseException as error:
+            self._note(error, context.caller, method)
+            raise
+        self._ending.run = None
+        if self._ending.requests:
+            self._ending.stop_as_requested()
+        schedule.ask(seats)
+
+    def _evaluate_between_runs(self, requests: list[Request]) -> Mapping[Seat, SessionRunValues | None]:
+        """Evaluate what hooks request, once for all of them; ``None`` for a hook whose values need a run."""
+        evaluator = self._session.evaluator_between_runs([request.fetches for _, request in requests])
+        values: dict[Seat, SessionRunValues | None] = {}
+        for seat, (fetches, _, _) in requests:
+            try:
+                results = None if fetches is None else evaluator.evaluate(fetches, seat)
+            except NoRunYetError as error:
+                logger.warning("%s %s has nothing to report at the end of this epoch.", error, seat)
+                values[seat] = None
+            else:
+                values[seat] = _new_tuple(SessionRunValues, (results, _PLAIN.options, _PLAIN.metadata))
+        return values
 
     def new_context(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> SessionRunContext:
         """Begin a run in which hooks take part."""

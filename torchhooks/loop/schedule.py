@@ -43,6 +43,7 @@ class Seat:
         self.due_step = 0
         self.due_run = 0
         self.due_moment = math.inf
+        self.due_epochs: int | None = None
         self.when: Callable[[Any], object] | None = None
         self.measured: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
@@ -72,6 +73,7 @@ class Seat:
         self.due_step = NEVER_STEP if due.step is None else due.step
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
         self.due_moment = math.inf if due.moment is None else due.moment
+        self.due_epochs = due.epochs
         self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
 
     def __str__(self) -> str:
@@ -213,6 +215,10 @@ class Schedule:
             if seat.schedules:
                 seat.ask(self.runs)
         self._update()
+
+    def due_at_end_of(self, epochs: int) -> list[Seat]:
+        """Return the hooks that are due at the end of an epoch, when ``epochs`` of them have ended, in order."""
+        return [seat for seat in self.seats if seat.due_epochs is not None and not epochs % seat.due_epochs]
 
     def noticed_by(self, outputs: Any, seats: Container[Seat] = ()) -> list[Seat]:
         """Return the hooks, other than ``seats``, whose ``Due.when`` is true of what the step returned."""
