@@ -223,7 +223,11 @@ def test_values_on_a_device_at_the_end_are_read_from_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "CallFnHook never calls its function: give every_n_steps, timer or at_end=True"),
+        (
+            {},
+            "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer or "
+            "at_end=True",
+        ),
         ({"every_n_steps": 0}, "every_n_steps=0: must be a whole number, 1 or more"),
         ({"every_n_steps": 2, "timer": EverySteps(2)}, "every_n_steps=2, timer=EverySteps(2): give a period"),
     ],

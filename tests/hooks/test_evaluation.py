@@ -446,7 +446,11 @@ def test_results_on_a_device_at_the_end_are_read_from_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "EvaluationHook never evaluates: give every_n_steps, timer, at_start=True or at_end=True"),
+        (
+            {},
+            "EvaluationHook never evaluates: give every_n_steps, every_n_secs, every_n_epochs, timer, at_start=True or "
+            "at_end=True",
+        ),
         ({"every_n_steps": 0}, "every_n_steps=0: must be a whole number, 1 or more"),
         (
             {"every_n_steps": 2, "timer": EverySteps(2)},

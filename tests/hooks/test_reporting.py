@@ -411,7 +411,10 @@ def test_rejects_a_formatter_that_is_not_callable() -> None:
 
 
 def test_rejects_neither_a_period_nor_at_end() -> None:
-    with pytest.raises(ValueError, match="never logs: give every_n_iter, every_n_secs or at_end=True"):
+    with pytest.raises(
+        ValueError,
+        match="never logs: give every_n_iter, every_n_steps, every_n_secs, every_n_epochs, timer or at_end=True",
+    ):
         LoggingTensorHook(["loss"])
 
 

@@ -15,7 +15,7 @@ from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import closure_parameters, describe
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue
-from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
 
 
@@ -47,7 +47,7 @@ def _names_nothing(function: Callable[..., object]) -> bool:
     return not named and bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
-class CallFnHook(SessionRunHook):
+class CallFnHook(PeriodicHook):
     """Calls a function periodically, with values that it names as its parameters.
 
     >>> def report(loss, lr, global_step):
