@@ -27,6 +27,7 @@ import torch
 
 from torchhooks.common.attempts import Attempts
 from torchhooks.common.errors import LifecycleError, add_note
+from torchhooks.common.requester import NOBODY, Requester
 from torchhooks.common.trees import Leaf, copied, is_snapshot, map_leaves
 from torchhooks.device.cuda import CudaCopier
 
@@ -149,7 +150,7 @@ class Request(NamedTuple):
     tensors: list[torch.Tensor]
     events: list[DeviceEvent]
     routes: _Routes
-    made_by: object
+    made_by: Requester
     step: int
     deadline: int  # the number of the run at whose end the callback is called at the latest
 
@@ -192,7 +193,7 @@ class Readback:
         self,
         values: Any,
         callback: Callable[[Any], object],
-        made_by: object = None,
+        made_by: Requester = NOBODY,
         step: int = 0,
         max_lag_runs: int | None = None,
     ) -> None:

@@ -27,6 +27,7 @@ import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
 from torchhooks.common.log import logger
+from torchhooks.common.requester import Requester
 from torchhooks.device.readback import copiers, is_remote
 from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Rows, Source, add_tensors
 from torchhooks.fetches.fetch import ComposedFetch, Evaluator, running_parts, watched_names
@@ -176,7 +177,7 @@ def _identity(fetch: Any) -> Any:
 class _Owner:
     """A hook and its accumulators."""
 
-    def __init__(self, requester: object, name: str) -> None:
+    def __init__(self, requester: Requester, name: str) -> None:
         self.requester = requester
         self.name = name
         self.accumulators: dict[RunningFetch, Accumulator] = {}
@@ -210,13 +211,11 @@ class RunningValues:
 
     # -- what to accumulate -----------------------------------------------------------------------------------------
 
-    def find_in(self, hooks: Iterable[tuple[object, object]]) -> None:
-        """Accumulate the running fetches that are in the attributes of ``hooks``, given as (hook, requester)."""
-        hooks = list(hooks)
-        owners = [self._owner(hook, requester) for hook, requester in hooks]
-        for (hook, _), owner in zip(hooks, owners, strict=True):
+    def find_in(self, requesters: Iterable[Requester]) -> None:
+        """Accumulate the running fetches that are in the attributes of the hooks of ``requesters``."""
+        for owner in [self._owner(requester) for requester in requesters]:
             found: list[RunningFetch] = []
-            for value in self._attributes(hook):
+            for value in self._attributes(owner.requester.hook):
                 if isinstance(value, ComposedFetch):
                     found += value.running_parts
                 else:
@@ -241,12 +240,12 @@ class RunningValues:
                     inside += getattr(value, "__dict__", {}).values()
             values = inside
 
-    def declare(self, hook: object, requester: object, fetches: Any, run: int) -> None:
-        """Accumulate the running fetches in ``fetches``, which ``hook`` requests in the run with the number ``run``."""
+    def declare(self, requester: Requester, fetches: Any, run: int) -> None:
+        """Accumulate the running fetches in ``fetches``, which a hook requests in the run with the number ``run``."""
         running = running_parts(fetches)
         if not running:
             return
-        added = self._accumulate(self._owner(hook, requester), running)
+        added = self._accumulate(self._owner(requester), running)
         if added and run > 1:
             logger.warning(
                 "%s requests %s for the first time in run %d: it covers no earlier run. Keep it in an attribute of the "
@@ -256,7 +255,8 @@ class RunningValues:
                 run,
             )
 
-    def _owner(self, hook: object, requester: object) -> _Owner:
+    def _owner(self, requester: Requester) -> _Owner:
+        hook = requester.hook
         owner = self._owners.get(id(hook))
         if owner is None:
             name = getattr(hook, "name", None) or type(hook).__name__
@@ -388,14 +388,14 @@ class RunningValues:
 
     # -- reports and checkpoints ------------------------------------------------------------------------------------
 
-    def report(self, fetch: Any, requester: object) -> Any:
-        """Return the value of ``fetch``, a running fetch, for the hook ``requester``, and start over.
+    def report(self, fetch: Any, requester: Requester) -> Any:
+        """Return the value of ``fetch``, a running fetch, for the hook of ``requester``, and start over.
 
         Raises:
             NoRunYetError: no run was made.
-            FetchError: ``requester`` is not a hook for which ``fetch`` is accumulated.
+            FetchError: ``requester`` has no hook for which ``fetch`` is accumulated.
         """
-        owner = self._owners.get(id(requester)) or self._owners.get(id(getattr(requester, "hook", None)))
+        owner = self._owners.get(id(requester.hook))
         accumulator = None if owner is None else owner.accumulators.get(fetch)
         if accumulator is None:
             raise FetchError(

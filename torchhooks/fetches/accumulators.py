@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
 from torchhooks.common.trees import as_snapshot
 from torchhooks.fetches.fetch import describe
@@ -94,7 +95,7 @@ class Accumulator:
 class Source:
     """A fetch whose values are accumulated: once, however many hooks ask for its mean, sum or maximum."""
 
-    def __init__(self, fetch: Any, requester: object) -> None:
+    def __init__(self, fetch: Any, requester: Requester) -> None:
         self.fetch = fetch
         self.requester = requester
         """The first hook that asked for it, for error messages."""

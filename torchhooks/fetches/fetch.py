@@ -58,6 +58,7 @@ import numpy as np
 import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
+from torchhooks.common.requester import NOBODY, Requester
 from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
 from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, tensor_names
@@ -275,7 +276,7 @@ class Evaluator:
     """Whether closures get detached outputs, as outside of a run."""
     copies = True
     """Whether what closures and objects return is copied. If it is used at once and not kept, it need not be."""
-    _requester: object = ""
+    _requester: Requester = NOBODY
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class Evaluator:
         feeds: Mapping[str, Any] = _EMPTY,
         inputs: Callable[[], Mapping[str, Any]] = dict,
         watched: Mapping[str, Any] = _EMPTY,
-        requests: Iterable[tuple[object, Any]] = (),
+        requests: Iterable[tuple[Requester, Any]] = (),
     ) -> None:
         # The requests of the run are for the subclass for several ranks.
         self.session = session
@@ -295,14 +296,14 @@ class Evaluator:
         self._values: dict[Any, Any] = {}  # by name, by closure, and by id for other objects
         self._outputs = {"loss": outputs} if type(outputs) is torch.Tensor else named_outputs(outputs)
 
-    def evaluate(self, fetch: Any, requester: object) -> Any:
+    def evaluate(self, fetch: Any, requester: Requester) -> Any:
         """Return the value of ``fetch``, in its structure. A FetchError names the ``requester``."""
         self._requester = requester
         if type(fetch) is str:
             return self._named(fetch)
         return self.composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
 
-    def evaluate_uncopied(self, fetch: Any, requester: object) -> Any:
+    def evaluate_uncopied(self, fetch: Any, requester: Requester) -> Any:
         """Return the value of ``fetch`` for a use in which it is neither kept nor changed."""
         self._requester = requester
         return self._leaf_uncopied(fetch)

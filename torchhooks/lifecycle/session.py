@@ -15,6 +15,7 @@ from torchhooks.checkpoints.saver import Saver
 from torchhooks.common.attempts import Attempts
 from torchhooks.common.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
+from torchhooks.common.requester import Requester
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shown
 from torchhooks.common.trees import map_leaves
@@ -291,7 +292,7 @@ class Session:
         """
         return self._data_waits.innermost()
 
-    def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = "Session.run") -> Any:
+    def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
 
         Names of outputs refer to the last run. Every rank has to call this for ``over_ranks`` and a ``DTensor``.
@@ -305,7 +306,7 @@ class Session:
             FetchError: an unknown name, or one that has a value only during a run.
             LifecycleError: the loop is closed, or a recovery has replaced this session.
         """
-        return self._evaluator(fetches, feed_dict).evaluate(fetches, who)
+        return self._evaluator(fetches, feed_dict).evaluate(fetches, _requester(who, "Session.run"))
 
     def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` like :meth:`run`, but leave out what needs a run if there was none.
@@ -314,11 +315,11 @@ class Session:
         each of them.
         """
         evaluator = self._evaluator(fetches, feed_dict)
-        who = "Session.run_available" if who is None else who
+        requester = _requester(who, "Session.run_available")
 
         def evaluate(fetch: Any) -> Any:
             try:
-                return evaluator.evaluate(fetch, who)
+                return evaluator.evaluate(fetch, requester)
             except NoRunYetError as error:
                 logger.warning("%s It is left out.", error)
                 return _LEFT_OUT
@@ -361,6 +362,11 @@ class _Pause:
 
     def __exit__(self, *_: object) -> None:
         self._end(self._start)
+
+
+def _requester(who: object, call: str) -> Requester:
+    """Return who asks in ``call``: the hook ``who``, or the call itself."""
+    return Requester(name=call) if who is None else Requester(who)
 
 
 def _without_left_out(tree: Any) -> Any:

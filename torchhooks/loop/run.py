@@ -206,7 +206,7 @@ class Lifecycle:
                 if request is not None:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
-                        self._running.declare(seat.hook, seat, request.fetches, number)
+                        self._running.declare(seat, request.fetches, number)
                     requests.append((seat, request))
                 if progress.global_step != step:  # the hooks after this one are due by the step that it set
                     step = progress.global_step
@@ -273,7 +273,7 @@ class Lifecycle:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
                         _check_late(seat, request, outputs)
-                        self._running.declare(seat.hook, seat, request.fetches, schedule.runs + 1)
+                        self._running.declare(seat, request.fetches, schedule.runs + 1)
                     requests.append((seat, request))
         except BaseException as error:
             self._note(error, context.caller, "before_run")

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from torchhooks.common.errors import add_note
+from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
 from torchhooks.common.timers import Due
 from torchhooks.fetches.accumulated import RunningValues
@@ -24,12 +25,14 @@ _FAST_INT = 2**30 - 1
 after that many steps costs one call more."""
 
 
-class Seat:
+class Seat(Requester):
     """One hook's place in a loop, and when the hook is next due."""
 
+    hook: SessionRunHook
+
     def __init__(self, index: int, hook: SessionRunHook) -> None:
+        super().__init__(hook)
         self.index = index
-        self.hook = hook
         # Bound methods, looked up once instead of in every run.
         self.before_run = hook.before_run
         self.after_run = hook.after_run
@@ -73,6 +76,16 @@ class Seat:
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
         self.due_moment = math.inf if due.moment is None else due.moment
         self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
+
+    def why_alone(self) -> str | None:
+        if self.when is not None:
+            return (
+                "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "
+                "None"
+            )
+        if self.due_moment != math.inf:
+            return "the hook is due by the clock of each rank: set collective = True in its class"
+        return None
 
     def __str__(self) -> str:
         try:
@@ -204,7 +217,7 @@ class Schedule:
         """Ask every hook when it is due: a session was created."""
         for seat in self.seats:
             seat.catch_up(self.runs)
-        self.running.find_in((seat.hook, seat) for seat in self.all_seats)
+        self.running.find_in(self.all_seats)
         self.ask(self.seats)
 
     def ask(self, seats: Iterable[Seat]) -> None:
