@@ -15,7 +15,7 @@ class Requester:
         self._name = name
 
     def why_alone(self) -> str | None:
-        """Return why one rank may ask in a run in which others do not, and the way out; ``None`` if all ask together."""
+        """Return why one rank may ask in a run in which others do not, and the way out; ``None`` if all ask."""
         return None
 
     def __str__(self) -> str:

@@ -67,7 +67,7 @@ class Slab:
 
 
 class CudaCopier:
-    """The :class:`torchhooks.device.readback.Copier` for CUDA. Copies into a slab of pinned memory, which it reuses."""
+    """The :class:`torchhooks.device.host.Copier` for CUDA. Copies into a slab of pinned memory, which it reuses."""
 
     def __init__(self) -> None:
         self._slab: Slab | None = None
@@ -91,9 +91,6 @@ class CudaCopier:
 
     def event(self, device: torch.device) -> _CudaEvent:
         return _CudaEvent(device, timed=True)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return True
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu")  # waits for the device

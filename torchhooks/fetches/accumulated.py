@@ -28,7 +28,8 @@ import torch
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
 from torchhooks.common.log import logger
 from torchhooks.common.requester import Requester
-from torchhooks.device.readback import copiers, is_remote
+from torchhooks.device.host import host
+from torchhooks.device.readback import is_remote
 from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Rows, Source, add_tensors
 from torchhooks.fetches.fetch import ComposedFetch, Evaluator, running_parts, watched_names
 from torchhooks.fetches.step import Step
@@ -300,7 +301,7 @@ class RunningValues:
         if self._made_again:
             self._forget_reported()
         others: list[tuple[Source, Any]] | None = None
-        on_host = "cpu" not in copiers
+        is_on_host = host.holds
         is_loss = is_dict = False
         if evaluator is None or not evaluator.feeds:  # a feed may have the name of an output
             is_loss, is_dict = type(outputs) is torch.Tensor, isinstance(outputs, dict)
@@ -317,7 +318,7 @@ class RunningValues:
                 value = evaluator.evaluate_uncopied(source.fetch, source.requester)
             if source.is_number:
                 kind = type(value)
-                if kind is torch.Tensor and value.is_cpu and value.numel() == 1 and on_host:
+                if kind is torch.Tensor and is_on_host(value) and value.numel() == 1:
                     value = value.item()  # on the host, so this waits for nothing
                 elif kind is not float and kind is not int:
                     others = [] if others is None else others

@@ -22,7 +22,7 @@ from torchhooks.fetches.fetch import ComposedFetch, Evaluator, describe
 from torchhooks.ranks.ranks import Ranks
 
 
-class Shared:
+class ValueInParts:
     """What a fetch has on this rank of a value whose parts are on several ranks."""
 
     def combined(self) -> Any:
@@ -148,11 +148,11 @@ class RanksEvaluator(Evaluator):
         return self._combined[key][1]
 
     def _kept(self, value: Any) -> Any:
-        value = map_leaves(self._combined_if_shared, value)
+        value = map_leaves(self._combined_if_in_parts, value)
         return snapshot(value) if self.copies else value
 
-    def _combined_if_shared(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Shared):
+    def _combined_if_in_parts(self, leaf: Any) -> Any:
+        if not isinstance(leaf, ValueInParts):
             return leaf
         self._check_every_rank_calls(self._requester, leaf)
         return leaf.combined()
@@ -187,7 +187,7 @@ class RanksEvaluator(Evaluator):
 
     def _whole(self, leaf: Any) -> Any:
         """Return the full tensor of a ``DTensor``, and the whole of what is shared; anything else as it is."""
-        leaf = self._combined_if_shared(leaf)
+        leaf = self._combined_if_in_parts(leaf)
         if not isinstance(leaf, torch.Tensor) or not hasattr(leaf, "full_tensor"):
             return leaf
         if all(placement.is_replicate() for placement in leaf.placements):  # type: ignore[attr-defined]

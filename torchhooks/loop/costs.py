@@ -32,7 +32,7 @@ class HookCosts:
         for seat in self._seats:
             seat.measure(functools.partial(self._timed_method, seat))
         schedule.running.measure(functools.partial(self._timed_method, _RUNNING))
-        readback.measure(lambda call: self._timed(call, lambda request, values: request.made_by))
+        readback.measure(lambda call: self._timed(call, lambda delivery, values: delivery.made_by))
 
     def report(self) -> None:
         """Log the cost of each hook, most expensive first."""

@@ -14,7 +14,9 @@ from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
 from torchhooks.common.timers import Due
 from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, WritingHook, overrides
+from torchhooks.position.progress import Progress
 from torchhooks.ranks.ranks import Ranks
 
 NEVER_STEP = sys.maxsize
@@ -33,6 +35,8 @@ class Seat(Requester):
     def __init__(self, index: int, hook: SessionRunHook) -> None:
         super().__init__(hook)
         self.index = index
+        self.progress = Progress()
+        """How far the loop is in its current session."""
         # Bound methods, looked up once instead of in every run.
         self.before_run = hook.before_run
         self.after_run = hook.after_run
@@ -212,6 +216,12 @@ class Schedule:
         """Whether values are added to :attr:`running` in every run."""
         self.looks_after = bool(self.watchers) or after.moment is not None or self.accumulates
         """Whether there is more to check after the step than the global step."""
+
+    def begin_session(self, session: object, progress: Progress, step: Step) -> None:
+        """Forget what was accumulated, and follow ``progress`` from now on."""
+        for seat in self.all_seats:
+            seat.progress = progress
+        self.running.begin_session(session, progress, step)
 
     def start(self) -> None:
         """Ask every hook when it is due: a session was created."""

@@ -210,7 +210,7 @@ class Sessions:
             ranks=self._ranks,
             running=self._schedule.running,
         )
-        self._schedule.running.begin_session(self.session, self.progress, self._step)
+        self._schedule.begin_session(self.session, self.progress, self._step)
         # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
         self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self.coord = Coordinator()
