@@ -196,7 +196,7 @@ def test_what_waits_on_the_host_is_bounded(value: Any) -> None:
     with MonitoredLoop(lambda: {"x": value}, hooks=[EveryRuns(running_sum("x"), 10**6)]) as loop:
         for _ in range(2 * MOST_NUMBERS - 1):
             loop.run()
-        (source,) = loop.session.running.sources
+        (source,) = loop.session.accumulated.sources
         assert len(source.numbers) == MOST_NUMBERS - 1
 
 
@@ -852,8 +852,8 @@ def test_a_restored_tensor_moves_to_the_device_of_the_values() -> None:
 def test_loops_without_running_fetches_accumulate_nothing() -> None:
     with MonitoredLoop(lambda: 1.0, hooks=[EveryRuns("loss", 2)]) as loop:
         loop.run()
-        assert loop.session.running.sources == []
-        assert loop.session.running.state_dict() is None
+        assert loop.session.accumulated.sources == []
+        assert loop.session.accumulated.state_dict() is None
 
 
 def test_the_repr_can_be_pasted_back() -> None:

@@ -408,7 +408,7 @@ class Saver:
         if session.position is not None:
             mark_state = partial(self._mark_state, session, path)
             session.position.load_state_dict(saved.get("position"), saved["random"], mark_state)
-        session.running.load_state_dict(saved.get("running_values"))
+        session.accumulated.load_state_dict(saved.get("running_values"))
 
     def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
         """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""

@@ -31,7 +31,7 @@ from torchhooks.common.requester import Requester
 from torchhooks.device.host import host
 from torchhooks.device.readback import is_remote
 from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Rows, Source, add_tensors
-from torchhooks.fetches.fetch import ComposedFetch, Evaluator, running_parts, watched_names
+from torchhooks.fetches.fetch import ComposedFetch, Evaluator, accumulated_parts, watched_names
 from torchhooks.fetches.step import Step
 from torchhooks.position.progress import Progress
 
@@ -48,7 +48,7 @@ class RunningFetch(ComposedFetch):
         self.op = op
         self._fetch = fetch
         self._key = op, _identity(fetch)
-        self.running_parts = [self]
+        self.accumulated_parts = [self]
         if isinstance(fetch, ComposedFetch) and not fetch.fits_every_run:
             raise TypeError(
                 f"{self!r}: {fetch!r} cannot be evaluated in every run; give what it is composed of, and compose the "
@@ -184,7 +184,7 @@ class _Owner:
         self.accumulators: dict[RunningFetch, Accumulator] = {}
 
 
-class RunningValues:
+class AccumulatedValues:
     """The running fetches of all hooks of one loop."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class RunningValues:
             found: list[RunningFetch] = []
             for value in self._attributes(owner.requester.hook):
                 if isinstance(value, ComposedFetch):
-                    found += value.running_parts
+                    found += value.accumulated_parts
                 else:
                     self._owners[id(value)] = owner  # a hook that this one calls
             self._accumulate(owner, found)
@@ -243,10 +243,10 @@ class RunningValues:
 
     def declare(self, requester: Requester, fetches: Any, run: int) -> None:
         """Accumulate the running fetches in ``fetches``, which a hook requests in the run with the number ``run``."""
-        running = running_parts(fetches)
-        if not running:
+        parts = accumulated_parts(fetches)
+        if not parts:
             return
-        added = self._accumulate(self._owner(requester), running)
+        added = self._accumulate(self._owner(requester), parts)
         if added and run > 1:
             logger.warning(
                 "%s requests %s for the first time in run %d: it covers no earlier run. Keep it in an attribute of the "
@@ -357,7 +357,7 @@ class RunningValues:
                 if len(source.numbers) >= MOST_NUMBERS:
                     source.take()
         except BaseException as error:
-            add_note(error, f"torchhooks: in {source.running}, which {source.requester} asked for")
+            add_note(error, f"torchhooks: in {source.asked}, which {source.requester} asked for")
             raise
         for key, pairs in on_device.items():
             sources = [source for source, _ in pairs]

@@ -76,7 +76,7 @@ class ComposedFetch(Leaf):
     copies: bool = True
     """Whether :meth:`compose` gets copies. One that keeps no part of the value does not need them."""
     accumulates: bool = False
-    """Whether the value is accumulated from run to run, by ``session.running``; :meth:`compose` is not called then."""
+    """Whether the value is accumulated from run to run, in ``session.accumulated``; :meth:`compose` is not called."""
     fits_every_run: bool = False
     """Whether it can be evaluated in every run: it takes little time, and no other rank has to take part."""
 
@@ -86,9 +86,9 @@ class ComposedFetch(Leaf):
         return watched_names(self.fetch)
 
     @functools.cached_property
-    def running_parts(self) -> list[Any]:
+    def accumulated_parts(self) -> list[Any]:
         """The parts of :attr:`fetch` that are accumulated from run to run."""
-        return running_parts(self.fetch)
+        return accumulated_parts(self.fetch)
 
     @property
     def fetch(self) -> Any:
@@ -124,7 +124,7 @@ def watched_names(fetches: Any) -> list[str]:
     return [leaf for leaf in leaves(fetches) if isinstance(leaf, str) and leaf.rpartition(":")[1:] in _WATCHED_SUFFIXES]
 
 
-def running_parts(fetches: Any) -> list[Any]:
+def accumulated_parts(fetches: Any) -> list[Any]:
     """Return the parts of ``fetches`` that are accumulated from run to run."""
     if type(fetches) is str:
         return []
@@ -132,7 +132,7 @@ def running_parts(fetches: Any) -> list[Any]:
 
     def look(leaf: Any) -> None:
         if isinstance(leaf, ComposedFetch):
-            found.extend(leaf.running_parts)
+            found.extend(leaf.accumulated_parts)
 
     map_leaves(look, fetches)
     return found
@@ -393,7 +393,7 @@ class Evaluator:
     def composed(self, fetch: ComposedFetch) -> Any:
         """Return the value of ``fetch``."""
         if fetch.accumulates:
-            return self.session.running.report(fetch, self._requester)
+            return self.session.accumulated.report(fetch, self._requester)
         evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch
         value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
         try:

@@ -299,7 +299,7 @@ class SessionRunContext:
 
         For a hook that finds out in ``after_run`` that it does not use the values. Called in ``after_run``.
         """
-        self.session.running.keep(self.caller.hook)
+        self.session.accumulated.keep(self.caller.hook)
 
     def before_next_run(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when the next run begins, if a hook is due in it, before the ``before_run`` of any."""

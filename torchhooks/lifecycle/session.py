@@ -20,7 +20,7 @@ from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shown
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import Elapsed, Moment
-from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.fetches.accumulated import AccumulatedValues
 from torchhooks.fetches.fetch import Evaluator, check_feed_names, watched_names
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.position.items import Items
@@ -77,7 +77,7 @@ class Session:
         interrupted: Callable[[], bool] = bool,
         stopped_by_signal: Callable[[], bool] = bool,
         ranks: Ranks | None = None,
-        running: RunningValues | None = None,
+        accumulated: AccumulatedValues | None = None,
     ) -> None:
         """Create a session. A loop does this; without one, it holds what a Saver saves and restores.
 
@@ -101,7 +101,7 @@ class Session:
             interrupted: whether a signal asked the loop to stop.
             stopped_by_signal: whether a signal stopped the loop.
             ranks: which of several processes this is; by default, of the initialized ``torch.distributed``.
-            running: what is accumulated for the hooks in every run.
+            accumulated: what is accumulated for the hooks in every run.
         """
         self.model = model
         self.optimizer = optimizer
@@ -116,7 +116,7 @@ class Session:
         self.gradients = gradients
         self.ranks = Ranks() if ranks is None else ranks
         """The :class:`torchhooks.Ranks` of the loop, with the ``rank`` of this process, ``size`` and ``is_chief``."""
-        self.running = RunningValues() if running is None else running
+        self.accumulated = AccumulatedValues() if accumulated is None else accumulated
         """The accumulated values of running fetches, to evaluate them and to save them."""
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""

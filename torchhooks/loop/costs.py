@@ -31,7 +31,7 @@ class HookCosts:
         self._begin = time.perf_counter()
         for seat in self._seats:
             seat.measure(functools.partial(self._timed_method, seat))
-        schedule.running.measure(functools.partial(self._timed_method, _RUNNING))
+        schedule.accumulated.measure(functools.partial(self._timed_method, _RUNNING))
         readback.measure(lambda call: self._timed(call, lambda delivery, values: delivery.made_by))
 
     def report(self) -> None:

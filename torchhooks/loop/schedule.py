@@ -13,7 +13,7 @@ from torchhooks.common.errors import add_note
 from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
 from torchhooks.common.timers import Due
-from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.fetches.accumulated import AccumulatedValues
 from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, WritingHook, overrides
 from torchhooks.position.progress import Progress
@@ -180,7 +180,7 @@ class Schedule:
         """The hooks with a run method. The others cost nothing."""
         self.runs = 0
         """How many runs reached their ``after_run``."""
-        self.running = RunningValues()
+        self.accumulated = AccumulatedValues()
         """What is accumulated for the hooks in every run."""
         self.news = False
         """Whether the end of the run has something to handle: the only thing that an idle run checks."""
@@ -212,8 +212,8 @@ class Schedule:
         self.idle_runs = min(before.run, after.run) - 1
         self.moment, self.moment_after = before.moment, after.moment
         self.watchers = [seat for seat in self.seats if seat.when is not None]
-        self.accumulates = bool(self.running.sources)
-        """Whether values are added to :attr:`running` in every run."""
+        self.accumulates = bool(self.accumulated.sources)
+        """Whether values are added to :attr:`accumulated` in every run."""
         self.looks_after = bool(self.watchers) or after.moment is not None or self.accumulates
         """Whether there is more to check after the step than the global step."""
 
@@ -221,13 +221,13 @@ class Schedule:
         """Forget what was accumulated, and follow ``progress`` from now on."""
         for seat in self.all_seats:
             seat.progress = progress
-        self.running.begin_session(session, progress, step)
+        self.accumulated.begin_session(session, progress, step)
 
     def start(self) -> None:
         """Ask every hook when it is due: a session was created."""
         for seat in self.seats:
             seat.catch_up(self.runs)
-        self.running.find_in(self.all_seats)
+        self.accumulated.find_in(self.all_seats)
         self.ask(self.seats)
 
     def ask(self, seats: Iterable[Seat]) -> None:

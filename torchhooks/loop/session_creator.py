@@ -208,7 +208,7 @@ class Sessions:
             interrupted=self._is_interrupted,
             stopped_by_signal=lambda: self._ending.by_signal,
             ranks=self._ranks,
-            running=self._schedule.running,
+            accumulated=self._schedule.accumulated,
         )
         self._schedule.begin_session(self.session, self.progress, self._step)
         # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
