@@ -127,14 +127,41 @@ class Batch(NamedTuple):
         """Return whether all values have arrived. Never blocks."""
         return all(part.done() for part in self.pending)
 
-    def wait(self) -> None:
-        """Block until all values have arrived."""
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Block until all values have arrived, and return their copies by the ids of the originals."""
         for part in self.pending:
             part.wait()
+        return {
+            id(original): copy
+            for transfer, originals in self.transfers
+            for original, copy in zip(originals, transfer.tensors(), strict=True)
+        }
+
+
+def start_batch(deliveries: list[Delivery], nbytes: int) -> Batch:
+    """Start the copies for ``deliveries``, of ``nbytes`` bytes. Never blocks, unless memory has to be pinned first."""
+    groups: dict[tuple[torch.device, Hashable], tuple[Copier, dict[int, torch.Tensor]]] = {}
+    for delivery in deliveries:
+        for tensor in delivery.tensors:
+            device = tensor.device
+            copier, stream = delivery.routes[device]
+            groups.setdefault((device, stream), (copier, {}))[1][id(tensor)] = tensor
+    transfers = []
+    for (_, stream), (copier, originals) in groups.items():
+        tensors = list(originals.values())
+        copier.prepare(MAX_BYTES)
+        transfers.append((copier.start(tensors, stream), tensors))
+    events = [event for delivery in deliveries for event in delivery.events]
+    pending: list[Pending] = [*(transfer for transfer, _ in transfers), *events]
+    deadline = min(delivery.deadline for delivery in deliveries)
+    return Batch(deliveries, nbytes, transfers, pending, deadline)
 
 
 class Readback:
     """Copies values to the host and passes them to callbacks, in the order of the requests."""
+
+    # It has no lock, because only one thread uses it at a time: that of a loop the thread that trains, and that of an
+    # Arrival the thread to which the Arrival is handed. What all of them share is the copier, which has locks.
 
     def __init__(self, wake: Callable[[], object] = bool) -> None:
         self._wake = wake  # called when a callback has to wait for its values, to have end_run() called
@@ -220,9 +247,10 @@ class Readback:
             self.send()
         while self._in_flight and (self._in_flight[0].done() or self._is_overdue() or self._bytes > MAX_BYTES):
             self._receive()
+        # Before the callbacks: the run is over even if one raises, and what they request counts from the next run.
         self._runs += 1
         self._deliver()
-        self.waiting = bool(self._queued or self._in_flight)
+        self.waiting = bool(self._queued or self._in_flight)  # after the callbacks, which can make requests
 
     def drain(self) -> None:
         """Wait for all values, call every callback that is waiting for them, and then raise the errors of callbacks."""
@@ -252,34 +280,15 @@ class Readback:
         queued, self._queued = self._queued, []
         nbytes, self._queued_bytes = self._queued_bytes, 0
         self._bytes -= nbytes  # until they are in flight: after an error, they are lost
-        groups: dict[tuple[torch.device, Hashable], tuple[Copier, dict[int, torch.Tensor]]] = {}
-        for delivery in queued:
-            for tensor in delivery.tensors:
-                device = tensor.device
-                copier, stream = delivery.routes[device]
-                groups.setdefault((device, stream), (copier, {}))[1][id(tensor)] = tensor
-        transfers = []
-        for (_, stream), (copier, originals) in groups.items():
-            tensors = list(originals.values())
-            copier.prepare(MAX_BYTES)
-            transfers.append((copier.start(tensors, stream), tensors))
         if queued:
-            events = [event for delivery in queued for event in delivery.events]
-            pending: list[Pending] = [*(transfer for transfer, _ in transfers), *events]
-            deadline = min(delivery.deadline for delivery in queued)
-            self._in_flight.append(Batch(queued, nbytes, transfers, pending, deadline))
+            self._in_flight.append(start_batch(queued, nbytes))
             self._bytes += nbytes
 
     def _receive(self) -> None:
         """Move the deliveries of the oldest batch to those that have arrived. Blocks if the batch is not done."""
         batch = self._in_flight.popleft()
         self._bytes -= batch.nbytes
-        batch.wait()
-        copies = {
-            id(original): copy
-            for transfer, originals in batch.transfers
-            for original, copy in zip(originals, transfer.tensors(), strict=True)
-        }
+        copies = batch.copies()
         self._arrived.extend((delivery, copies) for delivery in batch.deliveries)
 
     def _deliver(self) -> None:
@@ -302,6 +311,9 @@ class Readback:
 
 class Arrival:
     """Values of this moment on their way to the host, for another thread to wait for. Copies are queued at once."""
+
+    # The thread that trains creates it, so that the copies precede the next step on the stream. The thread that writes
+    # a checkpoint waits for these copies only: the callbacks of hooks stay with the thread that trains.
 
     def __init__(self, values: Any) -> None:
         self._got: list[Any] = []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhooks.device import cuda
+from torchhooks.device import cuda, readback
 from torchhooks.device.cuda import pack, unpack
 from torchhooks.device.host import Host, host
 from torchhooks.device.readback import Batch, Delivery, Elapsed, Readback
@@ -448,8 +448,9 @@ def _followed(calls: _Calls) -> Iterator[None]:
         (Evaluator, "evaluate", of_fetch),
         (Evaluator, "evaluate_uncopied", of_fetch),
         (items, "make_call", lambda who, call: calls.after_item(who)),
-        (Readback, "end_run", lambda readback: _EndOfRun()),
-        (Batch, "wait", lambda batch: _Wait(min(batch.deliveries, key=lambda delivery: delivery.deadline))),
+        (Readback, "end_run", lambda _: _EndOfRun()),
+        (readback, "start_batch", lambda deliveries, nbytes: _Wait(_most_urgent(deliveries))),
+        (Batch, "copies", lambda batch: _Wait(_most_urgent(batch.deliveries))),
         (Delivery, "arrived", lambda delivery, copies: _Wait(delivery)),
         (Delivery, "call_back", lambda delivery, values: _Callback(delivery)),
         (Host, "fetch", lambda host, tensor: _Wait()),
@@ -461,6 +462,10 @@ def _followed(calls: _Calls) -> Iterator[None]:
         for attribute, method in ("before_run", "before_run"), ("after_run", "after_run"), ("when", "Due.when"):
             stack.enter_context(_replaced(Seat, attribute, _FollowedAttribute(attribute, method, calls)))
         yield
+
+
+def _most_urgent(deliveries: list[Delivery]) -> Delivery:
+    return min(deliveries, key=lambda delivery: delivery.deadline)
 
 
 def _following(function: Callable[..., Any], call_of: Callable[..., Any], calls: _Calls) -> Callable[..., Any]:
