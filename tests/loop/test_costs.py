@@ -128,7 +128,7 @@ def test_by_default_running_fetches_are_added_without_a_wrapper() -> None:
 
     class Looks(SessionRunHook):
         def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-            wrapped.append("add" in vars(run_context.session.running))
+            wrapped.append("add" in vars(run_context.session.accumulated))
 
     trace(hook, Looks())
     trace(hook, Looks(), hook_costs=True)

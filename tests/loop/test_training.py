@@ -33,7 +33,6 @@ from torchhooks import (
     list_checkpoints,
     summary,
 )
-from torchhooks.common.log import logger
 from torchhooks.testing import FakeClock, RecordingHook, log_lines
 
 
@@ -332,7 +331,7 @@ def when_it_waits(action: Any) -> Iterator[None]:
             if record.getMessage().startswith("waiting for the chief"):
                 action()
 
-    handler = Handler()
+    logger, handler = logging.getLogger("torchhooks"), Handler()
     logger.addHandler(handler)
     try:
         with log_lines():

@@ -100,7 +100,7 @@ class Body:
                     and (
                         (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
                         or (schedule.watchers and schedule.noticed_by(outputs))
-                        or (schedule.accumulates and schedule.running.add(outputs, (), {}))
+                        or (schedule.accumulates and schedule.accumulated.add(outputs, (), {}))
                     )
                 ):
                     schedule.runs += 1

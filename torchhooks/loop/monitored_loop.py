@@ -174,7 +174,7 @@ class MonitoredLoop(Generic[R]):
                     and (
                         (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
                         or (schedule.watchers and schedule.noticed_by(outputs))
-                        or (schedule.accumulates and schedule.running.add(outputs, args, kwargs))
+                        or (schedule.accumulates and schedule.accumulated.add(outputs, args, kwargs))
                     )
                 ):
                     schedule.runs += 1

@@ -122,7 +122,7 @@ class Lifecycle:
         self._new_evaluator = services.session.new_evaluator
         self._progress = progress
         self._schedule = schedule
-        self._running = schedule.running
+        self._accumulated = schedule.accumulated
         self._steps_per_run = steps_per_run
         self._costs = costs
 
@@ -181,7 +181,7 @@ class Lifecycle:
         ending, schedule = self._ending, self._schedule
         if schedule.watchers:
             self._call_watchers(context, requests, seats, outputs, made)
-        evaluates = requests or schedule.running.sources
+        evaluates = requests or schedule.accumulated.sources
         values = self._evaluate(context, requests, outputs, made) if evaluates else _NO_VALUES
         planned = self._after_run(context, seats, values)
         ending.run = None
@@ -222,7 +222,7 @@ class Lifecycle:
                 if request is not None:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
-                        self._running.declare(seat.hook, seat, request.fetches, number)
+                        self._accumulated.declare(seat, request.fetches, number)
                     requests.append((seat, request))
                 if progress.global_step != step:  # the hooks after this one are due by the step that it set
                     step = progress.global_step
@@ -275,7 +275,7 @@ class Lifecycle:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
                         _check_late(seat, request, outputs)
-                        self._running.declare(seat.hook, seat, request.fetches, schedule.runs + 1)
+                        self._accumulated.declare(seat, request.fetches, schedule.runs + 1)
                     requests.append((seat, request))
         except BaseException as error:
             self._note(error, context.caller, "before_run")
@@ -289,8 +289,8 @@ class Lifecycle:
         """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
         fed, watched, options, metadata = made
         evaluator = self._new_evaluator(self._session, outputs, fed, context.inputs, watched, requests)
-        if self._running.sources:
-            self._running.add(outputs, (), {}, evaluator)
+        if self._accumulated.sources:
+            self._accumulated.add(outputs, (), {}, evaluator)
         evaluate: Callable[[Any, Any], Any] = evaluator.evaluate
         if self._costs is not None:
             evaluate = self._costs.timed_evaluation(evaluate)

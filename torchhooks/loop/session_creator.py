@@ -184,9 +184,9 @@ class SessionCreator:
             interrupted=self._is_interrupted,
             stopped_by_signal=lambda: self._ending.by_signal,
             ranks=arguments.ranks,
-            running=self._schedule.running,
+            accumulated=self._schedule.accumulated,
         )
-        self._schedule.running.begin_session(self.session, self.progress, arguments.step)
+        self._schedule.begin_session(self.session, self.progress, arguments.step)
         # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
         self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self.coord = Coordinator()
