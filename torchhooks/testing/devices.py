@@ -19,7 +19,7 @@ from torchhooks.device.host import Host, host
 from torchhooks.device.readback import Batch, Delivery, Elapsed, Readback
 from torchhooks.fetches.fetch import Evaluator
 from torchhooks.loop.schedule import Seat
-from torchhooks.loop.session_creator import Sessions
+from torchhooks.loop.session_creator import SessionCreator
 from torchhooks.position import items
 from torchhooks.position.progress import Progress
 
@@ -442,7 +442,7 @@ def _followed(calls: _Calls) -> Iterator[None]:
         return calls.of_seat(requester, "fetch") if isinstance(requester, Seat) else None
 
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
-        (Sessions, "call", lambda sessions, seat, name, *_: calls.of_seat(seat, name)),
+        (SessionCreator, "call", lambda sessions, seat, name, *_: calls.of_seat(seat, name)),
         (Seat, "ask", lambda seat, runs: calls.of_seat(seat, "next_due")),
         (Seat, "catch_up", lambda seat, runs: calls.of_seat(seat, "sat_out")),
         (Evaluator, "evaluate", of_fetch),
