@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from torchhooks.position.place import Entry, Place, State
-from torchhooks.position.resuming import Plan, Way, plan_resume
+from torchhooks.position.resuming import Plan, Way, lines_of, plan_resume
 
 AT_SAVE = {"random": "at the save"}
 AT_ITEM = {"random": "at the item"}
@@ -75,7 +75,7 @@ def fresh(**attributes: Any) -> Plan:
 
 
 def continued(way: Way, entry: Entry, taken: int, **attributes: Any) -> Plan:
-    return Plan(**{"way": way, "entry": entry, "taken": taken, "random": AT_SAVE, "undoes": True, **attributes})
+    return Plan(**{"way": way, "entry": entry, "taken": taken, "random": AT_SAVE, "innermost": True, **attributes})
 
 
 def after(item: int, name: str, hint: str = ". " + VARIABLES) -> str:
@@ -102,10 +102,10 @@ CASES = {
     "anew, after the place": Case(DONE, LOADER, fresh(), number=1, resume=False),
     # A stop before the first item.
     "not begun": Case(
-        Entry(number=0, taken=0, state=State.NOT_BEGUN), LOADER, fresh(random=AT_SAVE, undoes=True), depth=2
+        Entry(number=0, taken=0, state=State.NOT_BEGUN), LOADER, fresh(random=AT_SAVE, innermost=True), depth=2
     ),
     "an iterator before its first item": Case(
-        Entry(number=0, taken=0, state=State.STOPPED), ITERATOR, fresh(random=AT_SAVE, undoes=True)
+        Entry(number=0, taken=0, state=State.STOPPED), ITERATOR, fresh(random=AT_SAVE, innermost=True)
     ),
     "begun, without an item": Case(
         replace(DONE, taken=0, state=State.STOPPED), LOADER,
@@ -138,7 +138,7 @@ CASES = {
     ),
     "a range in an item with an inner place": Case(
         RANGE_IN_ITEM, range(9),
-        continued(Way.REST, RANGE_IN_ITEM, 2, rest=range(2, 9), random=AT_ITEM, undoes=False), innermost=False,
+        continued(Way.REST, RANGE_IN_ITEM, 2, rest=range(2, 9), random=AT_ITEM, innermost=False), innermost=False,
     ),
     "another range, without the item in progress": Case(
         RANGE_IN_ITEM, range(1, 9, 2),
@@ -159,13 +159,13 @@ CASES = {
     ),
     # Loaders with a state.
     "its own state": Case(
-        DONE, LOADER, continued(Way.OWN_STATE, DONE, 3, otherwise=replace(SKIP_DONE, undoes=False)),
+        DONE, LOADER, continued(Way.OWN_STATE, DONE, 3, otherwise=SKIP_DONE),
         (after(3, "Loader"),), has_own_state=True,
     ),
     "its own state, in an item": Case(
         IN_ITEM, LOADER,
         continued(
-            Way.OWN_STATE, IN_ITEM, 3, gives_up_item=True, otherwise=replace(SKIP_IN_ITEM, undoes=False)
+            Way.OWN_STATE, IN_ITEM, 3, gives_up_item=True, otherwise=SKIP_IN_ITEM
         ),
         (REPEATED, after(2, "Loader")), has_own_state=True,
     ),
@@ -200,7 +200,7 @@ CASES = {
         continued(Way.SKIP, replace(IN_ITEM, taken=1, runs=0), 0, random=AT_ITEM),
     ),
     "in an item with an inner place": Case(
-        IN_ITEM, LOADER, replace(SKIP_IN_ITEM, undoes=False), innermost=False
+        IN_ITEM, LOADER, replace(SKIP_IN_ITEM, innermost=False), innermost=False
     ),
     "left with a break": Case(
         replace(DONE, state=State.LEFT), [1, 2, 3],
@@ -214,11 +214,11 @@ CASES = {
     ),
     # Runs on the way.
     "after runs": Case(
-        DONE, LOADER, SKIP_DONE,
+        DONE, LOADER, replace(SKIP_DONE, runs_before=2),
         ("2 runs were made before until_stop's Loader continued. The checkpoint", after(3, "Loader")), runs_before=2,
     ),
     "not begun, after runs": Case(
-        Entry(number=0, taken=0, state=State.NOT_BEGUN), LOADER, fresh(random=AT_SAVE, undoes=True),
+        Entry(number=0, taken=0, state=State.NOT_BEGUN), LOADER, fresh(random=AT_SAVE, innermost=True, runs_before=1),
         ("1 runs were made before until_stop's Loader continued. The checkpoint",), runs_before=1,
     ),
 }  # fmt: skip
@@ -247,8 +247,8 @@ def test_what_a_resumed_process_does(name: str) -> None:
         innermost=case.innermost,
         has_own_state=case.has_own_state,
     )
-    texts = [line.message % line.arguments for line in plan.lines]
-    assert replace(plan, lines=()) == case.plan
+    assert plan == case.plan
+    texts = [line.message % line.arguments for line in lines_of(plan, place, case.iterable)]
     assert [text[: len(start)] for text, start in zip(texts, case.lines, strict=True)] == list(case.lines)
     assert vars(place) == attributes  # nothing was changed
 

@@ -26,7 +26,7 @@ from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.stateful import Stateful
 from torchhooks.position.loaders import Loaders
 from torchhooks.position.place import Entry, Place, Saved, State
-from torchhooks.position.resuming import VARIABLES, Plan, Way, is_plain_iterator, name_of, plan_resume
+from torchhooks.position.resuming import VARIABLES, Plan, Way, is_plain_iterator, lines_of, name_of, plan_resume
 from torchhooks.position.starting import skipped, started
 
 Undo = Callable[[], object]
@@ -143,9 +143,9 @@ class Position:
             innermost=place.depth == len(self._path),
             has_own_state=self._loaders.has_own_state(iterable, saved),
         )
-        if plan.undoes:
+        if plan.innermost:
             self._undo_repeated()
-        for line in plan.lines:
+        for line in lines_of(plan, place, iterable):
             logger.log(line.level, line.message, *line.arguments)
         return self._carry_out(plan, place, iterable, saved if resume else {}, halted)
 

@@ -1,7 +1,7 @@
 """What an ``until_stop`` of a resumed process does with its data: a plan, made before anything is changed.
 
 :func:`plan_resume` decides, from what the checkpoint contains of a place and from the new place.
-:class:`torchhooks.position.position.Position` logs the plan and carries it out.
+:class:`torchhooks.position.position.Position` logs :func:`lines_of` the plan and carries it out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torchhooks.common.stateful import has_state
 from torchhooks.position.place import Entry, Place, Saved, State
 
 MAY_HAVE_GROWN = (range, list, tuple)
+"""What a later process may pass with more items at its end, and what draws no random numbers."""
 
 
 class Way(Enum):
@@ -30,14 +31,6 @@ class Way(Enum):
     AS_IT_IS = auto()  # an iterator continues where it is
     OWN_STATE = auto()  # the loader loads its own state
     SKIP = auto()  # take the items that are done, and drop them
-
-
-class Line(NamedTuple):
-    """A line of the log, as :func:`logging.log` takes it."""
-
-    level: int
-    message: str
-    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +48,12 @@ class Plan:
     """The random states with which the body continues; ``None`` for those of the moment."""
     gives_up_item: bool = False
     """Whether the item in progress cannot be yielded again, so that the places inside of it are not resumed."""
-    undoes: bool = False
-    """Whether what the body changed on its way here is undone: the checkpoint contains it."""
+    innermost: bool = False
+    """Whether the loop was interrupted here: the checkpoint contains what the body changed on its way here."""
+    runs_before: int = 0
+    """How many runs were made on the way here. The checkpoint contains them too."""
     reminds: bool = False
     """Whether nothing more will be yielded, so that a reminder is due if another ``until_stop`` begins."""
-    lines: tuple[Line, ...] = ()
-    """What to log before the data are touched."""
     otherwise: Plan | None = None
     """What to do if the loader does not accept its own state."""
 
@@ -98,52 +91,64 @@ def plan_resume(
         # For what the body draws between the place before that one and that one.
         return Plan(way=Way.NOTHING, random=entry.random_between or random)
     runs_before = place.runs - (0 if place.outer is None else place.outer.runs)
-    lines = (_warning(_RUNS_BEFORE, runs_before, name_of(iterable)),) if runs_before else ()
     if entry.taken == 0 and entry.before is None:  # the loop stopped before it began
-        return Plan(way=Way.FRESH, random=random, undoes=innermost, lines=lines)
-    plan = _plan_rest(place, iterable, entry, random, innermost, has_own_state)
-    return replace(plan, undoes=innermost, lines=lines + plan.lines)
-
-
-def _plan_rest(
-    place: Place, iterable: Iterable[Any], entry: Entry, random: Saved, innermost: bool, has_own_state: bool
-) -> Plan:
-    """Return how to continue ``entry`` with what is left of ``iterable``."""
-    name, done, is_iterator = name_of(iterable), entry.state.item_is_done, is_plain_iterator(iterable)
-    lines: list[Line] = []
-    # The body of an item that is yielded again starts with the random states of the first time.
+        return Plan(way=Way.FRESH, random=random, innermost=innermost, runs_before=runs_before)
+    done = entry.state.item_is_done
     plan = Plan(
         way=Way.SKIP,
         entry=entry,
         taken=entry.taken if done else entry.taken - 1,
+        # The body of an item that is yielded again starts with the random states of the first time.
         random=random if done else entry.random_at_item or random,
+        innermost=innermost,
+        runs_before=runs_before,
     )
-    if not done and entry.runs and innermost and not is_iterator:
-        lines.append(_warning(_REPEATED, name, entry.runs))
     if entry.state is State.ENDED and not (place.depth == 1 and isinstance(iterable, MAY_HAVE_GROWN)):
-        if place.depth == 1:  # the loops inside of another one end with each of its items: that needs no line
-            lines.append(_info(_AGAIN, name))
-        return replace(plan, way=Way.NOTHING, lines=tuple(lines))
-    if plan.taken and innermost and not is_iterator:
-        # Only after an outermost loop: the body of an outer one would continue with its variables anyway.
-        reminds = done and place.depth == 1 and not entry.state.is_left and _is_at_end(place.limit, iterable, entry)
-        ending = ", the last one." if reminds else f". {_AFTER_A_BREAK if entry.state.is_left else VARIABLES}"
-        lines.append(_info("%s continues after item %d%s", name, plan.taken, ending))
-        plan = replace(plan, reminds=reminds)
+        return replace(plan, way=Way.NOTHING)
+    if is_plain_iterator(iterable):
+        return replace(plan, way=Way.AS_IT_IS, taken=0)  # how many it gave to earlier processes says nothing
+    if done and place.depth == 1 and not entry.state.is_left:
+        # Inside of another loop, the body of that one continues after this one, with its variables.
+        plan = replace(plan, reminds=entry.taken > 0 and _is_at_end(place.limit, iterable, entry))
     without_item = plan if done else replace(plan, taken=entry.taken, random=random, gives_up_item=True)
     if isinstance(iterable, range) and entry.last is not None:
-        # Another range than that of the checkpoint may not contain the value.
-        plan = plan if entry.last in iterable else without_item
-        return replace(plan, way=Way.REST, rest=rest_of_range(iterable, entry.last, done), lines=tuple(lines))
-    if is_iterator:
+        if entry.last not in iterable:  # another range than that of the checkpoint
+            plan = without_item
+        return replace(plan, way=Way.REST, rest=rest_of_range(iterable, entry.last, done))
+    if has_own_state:  # after loading it, a loader continues after the item in progress
+        return replace(without_item, way=Way.OWN_STATE, otherwise=plan)
+    return plan
+
+
+class Line(NamedTuple):
+    """A line of the log, as :func:`logging.log` takes it."""
+
+    level: int
+    message: str
+    arguments: tuple[Any, ...]
+
+
+def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line]:
+    """Yield what to log of ``plan`` before it is carried out."""
+    name, entry = name_of(iterable), plan.entry
+    if plan.runs_before:
+        yield Line(logging.WARNING, _RUNS_BEFORE, (plan.runs_before, name))
+    if entry is None:
+        return
+    if plan.way is Way.AS_IT_IS:
         hint = _NOT_AN_ITERATOR + (_NOT_A_SLICE if isinstance(iterable, itertools.islice) else "")
-        lines.append(_info("%s is an iterator, so it continues where it is. %s", name, hint))
-        # It has given items to this process only, as far as one can tell.
-        return replace(plan, way=Way.AS_IT_IS, taken=0, lines=tuple(lines))
-    if not has_own_state:
-        return replace(plan, lines=tuple(lines))
-    # A loader that loads its state continues after the item in progress.
-    return replace(without_item, way=Way.OWN_STATE, lines=tuple(lines), otherwise=plan)
+        yield Line(logging.INFO, "%s is an iterator, so it continues where it is. %s", (name, hint))
+        return
+    in_progress = not entry.state.item_is_done
+    if in_progress and entry.runs and plan.innermost:
+        yield Line(logging.WARNING, _REPEATED, (name, entry.runs))
+    done = entry.taken - in_progress
+    if plan.way is Way.NOTHING:
+        if place.depth == 1:  # a loop inside of another one ends with each of its items
+            yield Line(logging.INFO, _AGAIN, (name,))
+    elif done and plan.innermost:
+        hint = _AFTER_A_BREAK if entry.state.is_left else VARIABLES
+        yield Line(logging.INFO, "%s continues after item %d%s", (name, done, _LAST if plan.reminds else f". {hint}"))
 
 
 _RUNS_BEFORE = (
@@ -160,19 +165,12 @@ _NOT_AN_ITERATOR = (
     "until_stop(range(...)) around it."
 )
 _NOT_A_SLICE = " For its first n items, use until_stop(loader, limit=n)."
+_LAST = ", the last one."
 VARIABLES = "Variables of the script outside the loop's state, such as a counter or another iterator, start over."
 _AFTER_A_BREAK = (
     "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
     "it again."
 )
-
-
-def _info(message: str, *arguments: Any) -> Line:
-    return Line(logging.INFO, message, arguments)
-
-
-def _warning(message: str, *arguments: Any) -> Line:
-    return Line(logging.WARNING, message, arguments)
 
 
 def rest_of_range(values: range, last: int, done: bool) -> range:
