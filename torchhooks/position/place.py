@@ -96,7 +96,7 @@ class Place:
     def __init__(self, iterable: object, outer: Place | None, runs: int, site: object = None) -> None:
         self.iterable = iterable  # None once the data ended, and for an iterator, which cannot be iterated again
         self.outer = outer  # None for one inside a run, as in the evaluation of a hook, and for the outermost
-        self.site = site  # where until_stop was called, as long as it is open
+        self.site = site  # where until_stop was called; None once it is over, because it refers to a frame
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.number = 0  # how many others began before it in the same item of the outer one
         self.item = 0 if outer is None else outer.taken  # the item of the outer one in which it began
@@ -160,7 +160,6 @@ class Place:
             self.taken = taken or 0
             self.last, self.before, self.probes = entry.last, entry.before, list(entry.probes)
             self.multiple_runs = entry.multiple_runs
-            # A checkpoint may be saved before the item is yielded.
             self.random_at_item = entry.random_at_item if repeats_item else None
             self.random_between = entry.random_between
 
@@ -190,16 +189,17 @@ class Place:
         if inner is not None:
             done = not inner.state.is_stopped
         else:
-            # Without a run, and where a run is the whole item, the body is done: it was skipped, or made no run.
-            no_run = made == 0 and not self.multiple_runs and not self.inner_skipped
-            done = self.state is State.ITEM_DONE or no_run or self._is_single(made)
+            # The body came back for another item, so one in which it made no run is one that it skipped. But an item
+            # of several runs, or of an inner loop that yielded nothing, may have been cut off before its first run.
+            done = self.state is State.ITEM_DONE or (made <= 1 and self._has_one_run)
         self._close(State.STOPPED if done or not self.taken else State.STOPPED_IN_ITEM)
 
     def leave(self, runs: int, stopping: bool) -> None:
         """Record that the body left it after ``runs`` runs, and whether because the loop is ``stopping``."""
-        # An inner place that was left or stopped itself was not iterated to its end, so neither is the item.
+        # If the body left an inner place too, or that one stopped, it was on its way out of both: it did not come to
+        # the end of the item.
         inner_ended = self.inner is None or self.inner.state is State.ENDED
-        done = not self.taken or (inner_ended and self._is_single(runs - self.runs))
+        done = not self.taken or (inner_ended and runs - self.runs == 1 and self._has_one_run)
         if stopping:
             self._close(State.STOPPED if done else State.STOPPED_IN_ITEM)
         else:
@@ -213,12 +213,12 @@ class Place:
         """Return what a checkpoint contains after ``runs`` runs."""
         self.note_last()
         state = self.state
-        # One run in an item, and in no inner place, is taken for the whole item, unless another item had several.
-        if state is State.IN_ITEM and (not self.taken or (self.inner is None and self._is_single(runs - self.runs))):
-            state = State.ITEM_DONE
-        # If it was left while the outer loop continued, it is not resumed.
+        if state is State.IN_ITEM:
+            # The body may be anywhere in the item. One run, in no inner place, is taken for the whole item.
+            one_run = self.inner is None and runs - self.runs == 1 and self._has_one_run
+            state = State.ITEM_DONE if one_run or not self.taken else State.IN_ITEM
         elif state.is_left and self.outer is not None and self.outer.state.is_open:
-            state = State.ENDED
+            state = State.ENDED  # the outer loop went on without the items that are left
         return Entry(
             number=self.number,
             taken=self.taken,
@@ -238,6 +238,7 @@ class Place:
         if isinstance(self.iterable, range) and self.has_new_item:
             self.last = self.iterable[self.taken - (self.resumed or 0) - 1]
 
-    def _is_single(self, made: int) -> bool:
-        """Return whether ``made`` runs are all that belong to the current item, as far as one can tell."""
-        return made == 1 and not self.multiple_runs and not self.inner_skipped
+    @property
+    def _has_one_run(self) -> bool:
+        """Whether one run is all that belongs to the current item, as far as one can tell."""
+        return not self.multiple_runs and not self.inner_skipped

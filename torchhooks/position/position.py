@@ -157,6 +157,7 @@ class Position:
                 place.leave(self._schedule.runs, stopping)
             place.site = None
             if place.outer is not None and not stopping:
+                # The body may draw numbers before the next place in the same item: in another process, the same ones.
                 place.outer.random_after_inner = random_states()
             if place.multiple_runs or self._schedule.runs - place.runs > 1:
                 self._multiple_runs.add(place.key)
@@ -245,7 +246,7 @@ class Position:
         outer = self._root
         while True:
             restored, place = self._restored_in(outer), outer.inner
-            # This process has not got to where the checkpoint was: what it would yield is what that would yield.
+            # This process has not come to the place of the checkpoint yet, so what is left is what was left then.
             if restored is not None and (place is None or place.number < restored.number):
                 return path + self._path[outer.depth :], None
             if place is None:
@@ -255,7 +256,7 @@ class Position:
             entry = place.entry(self._schedule.runs)
             path.append(entry)
             if entry.state in (State.ENDED, State.NOT_BEGUN):
-                return path, None
+                return path, None  # no loader continues in the middle of its data
             if entry.state.item_is_done:
                 return path, place.key
             outer = place
@@ -306,7 +307,8 @@ class Position:
             self._path = self._path[: place.depth]
             logger.warning("%s continues after the item that was in progress. %s", name_of(iterable), _IN_PROGRESS)
         iterator = _remaining(plan, place, iterable, halted)
-        # Iterating and skipping drew random numbers. From here on they continue as in the checkpoint.
+        # Iterating and skipping drew random numbers, also from generators that were restored before. From here on they
+        # continue as in the checkpoint.
         self._loaders.restore(iterable, saved, again=True)
         if plan.random is not None:
             set_random_states(plan.random)
