@@ -43,7 +43,7 @@ from torchhooks import (
     latest_checkpoint,
 )
 from torchhooks.common.files import Disk
-from torchhooks.position import position
+from torchhooks.position.resuming import rest_of_range
 from torchhooks.testing import RecordingHook, plain
 
 Lines = list[tuple[str, str]]
@@ -405,7 +405,7 @@ def test_the_rest_of_a_range_is_what_comes_after_a_value(
 ) -> None:
     values, sign = range(start, stop, stride), 1 if stride > 0 else -1
     left = [value for value in values if sign * value > sign * last or (value == last and not done)]
-    assert list(position._rest_of_range(values, last, done)) == left
+    assert list(rest_of_range(values, last, done)) == left
 
 
 # -- skipping, and what it costs --------------------------------------------------------------------------------------
@@ -549,10 +549,11 @@ def test_a_body_that_takes_its_item_apart_causes_no_warning(tmp_path: Path, line
     assert logged(lines) == []
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_digest_and_is_not_compared(tmp_path: Path, lines: Lines) -> None:
+def test_an_item_whose_digest_could_not_be_read_is_not_compared(tmp_path: Path, lines: Lines) -> None:
     over(looped(tmp_path, 2), [1, 2, 3])
     saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
-    assert saved["position"]["path"][0].pop("digest") is not None
+    assert saved["position"]["path"][0]["digest"] is not None
+    saved["position"]["path"][0]["digest"] = None
     with MonitoredLoop(lambda: None) as loop:
         loop.session.position.load_state_dict(saved["position"], saved["random"])  # type: ignore[union-attr]
         assert over(loop, [4, 5, 6]) == [6]

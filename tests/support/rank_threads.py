@@ -177,7 +177,7 @@ class Recorder(SessionRunHook):
     def end(self, session: Any) -> None:
         self.calls.append("end")
         position = session.position.state_dict()
-        names = ("number", "taken", "done", "runs", "left", "ended", "last")
+        names = ("number", "taken", "state", "runs", "last")
         self.position = position and [[place[name] for name in names] for place in position["path"]]
 
     def teardown(self) -> None:
