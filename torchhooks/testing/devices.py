@@ -388,9 +388,9 @@ class _Wait(NamedTuple):
 
 
 class _Callback(NamedTuple):
-    """A call of a ``when_ready`` callback."""
+    """A call of a ``when_ready`` callback, for the sake of ``delivery`` if its values had to be waited for."""
 
-    delivery: Delivery
+    delivery: Delivery | None = None
 
 
 class _EndOfRun(NamedTuple):
@@ -449,6 +449,7 @@ def _followed(calls: _Calls) -> Iterator[None]:
         (Evaluator, "evaluate_uncopied", of_fetch),
         (items, "make_call", lambda who, call: calls.after_item(who)),
         (Readback, "end_run", lambda _: _EndOfRun()),
+        (Readback, "request", lambda *_: _Callback()),  # calls back at once if the values are on the host
         (readback, "start_batch", lambda deliveries, nbytes: _Wait(_most_urgent(deliveries))),
         (Batch, "copies", lambda batch: _Wait(_most_urgent(batch.deliveries))),
         (Delivery, "arrived", lambda delivery, copies: _Wait(delivery)),
