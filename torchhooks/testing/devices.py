@@ -184,7 +184,8 @@ class Sync(NamedTuple):
     NanTensorHook('loss') in after_run at step 3: aten.equal
 
     Args:
-        hook: the hook that made the operation, or whose fetch did.
+        hook: the hook of the loop that made the operation, or whose fetch did. What a hook calls, such as another hook,
+            is part of its method.
         method: the hook's method; ``"fetch"`` for what it asked for in ``before_run``; ``"Due.when"``;
             ``"when_ready"`` for a value that was waited for at the deadline that the hook set; ``"after_item"`` for
             what the hook did between two items of ``until_stop``.
@@ -370,7 +371,7 @@ def _indexes_with_mask(name: str, args: Sequence[Any]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
-# -- whom an operation is attributed to -------------------------------------------------------------------------------
+# -- which hook an operation is attributed to --------------------------------------------------------------------------
 
 
 class _HookCall(NamedTuple):
@@ -382,13 +383,13 @@ class _HookCall(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """A wait of torchhooks for a device, for the sake of ``delivery`` if that is known."""
+    """A wait of torchhooks for a device; for the values of ``delivery``, if that is known."""
 
     delivery: Delivery | None = None
 
 
 class _Callback(NamedTuple):
-    """A call of a ``when_ready`` callback, for the sake of ``delivery`` if its values had to be waited for."""
+    """A call of a ``when_ready`` callback; that of ``delivery``, unless its values were on the host at once."""
 
     delivery: Delivery | None = None
 
