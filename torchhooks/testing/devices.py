@@ -450,7 +450,7 @@ def _followed(calls: _Calls) -> Iterator[None]:
         (Evaluator, "evaluate_uncopied", of_fetch),
         (items, "make_call", lambda who, call: calls.after_item(who)),
         (Readback, "end_run", lambda _: _EndOfRun()),
-        (Readback, "request", lambda *_: _Callback()),  # calls back at once if the values are on the host
+        (Readback, "request", lambda *_, **__: _Callback()),  # calls back at once if the values are on the host
         (readback, "start_batch", lambda deliveries, nbytes: _Wait(_most_urgent(deliveries))),
         (Batch, "copies", lambda batch: _Wait(_most_urgent(batch.deliveries))),
         (Delivery, "arrived", lambda delivery, copies: _Wait(delivery)),
