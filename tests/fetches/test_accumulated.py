@@ -42,7 +42,7 @@ from torchhooks import (
     running_sum,
     summary,
 )
-from torchhooks.common.requester import NOBODY
+from torchhooks.common.requester import UNKNOWN
 from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Source
 from torchhooks.fetches.fetch import ComposedFetch
 from torchhooks.testing import FakeDevice, RecordingHook, RecordingWriter, Trace, plain, sync_audit, trace
@@ -842,7 +842,7 @@ def test_a_hook_that_asks_later_changes_what_is_copied_on_a_device() -> None:
 
 
 def test_a_restored_tensor_moves_to_the_device_of_the_values() -> None:
-    accumulator = Accumulator("sum", Source("x", NOBODY), "x")
+    accumulator = Accumulator("sum", Source("x", UNKNOWN), "x")
     accumulator.load_state_dict({"total": torch.ones(2), "count": 1, "dtype": torch.float32, "shape": [2]}, 0)
     accumulator.add((torch.ones(2, device="meta"), None, 1))
     assert accumulator.total.device.type == "meta"

@@ -22,5 +22,5 @@ class Requester:
         return self._name or str(self.hook)  # not earlier, because the repr of a hook can be slow
 
 
-NOBODY = Requester(name="nobody")
-"""Who asks where no hook and no call is known."""
+UNKNOWN = Requester(name="an unknown caller")
+"""Who asks if neither a hook nor a call is known."""

@@ -26,7 +26,7 @@ import torch
 
 from torchhooks.common.attempts import Attempts
 from torchhooks.common.errors import LifecycleError, add_note
-from torchhooks.common.requester import NOBODY, Requester
+from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.trees import Leaf, copied, is_snapshot, map_leaves
 from torchhooks.device.host import Copier, DeviceEvent, Pending, Transfer, host
 
@@ -183,7 +183,7 @@ class Readback:
         self,
         values: Any,
         callback: Callable[[Any], object],
-        made_by: Requester = NOBODY,
+        made_by: Requester = UNKNOWN,
         step: int = 0,
         max_lag_runs: int | None = None,
     ) -> None:

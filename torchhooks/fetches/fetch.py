@@ -58,7 +58,7 @@ import numpy as np
 import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
-from torchhooks.common.requester import NOBODY, Requester
+from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
 from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, tensor_names
@@ -276,7 +276,7 @@ class Evaluator:
     """Whether closures get detached outputs, as outside of a run."""
     copies = True
     """Whether what closures and objects return is copied. If it is used at once and not kept, it need not be."""
-    _requester: Requester = NOBODY
+    _requester: Requester = UNKNOWN
 
     def __init__(
         self,

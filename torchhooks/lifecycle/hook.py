@@ -79,7 +79,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchhooks.common.requester import NOBODY, Requester
+from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.timers import Due
 from torchhooks.device.readback import Readback
 from torchhooks.fetches.step import Step
@@ -224,8 +224,8 @@ class SessionRunContext:
     """Whether a hook has requested a stop in this run."""
     stop_reason: str | None = None
     """The reason given by the first hook that requested a stop."""
-    _stopped_by: Requester = NOBODY  # the hook whose method was running when the stop was requested
-    caller: Requester = NOBODY
+    _stopped_by: Requester = UNKNOWN  # the hook whose method was running when the stop was requested
+    caller: Requester = UNKNOWN
     """The hook whose method is running. The loop sets this before each call."""
     void: bool = False
     """Whether the run failed, so that a stop requested in it does not count."""

@@ -184,7 +184,8 @@ class Sync(NamedTuple):
     NanTensorHook('loss') in after_run at step 3: aten.equal
 
     Args:
-        hook: the hook that made the operation, or whose fetch did.
+        hook: the hook of the loop that made the operation, or whose fetch did. What a hook calls, such as another hook,
+            is part of its method.
         method: the hook's method; ``"fetch"`` for what it asked for in ``before_run``; ``"Due.when"``;
             ``"when_ready"`` for a value that was waited for at the deadline that the hook set; ``"after_item"`` for
             what the hook did between two items of ``until_stop``.
@@ -370,7 +371,7 @@ def _indexes_with_mask(name: str, args: Sequence[Any]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
-# -- whom an operation is attributed to -------------------------------------------------------------------------------
+# -- which hook an operation is attributed to --------------------------------------------------------------------------
 
 
 class _HookCall(NamedTuple):
@@ -382,15 +383,15 @@ class _HookCall(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """A wait of torchhooks for a device, for the sake of ``delivery`` if that is known."""
+    """A wait of torchhooks for a device; for the values of ``delivery``, if that is known."""
 
     delivery: Delivery | None = None
 
 
 class _Callback(NamedTuple):
-    """A call of a ``when_ready`` callback."""
+    """A call of a ``when_ready`` callback; that of ``delivery``, unless its values were on the host at once."""
 
-    delivery: Delivery
+    delivery: Delivery | None = None
 
 
 class _EndOfRun(NamedTuple):
@@ -449,6 +450,7 @@ def _followed(calls: _Calls) -> Iterator[None]:
         (Evaluator, "evaluate_uncopied", of_fetch),
         (items, "make_call", lambda who, call: calls.after_item(who)),
         (Readback, "end_run", lambda _: _EndOfRun()),
+        (Readback, "request", lambda *_, **__: _Callback()),  # calls back at once if the values are on the host
         (readback, "start_batch", lambda deliveries, nbytes: _Wait(_most_urgent(deliveries))),
         (Batch, "copies", lambda batch: _Wait(_most_urgent(batch.deliveries))),
         (Delivery, "arrived", lambda delivery, copies: _Wait(delivery)),
