@@ -42,6 +42,7 @@ from torchhooks import (
 )
 from torchhooks.checkpoints.per_rank import all_or_none, exchange, read_for_all
 from torchhooks.common.files import Disk
+from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.testing import log_lines
 
 QUICK = {"tick_secs": 0.01}
@@ -101,7 +102,9 @@ def numbers(session: Session) -> list[float]:
     return [model.weight[0, 0].item(), *(part.number for part in (*session.state.values(), hook))]  # type: ignore[attr-defined]
 
 
-def connected(ranks: ThreadRanks) -> ThreadRanks:
+def connected(given: ThreadRanks) -> LoopRanks:
+    """Return the ranks of a new loop, whose other ranks never fail."""
+    ranks = LoopRanks(given)
     ranks.connect(lambda: None)
     return ranks
 
@@ -516,7 +519,7 @@ def test_an_error_on_one_rank_is_raised_on_all(function: Callable[..., object]) 
 
 
 def test_a_session_without_a_loop_saves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks()
+    ranks = LoopRanks(Ranks())
     ranks.rank, ranks.size = 1, 2
     Saver().save(make_session(ranks, 4), tmp_path / "model.ckpt", 1)
     assert torch.load(tmp_path / "model.ckpt-1", weights_only=True)["model"]["weight"].tolist() == [[4, 4]]

@@ -61,6 +61,7 @@ from torchhooks.common.log import logger, speak_as
 from torchhooks.common.timers import NOW, Due
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.ranks.agreement import Pace, Row, Slowest
+from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.roster import step_period
 from torchhooks.summary.histograms import as_histogram, count
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
@@ -541,13 +542,13 @@ def test_over_ranks_keeps_the_kind_of_a_value(name: str) -> None:
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What ranks that are threads gather: the purposes and the values."""
     values: list[Any] = []
-    gather = ThreadRanks.gather
+    gather = LoopRanks.gather
 
-    def recorded(self: ThreadRanks, value: Any, purpose: str) -> list[Any]:
+    def recorded(self: LoopRanks, value: Any, purpose: str, **options: Any) -> list[Any]:
         values.append((purpose, value))
-        return gather(self, value, purpose)
+        return gather(self, value, purpose, **options)
 
-    monkeypatch.setattr(ThreadRanks, "gather", recorded)
+    monkeypatch.setattr(LoopRanks, "gather", recorded)
     return values
 
 
@@ -968,17 +969,17 @@ def test_tensors_on_a_device_are_gathered_in_one_call_of_the_process_group(
 ) -> None:
     monkeypatch.setattr(distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     values = [torch.tensor(True), torch.arange(6.0).reshape(2, 3).t(), torch.tensor([], dtype=torch.int64)]
-    (row,) = Ranks().gather_on_device([OnDevice(value, "cuda") for value in values]) or [[]]  # type: ignore[misc]
+    (row,) = LoopRanks(Ranks()).gather_on_device([OnDevice(value, "cuda") for value in values]) or [[]]  # type: ignore[misc]
     for value, expected in zip(row, values, strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
 def test_tensors_that_the_process_group_does_not_serve_go_over_the_host(group_of_one: None) -> None:
-    assert Ranks().gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
+    assert LoopRanks(Ranks()).gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
 
 
 def test_tensors_on_a_device_are_combined_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
+    monkeypatch.setattr(LoopRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
 
     def main(ranks: ThreadRanks, hub: Hub) -> Any:
         hook = Wants([over_ranks(lambda: torch.tensor([1, 2 * ranks.rank]), "sum"), over_ranks("loss", "min")])
@@ -1012,7 +1013,7 @@ def test_a_process_logs_as_its_rank_until_the_loop_is_closed(lines: list[tuple[s
     speak_as(3)
     logger.info("hidden")
     logger.warning("%s is %d", "loss", 1)
-    Ranks().disconnect()
+    LoopRanks(Ranks()).disconnect()
     logger.info("seen")
     assert lines == [("WARNING", "rank 3: loss is 1"), ("INFO", "seen")]
 

@@ -27,7 +27,8 @@ from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, Pe
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
 from torchhooks.device.snapshot import plain_tensor
-from torchhooks.ranks.ranks import Ranks, mark_as_told
+from torchhooks.ranks.failures import mark_as_known
+from torchhooks.ranks.ranks import Ranks
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -70,7 +71,7 @@ def _outcomes(ranks: Ranks, call: Callable[[], T], sent: Callable[[T], S]) -> tu
         # The other ranks wait for the outcome of this one, so it is sent before the error goes on its way.
         text = str(error) if isinstance(error, CheckpointError) else brief(error)
         ranks.gather((None, (isinstance(error, DamagedCheckpointError), text)), "a checkpoint")
-        mark_as_told(error)
+        mark_as_known(error)
         raise
     outcomes = ranks.gather((sent(result), None), "a checkpoint")
     for rank, (_, failure) in enumerate(outcomes):

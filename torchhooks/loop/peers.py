@@ -45,15 +45,10 @@ from torchhooks.ranks.agreement import (
     Pace,
     Row,
 )
-from torchhooks.ranks.ranks import (
-    ContactLostError,
-    OtherPurposeError,
-    Ranks,
-    Transport,
-    end_process,
-    is_communication_error,
-)
+from torchhooks.ranks.failures import end_process, is_communication_error
+from torchhooks.ranks.ranks import LoopRanks, OtherPurposeError
 from torchhooks.ranks.roster import hooks_of_some, identity, other_periods
+from torchhooks.ranks.transport import ContactLostError, Transport
 
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
 
@@ -67,7 +62,7 @@ class Peers:
         ending: of the loop. A stop that it proposes becomes one once all ranks have agreed.
     """
 
-    def __init__(self, ranks: Ranks, schedule: Schedule, ending: Ending) -> None:
+    def __init__(self, ranks: LoopRanks, schedule: Schedule, ending: Ending) -> None:
         if len(schedule.collective) > _MOST_COLLECTIVE_HOOKS:
             raise ValueError(
                 f"{len(schedule.collective)} collective hooks: a loop of several ranks takes at most "
@@ -106,7 +101,6 @@ class Peers:
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed."""
         self._failure_is_seen = threading.Event()
-        self._passed = -1, 0.0  # the gathering that waits for a rank that is further, and since when
         self._ticks = 0
         self._last_table: list[Row] = []
         self._over = threading.Event()  # there will be no further tick
@@ -307,18 +301,19 @@ class Peers:
         place = self._look()[1], self._arrival[0]
         rows = [(rank, row) for rank, row in enumerate(self._last_table) if rank != self._ranks.rank]
         later = [(rank, row) for rank, row in rows if (row.begun, row.meeting) > place or row.status == LEFT]
-        if not later:
+        gathering = self._ranks.gathering
+        if not later or gathering is None:
             return None
         now = time.monotonic()
-        if self._passed[0] != self._ranks.gatherings:
-            self._passed = self._ranks.gatherings, now
-        if now < self._passed[1] + self._ranks.stuck_secs:
+        if gathering.unanswered_since is None:
+            gathering.unanswered_since = now
+        if now < gathering.unanswered_since + self._ranks.stuck_secs:
             return None  # this rank may just not have noticed yet that the gathering is complete
         rank, row = later[0]
         what = WHERE[CLOSE if row.status == LEFT else row.kind]
         where = f"is in run {row.begun} already" if row.begun > place[0] else f"{what} after that run"
         return LifecycleError(
-            f"rank {self._ranks.rank} waits in run {place[0]} for values of the other ranks{self._ranks.gathered_for}, "
+            f"rank {self._ranks.rank} waits in run {place[0]} for values of the other ranks{gathering.details}, "
             f"and rank {rank} {where}: call Ranks.gather, and request what needs every rank, on all ranks in the same "
             "run"
         )
