@@ -153,7 +153,7 @@ def test_a_checkpoint_saver_that_is_not_the_chief_opens_no_event_file(tmp_path: 
 
 def test_the_same_hook_writes_in_a_later_loop_of_one_process() -> None:
     hook = LoggingTensorHook(["loss"], every_n_secs=0)
-    hook.join(ThreadRanks(Hub(2), 1, random.Random(0)))
+    hook.join(ThreadRanks(Hub(2), 1, random.Random(0)), collective=True)
     with log_lines() as lines, MonitoredLoop(lambda: 1.0, hooks=[hook], ranks=False) as loop:
         loop.run()
         loop.run()
@@ -348,14 +348,14 @@ def test_in_one_process_there_is_no_pace() -> None:
         assert loop.session.ranks.pace is None
 
 
-def test_a_timer_that_is_told_does_not_look_at_its_clock(clock: FakeClock) -> None:
+def test_a_timer_that_follows_the_chief_does_not_look_at_its_clock(clock: FakeClock) -> None:
     timer = SecondOrStepTimer(every_secs=10)
-    timer.told = False
+    timer.chief_is_due = False
     assert timer.should_trigger_for_step(1)  # the first step triggers on every rank
     timer.update_last_triggered_step(1)
     clock.advance(100)
     assert not timer.should_trigger_for_step(2)
-    timer.told = True
+    timer.chief_is_due = True
     assert not timer.should_trigger_for_step(1)  # already triggered for this step
     assert timer.next_due() == NOW
     assert timer.should_trigger_for_step(2)
@@ -383,7 +383,7 @@ def test_chief_only_hooks_exist_on_the_chief_only() -> None:
 
 
 def test_a_chief_only_hook_with_a_period_in_seconds_is_due_by_the_chiefs_clock(lines: list[tuple[str, str]]) -> None:
-    def main(ranks: ThreadRanks, hub: Hub) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
         hooks = [LoggingTensorHook(["loss"], every_n_secs=0)]
         with MonitoredTrainingLoop(
             lambda: hub.gather("step", ranks.rank, 0) and 1.0,
@@ -393,8 +393,9 @@ def test_a_chief_only_hook_with_a_period_in_seconds_is_due_by_the_chiefs_clock(l
         ) as loop:
             while not loop.should_stop():
                 loop.run()
+        return hooks[0].collective  # what the hook is in a loop whose ranks all have it, and still is
 
-    assert in_threads(2, main) == [None, None]
+    assert in_threads(2, main) == [True, True]
     assert len([text for _, text in lines if text.startswith("loss")]) == 3
 
 

@@ -105,6 +105,7 @@ class MonitoredLoop(Generic[R]):
     """
 
     _hooks_elsewhere: Collection[str] = ()  # of a worker: the names of hooks that only another process has
+    _chief_only: Collection[SessionRunHook] = ()  # hooks that no other rank has, even if they are collective
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class MonitoredLoop(Generic[R]):
         self._awaits_success = False  # the loop recovered, and has made no run since
         self._begun = 0
         self._thread = threading.get_ident()
-        self._schedule = schedule = Schedule(copied_hooks, used_ranks)
+        self._schedule = schedule = Schedule(copied_hooks, used_ranks, self._chief_only)
         self._readback = Readback(schedule.wake)
         self._signals = SignalWatch(signals, schedule.wake)
         self._ending = Ending(self._signals, schedule.wake)
