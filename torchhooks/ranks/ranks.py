@@ -21,7 +21,7 @@ from torchhooks.common.errors import LifecycleError, TorchHooksError
 from torchhooks.common.log import speak_as
 from torchhooks.common.text import call_repr, shown
 from torchhooks.ranks.agreement import Pace
-from torchhooks.ranks.transport import GlooTransport, Transport
+from torchhooks.ranks.transport import GlooTransport, Transport, all_gather
 
 
 class OtherPurposeError(LifecycleError):
@@ -276,22 +276,3 @@ def _place_in_process_group() -> tuple[int, int] | None:
 
 def _periods(ranks: Ranks) -> dict[str, float]:
     return {name: getattr(ranks, name) for name in ("tick_secs", "lost_after_secs", "stuck_secs", "join_secs")}
-
-
-def all_gather(tensors: list[torch.Tensor], size: int, group: Any = None) -> list[list[torch.Tensor]]:
-    """Return ``tensors`` of the ``size`` ranks of ``group``, by default the default process group.
-
-    They are sent as bytes in one call, and have the same shapes and dtypes on all of its ranks.
-    """
-    pieces = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    data = torch.cat(pieces)
-    rows = [torch.empty_like(data) for _ in range(size)]
-    torch.distributed.all_gather(rows, data, group=group)
-    lengths = [piece.numel() for piece in pieces]
-
-    def read(row: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(row.split(lengths), tensors, strict=True)
-        # Cloned, because a part may begin where no element of its dtype can.
-        return [part.clone().view(each.dtype).reshape(each.shape) for part, each in parts]
-
-    return [read(row) for row in rows]

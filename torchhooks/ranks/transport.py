@@ -1,7 +1,7 @@
 """How the ranks of one loop reach each other: the interface, and its implementation with gloo.
 
-Only this module uses private parts of ``torch.distributed``. It is not imported before it is needed: a process that is
-alone never gets to :class:`GlooTransport`.
+Only this module uses private parts of ``torch.distributed`` to communicate. That package is not imported before it is
+needed: a process that is alone never creates a :class:`GlooTransport`.
 
 Three threads of a process can be in calls of a transport at once: the thread of the ticks, the training thread, and the
 thread that writes checkpoints. A gloo group matches the calls of its ranks by their order alone, so each of the three
@@ -215,6 +215,25 @@ class GlooTransport:
         failure = self._failure()
         if failure is not None:
             raise failure
+
+
+def all_gather(tensors: list[torch.Tensor], size: int, group: Any = None) -> list[list[torch.Tensor]]:
+    """Return ``tensors`` of the ``size`` ranks of ``group``, by default the default process group.
+
+    They are sent as bytes in one call, and have the same shapes and dtypes on all of its ranks.
+    """
+    pieces = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    data = torch.cat(pieces)
+    rows = [torch.empty_like(data) for _ in range(size)]
+    torch.distributed.all_gather(rows, data, group=group)
+    lengths = [piece.numel() for piece in pieces]
+
+    def read(row: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(row.split(lengths), tensors, strict=True)
+        # Cloned, because a part may begin where no element of its dtype can.
+        return [part.clone().view(each.dtype).reshape(each.shape) for part, each in parts]
+
+    return [read(row) for row in rows]
 
 
 def _keep_for_ever(group: Any) -> None:

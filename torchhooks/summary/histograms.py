@@ -23,7 +23,7 @@ from torchhooks.common.trees import as_snapshot
 from torchhooks.device.readback import copiers, is_remote
 from torchhooks.fetches.over_ranks import Shared
 from torchhooks.ranks.dtensors import is_sharded, without_partial
-from torchhooks.ranks.ranks import all_gather
+from torchhooks.ranks.transport import all_gather
 
 END = 9e19
 """Magnitudes from here on have no bin."""
