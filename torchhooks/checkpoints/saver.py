@@ -248,6 +248,8 @@ class Saver:
     ) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        # The thread that writes gathers while the training thread may gather too, so it needs ranks of its own. They
+        # are made here, because that is a step that all ranks make in the training thread.
         ranks = session.ranks.for_saving() if self.async_save else session.ranks
 
         def write() -> None:
@@ -262,7 +264,7 @@ class Saver:
             try:
                 write()
             except BaseException as error:
-                self._error = error
+                self._error = error  # without a lock: _finish() reads it after it has joined this thread
 
         if self.async_save:
             self._thread = threading.Thread(target=write_later, name=f"save {name}-{step}")
