@@ -28,6 +28,7 @@ from torchhooks import (
     CheckpointError,
     CheckpointSaverHook,
     CheckpointSaverListener,
+    DamagedCheckpointError,
     GlobalStepWaiterHook,
     LifecycleError,
     MonitoredLoop,
@@ -39,8 +40,9 @@ from torchhooks import (
     StopAtStepHook,
     list_checkpoints,
 )
-from torchhooks.checkpoints.per_rank import read_for_all, together
+from torchhooks.checkpoints.per_rank import all_or_none, exchange, read_for_all
 from torchhooks.common.files import Disk
+from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.testing import log_lines
 
 QUICK = {"tick_secs": 0.01}
@@ -100,7 +102,9 @@ def numbers(session: Session) -> list[float]:
     return [model.weight[0, 0].item(), *(part.number for part in (*session.state.values(), hook))]  # type: ignore[attr-defined]
 
 
-def connected(ranks: ThreadRanks) -> ThreadRanks:
+def connected(given: ThreadRanks) -> LoopRanks:
+    """Return the ranks of a new loop, whose other ranks never fail."""
+    ranks = LoopRanks(given)
     ranks.connect(lambda: None)
     return ranks
 
@@ -474,18 +478,48 @@ def test_all_ranks_start_at_0_where_there_is_no_checkpoint(tmp_path: Path) -> No
     assert in_threads(2, main) == [None, None]
 
 
-def test_an_error_of_another_rank_is_not_hidden_by_an_outcome() -> None:
+@pytest.mark.parametrize("function", [all_or_none, exchange])
+def test_an_error_of_another_rank_is_not_hidden_by_an_outcome(function: Callable[..., object]) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         def call() -> None:
             raise PeerError("rank 1 failed", 1)
 
-        together(connected(ranks), call)
+        function(connected(ranks), call)
 
     assert [type(error) for error in in_threads(2, main)] == [PeerError] * 2
 
 
+def test_a_step_of_all_ranks_returns_the_result_of_this_one_which_need_not_be_pickled() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
+        result = threading.Lock()
+        return all_or_none(connected(ranks), lambda: result) is result
+
+    assert in_threads(2, main) == [True, True]
+
+
+def test_an_exchange_returns_the_results_of_all_ranks() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[int]:
+        return exchange(connected(ranks), lambda: 10 * ranks.rank)
+
+    assert in_threads(3, main) == [[0, 10, 20]] * 3
+
+
+@pytest.mark.parametrize("function", [all_or_none, exchange])
+def test_an_error_on_one_rank_is_raised_on_all(function: Callable[..., object]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        def call() -> None:
+            if ranks.rank == 1:
+                raise DamagedCheckpointError("cut off")
+
+        function(connected(ranks), call)
+
+    chief, other = in_threads(2, main)
+    assert (type(chief), str(chief)) == (DamagedCheckpointError, "on rank 1: cut off")
+    assert (type(other), str(other)) == (DamagedCheckpointError, "cut off")
+
+
 def test_a_session_without_a_loop_saves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks()
+    ranks = LoopRanks(Ranks())
     ranks.rank, ranks.size = 1, 2
     Saver().save(make_session(ranks, 4), tmp_path / "model.ckpt", 1)
     assert torch.load(tmp_path / "model.ckpt-1", weights_only=True)["model"]["weight"].tolist() == [[4, 4]]

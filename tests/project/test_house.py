@@ -67,9 +67,9 @@ def test_a_package_says_which_file_to_read_first(package: Path) -> None:
     assert (package.parent / f"{first}.py").exists()
 
 
-def test_only_ranks_dtensors_and_sharded_checkpoints_know_torch_distributed() -> None:
+def test_only_the_transport_dtensors_and_sharded_checkpoints_know_torch_distributed() -> None:
     knows = {module for module in modules() if within("torch.distributed", names_reached(source(module)))}
-    assert knows == {"torchhooks.checkpoints.sharded", "torchhooks.ranks.dtensors", "torchhooks.ranks.ranks"}
+    assert knows == {"torchhooks.checkpoints.sharded", "torchhooks.ranks.dtensors", "torchhooks.ranks.transport"}
 
 
 def test_the_roof_is_names_and_no_code_but_that_of_the_version() -> None:

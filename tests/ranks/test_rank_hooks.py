@@ -62,6 +62,7 @@ from torchhooks.common.requester import Requester
 from torchhooks.common.timers import NOW, Due
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.ranks.agreement import Pace, Row, Slowest
+from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.roster import step_period
 from torchhooks.summary.histograms import as_histogram, count
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
@@ -153,7 +154,7 @@ def test_a_checkpoint_saver_that_is_not_the_chief_opens_no_event_file(tmp_path: 
 
 def test_the_same_hook_writes_in_a_later_loop_of_one_process() -> None:
     hook = LoggingTensorHook(["loss"], every_n_secs=0)
-    hook.join(ThreadRanks(Hub(2), 1, random.Random(0)))
+    hook.join(ThreadRanks(Hub(2), 1, random.Random(0)), collective=True)
     with log_lines() as lines, MonitoredLoop(lambda: 1.0, hooks=[hook], ranks=False) as loop:
         loop.run()
         loop.run()
@@ -348,14 +349,14 @@ def test_in_one_process_there_is_no_pace() -> None:
         assert loop.session.ranks.pace is None
 
 
-def test_a_timer_that_is_told_does_not_look_at_its_clock(clock: FakeClock) -> None:
+def test_a_timer_that_follows_the_chief_does_not_look_at_its_clock(clock: FakeClock) -> None:
     timer = SecondOrStepTimer(every_secs=10)
-    timer.told = False
+    timer.chief_is_due = False
     assert timer.should_trigger_for_step(1)  # the first step triggers on every rank
     timer.update_last_triggered_step(1)
     clock.advance(100)
     assert not timer.should_trigger_for_step(2)
-    timer.told = True
+    timer.chief_is_due = True
     assert not timer.should_trigger_for_step(1)  # already triggered for this step
     assert timer.next_due() == NOW
     assert timer.should_trigger_for_step(2)
@@ -383,7 +384,7 @@ def test_chief_only_hooks_exist_on_the_chief_only() -> None:
 
 
 def test_a_chief_only_hook_with_a_period_in_seconds_is_due_by_the_chiefs_clock(lines: list[tuple[str, str]]) -> None:
-    def main(ranks: ThreadRanks, hub: Hub) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
         hooks = [LoggingTensorHook(["loss"], every_n_secs=0)]
         with MonitoredTrainingLoop(
             lambda: hub.gather("step", ranks.rank, 0) and 1.0,
@@ -393,8 +394,9 @@ def test_a_chief_only_hook_with_a_period_in_seconds_is_due_by_the_chiefs_clock(l
         ) as loop:
             while not loop.should_stop():
                 loop.run()
+        return hooks[0].collective  # what the hook is in a loop whose ranks all have it, and still is
 
-    assert in_threads(2, main) == [None, None]
+    assert in_threads(2, main) == [True, True]
     assert len([text for _, text in lines if text.startswith("loss")]) == 3
 
 
@@ -542,13 +544,13 @@ def test_over_ranks_keeps_the_kind_of_a_value(name: str) -> None:
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What ranks that are threads gather: the purposes and the values."""
     values: list[Any] = []
-    gather = ThreadRanks.gather
+    gather = LoopRanks.gather
 
-    def recorded(self: ThreadRanks, value: Any, purpose: str) -> list[Any]:
+    def recorded(self: LoopRanks, value: Any, purpose: str, **options: Any) -> list[Any]:
         values.append((purpose, value))
-        return gather(self, value, purpose)
+        return gather(self, value, purpose, **options)
 
-    monkeypatch.setattr(ThreadRanks, "gather", recorded)
+    monkeypatch.setattr(LoopRanks, "gather", recorded)
     return values
 
 
@@ -969,17 +971,17 @@ def test_tensors_on_a_device_are_gathered_in_one_call_of_the_process_group(
 ) -> None:
     monkeypatch.setattr(distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     values = [torch.tensor(True), torch.arange(6.0).reshape(2, 3).t(), torch.tensor([], dtype=torch.int64)]
-    (row,) = Ranks().gather_on_device([OnDevice(value, "cuda") for value in values]) or [[]]  # type: ignore[misc]
+    (row,) = LoopRanks(Ranks()).gather_on_device([OnDevice(value, "cuda") for value in values]) or [[]]  # type: ignore[misc]
     for value, expected in zip(row, values, strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
 def test_tensors_that_the_process_group_does_not_serve_go_over_the_host(group_of_one: None) -> None:
-    assert Ranks().gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
+    assert LoopRanks(Ranks()).gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
 
 
 def test_tensors_on_a_device_are_combined_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
+    monkeypatch.setattr(LoopRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
 
     def main(ranks: ThreadRanks, hub: Hub) -> Any:
         hook = Wants([over_ranks(lambda: torch.tensor([1, 2 * ranks.rank]), "sum"), over_ranks("loss", "min")])
@@ -1013,7 +1015,7 @@ def test_a_process_logs_as_its_rank_until_the_loop_is_closed(lines: list[tuple[s
     speak_as(3)
     logger.info("hidden")
     logger.warning("%s is %d", "loss", 1)
-    Ranks().disconnect()
+    LoopRanks(Ranks()).disconnect()
     logger.info("seen")
     assert lines == [("WARNING", "rank 3: loss is 1"), ("INFO", "seen")]
 

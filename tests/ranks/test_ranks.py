@@ -54,7 +54,9 @@ from torchhooks.ranks.agreement import (
     Promise,
     Row,
 )
-from torchhooks.ranks.ranks import ContactLostError, checked_ranks, mark_as_told
+from torchhooks.ranks.failures import end_process, mark_as_known
+from torchhooks.ranks.ranks import LoopRanks, checked_ranks
+from torchhooks.ranks.transport import ContactLostError, GlooTransport
 
 QUICK = {"tick_secs": 0.01}
 
@@ -155,7 +157,7 @@ def test_a_hook_that_is_due_by_the_clock_is_called_on_all_ranks_however_slow_one
 
 
 def test_two_decisions_before_the_training_thread_looks_both_count() -> None:
-    ranks, hook = Ranks(), Periodic(math.inf)
+    ranks, hook = LoopRanks(Ranks()), Periodic(math.inf)
     ranks.size = 2
     schedule = HookSchedule([hook], ranks)
     schedule.start()
@@ -404,6 +406,48 @@ def test_gather_returns_the_values_of_all_ranks() -> None:
     assert in_threads(3, main) == [[0, 10, 20]] * 3
 
 
+def test_ranks_that_are_given_to_a_loop_are_not_changed_and_gather_for_it() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> tuple[bool, list[Any]]:
+        before = dict(vars(ranks))
+        with MonitoredLoop(lambda: 1.0, hooks=[Periodic(math.inf)], ranks=ranks) as loop:
+            loop.run()
+            ranks.gather(0)
+        return vars(ranks) == before, ranks.gather(ranks.rank)
+
+    assert in_threads(2, main) == [(True, [0, 1])] * 2
+
+
+def test_one_ranks_serves_two_loops_at_once_and_a_third_one_after_them() -> None:
+    def train(ranks: ThreadRanks, hub: Hub, hooks: list[SessionRunHook]) -> MonitoredLoop[Any]:
+        return MonitoredLoop(lambda: hub.gather("step", ranks.rank, 0), hooks=hooks, ranks=ranks)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> list[Any]:
+        periodic = Periodic(0.0)
+        with train(ranks, hub, [periodic, StopAtStepHook(4)]) as outer, train(ranks, hub, [StopAtStepHook(3)]) as inner:
+            for loop in (inner, outer):
+                while not loop.should_stop():
+                    loop.run()
+            gathered = [loop.session.ranks.gather(loop.global_step) for loop in (outer, inner)]
+        with train(ranks, hub, [StopAtStepHook(2)]) as last:
+            while not last.should_stop():
+                last.run()
+        return [*gathered, last.global_step, isinstance(outer.session.ranks, Ranks)]
+
+    assert in_threads(2, main) == [[[4, 4], [3, 3], 2, True]] * 2
+
+
+def test_what_values_are_gathered_for_is_forgotten_if_the_gathering_fails() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        of_loop = LoopRanks(ranks)
+        of_loop.connect(lambda: PeerError("rank 1 failed", 1))
+        if ranks.rank == 0:
+            with pytest.raises(PeerError, match="rank 1 failed"):
+                of_loop.gather(0, details=" (of the first run)")
+        return of_loop.gathering
+
+    assert in_threads(2, main) == [None, None]
+
+
 def test_values_can_be_gathered_after_the_loop_however_late_a_rank_comes() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> list[list[Any]]:
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
@@ -645,13 +689,12 @@ def two_transports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(torchhooks.ranks.ranks, "_broadcast_token", lambda deadline: "token")
+    monkeypatch.setattr(torchhooks.ranks.transport, "_broadcast_token", lambda deadline: "token")
     failures: list[PeerError | None] = [None, None]
 
     def make(rank: int) -> Any:
-        ranks = Ranks(lost_after_secs=0.5, join_secs=30.0)
-        ranks.rank, ranks.size = rank, 2
-        transport: Any = ranks.connect(lambda: failures[rank])
+        periods = {"lost_after_secs": 0.5, "join_secs": 30.0}
+        transport: Any = GlooTransport(rank=rank, size=2, failure=lambda: failures[rank], **periods)
         transport.failures = failures
         return transport
 
@@ -677,24 +720,22 @@ def both(call: Callable[[Any], Any], arguments: list[Any]) -> list[Any]:
 
 
 def test_gloo_exchanges_numbers(two_transports: list[Any]) -> None:
-    assert both(lambda each: each.exchange([each._ranks.rank, -1]), two_transports) == [[[0, -1], [1, -1]]] * 2
+    assert both(lambda each: each.exchange([each._rank, -1]), two_transports) == [[[0, -1], [1, -1]]] * 2
 
 
 def test_gloo_exchanges_text(two_transports: list[Any]) -> None:
-    texts = both(lambda each: each.exchange_text("é" * 700 if each._ranks.rank else ""), two_transports)
+    texts = both(lambda each: each.exchange_text("é" * 700 if each._rank else ""), two_transports)
     assert texts == [["", "é" * 500]] * 2
 
 
 def test_gloo_gathers_objects(two_transports: list[Any]) -> None:
-    gathered = both(
-        lambda each: each.gather({"rank": each._ranks.rank, "data": "x" * each._ranks.rank}), two_transports
-    )
+    gathered = both(lambda each: each.gather({"rank": each._rank, "data": "x" * each._rank}), two_transports)
     assert gathered == [[{"rank": 0, "data": ""}, {"rank": 1, "data": "x"}]] * 2
 
 
 def test_a_thread_that_saves_has_a_group_of_its_own(two_transports: list[Any]) -> None:
     saving = both(lambda each: each.for_saving(), two_transports)
-    assert both(lambda each: each.gather(each._ranks.rank), saving) == [[0, 1], [0, 1]]
+    assert both(lambda each: each.gather(each._rank), saving) == [[0, 1], [0, 1]]
 
 
 def test_a_rank_that_does_not_answer_is_lost(two_transports: list[Any]) -> None:
@@ -713,7 +754,7 @@ def test_ranks_that_answer_are_not_missing(two_transports: list[Any]) -> None:
 
 
 def test_a_rank_that_does_not_answer_is_missing(two_transports: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchhooks.ranks.ranks, "_MISSING_SECS", 0.2)
+    monkeypatch.setattr(torchhooks.ranks.transport, "_MISSING_SECS", 0.2)
     assert two_transports[0].missing() == [1]
 
 
@@ -738,7 +779,7 @@ def test_a_call_that_torch_refuses_is_a_lost_contact(
     def refuse() -> None:
         raise RuntimeError("connection reset. This is typically caused by a remote worker")
 
-    monkeypatch.setattr(torchhooks.ranks.ranks, "_without_timeout", refuse)
+    monkeypatch.setattr(torchhooks.ranks.transport, "_without_timeout", refuse)
     with pytest.raises(ContactLostError, match=r"^RuntimeError: connection reset$"):
         two_transports[0].exchange([1])
 
@@ -786,7 +827,10 @@ def test_ranks_from_before_the_process_group_are_those_of_the_loop(
     monkeypatch.setattr(distributed, "get_rank", lambda: 2)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
     assert (ranks.rank, ranks.size) == (0, 1)
-    assert checked_ranks(ranks) is ranks
+    monkeypatch.setattr(Ranks, "_new_transport", staticmethod(lambda **_: None))
+    of_loop = checked_ranks(ranks)
+    assert (of_loop.rank, of_loop.size) == (2, 4)
+    of_loop.connect(lambda: None)
     assert (ranks.rank, ranks.size) == (2, 4)
 
 
@@ -794,9 +838,9 @@ def test_ranks_from_before_the_process_group_are_those_of_the_loop(
 def test_a_rank_logs_as_such_until_its_last_loop_is_closed(
     monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], closed: list[int]
 ) -> None:
-    monkeypatch.setattr(torchhooks.ranks.ranks, "_GlooTransport", lambda *_: None)
+    monkeypatch.setattr(Ranks, "_new_transport", staticmethod(lambda **_: None))
     monkeypatch.setattr(torchhooks.ranks.ranks, "_connected", [])
-    loops = [Ranks(), Ranks()]
+    loops = [LoopRanks(Ranks()), LoopRanks(Ranks())]
     for ranks in loops:
         ranks.rank = 1
         ranks.connect(lambda: None)
@@ -822,25 +866,26 @@ def test_an_error_that_allows_no_attributes_is_raised_as_it_is() -> None:
         def __setattr__(self, name: str, value: object) -> None:
             raise TypeError(name)
 
-    mark_as_told(FrozenError())
+    mark_as_known(FrozenError())
 
 
 def test_ranks_that_are_used_again_save_over_the_new_connection() -> None:
-    ranks = ThreadRanks(Hub(1), 0, random.Random(0))
-    ranks.connect(lambda: None)
-    first = ranks.for_saving()
-    assert ranks.for_saving() is first
-    ranks.connect(lambda: PeerError("an old failure"))
-    assert ranks.for_saving() is not first
+    given = ThreadRanks(Hub(1), 0, random.Random(0))
+    loops = [LoopRanks(given), LoopRanks(given)]
+    for ranks in loops:
+        ranks.connect(lambda: None)
+    first = loops[0].for_saving()
+    assert loops[0].for_saving() is first
+    assert loops[1].for_saving() is not first
 
 
 def test_gloo_connects_over_the_process_group(group_of_one: None) -> None:
-    transport = Ranks().connect(lambda: None)
+    transport = LoopRanks(Ranks()).connect(lambda: None)
     assert transport.exchange([7]) == [[7]]
 
 
 def test_a_rank_that_connects_alone_gets_a_lifecycle_error(group_of_one: None) -> None:
-    ranks = Ranks(join_secs=0.3)
+    ranks = LoopRanks(Ranks(join_secs=0.3))
     ranks.size = 2
     with pytest.raises(LifecycleError, match=r"not every one of the 2 ranks did so within 0\.3 s"):
         ranks.connect(lambda: None)
@@ -853,18 +898,18 @@ def test_a_broadcast_that_no_rank_answers_is_given_up(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(distributed, "broadcast", lambda *_, **__: Pending())
     with pytest.raises(LifecycleError, match="no answer"):
-        Ranks(join_secs=0.0).connect(lambda: None)
+        LoopRanks(Ranks(join_secs=0.0)).connect(lambda: None)
 
 
 def test_threads_are_parked_when_the_process_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     exiting, slept = threading.Event(), threading.Event()
-    monkeypatch.setattr(torchhooks.ranks.ranks, "_exiting", exiting)
-    atexit_function: Any = vars(torchhooks.ranks.ranks)["_park"]
+    monkeypatch.setattr(torchhooks.ranks.transport, "_exiting", exiting)
+    atexit_function: Any = vars(torchhooks.ranks.transport)["_park"]
     atexit_function(-1)  # as in a forked process
     assert not exiting.is_set()
     atexit_function(os.getpid())
     assert exiting.is_set()
-    wait: Any = vars(torchhooks.ranks.ranks)["_pause"]
+    wait: Any = vars(torchhooks.ranks.transport)["_pause"]
 
     def park() -> None:
         wait(0.0)
@@ -881,7 +926,7 @@ def test_a_process_is_ended_with_code_70_and_the_stacks(
     monkeypatch.setattr(os, "_exit", codes.append)
     with (tmp_path / "stderr").open("w+") as stderr:
         monkeypatch.setattr(sys, "__stderr__", stderr)
-        torchhooks.ranks.ranks.end_process("stuck")
+        end_process("stuck")
         stderr.seek(0)
         assert "most recent call first" in stderr.read()
     assert codes == [70]

@@ -29,13 +29,14 @@ from torchhooks.checkpoints.files import (
 )
 from torchhooks.checkpoints.per_rank import (
     Share,
+    all_or_none,
     buffers_of_rank,
     collect_of_all,
     commit_shards,
+    exchange,
     leads,
     read_for_all,
     share_of,
-    together,
 )
 from torchhooks.checkpoints.reading import (
     best_checkpoint,
@@ -168,11 +169,10 @@ class Saver:
         try:
             sharded = sharded_parts(parts_of(session))
             if sharded:
-                shares: list[Share] = []
                 own = buffers_of_rank(session)
-                together(session.ranks, lambda: shares.append(share_of(session, sharded, score, self.async_save, own)))
-                self._save_shards(session, shares[0], refusals, prefix, step)
-                together(session.ranks, partial(_raise, earlier))
+                collect_share = partial(share_of, session, sharded, score, self.async_save, own)
+                self._save_shards(session, all_or_none(session.ranks, collect_share), refusals, prefix, step)
+                all_or_none(session.ranks, partial(_raise, earlier))
                 return f"{prefix}-{step}"
             snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
@@ -185,7 +185,7 @@ class Saver:
                     self._start(state, snapshot, refusals, prefix, step)
                 _raise(earlier)
 
-            together(session.ranks, start)
+            all_or_none(session.ranks, start)
         except Exception as error:
             if earlier is not None and error is not earlier:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
@@ -223,7 +223,7 @@ class Saver:
 
     def wait_for_all(self, session: SessionLike) -> None:
         """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
-        together(session.ranks, self.wait)
+        all_or_none(session.ranks, self.wait)
 
     def wait(self) -> None:
         """Wait for a checkpoint that is being written by this process, and raise the error if it failed."""
@@ -250,10 +250,12 @@ class Saver:
     ) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        # The thread that writes gathers while the training thread may gather too, so it needs ranks of its own. They
+        # are made here, because that is a step that all ranks make in the training thread.
         ranks = session.ranks.for_saving() if self.async_save else session.ranks
 
         def write() -> None:
-            reasons = together(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
+            reasons = exchange(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
             for reason in [reason for each in reasons for reason in each][:1]:
                 logger.warning("no checkpoint of step %d: %s", step, reason)
                 return
@@ -264,7 +266,7 @@ class Saver:
             try:
                 write()
             except BaseException as error:
-                self._error = error
+                self._error = error  # without a lock: _finish() reads it after it has joined this thread
 
         if self.async_save:
             self._thread = threading.Thread(target=write_later, name=f"save {name}-{step}")
@@ -369,15 +371,14 @@ class Saver:
         if found is None:
             return None
         path, saved, is_whole = found
-        pairs: dict[str, tuple[Stateful, Any]] = {}
-        together(session.ranks, lambda: pairs.update(self._compared(session, path, saved, is_whole)))
+        pairs = all_or_none(session.ranks, lambda: self._compared(session, path, saved, is_whole))
         position = session.position
         # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
         pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
         rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
         step = session.global_step
         try:
-            together(session.ranks, lambda: self._load_all(session, saved, pairs, path))
+            all_or_none(session.ranks, lambda: self._load_all(session, saved, pairs, path))
         except BaseException as error:
             session.global_step = step
             rollback.put_back(error)

@@ -50,7 +50,7 @@ from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
 from torchhooks.position.position import Position
 from torchhooks.ranks.dtensors import is_sharded, reshard
-from torchhooks.ranks.ranks import Ranks
+from torchhooks.ranks.ranks import LoopRanks
 
 _OWN = (
     *("classes", "global_step", "gradients", "metadata", "position", "random", "rank_buffers", "ranks"),
@@ -95,7 +95,7 @@ class SessionLike(Protocol):
     @property
     def accumulated(self) -> AccumulatedState: ...
     @property
-    def ranks(self) -> Ranks: ...
+    def ranks(self) -> LoopRanks: ...
 
 
 def parts_of(session: SessionLike) -> dict[str, Stateful]:

@@ -75,8 +75,8 @@ NEVER = Due()
 class Timer(Protocol):
     """What a periodic hook needs of its timer."""
 
-    told: bool | None
-    """See :attr:`SecondOrStepTimer.told`."""
+    chief_is_due: bool | None
+    """See :attr:`SecondOrStepTimer.chief_is_due`."""
 
     @property
     def every_steps(self) -> int | None:
@@ -122,7 +122,7 @@ class SecondOrStepTimer:
         ValueError: both or neither are given, or the period is invalid.
     """
 
-    told: bool | None = None
+    chief_is_due: bool | None = None
     """With a period in seconds and several ranks, whether the chief's clock has triggered.
 
     ``None``, the default, means that the timer looks at its own clock.
@@ -172,7 +172,9 @@ class SecondOrStepTimer:
         if self.every_steps is not None:
             return step >= self._last_step + self.every_steps
         assert self._every_secs is not None
-        return time.monotonic() >= self._last_time + self._every_secs if self.told is None else self.told
+        return (
+            time.monotonic() >= self._last_time + self._every_secs if self.chief_is_due is None else self.chief_is_due
+        )
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
         """Start a new period now, at ``step``.
@@ -182,8 +184,8 @@ class SecondOrStepTimer:
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
         self._last_step, self._last_time = step, now
-        if self.told:
-            self.told = False
+        if self.chief_is_due:
+            self.chief_is_due = False
         if last_step is None or last_time is None:
             return None, None
         return now - last_time, step - last_step
@@ -194,7 +196,7 @@ class SecondOrStepTimer:
 
     def next_due(self) -> Due:
         """Return the step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
-        if self._last_step is None or self._last_time is None or self.told:
+        if self._last_step is None or self._last_time is None or self.chief_is_due:
             return NOW
         if self.every_steps is not None:
             return Due(step=self._last_step + self.every_steps)
@@ -241,8 +243,8 @@ class EverySteps:
     """
 
     def __init__(self, n: int) -> None:
-        self.told: bool | None = None
-        """Without effect, as steps are the same on all ranks; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+        self.chief_is_due: bool | None = None
+        """Without effect, as steps are the same on all ranks; see :attr:`SecondOrStepTimer.chief_is_due`."""
         self.every_steps = whole_number(n, "n", 1)
         """The period in steps."""
         self.reset()
@@ -302,8 +304,8 @@ class NeverTriggerTimer:
     (False, Due(step=None, moment=None, runs=None, when=None))
     """
 
-    told: bool | None = None
-    """Without effect; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+    chief_is_due: bool | None = None
+    """Without effect; see :attr:`torchhooks.SecondOrStepTimer.chief_is_due`."""
     every_steps = None
     """``None``, because there is no period."""
 
@@ -345,12 +347,12 @@ class _SharedTimer:
         self._forget()
 
     @property
-    def told(self) -> bool | None:
-        return self._timer.told
+    def chief_is_due(self) -> bool | None:
+        return self._timer.chief_is_due
 
-    @told.setter
-    def told(self, told: bool | None) -> None:
-        self._timer.told = told
+    @chief_is_due.setter
+    def chief_is_due(self, chief_is_due: bool | None) -> None:
+        self._timer.chief_is_due = chief_is_due
 
     def _forget(self) -> None:
         self._last_step: int | None = None

@@ -16,7 +16,7 @@ import torch
 from torchhooks.common.text import shown
 from torchhooks.fetches.over_ranks import ValueInParts
 from torchhooks.ranks.dtensors import is_sharded, without_partial
-from torchhooks.ranks.ranks import all_gather
+from torchhooks.ranks.transport import all_gather
 
 
 # Cached, so that several hooks that ask for the same norm share one value: equal fetches are evaluated once in a run.

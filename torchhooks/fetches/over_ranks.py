@@ -19,7 +19,7 @@ from torchhooks.common.text import shortened, shown
 from torchhooks.common.timers import GivenTimer
 from torchhooks.common.trees import as_snapshot, map_leaves, snapshot
 from torchhooks.fetches.fetch import ComposedFetch, Evaluator, describe
-from torchhooks.ranks.ranks import Ranks
+from torchhooks.ranks.ranks import LoopRanks
 
 
 class ValueInParts:
@@ -130,7 +130,7 @@ class RanksEvaluator(Evaluator):
         requests: Iterable[tuple[Requester, Any]] = (),
     ) -> None:
         super().__init__(session, outputs, feeds, inputs, watched)
-        self._ranks: Ranks = session.ranks
+        self._ranks: LoopRanks = session.ranks
         self._requests = requests
         self._combined: dict[tuple[int, int], tuple[OverRanks, Any]] = {}  # with the fetch: its id stays its own
         self._full: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -179,9 +179,7 @@ class RanksEvaluator(Evaluator):
             parts += [_part(each, self._whole(leaf)) for leaf in found]
         self._requester = requester
         asked = [f"{who} asked for {each!r}" for each, who in wanted.values()]
-        self._ranks.gathered_for = f" ({shortened(asked, 4)})"
-        results = iter(_combined(self._ranks, parts))
-        self._ranks.gathered_for = ""
+        results = iter(_combined(self._ranks, parts, f" ({shortened(asked, 4)})"))
         for (key, (each, _)), value in zip(wanted.items(), values, strict=True):
             self._combined[key] = each, map_leaves(lambda _: next(results), value)
 
@@ -245,8 +243,11 @@ def _part(fetch: OverRanks, value: Any) -> _Part:
     return _Part(fetch.__name__, fetch.op, tensor.long() if tensor.dtype is torch.bool else tensor, kind)
 
 
-def _combined(ranks: Ranks, parts: list[_Part]) -> list[Any]:
-    """Return each of ``parts`` combined over the ranks, in one exchange for the CPU and one for each other device."""
+def _combined(ranks: LoopRanks, parts: list[_Part], details: str) -> list[Any]:
+    """Return each of ``parts`` combined over the ranks, in one exchange for the CPU and one for each other device.
+
+    ``details`` say which hook asked for what, for the error if another rank does not take part.
+    """
     results: dict[int, Any] = {}
     for device in dict.fromkeys(part.tensor.device for part in parts):
         here = {index: part for index, part in enumerate(parts) if part.tensor.device == device}
@@ -254,11 +255,12 @@ def _combined(ranks: Ranks, parts: list[_Part]) -> list[Any]:
         rows = ranks.gather_on_device(tensors)
         if rows is None:
             signatures = [part.signature for part in here.values()]
-            gathered = ranks.gather((signatures, [_array(tensor) for tensor in tensors]), "over_ranks")
+            values = [_array(tensor) for tensor in tensors]
+            gathered = ranks.gather((signatures, values), "over_ranks", details=details)
             _check_same(gathered)
             rows = [[torch.from_numpy(array).to(device) for array in arrays] for _, arrays in gathered]
-        for index, *values in zip(here, *rows, strict=True):
-            results[index] = _reduced(parts[index], values)
+        for index, *of_all in zip(here, *rows, strict=True):
+            results[index] = _reduced(parts[index], of_all)
     return [results[index] for index in range(len(parts))]
 
 

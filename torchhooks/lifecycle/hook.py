@@ -426,8 +426,11 @@ class WritingHook(SessionRunHook):
     writes: bool = True
     """Whether this process is the one that writes."""
 
-    def join(self, ranks: Ranks) -> None:
-        """Called before ``begin`` with the ranks of the loop, which can be one."""
+    def join(self, ranks: Ranks, collective: bool) -> None:
+        """Called before ``begin`` with the ranks of the loop, which can be one.
+
+        ``collective`` says whether all ranks call this hook in the same runs, those of the chief's clock.
+        """
         self.alone, self.writes = ranks.size == 1, ranks.is_chief
 
 
@@ -436,12 +439,12 @@ class ReportingHook(WritingHook):
 
     _timer: Any
 
-    def join(self, ranks: Ranks) -> None:
-        super().join(ranks)
-        self._timer.told = False if self.collective and ranks.size > 1 else None
+    def join(self, ranks: Ranks, collective: bool) -> None:
+        super().join(ranks, collective)
+        self._timer.chief_is_due = False if collective else None
 
     def trigger(self) -> None:
-        self._timer.told = True
+        self._timer.chief_is_due = True
 
 
 def overrides(hook: SessionRunHook, method: str) -> bool:

@@ -26,7 +26,7 @@ from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.position.items import Items
 from torchhooks.position.position import Position
 from torchhooks.position.progress import NO_OUTPUTS, DataWaits, Progress
-from torchhooks.ranks.ranks import Ranks
+from torchhooks.ranks.ranks import LoopRanks, Ranks
 
 Refusal = Callable[[], str | None]
 """Returns why the state must not be saved, or ``None``."""
@@ -114,7 +114,7 @@ class Session:
         self.warned = set() if warned is None else warned
         self.position = position
         self.gradients = gradients
-        self.ranks = Ranks() if ranks is None else ranks
+        self.ranks = ranks if isinstance(ranks, LoopRanks) else LoopRanks(Ranks() if ranks is None else ranks)
         """The :class:`torchhooks.Ranks` of the loop, with the ``rank`` of this process, ``size`` and ``is_chief``."""
         self.accumulated = AccumulatedValues() if accumulated is None else accumulated
         """The accumulated values of running fetches, to evaluate them and to save them."""

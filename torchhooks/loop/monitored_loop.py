@@ -87,6 +87,7 @@ class MonitoredLoop(Generic[R]):
     """
 
     _hooks_elsewhere: Collection[str] = ()  # of a worker: the names of hooks that only another process has
+    _chief_only: Collection[SessionRunHook] = ()  # hooks that no other rank has, even if they are collective
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class MonitoredLoop(Generic[R]):
             optimizer=optimizer,
             hooks=hooks,
             hooks_elsewhere=self._hooks_elsewhere,
+            chief_only=self._chief_only,
             scaffold=scaffold,
             state=state,
             checkpoint_dir=checkpoint_dir,

@@ -44,7 +44,7 @@ class LoopParts:
 def build(arguments: LoopArguments) -> LoopParts:
     """Build the parts of a loop. No hook is called, and nothing is started."""
     ranks, optimizer = arguments.ranks, arguments.optimizer
-    schedule = Schedule(arguments.hooks, ranks)
+    schedule = Schedule(arguments.hooks, ranks, arguments.chief_only)
     readback = Readback(schedule.wake)
     signals = SignalWatch(arguments.signals, schedule.wake)
     ending = Ending(signals, schedule.wake)

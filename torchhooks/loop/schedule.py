@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -161,13 +161,21 @@ class Schedule:
     than :attr:`idle_runs` runs, before :attr:`moment`, and its step ends before :attr:`moment_after` and interests none
     of the :attr:`watchers`. The loop compares these in every run, so each is a plain attribute.
 
+    Args:
+        hooks: the hooks of the loop, in order.
+        ranks: the ranks of the loop.
+        chief_only: those of ``hooks`` that no other rank has, so that none waits for another rank.
     """
 
-    def __init__(self, hooks: Iterable[SessionRunHook], ranks: Ranks) -> None:
+    def __init__(
+        self, hooks: Iterable[SessionRunHook], ranks: Ranks, chief_only: Collection[SessionRunHook] = ()
+    ) -> None:
         def seat(index: int, hook: SessionRunHook) -> Seat:
+            is_alone = ranks.size == 1 or any(hook is each for each in chief_only)
+            collective = hook.collective and not is_alone
             if isinstance(hook, WritingHook):
-                hook.join(ranks)
-            return (CollectiveSeat if ranks.size > 1 and hook.collective else Seat)(index, hook)
+                hook.join(ranks, collective)
+            return (CollectiveSeat if collective else Seat)(index, hook)
 
         self.all_seats = [seat(index, hook) for index, hook in enumerate(hooks)]
         self.collective = [seat for seat in self.all_seats if isinstance(seat, CollectiveSeat)]

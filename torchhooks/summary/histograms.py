@@ -24,7 +24,7 @@ from torchhooks.device.host import host
 from torchhooks.device.readback import is_remote
 from torchhooks.fetches.over_ranks import ValueInParts
 from torchhooks.ranks.dtensors import is_sharded, without_partial
-from torchhooks.ranks.ranks import all_gather
+from torchhooks.ranks.transport import all_gather
 
 END = 9e19
 """Magnitudes from here on have no bin."""
