@@ -7,14 +7,13 @@ import fcntl
 import os
 import random
 import re
-import resource
 import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -24,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.disks import no_space_after
 from support.paths import environment
 from torch import nn
 
@@ -1552,16 +1552,6 @@ def test_a_read_only_folder_is_an_error_that_says_so(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_real_limit_is_an_error_that_leaves_the_older_one_and_nothing_else(tmp_path: Path, async_save: bool) -> None:
     saver = Saver(async_save=async_save)
@@ -1569,7 +1559,7 @@ def test_a_real_limit_is_an_error_that_leaves_the_older_one_and_nothing_else(tmp
     saver.wait()
 
     def save() -> None:
-        with file_size_limit(300_000):
+        with no_space_after(300_000):
             saver.save(boxed(torch.zeros(100_000)), tmp_path / "model.ckpt", 2)
             saver.wait()
 

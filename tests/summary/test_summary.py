@@ -699,7 +699,7 @@ def test_an_error_in_one_close_keeps_no_other_writer_open(tmp_path: Path) -> Non
     for name in "abc":
         SummaryWriterCache.get(tmp_path / name).add_scalar("loss", 0.5, 7)
     broken = SummaryWriterCache.get(tmp_path / "b")
-    broken._get_file_writer().event_writer._file.close()
+    broken.file_writer.event_writer.close()
     broken.add_text("long", "x" * 9999, 7)  # large, so the background thread writes it, and finds the file closed
     with pytest.raises(ValueError, match="closed"):
         SummaryWriterCache.clear()
