@@ -384,7 +384,8 @@ def test_a_numpy_number_comes_back_as_a_python_number(tmp_path: Path, number: An
 
 def test_a_saved_module_keeps_the_versions_of_its_parts(tmp_path: Path) -> None:
     path = Saver().save(make_session(nn.BatchNorm1d(2)), tmp_path / "model.ckpt", 1)
-    assert torch.load(path, weights_only=True)["model"]._metadata == nn.BatchNorm1d(2).state_dict()._metadata  # type: ignore[attr-defined]
+    saved, of_another = torch.load(path, weights_only=True)["model"], nn.BatchNorm1d(2).state_dict()
+    assert saved._metadata == of_another._metadata  # type: ignore[attr-defined]
 
 
 def test_hooks_are_saved_and_restored_by_name(tmp_path: Path) -> None:
@@ -677,12 +678,12 @@ def test_a_model_that_rewrites_what_it_loads_is_judged_by_torch(tmp_path: Path) 
             super().__init__()
             self.register_parameter(name, nn.Parameter(torch.rand(3)))
 
-    def rename(state: dict[str, Any], *args: Any) -> None:
+    def rename(model: nn.Module, state: dict[str, Any], *args: Any) -> None:
         state["new"] = state.pop("old")
 
     old, new = Scale("old"), Scale("new")
     path = Saver().save(make_session(old), tmp_path / "model.ckpt", 1)
-    nn.Module._register_load_state_dict_pre_hook(new, rename)
+    nn.Module.register_load_state_dict_pre_hook(new, rename)
     Saver().restore(make_session(new), path)
     assert torch.equal(new.get_parameter("new"), old.get_parameter("old"))
 

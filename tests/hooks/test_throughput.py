@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_state import has_dispatch_mode
 from torch import nn
 
 from torchhooks import (
@@ -175,11 +176,17 @@ def test_a_step_of_several_runs_is_measured_whole() -> None:
 
 def test_two_hooks_that_measure_take_turns() -> None:
     model, step = linear()
-    hooks = [StepCounterHook(2, flops_per_step="measure") for _ in range(2)]
-    with MonitoredLoop(step, model=model, hooks=hooks, step_unit="run") as loop:
+    notebooks = [Notebook(), Notebook()]
+    hooks = [StepCounterHook(2, summary_writer=each, flops_per_step="measure") for each in notebooks]
+
+    def timed() -> Any:
+        clock.advance(1)
+        return step()
+
+    with FakeClock() as clock, MonitoredLoop(timed, model=model, hooks=hooks, step_unit="run") as loop:
         for _ in range(3):
             loop.run()
-    assert [hook._flop_count.per_step for hook in hooks] == [128, 128]
+    assert [each.points["flops/sec"] for each in notebooks] == [[(3, 128)], [(3, 128)]]
 
 
 def test_a_step_that_fails_while_it_is_measured_leaves_no_mode() -> None:
@@ -191,7 +198,7 @@ def test_a_step_that_fails_while_it_is_measured_leaves_no_mode() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert not has_dispatch_mode()
     other = FlopCount()
     other.start(0)
     other.stop(1)

@@ -698,7 +698,7 @@ def test_a_write_after_a_close_is_flushed_by_the_next_close(tmp_path: Path) -> N
 def test_an_error_in_one_close_keeps_no_other_writer_open(tmp_path: Path) -> None:
     for name in "abc":
         SummaryWriterCache.get(tmp_path / name).add_scalar("loss", 0.5, 7)
-    broken = SummaryWriterCache.get(tmp_path / "b")
+    broken: Any = SummaryWriterCache.get(tmp_path / "b")
     broken.file_writer.event_writer.close()
     broken.add_text("long", "x" * 9999, 7)  # large, so the background thread writes it, and finds the file closed
     with pytest.raises(ValueError, match="closed"):

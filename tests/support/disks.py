@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from torchhooks.common.files import Disk
+
 
 @contextmanager
 def no_space_after(size: int) -> Iterator[None]:
@@ -21,6 +23,11 @@ def no_space_after(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def use_disk(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
+    """Let each Saver that is created from now on write to ``disk``."""
+    monkeypatch.setattr("torchhooks.checkpoints.saver.Disk", lambda: disk)
 
 
 class FailingDisk:
