@@ -385,7 +385,7 @@ def test_a_numpy_number_comes_back_as_a_python_number(tmp_path: Path, number: An
 def test_a_saved_module_keeps_the_versions_of_its_parts(tmp_path: Path) -> None:
     path = Saver().save(make_session(nn.BatchNorm1d(2)), tmp_path / "model.ckpt", 1)
     saved, of_another = torch.load(path, weights_only=True)["model"], nn.BatchNorm1d(2).state_dict()
-    assert saved._metadata == of_another._metadata  # type: ignore[attr-defined]
+    assert saved._metadata == of_another._metadata  # type: ignore[attr-defined]  # noqa: SLF001 - torch's
 
 
 def test_hooks_are_saved_and_restored_by_name(tmp_path: Path) -> None:

@@ -646,7 +646,7 @@ def test_a_shallow_copy_of_a_watched_model_gives_no_values() -> None:
 
 def test_a_replica_of_data_parallel_gives_the_values_of_the_model() -> None:
     model: Any = Net()
-    replica = model._replicate_for_data_parallel
+    replica = model._replicate_for_data_parallel  # noqa: SLF001 - what DataParallel calls on several GPUs
     assert plain(watch(":output", model, lambda: replica()(INPUTS * 2))) == [[0.0], [12.0]]
 
 

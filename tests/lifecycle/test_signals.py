@@ -1,5 +1,6 @@
 """Signals stop a loop cleanly after the current run, and reach their old handlers once the loop is closed."""
 
+import inspect
 import itertools
 import multiprocessing.connection
 import os
@@ -428,7 +429,8 @@ class InterruptedAt:
 
     def __enter__(self) -> None:
         self.before = sys.gettrace()
-        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at this only where tracing begins
+        frame: Any = inspect.currentframe()
+        frame.f_trace_opcodes = True  # Python 3.12 looks at this only where tracing begins
         sys.settrace(self)
 
     def __exit__(self, *_: object) -> None:

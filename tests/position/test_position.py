@@ -405,7 +405,8 @@ def test_the_rest_of_a_range_is_what_comes_after_a_value(
 ) -> None:
     values, sign = range(start, stop, stride), 1 if stride > 0 else -1
     left = [value for value in values if sign * value > sign * last or (value == last and not done)]
-    assert list(position._rest_of_range(values, last, done)) == left
+    rest = position._rest_of_range(values, last, done)  # noqa: SLF001 - a pure function, on many numbers
+    assert list(rest) == left
 
 
 # -- skipping, and what it costs --------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ SAVED, KILLED, STEPS = 8, 11, 20  # the restored checkpoint, the unfinished step
 RATE = "global_step/sec"
 Curve = list[tuple[int, float]]
 
-IMPORTED = torch._dynamo
+IMPORTED = torch._dynamo  # noqa: SLF001 - torch's
 """The first optimizer of a process imports it, which takes two seconds: once here, not in each forked process."""
 
 ONE_LOSS = [(step, 1.0 if step <= SAVED else 2.0) for step in range(1, STEPS + 1)]

@@ -63,7 +63,11 @@ from torchhooks.common.files import Disk
 from torchhooks.testing import plain
 
 # Imported by the first optimizer, save and event file: here once, and not in every process.
-IMPORTED = torch._dynamo, torch.utils.serialization.config, torchhooks.summary.event_files
+IMPORTED = (
+    torch._dynamo,  # noqa: SLF001 - torch's
+    torch.utils.serialization.config,
+    torchhooks.summary.event_files,
+)
 
 EPOCHS, BATCHES, BATCH = 2, 4, 2
 STEPS = EPOCHS * BATCHES

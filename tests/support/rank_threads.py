@@ -115,7 +115,7 @@ class ThreadTransport:
 
     def for_saving(self) -> ThreadTransport:
         another = copy.copy(self)
-        another._channel = "saving"
+        another._channel = "saving"  # noqa: SLF001 - its own class
         return another
 
     def missing(self) -> list[int]:
@@ -370,20 +370,21 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
 
 def _delay(loop: Any) -> None:
     """Let the training thread sleep for some ticks where it is about to look at what the thread of the ticks found."""
-    peers = loop._peers
-    wait, end_run = peers._changed.wait, peers.end_run
+    peers = loop._peers  # noqa: SLF001 - no public call is between the two threads
+    changed = peers._changed  # noqa: SLF001 - as above
+    wait, end_run = changed.wait, peers.end_run
 
     def wait_longer() -> None:
         wait()
-        peers._changed.release()
+        changed.release()
         time.sleep(0.005)
-        peers._changed.acquire()
+        changed.acquire()
 
     def end_run_later() -> None:
         time.sleep(0.005)
         end_run()
 
-    peers._changed.wait, peers.end_run = wait_longer, end_run_later
+    changed.wait, peers.end_run = wait_longer, end_run_later
 
 
 def _items(schedule: Schedule, loop: MonitoredLoop[float], rank: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What is registered in torch or running there. torch has no public names for these."""
+"""What torch has no public names for: what is registered there, what is running, and work of any length."""
 
 from __future__ import annotations
 
@@ -12,30 +12,39 @@ def hooks_on(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._forward_hooks_with_kwargs
-        or module._forward_pre_hooks_with_kwargs
+        if module._forward_hooks  # noqa: SLF001 - torch's
+        or module._forward_pre_hooks  # noqa: SLF001 - torch's
+        or module._backward_hooks  # noqa: SLF001 - torch's
+        or module._backward_pre_hooks  # noqa: SLF001 - torch's
+        or module._forward_hooks_with_kwargs  # noqa: SLF001 - torch's
+        or module._forward_pre_hooks_with_kwargs  # noqa: SLF001 - torch's
     ]
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether a backward pass calls hooks of ``tensor``."""
-    return bool(tensor._backward_hooks)
+    return bool(tensor._backward_hooks)  # noqa: SLF001 - torch's
 
 
 def hooks_on_optimizer(optimizer: torch.optim.Optimizer) -> int:
     """Return how many functions are called after a step of ``optimizer``."""
-    return len(optimizer._optimizer_step_post_hooks)
+    return len(optimizer._optimizer_step_post_hooks)  # noqa: SLF001 - torch's
 
 
 def is_profiling() -> bool:
     """Return whether torch's profiler records."""
-    return bool(torch._C._autograd._profiler_enabled())
+    return bool(torch._C._autograd._profiler_enabled())  # noqa: SLF001 - torch's
 
 
 def has_dispatch_mode() -> bool:
     """Return whether a mode, such as one that counts operations, sees the operators."""
-    return dispatch._get_current_dispatch_mode() is not None
+    return dispatch._get_current_dispatch_mode() is not None  # noqa: SLF001 - torch's
+
+
+BUSY = 5_000_000
+"""Cycles that take a few milliseconds: much longer than a run takes on the host, so that the device lags far."""
+
+
+def keep_busy(cycles: int = BUSY) -> None:
+    """Queue work on the current CUDA device that takes ``cycles``."""
+    torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's
