@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.disks import no_space_after
 from support.paths import environment
+from support.states import Box
 from torch import nn
 
 from torchhooks.checkpoints import files as checkpoint_files
@@ -36,19 +37,6 @@ from torchhooks.lifecycle.session import Session
 from torchhooks.testing.devices import FakeDevice
 
 Lines = list[tuple[str, str]]
-
-
-class Box:
-    """An object whose state is one value."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.value = state_dict["value"]
 
 
 def make_session(

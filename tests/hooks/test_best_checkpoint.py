@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.disks import use_disk
+from support.states import Box
 
 from torchhooks import (
     AbortedError,
@@ -35,19 +36,6 @@ from torchhooks import (
 from torchhooks.checkpoints.saver import scored_checkpoints
 from torchhooks.common.files import Disk
 from torchhooks.testing import FakeDevice, RecordingHook, log_lines, plain, trace
-
-
-class Box:
-    """A state of one value."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value = state_dict["value"]
 
 
 def kept(folder: Path) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.disks import FailingDisk, no_space_after
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import read
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from torchhooks.summary import event_files
@@ -35,7 +35,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def points(folder: Path, tag: str) -> list[int]:
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    accumulator = read(folder)
     tags = accumulator.Tags()
     if tag in tags["scalars"]:
         return [point.step for point in accumulator.Scalars(tag)]

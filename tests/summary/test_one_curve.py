@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from support.events import curve as by_tensorboard
 from support.paths import ROOT, environment
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -204,11 +204,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- the readers ------------------------------------------------------------------------------------------------------
-
-
-def by_tensorboard(folder: Path, tag: str) -> Curve:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return [(point.step, point.value) for point in events.Scalars(tag)]
 
 
 def by_tensorboards_server(folder: Path, tag: str) -> Curve:

@@ -6,7 +6,6 @@ import gc
 import io
 import math
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support import events as event_files
+from support.programs import run_program
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -84,9 +84,7 @@ def read(source: TensorBoardWriter | Path) -> Any:
     if isinstance(source, TensorBoardWriter):
         source.flush()
     folder = source if isinstance(source, Path) else source.log_dir
-    return EventAccumulator(
-        str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0, "histograms": 0}
-    ).Reload()
+    return event_files.read(folder)
 
 
 def events(writer: TensorBoardWriter) -> list[Any]:
@@ -717,7 +715,9 @@ def test_a_closed_writer_without_other_references_is_freed(tmp_path: Path) -> No
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    ran = run_program(code)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
 
 
 def test_importing_summary_loads_neither_tensorboard_nor_matplotlib() -> None:
