@@ -18,7 +18,6 @@ import torch.optim.swa_utils
 import torch.utils.checkpoint
 from support.torch_state import has_hooks, hooks_on
 from torch import nn
-from torch._inductor import config as inductor
 
 from torchhooks import (
     Due,
@@ -725,7 +724,9 @@ def test_a_class_with_a_deepcopy_of_an_instance_keeps_it() -> None:
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
-    with inductor.patch(compile_threads=1):  # worker processes would outlive the test
+    from torch._inductor import config  # takes a second
+
+    with config.patch(compile_threads=1):  # worker processes would outlive the test
         yield
     torch.compiler.reset()
 
