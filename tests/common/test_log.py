@@ -196,6 +196,24 @@ def test_lines_appear_once_in_a_new_process(configured: str, out: str, err: str)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, out, err)
 
 
+def test_a_line_names_the_place_that_logged_it() -> None:
+    with unconfigured() as seen:
+        logging.basicConfig(level="INFO", stream=sys.stdout, format="%(module)s.%(funcName)s: %(message)s")
+        loop("a")
+    assert seen.out == ["reporting._log: a = 0.5"]
+
+
+def test_importing_the_library_leaves_logging_alone() -> None:
+    code = """
+import logging
+import torchhooks
+logger = logging.getLogger("torchhooks")
+print(logger.handlers, logger.filters, logger.level, "callHandlers" in vars(logger))
+"""
+    ran = run_program(code)
+    assert (ran.returncode, ran.stdout) == (0, "[] [] 0 False\n")
+
+
 # -- lines from before the first loop ---------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from torchhooks import (
     StopAtStepHook,
     SummarySaverHook,
 )
+from torchhooks.common.requester import Requester
 from torchhooks.common.trees import as_snapshot
 from torchhooks.device.cuda import pack, unpack
 from torchhooks.device.readback import BATCH_RUNS, BATCH_SECS, Elapsed, Moment, Readback, to_host
@@ -494,7 +495,7 @@ def raising(error: BaseException) -> Callable[[Any], None]:
 def test_an_error_in_a_callback_names_the_hook_and_the_step_of_the_value(
     device: FakeDevice, readback: Readback
 ) -> None:
-    readback.request(on_device(0.5), raising(ValueError("on purpose")), "MyHook()", 7)
+    readback.request(on_device(0.5), raising(ValueError("on purpose")), Requester(name="MyHook()"), 7)
     with pytest.raises(ValueError, match="on purpose") as caught:
         readback.drain()
     assert caught.value.__notes__ == ["torchhooks: in a when_ready callback of MyHook(), for step 7"]
@@ -561,9 +562,9 @@ def test_a_callback_can_make_a_request(device: FakeDevice, readback: Readback) -
 
 def test_a_request_by_a_callback_is_attributed_to_its_hook(device: FakeDevice, readback: Readback) -> None:
     def ask_again(_: Any) -> None:
-        readback.request(on_device(2.0), raising(ValueError()), "the last hook of the run", 9)
+        readback.request(on_device(2.0), raising(ValueError()), Requester(name="the last hook of the run"), 9)
 
-    readback.request(on_device(1.0), ask_again, "MyHook()", 7)
+    readback.request(on_device(1.0), ask_again, Requester(name="MyHook()"), 7)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         readback.drain()
     assert caught.value.__notes__ == ["torchhooks: in a when_ready callback of MyHook(), for step 7"]

@@ -34,7 +34,6 @@ from torchhooks import (
     list_checkpoints,
     summary,
 )
-from torchhooks.common.log import logger
 from torchhooks.testing import FakeClock, RecordingHook, log_lines
 
 
@@ -339,7 +338,7 @@ def when_it_waits(action: Any) -> Iterator[None]:
             if record.getMessage().startswith("waiting for the chief"):
                 action()
 
-    handler = Handler()
+    logger, handler = logging.getLogger("torchhooks"), Handler()
     logger.addHandler(handler)
     try:
         with log_lines():

@@ -58,6 +58,7 @@ from torchhooks import (
     summary,
 )
 from torchhooks.common.log import logger, speak_as
+from torchhooks.common.requester import Requester
 from torchhooks.common.timers import NOW, Due
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.ranks.agreement import Pace, Row, Slowest
@@ -992,7 +993,7 @@ def test_a_dtensor_becomes_the_full_tensor_once_in_a_run(group_of_one: None, pla
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
     weight = distribute_tensor(torch.arange(4.0), mesh, [placement])
     evaluator = RanksEvaluator(Session(), {"weight": weight})
-    one, other = (evaluator.evaluate(["weight"], "a hook")[0] for _ in range(2))
+    one, other = (evaluator.evaluate(["weight"], Requester(name="a hook"))[0] for _ in range(2))
     assert type(one) is torch.Tensor
     assert torch.equal(one, torch.arange(4.0))
     assert one is other or isinstance(placement, Replicate)
@@ -1004,7 +1005,7 @@ def test_a_sharded_dtensor_is_refused_for_a_hook_that_not_every_rank_has(group_o
     session.ranks.hooks_of_some = [hook]
     evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
     with pytest.raises(FetchError, match=r"asked for a DTensor of shape \(4,\), which all ranks have to evaluate"):
-        evaluator.evaluate("weight", hook)
+        evaluator.evaluate("weight", Requester(hook))
 
 
 def test_a_process_logs_as_its_rank_until_the_loop_is_closed(lines: list[tuple[str, str]]) -> None:
@@ -1142,7 +1143,7 @@ def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_ha
     session.ranks.hooks_of_some = [hook]
     evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
     with pytest.raises(FetchError, match=r"asked for the histogram of a DTensor of shape \(4,\), which all ranks"):
-        evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), hook)
+        evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), Requester(hook))
 
 
 @pytest.mark.fsdp2
@@ -1152,7 +1153,7 @@ def test_the_norm_of_dtensors_is_refused_for_a_hook_that_not_every_rank_has(grou
     assert float(param_norm()(model)) == float(session.run(param_norm()))
     session.ranks.hooks_of_some, session.ranks.size = [hook], 2
     with pytest.raises(FetchError, match="asked for the norm of 2 tensors with DTensors among them, which all ranks"):
-        RanksEvaluator(session).evaluate({"norm": param_norm()}, hook)
+        RanksEvaluator(session).evaluate({"norm": param_norm()}, Requester(hook))
 
 
 def test_a_writer_that_only_the_chief_has_decides_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

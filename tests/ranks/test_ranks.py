@@ -33,7 +33,7 @@ from torchhooks import (
     StopAtStepHook,
 )
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import Ending
+from torchhooks.lifecycle.ending import Ending, Stop, StoppedBy
 from torchhooks.lifecycle.signals import SignalWatch
 from torchhooks.loop.peers import Peers
 from torchhooks.loop.schedule import Schedule as HookSchedule
@@ -162,7 +162,8 @@ def test_two_decisions_before_the_training_thread_looks_both_count() -> None:
     peers = Peers(ranks, schedule, Ending(SignalWatch([]), schedule.wake))
     handle = peers._handle  # noqa: SLF001 - a thread calls it, and no test can time it to come twice at once
     handle(Decided(0, 2, ()), [], [])  # the hook is due in run 1
-    handle(Decided(1, STOP, (0,)), [], ["asked", ""])
+    asked, nothing = Stop("asked", StoppedBy.CALLER), Stop("", StoppedBy.ERROR)
+    handle(Decided(1, STOP, (0,)), [], [asked, nothing])
     assert schedule.all_seats[0].due_run == 1
     assert peers.is_stop_decided
 

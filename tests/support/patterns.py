@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch._dynamo  # noqa: F401 - imported by the first optimizer: here once, and not in every process
+import torch._dynamo  # imported by the first optimizer: here once, and not in every process
 import torch.nn.functional as F
 import torch.utils.serialization.config
 from torch import nn

@@ -370,7 +370,7 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
 
 def _delay(loop: Any) -> None:
     """Let the training thread sleep for some ticks where it is about to look at what the thread of the ticks found."""
-    peers = loop._peers  # noqa: SLF001 - no public call is between the two threads
+    peers = loop._parts.peers  # noqa: SLF001 - no public call is between the two threads
     changed = peers._changed  # noqa: SLF001 - as above
     wait, end_run = changed.wait, peers.end_run
 

@@ -26,7 +26,8 @@ from torchhooks import (
     SummarySaverHook,
     summary,
 )
-from torchhooks.device.readback import copiers, is_remote
+from torchhooks.device.host import host
+from torchhooks.device.readback import is_remote
 from torchhooks.testing import FakeDevice, RecordingWriter, Sync, sync_audit, trace
 
 # -- FakeDevice -------------------------------------------------------------------------------------------------------
@@ -40,18 +41,18 @@ def test_a_tensor_is_on_a_device_while_one_is_entered() -> None:
 
 
 def test_leaving_a_device_restores_the_copiers() -> None:
-    before = dict(copiers)
+    before = dict(host.copiers)
     device = FakeDevice()
     with device, FakeDevice(), device:
-        assert copiers["cpu"] is device
-    assert copiers == before
+        assert host.copiers["cpu"] is device
+    assert host.copiers == before
 
 
 def test_the_device_that_was_entered_last_is_the_one_in_use() -> None:
     with FakeDevice() as outer:
         with FakeDevice() as inner:
-            assert copiers["cpu"] is inner
-        assert copiers["cpu"] is outer
+            assert host.copiers["cpu"] is inner
+        assert host.copiers["cpu"] is outer
 
 
 def test_a_device_counts_what_it_copies() -> None:

@@ -128,6 +128,8 @@ class Saver:
         self.disk = Disk()
         """What files are written through. Tests replace it, to simulate failures."""
         self._folders: dict[str, Folder] = {}
+        # The thread that writes sets the error before it ends, and _finish() reads it after joining the thread. So one
+        # thread has it at a time, and it needs no lock. The same holds for the folders and for the held memory.
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._held: Held = []
@@ -290,12 +292,14 @@ class Saver:
             args=(gate, started, snapshot, state, refusals, folder, name, step),
             name=f"save {name}-{step}",
         )
-        # The new thread blocks here at once. Otherwise start() would return only when Python next switches threads, up
-        # to 5 ms later.
+        # The thread that trains holds the gate, so that the new thread blocks at once. Otherwise start() would return
+        # only when Python next switches threads, up to 5 ms later.
         gate.acquire()
         try:
             thread.start()
             self._thread = thread  # only now: a thread that was not started cannot be joined
+            # In this order: the thread looks at the event once it has the gate. If a Ctrl-C comes before, the thread
+            # writes nothing, because save() raises and the caller knows of no checkpoint.
             started.set()
             gate.release()
         except BaseException as error:
@@ -308,16 +312,16 @@ class Saver:
             )
             snapshot.wait()
             self._write(state, refusals, folder, name, step)
-        self._held = held
+        self._held = held  # the thread still reads it: the next save joins the thread before it copies into this memory
 
     def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
         try:
             with gate:
                 if not started.is_set():
                     return  # a Ctrl-C ended start() after the thread began: save() has raised it
-            snapshot.wait()
+            snapshot.wait()  # in this thread: training continues while the copies from a device are under way
             self._write(*args)
-        except BaseException as error:
+        except BaseException as error:  # every kind: the next call of the saver raises it in the thread that trains
             self._error = error
 
     def _write(
@@ -408,7 +412,7 @@ class Saver:
         if session.position is not None:
             mark_state = partial(self._mark_state, session, path)
             session.position.load_state_dict(saved.get("position"), saved["random"], mark_state)
-        session.running.load_state_dict(saved.get("running_values"))
+        session.accumulated.load_state_dict(saved.get("running_values"))
 
     def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
         """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""

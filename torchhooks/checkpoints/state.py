@@ -62,7 +62,7 @@ _HOOKS = "hooks."
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 
 
-class RunningState(Protocol):
+class AccumulatedState(Protocol):
     """What running fetches have accumulated; ``None`` stands for nothing."""
 
     def state_dict(self) -> Mapping[str, Any] | None: ...
@@ -93,7 +93,7 @@ class SessionLike(Protocol):
     @property
     def gradients(self) -> Gradients | None: ...
     @property
-    def running(self) -> RunningState: ...
+    def accumulated(self) -> AccumulatedState: ...
     @property
     def ranks(self) -> Ranks: ...
 
@@ -200,9 +200,9 @@ def collect(
     gradients = accumulated_gradients(session)[0] if given is None else given.get("gradients")
     if gradients:
         state["gradients"] = plain(gradients, ("gradients",))
-    running = session.running.state_dict()
-    if running is not None:
-        state["running_values"] = plain(running, ("running_values",))
+    accumulated = session.accumulated.state_dict()
+    if accumulated is not None:
+        state["running_values"] = plain(accumulated, ("running_values",))
     position = None if session.position is None else session.position.state_dict()
     if position is not None:
         state["position"] = {**position, "loaders": plain(position["loaders"], ("position", "loaders"))}

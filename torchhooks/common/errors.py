@@ -221,16 +221,6 @@ def brief(error: BaseException) -> str:
 
 
 # A traceback prints the name by which users import an error.
-for _public in (
-    AbortedError,
-    CheckpointError,
-    DamagedCheckpointError,
-    FeedError,
-    FetchError,
-    LifecycleError,
-    NanLossDuringTrainingError,
-    NoRunYetError,
-    PeerError,
-    TorchHooksError,
-):
-    _public.__module__ = "torchhooks"
+for _error in [*globals().values()]:
+    if isinstance(_error, type) and issubclass(_error, TorchHooksError):
+        _error.__module__ = "torchhooks"

@@ -332,7 +332,7 @@ class NeverTriggerTimer:
         return "NeverTriggerTimer()"
 
 
-class _Shared:
+class _SharedTimer:
     """The use that one hook makes of a timer that it may share with others.
 
     A timer triggers once for all of its hooks. So a hook is also due if another one has had the timer trigger since its
@@ -422,4 +422,4 @@ def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **period
         raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
     if isinstance(timer, EverySteps):
         return EverySteps(timer.every_steps)  # triggers by the step alone, so that copies agree
-    return _Shared(timer)
+    return _SharedTimer(timer)

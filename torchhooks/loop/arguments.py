@@ -1,17 +1,118 @@
-"""Checks of the arguments of a loop: each returns the checked value, or raises an error that says what to pass."""
+"""The arguments of a loop, checked: every TypeError and ValueError of its constructor is raised here."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any
+import os
+import signal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
+from torchhooks.checkpoints.state import plain_metadata
+from torchhooks.common.checks import exception_types, seconds, whole_number
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
+from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
+from torchhooks.lifecycle.session import Scaffold
+from torchhooks.lifecycle.signals import checked_signals
+from torchhooks.ranks.ranks import Ranks, checked_ranks
+
+_MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopArguments:
+    """What the constructor of a loop was given, checked and copied. Nothing of it changes later."""
+
+    step: Step
+    model: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    hooks: tuple[SessionRunHook, ...]
+    hook_states: Mapping[str, Stateful]
+    """The hooks that have a state, by the name under which it is saved."""
+    hooks_elsewhere: Collection[str]
+    """The names of hooks that only another process has, whose states in a checkpoint are ignored."""
+    scaffold: Scaffold
+    state: Mapping[str, Stateful]
+    checkpoint_dir: str | None
+    step_unit: str
+    recoverable_errors: tuple[type[BaseException], ...]
+    max_recoveries: int
+    signals: Sequence[signal.Signals]
+    stop_grace_period_secs: float
+    hook_costs: bool
+    metadata: Mapping[str, Any]
+    ranks: Ranks
+
+    @property
+    def steps_per_run(self) -> int:
+        """How many global steps one run counts; 0 if the optimizer's steps are counted."""
+        return 1 if self.step_unit == "run" else 0
+
+    @property
+    def has_saver(self) -> bool:
+        """Whether a hook saves checkpoints."""
+        return any(getattr(hook, "saves_checkpoints", False) for hook in self.hooks)
+
+
+def checked_arguments(
+    *,
+    step: Callable[..., Any] | None,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    hooks: Iterable[SessionRunHook],
+    hooks_elsewhere: Collection[str],
+    scaffold: Scaffold | None,
+    state: Mapping[str, Stateful] | None,
+    checkpoint_dir: str | os.PathLike[str] | None,
+    step_unit: str,
+    recoverable_errors: Iterable[type[BaseException]],
+    max_recoveries: int,
+    signals: Iterable[str | signal.Signals],
+    stop_grace_period_secs: float,
+    hook_costs: bool,
+    metadata: Mapping[str, Any] | None,
+    ranks: Ranks | Literal[False] | None,
+) -> LoopArguments:
+    """Check the arguments of :class:`torchhooks.MonitoredLoop`, and return them.
+
+    Logs warnings for hooks that probably do not do what their author means.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+    """
+    check_model(model)
+    check_optimizer(optimizer, step_unit)
+    if scaffold is not None and not isinstance(scaffold, Scaffold):
+        raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold")
+    checked_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
+    checked_metadata, used_ranks = plain_metadata(metadata), checked_ranks(ranks)
+    check_methods(copied_hooks)
+    check_collective_hooks(copied_hooks, used_ranks)
+    return LoopArguments(
+        step=checked_step,
+        model=model,
+        optimizer=optimizer,
+        hooks=copied_hooks,
+        hook_states=check_hook_states(copied_hooks),
+        hooks_elsewhere=hooks_elsewhere,
+        scaffold=Scaffold() if scaffold is None else scaffold,
+        state=checked_state,
+        checkpoint_dir=None if checkpoint_dir is None else os.fspath(checkpoint_dir),
+        step_unit=step_unit,
+        recoverable_errors=exception_types(recoverable_errors, "recoverable_errors", "(AbortedError,)"),
+        max_recoveries=whole_number(max_recoveries, "max_recoveries", 0),
+        signals=checked_signals(signals),
+        stop_grace_period_secs=seconds(stop_grace_period_secs, "stop_grace_period_secs"),
+        hook_costs=hook_costs,
+        metadata=checked_metadata,
+        ranks=used_ranks,
+    )
 
 
 def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
@@ -43,6 +144,16 @@ def check_methods(hooks: Iterable[SessionRunHook]) -> None:
                 shortened([f"{name}()" for name in unused], 4),
                 shortened([f"{name}()" for name in methods]),
             )
+
+
+def check_collective_hooks(hooks: Iterable[SessionRunHook], ranks: Ranks) -> None:
+    """Raise a ValueError if several ranks would have more collective hooks than a tick has bits."""
+    count = sum(hook.collective for hook in hooks)
+    if ranks.size > 1 and count > _MOST_COLLECTIVE_HOOKS:
+        raise ValueError(
+            f"{count} collective hooks: a loop of several ranks takes at most {_MOST_COLLECTIVE_HOOKS} of them: "
+            "combine some"
+        )
 
 
 def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:

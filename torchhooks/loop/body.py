@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from torchhooks.common.errors import LifecycleError, add_note, brief
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import Ending
+from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending
+from torchhooks.loop.between_runs import BetweenRuns
 from torchhooks.loop.run import Begun
 from torchhooks.loop.schedule import Schedule
-from torchhooks.loop.session_creator import Sessions
+from torchhooks.loop.session_creator import SessionCreator
 from torchhooks.position.progress import NO_OUTPUTS
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -27,33 +28,25 @@ class Body:
     Args:
         ending: of the loop.
         schedule: of the loop.
-        sessions: of the loop.
+        sessions: creates the sessions of the loop.
         steps_per_run: 0 if the optimizer's steps are counted.
-        refuse: raises the reason why no run can be made, given the name of the call, unless one is allowed.
-        end_run: handles what has news at the end of a run.
-        recovered_from: recovers from an error, or ends the loop; returns which.
-        recover_from_thread: recovers from a background thread's error between two runs.
+        between_runs: ends a run, and recovers from errors.
     """
 
     def __init__(
         self,
+        *,
         ending: Ending,
         schedule: Schedule,
-        sessions: Sessions,
+        sessions: SessionCreator,
         steps_per_run: int,
-        refuse: Callable[[str], object],
-        end_run: Callable[[], object],
-        recovered_from: Callable[[BaseException], bool],
-        recover_from_thread: Callable[[], object],
+        between_runs: BetweenRuns,
     ) -> None:
         self._ending = ending
         self._schedule = schedule
         self._sessions = sessions
         self._steps_per_run = steps_per_run
-        self._refuse = refuse
-        self._end_run = end_run
-        self._recovered_from = recovered_from
-        self._recover_from_thread = recover_from_thread
+        self._between_runs = between_runs
         self._outputs: dict[str, Any] | None = None  # of the body in progress
         self._begun: Begun | None = None  # the run in progress, if a hook was called before the body
         self.offered = False
@@ -66,10 +59,10 @@ class Body:
 
     def __enter__(self) -> dict[str, Any]:
         ending, schedule, progress = self._ending, self._schedule, self._sessions.progress
-        if not self.offered or ending.busy or ending.stopping:
+        if not self.offered or ending.state is not IDLE or ending.stop is not None:
             self._check_entry()
         self.offered = False
-        ending.busy = True
+        ending.state = RUNNING
         try:
             # Fast path: no hook is due before the body. Inlined because it runs on every step, as in MonitoredLoop.run.
             if (
@@ -79,12 +72,12 @@ class Body:
             ):
                 progress.outputs = NO_OUTPUTS  # releases the last outputs before the body needs the memory
             else:
-                self._begun = self._sessions.lifecycle.begin()
+                self._begun = self._sessions.lifecycle.begin_body()
             outputs: dict[str, Any] = {}
             self._outputs = outputs
             return outputs
         except BaseException as error:
-            if not self._recovered_from(error):
+            if not self._between_runs.recovered_for_next_run(error):
                 raise
         # Unlike an error of the body, one of a hook before it leaves the run to be begun again.
         self.offered = True
@@ -107,26 +100,26 @@ class Body:
                     and (
                         (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
                         or (schedule.watchers and schedule.noticed_by(outputs))
-                        or (schedule.accumulates and schedule.running.add(outputs, (), {}))
+                        or (schedule.accumulates and schedule.accumulated.add(outputs, (), {}))
                     )
                 ):
                     schedule.runs += 1
                 else:
-                    lifecycle.run(None, _NO_KWARGS, outputs)
+                    lifecycle.finish(None, _NO_KWARGS, outputs)
             else:
                 self._begun = None
-                lifecycle.run(None, _NO_KWARGS, outputs, begun)
+                lifecycle.finish_body(begun, outputs)
             if not schedule.news:
-                ending.busy = False
+                ending.state = IDLE
                 return False
-            self._end_run()
+            self._between_runs.end_run()
         except BaseException as failure:
             if not self._recovered(failure):
                 raise
         else:
-            ending.busy = False
+            ending.run_is_over()
             if schedule.news:
-                self._recover_from_thread()
+                self._between_runs.recover_from_thread()
         return False
 
     def abandon(self, error: BaseException | None) -> LifecycleError | None:
@@ -142,16 +135,16 @@ class Body:
             "with a with statement around it"
         )
         self._stop_recording(unfinished if error is None else error)
-        self._ending.busy = False
+        self._ending.run_is_over()
         return unfinished if error is None else None
 
     def _check_entry(self) -> None:
         """Raise the reason why no run can begin here, unless one is allowed after a thread's stop."""
-        if not self.offered and not self._ending.busy:
+        if not self.offered and self._ending.state is not RUNNING:
             raise LifecycleError(
                 "the object that step() returned was entered twice: write with loop.step() as outputs for each run"
             )
-        self._refuse("step()")
+        self._between_runs.refuse("step()")
 
     def _failed(self, error: BaseException | None, outputs: dict[str, Any] | None) -> bool:
         """End the run that ``error`` interrupted, and return whether the loop has recovered from it."""
@@ -167,7 +160,7 @@ class Body:
 
     def _recovered(self, error: BaseException) -> bool:
         """Recover from ``error``, or end the loop; return which."""
-        if not self._recovered_from(error):
+        if not self._between_runs.recovered_for_next_run(error):
             return False
         logger.warning(
             "the run that failed is not made again, because only a step function can be called again: the loop "

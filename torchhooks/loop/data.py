@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-from torchhooks.common.errors import LifecycleError, brief
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import Ending
+from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending, State
+from torchhooks.loop.between_runs import BetweenRuns
 from torchhooks.loop.schedule import Schedule
 from torchhooks.position.items import Items
 from torchhooks.position.place import Place
@@ -42,29 +42,32 @@ class Data:
     """The ``until_stop`` loops of one monitored loop.
 
     Args:
-        should_stop: handles news, and returns whether the loop stops.
-        recovered_from: recovers from an error, or ends the loop; returns which.
+        schedule: of the loop.
+        position: where the loops are in their data.
+        waits: how long they have waited for their data.
+        items: the calls that wait for the end of an item.
+        ending: of the loop.
+        between_runs: takes up stops, and recovers from errors.
         others: the other ranks, if there are several.
     """
 
     def __init__(
         self,
+        *,
         schedule: Schedule,
         position: Position,
         waits: DataWaits,
         items: Items,
         ending: Ending,
-        should_stop: Callable[[], bool],
-        recovered_from: Callable[[BaseException], bool],
-        others: OtherRanks | None = None,
+        between_runs: BetweenRuns,
+        others: OtherRanks | None,
     ) -> None:
         self._schedule = schedule
         self._position = position
         self._waits = waits
         self._items = items
         self._ending = ending
-        self._should_stop = should_stop
-        self._recovered_from = recovered_from
+        self._between_runs = between_runs
         self._others = others
         self._stop_is_seen = False  # by the body of a loop, through should_stop()
         self._items_without_run = 0
@@ -74,8 +77,9 @@ class Data:
         self, iterable: Iterable[T], resume: bool, limit: int | None, site: object
     ) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end."""
-        self._check_not_ended()
-        others = None if self._ending.busy or self._ending.stopping else self._others  # inside a run, not all iterate
+        self._ending.check_not_ended("until_stop()")  # iterating over nothing would hide it
+        is_between_runs = self._ending.state is IDLE and self._ending.stop is None
+        others = self._others if is_between_runs else None  # inside a run, not all iterate
         if others is not None:
             limit = others.enter(iterable, limit)
         if self._is_halted():  # before iter(), which may draw random numbers
@@ -89,14 +93,14 @@ class Data:
             self._items,
         )
         waits.depth = depth = waits.depth + 1
-        place = position.begin(iterable, ending.busy, site)
+        place = position.begin(iterable, ending.state is RUNNING, site)
         place.limit = limit
         item: Any = None
         try:
             iterator = self._iterator(place, iterable, resume)
             while True:
-                again = (items.waiting or schedule.news or ending.stopping) and not self._settle(place)
-                if ending.stopping:
+                again = (items.waiting or schedule.news or ending.stop) and not self._settle(place)
+                if ending.stop is not None:
                     place.through = True
                     return
                 if not again:
@@ -120,7 +124,7 @@ class Data:
                         if not schedule.runs:
                             self._note_items(place)
                         if depth == 1:
-                            ending.data_ended()
+                            ending.data_have_ended = True
                         return
                     place.held = item
                     runs = schedule.runs
@@ -130,8 +134,8 @@ class Data:
                     place.taken += 1
                     if place.nests:
                         place.begin_item()
-                    if ending.reason is not None:
-                        ending.data_continues()
+                    if ending.data_have_ended:
+                        ending.data_have_ended = False
                 # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.
                 yield item
         finally:
@@ -164,7 +168,7 @@ class Data:
             )
             self._schedule.wake()
         try:
-            return self._should_stop()
+            return self._between_runs.is_to_stop()
         except StopIteration as clean:  # out of a hook, while recovering from a thread's error
             if type(clean) is not StopIteration:
                 raise
@@ -186,34 +190,19 @@ class Data:
                 self._items_without_run,
             )
 
-    def _check_not_ended(self) -> None:
-        """Raise if the loop failed or is closed: iterating over nothing would hide it."""
-        if self._ending.failure is not None:
-            raise LifecycleError(
-                f"until_stop() was called after a run that failed with {brief(self._ending.failure)}: the loop has "
-                "ended, make a new one"
-            ) from self._ending.failure
-        if self._ending.closed:
-            raise LifecycleError("until_stop() was called on a closed loop: make a new one")
-
     def stop_is_seen(self) -> None:
         """Note that the body of a loop was told to stop, and make the calls for a stop: the body may leave the loop."""
         if self._items.depth() and not self._stop_is_settled and not self._stop_is_seen and self._is_healthy():
             self._stop_is_seen = True
-            self._make(self._items.stop)
+            self._between_runs.make(self._items.stop)
 
     def _cut_short(self) -> None:
         """Make the calls for a stop now: the body of an outer loop continues without the items of an inner one."""
-        if self._ending.busy:
+        if self._ending.state is RUNNING:
             return  # in a run, as in the evaluation of a hook: the item of that run settles the stop
         self._position.cut_short()
         self.stop_is_seen()
         self._stop_is_settled = True
-
-    def make_waiting_calls(self) -> None:
-        """Make the calls that wait for the end of the item now, because the session is about to be replaced."""
-        if self._is_healthy():
-            self._make(self._items.finish)
 
     def _settle(self, place: Place) -> bool:
         """Make the calls that wait for the end of an item, and at a stop those for it.
@@ -224,35 +213,21 @@ class Data:
         # A body that was told to stop may have left the item early.
         place.finished = place.taken > (place.resumed or 0) and not self._stop_is_seen
         due = self._items.due()
-        if place.counts and self._is_healthy() and due and not self._make(self._items.make_due):
+        if place.counts and self._is_healthy() and due and not self._between_runs.make(self._items.make_due):
             place.finished = False
             return False
         if self._is_halted() and place.counts and not self._stop_is_settled and self._is_healthy():
             self._stop_is_settled = True
-            self._make(functools.partial(self._items.stop, due))
-        place.finished = place.finished and self._ending.stopping
-        return True
-
-    def _make(self, calls: Callable[[], object]) -> bool:
-        """Make ``calls``, whose errors count as those of a run; return whether they succeeded."""
-        self._ending.busy = True  # none of them may start a run
-        try:
-            calls()
-        except BaseException as error:
-            if self._recovered_from(error):
-                return False
-            if type(error) is not StopIteration:  # which ends the loop cleanly
-                raise
-        finally:
-            self._ending.busy = False
+            self._between_runs.make(functools.partial(self._items.stop, due))
+        place.finished = place.finished and self._ending.stop is not None
         return True
 
     def _is_healthy(self) -> bool:
-        ending = self._ending
-        return ending.failure is None and not ending.closed and not ending.busy
+        """Return whether calls can be made now: the session works, and no run is in progress."""
+        return self._ending.state in (State.IDLE, State.STOPPING)
 
     def _leave(self, place: Place) -> None:
-        stopping = self._ending.stopping or self._ending.signal is not None
+        stopping = self._ending.stop is not None or self._ending.signal is not None
         if stopping and self._stop_is_seen:
             if place.counts and not place.through and not self._stop_is_settled:
                 logger.warning(_LEFT_AT_GUARD, self._schedule.runs)

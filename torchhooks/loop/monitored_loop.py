@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -25,39 +24,22 @@ from typing import Any, Generic, Literal, NoReturn, Self
 import torch
 from typing_extensions import TypeVar
 
-from torchhooks.checkpoints.gradients import Gradients, register_step_post_hook
-from torchhooks.checkpoints.state import plain_metadata
+from torchhooks.checkpoints.gradients import register_step_post_hook
 from torchhooks.common.attempts import Attempts
 from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import AbortedError, LifecycleError, add_note, brief
 from torchhooks.common.log import logger, show_lines
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shown
-from torchhooks.device.readback import Readback
-from torchhooks.fetches.step import Step, takes_one_argument
-from torchhooks.lifecycle.ending import Ending, StopRequest
+from torchhooks.fetches.step import takes_one_argument
+from torchhooks.lifecycle.ending import IDLE, RUNNING, State
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Scaffold, Session
-from torchhooks.lifecycle.signals import SignalWatch
-from torchhooks.loop.arguments import (
-    check_hook_states,
-    check_hooks,
-    check_methods,
-    check_model,
-    check_optimizer,
-    check_state,
-)
+from torchhooks.loop.arguments import LoopArguments, checked_arguments
 from torchhooks.loop.body import Body
-from torchhooks.loop.costs import HookCosts
-from torchhooks.loop.data import Data
-from torchhooks.loop.peers import Peers
-from torchhooks.loop.recovery import Recovery
-from torchhooks.loop.schedule import Schedule
-from torchhooks.loop.session_creator import Mechanisms, Sessions, TrainingState
-from torchhooks.position.items import Items
-from torchhooks.position.position import Position
-from torchhooks.position.progress import NO_OUTPUTS, DataWaits
-from torchhooks.ranks.ranks import Ranks, checked_ranks
+from torchhooks.loop.parts import build
+from torchhooks.position.progress import NO_OUTPUTS
+from torchhooks.ranks.ranks import Ranks
 
 R = TypeVar("R", default=Any)  # the default is that of a loop without a step function
 T = TypeVar("T")
@@ -126,71 +108,39 @@ class MonitoredLoop(Generic[R]):
         ranks: Ranks | Literal[False] | None = None,
     ) -> None:
         show_lines()  # before the first check, because checks log warnings
-        check_model(model)
-        check_optimizer(optimizer, step_unit)
-        if scaffold is not None and not isinstance(scaffold, Scaffold):
-            raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold")
-        about_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
-        checked_metadata, used_ranks = plain_metadata(metadata), checked_ranks(ranks)
-        check_methods(copied_hooks)
-        folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
-        self._step: Callable[..., R] = about_step.function
+        arguments = checked_arguments(
+            step=step,
+            model=model,
+            optimizer=optimizer,
+            hooks=hooks,
+            hooks_elsewhere=self._hooks_elsewhere,
+            scaffold=scaffold,
+            state=state,
+            checkpoint_dir=checkpoint_dir,
+            step_unit=step_unit,
+            recoverable_errors=recoverable_errors,
+            max_recoveries=max_recoveries,
+            signals=signals,
+            stop_grace_period_secs=stop_grace_period_secs,
+            hook_costs=hook_costs,
+            metadata=metadata,
+            ranks=ranks,
+        )
+        self._parts = parts = build(arguments)
+        # What an idle run looks at, so that it finds it with one lookup.
+        self._ending, self._schedule, self._sessions = parts.ending, parts.schedule, parts.sessions
+        self._between_runs = parts.between_runs
+        self._body = parts.body
+        self._step: Callable[..., R] = arguments.step.function
+        self._steps_per_run = arguments.steps_per_run
         if step is None:  # replaces the method, so that a run does not have to check
             self.run = self._step  # type: ignore[method-assign]
-        self._optimizer = optimizer
-        self._steps_per_run = 1 if step_unit == "run" else 0
         self._step_counter: Any = None
-        self._in_step_fn = False
-        self._awaits_success = False  # the loop recovered, and has made no run since
         self._begun = 0
-        self._thread = threading.get_ident()
-        self._schedule = schedule = Schedule(copied_hooks, used_ranks)
-        self._readback = Readback(schedule.wake)
-        self._signals = SignalWatch(signals, schedule.wake)
-        self._ending = Ending(self._signals, schedule.wake)
-        self._peers = peers = Peers(used_ranks, schedule, self._ending) if used_ranks.size > 1 else None
-        self._recovery = Recovery(recoverable_errors, max_recoveries, ranks=used_ranks.size)
-        self._costs = HookCosts(schedule, self._readback) if hook_costs else None
-        position, waits = Position(schedule, checked_state), DataWaits()
-        self._items = Items(lambda: position.depth)
-        recover = self._recovered_from
-        self._data = Data(schedule, position, waits, self._items, self._ending, self._is_to_stop, recover, peers)
-        saves = folder is not None or any(getattr(hook, "saves_checkpoints", False) for hook in copied_hooks)
-        watched = saves and hasattr(optimizer, "register_step_post_hook")
-        self._gradients = Gradients(optimizer) if optimizer is not None and watched else None
-        self._sessions = Sessions(
-            TrainingState(
-                model,
-                optimizer,
-                checked_state,
-                check_hook_states(copied_hooks),
-                self._hooks_elsewhere,
-                folder,
-                self._gradients,
-                checked_metadata,
-                set(),
-            ),
-            Scaffold() if scaffold is None else scaffold,
-            about_step,
-            self._steps_per_run,
-            Mechanisms(
-                *(schedule, self._readback, position, waits, self._items, self._ending, self._recovery, self._costs),
-                *(used_ranks, peers),
-            ),
-            stop_grace_period_secs,
-        )
-        self._body = Body(
-            *(self._ending, schedule, self._sessions, self._steps_per_run),
-            *(self._refuse, self._end_run, self._recovered_for_next_run, self._recover_from_thread),
-        )
         try:
-            self._signals.install()
-            if peers is not None:
-                weakref.finalize(self, peers.abandon).atexit = False
-                peers.start(step_unit, folder)
-            self._start()
+            self._start(arguments)
         except BaseException as error:
-            self._ending.failure = error
+            self._ending.failure = error  # also StopIteration, which is no clean end before the first run
             self._close(error)
             raise
 
@@ -205,9 +155,9 @@ class MonitoredLoop(Generic[R]):
             FeedError: a parameter was fed twice.
         """
         ending, schedule, progress = self._ending, self._schedule, self._sessions.progress
-        if ending.busy or ending.stopping:
-            self._refuse()
-        ending.busy = True
+        if ending.state is not IDLE or ending.stop is not None:
+            self._between_runs.refuse()
+        ending.state = RUNNING
         try:
             # Fast path: no hook is due. Inlined because it runs on every step.
             if (
@@ -224,28 +174,28 @@ class MonitoredLoop(Generic[R]):
                     and (
                         (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
                         or (schedule.watchers and schedule.noticed_by(outputs))
-                        or (schedule.accumulates and schedule.running.add(outputs, args, kwargs))
+                        or (schedule.accumulates and schedule.accumulated.add(outputs, args, kwargs))
                     )
                 ):
                     schedule.runs += 1
                 else:
-                    self._sessions.lifecycle.run(args, kwargs, outputs)
+                    self._sessions.lifecycle.finish(args, kwargs, outputs)
             else:
                 outputs = self._sessions.lifecycle.run(args, kwargs)
             if not schedule.news:
-                ending.busy = False
+                ending.state = IDLE
                 return outputs
-            self._end_run()
+            self._between_runs.end_run()
         except BaseException as error:
-            if not self._recovered_from(error):
+            if not self._between_runs.recovered_from(error):
                 raise
         else:
-            ending.busy = False
+            ending.run_is_over()
             if schedule.news:
-                self._recover_from_thread()
+                self._between_runs.recover_from_thread()
             return outputs
         outputs = self.run(*args, **kwargs)
-        self._recovery.run_went_well()
+        self._parts.recovery.run_went_well()
         ending.notice()
         return outputs
 
@@ -282,26 +232,27 @@ class MonitoredLoop(Generic[R]):
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
             raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
-        ending = self._ending
-        inside, allowed = self._in_step_fn, ending.last_run_allowed
+        ending, between_runs = self._ending, self._between_runs
+        inside, allowed = between_runs.in_step_fn, ending.last_run_allowed
         while True:
-            if ending.busy or ending.stopping:
-                self._refuse()
-            self._in_step_fn, ending.last_run_allowed = True, allowed  # the function may make more than one run
+            if ending.state is not IDLE or ending.stop is not None:
+                between_runs.refuse()
+            between_runs.in_step_fn = True
+            ending.last_run_allowed = allowed  # the function may make more than one run
             try:
                 result = step_fn(StepContext(self))
             except BaseException as error:
-                self._in_step_fn = inside
-                if ending.stopping:
-                    self._run_failed(error)
+                between_runs.in_step_fn = inside
+                if ending.stop is not None:
+                    between_runs.run_failed(error)
                     raise
-                if not self._recovered_from(error):
+                if not between_runs.recovered_from(error):
                     raise
             else:
-                self._in_step_fn = inside
-                self._recovery.run_went_well()
+                between_runs.in_step_fn = inside
+                self._parts.recovery.run_went_well()
                 ending.notice()
-                self._recover_from_thread()
+                between_runs.recover_from_thread()
                 return result
             finally:
                 ending.last_run_allowed = ending.last_run_allowed and not allowed
@@ -311,9 +262,9 @@ class MonitoredLoop(Generic[R]):
 
         Raises one of ``recoverable_errors`` if a background thread reported it and the loop does not recover from it.
         """
-        stopping = self._is_to_stop()
+        stopping = self._between_runs.is_to_stop()
         if stopping:
-            self._data.stop_is_seen()
+            self._parts.data.stop_is_seen()
         return stopping
 
     def until_stop(
@@ -355,18 +306,14 @@ class MonitoredLoop(Generic[R]):
         if limit is not None:
             whole_number(limit, "limit", 0)
         frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
-        return self._data.until_stop(iterable, resume, limit, (frame, frame.f_lasti))
+        return self._parts.data.until_stop(iterable, resume, limit, (frame, frame.f_lasti))
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop the loop after the run in progress, or now if there is none. Any thread may call this.
 
         This cannot be undone. ``stop_reason`` is ``"request_stop: <reason>"``, or ``"request_stop"`` without one.
         """
-        text = "request_stop" if reason is None else f"request_stop: {reason}"
-        if self._ending.busy:
-            self._ending.request(StopRequest(text))
-        else:
-            self._ending.stop(text, by_thread=threading.get_ident() != self._thread)
+        self._ending.request_by_caller("request_stop" if reason is None else f"request_stop: {reason}")
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not count the time inside this ``with`` block as training time: an evaluation, for example. Nests."""
@@ -394,7 +341,7 @@ class MonitoredLoop(Generic[R]):
             Exception: what an ``end``, a ``teardown`` or a background thread raised; several as an ExceptionGroup.
             LifecycleError: ``close`` was called inside a run.
         """
-        if self._ending.busy:
+        if self._ending.state is RUNNING:
             raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
         self._close(None)
 
@@ -410,117 +357,42 @@ class MonitoredLoop(Generic[R]):
 
     # -- start --------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _start(self, arguments: LoopArguments) -> None:
+        """Handle signals, reach the other ranks, call every hook's ``begin``, and create the session."""
+        parts = self._parts
+        parts.signals.install()
+        if parts.peers is not None:
+            weakref.finalize(self, parts.peers.abandon).atexit = False
+            parts.peers.start(arguments.step_unit, arguments.checkpoint_dir)
         for seat in self._schedule.all_seats:
             self._begun += 1
             self._sessions.call(seat, "begin", seat.hook.begin)
         if not self._steps_per_run:
-            assert self._optimizer is not None
-            self._step_counter = register_step_post_hook(self._optimizer, self._count_optimizer_step)
+            assert arguments.optimizer is not None
+            self._step_counter = register_step_post_hook(arguments.optimizer, self._count_optimizer_step)
         try:
             self._sessions.create()
         except BaseException as error:
             if not self._sessions.may_recover(error):
                 raise
             self._sessions.recover(error)
-            self._recovery.run_went_well()
+            parts.recovery.run_went_well()
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._sessions.progress.global_step += 1
 
-    # -- between runs -------------------------------------------------------------------------------------------------
-
-    def _is_to_stop(self) -> bool:
-        """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
-        if not self._ending.stopping and self._schedule.news:
-            self._ending.notice()
-            if self._peers is not None:
-                self._peers.check()
-            self._recover_from_thread()
-        return self._ending.stopping
-
-    def _end_run(self) -> None:
-        """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""
-        schedule, readback = self._schedule, self._readback
-        schedule.news = False  # cleared first, because a thread or a signal may set it at any time
-        if readback.waiting:
-            schedule.wake()
-            readback.end_run()
-        if self._items.waiting and not self._items.depth():
-            self._items.finish()
-        if self._awaits_success:
-            self._awaits_success = False
-            self._recovery.run_went_well()
-        self._ending.notice()
-        if self._sessions.coord.should_stop():
-            schedule.wake()
-        if self._peers is not None:
-            self._peers.end_run()
-
-    def _recovered_from(self, error: BaseException) -> bool:
-        """Recover from ``error``, which interrupted a run, or end the loop. Return whether to make the run again."""
-        self._ending.void_run()
-        try:
-            if not self._in_step_fn and self._sessions.may_recover(error):
-                self._sessions.recover(error)
-                self._ending.busy = False
-                return True
-        except BaseException as another:
-            self._run_failed(another)
-            raise
-        if not self._in_step_fn or not self._recovery.covers(error):
-            self._run_failed(error)
-        self._ending.busy = False
-        return False
-
-    def _recovered_for_next_run(self, error: BaseException) -> bool:
-        """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""
-        self._awaits_success = recovered = self._recovered_from(error)
-        self._schedule.wake()
-        return recovered
-
-    def _recover_from_thread(self) -> None:
-        """Recover from a background thread's error between two runs, if it is one to recover from."""
-        coord = self._sessions.coord
-        if self._ending.stopping or self._ending.busy or self._in_step_fn or not coord.should_stop():
-            return
-        try:
-            coord.raise_requested_exception()
-        except BaseException as error:
-            if not self._recovery.covers(error):
-                return  # the thread's stop request ends the loop
-            self._data.make_waiting_calls()
-            if not self._recovered_for_next_run(error):
-                self._sessions.coord.clear_stop()  # or joining the threads would raise it a second time
-                raise
-
-    def _run_failed(self, error: BaseException) -> None:
-        self._ending.busy = False
-        self._ending.fail(error)
-        if self._peers is not None:
-            self._peers.failed(error)
-
-    def _refuse(self, call: str = "run()") -> None:
-        """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop."""
-        self._ending.refuse(call, self._sessions.coord.raise_requested_exception, self._in_step_fn)
-
     # -- end ----------------------------------------------------------------------------------------------------------
 
     def _close(self, error: BaseException | None) -> None:
-        ending = self._ending
-        if ending.closed:
+        ending, peers = self._ending, self._parts.peers
+        if ending.state is State.CLOSED:
             return
-        if self._peers is not None and (failure := self._peers.close(error)) is not None:
+        if peers is not None and (failure := peers.close(error)) is not None:
             self._close(failure)
             raise failure
-        ending.closed = True
+        ending.close(error)
         if type(error) is StopIteration:
-            ending.stop(brief(error))
             error = None
-        elif error is not None:
-            ending.failure = ending.failure or error
-            ending.stop(brief(error))
-        ending.stop(ending.reason or "closed")
         traceback = None if error is None else error.__traceback__
         attempt = Attempts()
         try:
@@ -529,7 +401,7 @@ class MonitoredLoop(Generic[R]):
             ending.void_run()
             logged = ending.log_before_delivery(error, attempt.errors)
         finally:  # also after an interrupt between two of the calls
-            attempt(self._signals.restore)
+            attempt(self._parts.signals.restore)
         if error is None:
             attempt.raise_errors("several errors while the loop was closed")
             return
@@ -542,27 +414,27 @@ class MonitoredLoop(Generic[R]):
 
     def _close_everything(self, attempt: Attempts) -> None:
         """Close every component, even if some fail, and collect the errors."""
-        sessions, seats = self._sessions, self._schedule.all_seats
-        attempt(self._readback.drain)
+        parts, sessions, seats = self._parts, self._sessions, self._schedule.all_seats
+        attempt(parts.readback.drain)
         if self._ending.failure is None and not attempt.errors:
-            attempt(self._items.finish)
-            self._data.check_end()
+            attempt(parts.items.finish)
+            parts.data.check_end()
             for seat in seats:
                 attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
                 attempt(sessions.end, seat)
-        attempt(self._readback.close)
-        if self._costs is not None:
-            attempt(self._costs.report)
+        attempt(parts.readback.close)
+        if parts.costs is not None:
+            attempt(parts.costs.report)
         sessions.session.call_savers("close", attempt)
         attempt(sessions.join_threads)
         for seat in seats[: self._begun]:
             attempt(sessions.call, seat, "teardown", seat.hook.teardown)
         if self._step_counter is not None:
             self._step_counter.remove()
-        if self._gradients is not None:
-            self._gradients.close()
-        if self._peers is not None:
-            attempt(self._peers.leave, list(attempt.errors))
+        if parts.gradients is not None:
+            parts.gradients.close()
+        if parts.peers is not None:
+            attempt(parts.peers.leave, list(attempt.errors))
 
 
 class StepContext(Generic[R]):

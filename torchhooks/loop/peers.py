@@ -20,8 +20,9 @@ from typing import Any
 
 from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError, add_note, brief
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import Ending
-from torchhooks.loop.run import NOT_MADE, Begun, Lifecycle
+from torchhooks.lifecycle.ending import RUNNING, Ending, Stop, StoppedBy
+from torchhooks.lifecycle.hook import SessionRunContext
+from torchhooks.loop.run import Lifecycle
 from torchhooks.loop.schedule import Schedule
 from torchhooks.position.progress import NO_OUTPUTS, Progress
 from torchhooks.ranks.agreement import (
@@ -55,8 +56,6 @@ from torchhooks.ranks.ranks import (
 )
 from torchhooks.ranks.roster import hooks_of_some, identity, other_periods
 
-_MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
-
 
 class Peers:
     """Keeps one loop in step with the same loop on the other ranks.
@@ -68,11 +67,6 @@ class Peers:
     """
 
     def __init__(self, ranks: Ranks, schedule: Schedule, ending: Ending) -> None:
-        if len(schedule.collective) > _MOST_COLLECTIVE_HOOKS:
-            raise ValueError(
-                f"{len(schedule.collective)} collective hooks: a loop of several ranks takes at most "
-                f"{_MOST_COLLECTIVE_HOOKS} of them: combine some"
-            )
         self._ranks = ranks
         self._schedule = schedule
         self._ending = ending
@@ -90,13 +84,13 @@ class Peers:
         self._status = LIVE
         self._asked = 0
         self._asked_in: int | None = None  # the run in which the training thread asked, so that it holds at its end
-        self._reason = ""
+        self._why = Stop("", StoppedBy.ERROR)  # this rank asked for a stop, or failed
         self._waits_after: int | None = None  # the run after which the training thread holds, or is at a meeting
         self._is_at_meeting = False
         self._failed_in = 0
         self._promising = False
         self._decision: Decided | None = None
-        self._decision_reason = ""
+        self._agreed_stop: Stop | None = None
         self._arrival = (0, 0, UNKNOWN_LENGTH)  # the meetings so far, and the kind and the value of the last
         self._met: Met | None = None
         self._stopped = False  # on this rank: the agreed last run is over
@@ -152,10 +146,10 @@ class Peers:
         if self._ranks.is_chief:
             logger.warning("%s: if it fetches a DTensor, a rank that is alone in a run waits forever", message)
 
-    def lifecycle(self, *parts: Any) -> Lifecycle:
-        """Return the Lifecycle of ``parts`` that looks at the other ranks before each step with hooks."""
-        self._progress = parts[1]
-        return _LifecycleOverRanks(self, *parts)
+    def lifecycle(self, *, progress: Progress, **parts: Any) -> Lifecycle:
+        """Return the Lifecycle with these parts that looks at the other ranks before each step with hooks."""
+        self._progress = progress
+        return _LifecycleOverRanks(self, progress=progress, **parts)
 
     def begin_run(self, number: int) -> None:
         """Note that a run in which hooks take part begins."""
@@ -237,7 +231,7 @@ class Peers:
         consequence = is_communication_error(error)
         with self._changed:
             self._failed_in = max(self._schedule.runs + (self._progress.outputs is NO_OUTPUTS), self._last_number)
-            self._reason = brief(error)
+            self._why = Stop(brief(error), StoppedBy.ERROR)
             self._status = FAILED_LATER if consequence or isinstance(error, PeerError) else FAILED
         self._failure_is_seen.set()
         self._hurry.set()
@@ -272,7 +266,7 @@ class Peers:
         with self._changed:
             self._status = max(self._status, FAILED if errors else LEFT)
             if errors:
-                self._reason, self._failed_in = brief(errors[0]), self._schedule.runs
+                self._why, self._failed_in = Stop(brief(errors[0]), StoppedBy.ERROR), self._schedule.runs
             # When a tick is complete here, each rank has completed the one before it. The process may end then.
             known = self._ticks + 3
             self._failure_is_seen.set()
@@ -283,7 +277,7 @@ class Peers:
 
     def abandon(self) -> None:
         """Tell the other ranks that the loop of this one is gone, though it was never closed."""
-        self._reason = "its loop was never closed"
+        self._why = Stop("its loop was never closed", StoppedBy.ERROR)
         self._status = max(self._status, LEFT if self._stopped else FAILED)
         self._failure_is_seen.set()
         self._hurry.set()
@@ -299,7 +293,9 @@ class Peers:
         If the training thread waits, a rank in a later run, at a later meeting or out of its loop will never take part.
         """
         if self.failure is None and self._status >= FAILED:
-            return PeerError(f"this rank failed: {self._reason}", self._ranks.rank, self._failed_in, self._reason)
+            return PeerError(
+                f"this rank failed: {self._why.reason}", self._ranks.rank, self._failed_in, self._why.reason
+            )
         if self.failure is not None or threading.get_ident() != self._training_thread:
             return self.failure
         if self._status == LEFT:  # after the loop, nothing tells where the other ranks are
@@ -338,7 +334,7 @@ class Peers:
                 self._is_at_meeting = False
             met = self._met
             if met is not None and met.stop and not self._stopped:
-                self._stop(self._decision_reason or closed or f"rank {met.leaver} left the loop")
+                self._stop(self._agreed_stop or Stop(closed or f"rank {met.leaver} left the loop", StoppedBy.END))
             return None if self._stopped else met
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
@@ -376,20 +372,21 @@ class Peers:
             if decision.bits & (STOP << number + 1):
                 self._schedule.trigger(seat)
         if decision.bits & STOP:
-            self._stop(self._decision_reason)
+            assert self._agreed_stop is not None
+            self._stop(self._agreed_stop)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, stop: Stop) -> None:
         self._stopped = True
-        self._ending.make_no_further_run(reason)
+        self._ending.decide(stop)
 
-    def _propose(self, reason: str) -> None:
+    def _propose(self, stop: Stop) -> None:
         """Ask the other ranks to stop. Any thread may call this."""
         with self._changed:
             if not self._asked & STOP:
-                self._reason = reason
+                self._why = stop
                 self._asked |= STOP
             # Holding at the end of this run makes it the last one if all ranks ask in it.
-            if self._ending.busy and threading.get_ident() == self._training_thread:
+            if self._ending.state is RUNNING and threading.get_ident() == self._training_thread:
                 run = self.run_number or self._schedule.runs
                 if self._decision is None or self._decision.last <= run:
                     self._asked_in = run
@@ -426,14 +423,15 @@ class Peers:
         with self._changed:
             events = agreement.settle(table)
         asked = next((event for event in events if isinstance(event, (Decided, Failed))), None)
-        texts: list[str] = []
+        reasons: list[Stop] = []
         if isinstance(asked, Failed) or (asked is not None and asked.bits & STOP):
-            texts = transport.exchange_text(self._reason)  # every rank found this event, so every rank calls it
+            # Every rank found this event, so every rank calls it.
+            reasons = [Stop.from_text(text) for text in transport.exchange_text(self._why.to_text())]
         over = False
         with self._changed:
             self._ticks += 1
             for event in events:
-                over = self._handle(event, table, texts) or over
+                over = self._handle(event, table, reasons) or over
             if agreement.promising:
                 self._promising = True
             self._changed.notify_all()
@@ -455,7 +453,7 @@ class Peers:
         schedule = self._schedule
         while True:  # until nothing changes in between
             runs, number = schedule.runs, self.run_number
-            in_step = self._ending.busy and self._progress.outputs is NO_OUTPUTS
+            in_step = self._ending.state is RUNNING and self._progress.outputs is NO_OUTPUTS
             if (runs, number) == (schedule.runs, self.run_number):
                 break
         if self._waits_after is not None:
@@ -473,7 +471,7 @@ class Peers:
         """Ask for what this rank noticed itself: a signal; on the chief, hooks that are due by the clock."""
         signal = self._ending.signal
         if signal is not None and not self._asked & STOP:
-            self._reason = f"signal {signal}"
+            self._why = Stop(f"signal {signal}", StoppedBy.SIGNAL)
             self._asked |= STOP
         if self._ranks.is_chief:
             for number, seat in enumerate(self._schedule.collective):
@@ -481,7 +479,7 @@ class Peers:
                     seat.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
                     self._asked |= STOP << number + 1
 
-    def _handle(self, event: Event, table: list[Row], texts: list[str]) -> bool:
+    def _handle(self, event: Event, table: list[Row], reasons: list[Stop]) -> bool:
         """Note ``event``; return whether it was the last one. The lock is held."""
         match event:
             case Decided(_, bits, askers):
@@ -493,9 +491,9 @@ class Peers:
                     self._asked_in = None  # holding earlier than the other ranks would make them wait forever
                 if bits & STOP:
                     self._asked_in = None
-                    reason = texts[askers[0]]
-                    named = _named([rank for rank in askers if texts[rank] == reason], self._ranks.size)
-                    self._decision_reason = f"{reason} ({named})"
+                    first = reasons[askers[0]]
+                    named = _named([rank for rank in askers if reasons[rank].reason == first.reason], self._ranks.size)
+                    self._agreed_stop = Stop(f"{first.reason} ({named})", first.by)
                 self._schedule.wake()
             case Met():
                 self._met = event
@@ -511,7 +509,8 @@ class Peers:
                 return True
             case Failed(rank, run, _):
                 if self._status < FAILED or rank != self._ranks.rank:
-                    self._fail(rank, f"rank {rank} failed in run {run}: {texts[rank]}", texts[rank], run)
+                    reason = reasons[rank].reason
+                    self._fail(rank, f"rank {rank} failed in run {run}: {reason}", reason, run)
                 return True
             case Finished():
                 return True
@@ -559,29 +558,18 @@ class Peers:
 class _LifecycleOverRanks(Lifecycle):
     """A Lifecycle that lets the thread know the run in progress, and makes none after a failure."""
 
-    def __init__(self, peers: Peers, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, peers: Peers, **parts: Any) -> None:
+        super().__init__(**parts)
         self._peers = peers
 
-    def begin(self) -> Begun:
+    def new_context(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> SessionRunContext:
         self._peers.check()
         self._peers.begin_run(self._schedule.runs + 1)
-        return super().begin()
+        return super().new_context(args, kwargs)
 
-    def run(
-        self,
-        args: tuple[Any, ...] | None,
-        kwargs: Mapping[str, Any],
-        outputs: Any = NOT_MADE,
-        begun: Begun | None = None,
-    ) -> Any:
-        peers = self._peers
-        if begun is None:
-            peers.check()
-            peers.begin_run(self._schedule.runs + 1)
-        outputs = super().run(args, kwargs, outputs, begun)
-        peers.run_number = 0  # not after an error: the run was not made
-        return outputs
+    def complete(self, *run: Any) -> None:
+        super().complete(*run)
+        self._peers.run_number = 0  # not after an error: the run was not made
 
 
 def _length(iterable: Iterable[Any]) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from torchhooks.common.checks import exception_types, whole_number
 from torchhooks.common.errors import AbortedError, add_note, brief
 from torchhooks.common.log import logger
 
@@ -69,13 +68,13 @@ class Recovery:
 
     def __init__(
         self,
-        errors: Iterable[type[BaseException]] = (AbortedError,),
+        errors: tuple[type[BaseException], ...] = (AbortedError,),
         max_recoveries: int = 10,
         window_secs: float = 3600.0,
         ranks: int = 1,
     ) -> None:
-        self._errors = exception_types(errors, "recoverable_errors", "(AbortedError,)")
-        self._max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
+        self._errors = errors
+        self._max_recoveries = max_recoveries
         self._window_secs = window_secs
         self._ranks = ranks
         self._made: deque[float] = deque()

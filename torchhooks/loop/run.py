@@ -30,9 +30,6 @@ from torchhooks.loop.costs import HookCosts
 from torchhooks.loop.schedule import Schedule, Seat, in_order
 from torchhooks.position.progress import NO_OUTPUTS, Progress
 
-NOT_MADE: Any = object()
-"""What :meth:`Lifecycle.run` is given as outputs if it has to make the step itself."""
-
 Request = tuple[Seat, SessionRunArgs]
 
 
@@ -110,7 +107,13 @@ class Lifecycle:
     """
 
     def __init__(
-        self, services: RunServices, progress: Progress, schedule: Schedule, steps_per_run: int, costs: HookCosts | None
+        self,
+        *,
+        services: RunServices,
+        progress: Progress,
+        schedule: Schedule,
+        steps_per_run: int,
+        costs: HookCosts | None,
     ) -> None:
         self._services = services
         self._session, self._step = services.session, services.step
@@ -119,53 +122,35 @@ class Lifecycle:
         self._new_evaluator = services.session.new_evaluator
         self._progress = progress
         self._schedule = schedule
-        self._running = schedule.running
+        self._accumulated = schedule.accumulated
         self._steps_per_run = steps_per_run
         self._costs = costs
 
-    def run(
-        self,
-        args: tuple[Any, ...] | None,
-        kwargs: Mapping[str, Any],
-        outputs: Any = NOT_MADE,
-        begun: Begun | None = None,
-    ) -> Any:
-        """Make one run, and return what the step returned.
-
-        ``outputs`` is given if the step was made already, because no hook was due before it, but one is due after it.
-        ``begun`` is what :meth:`begin` returned before that step, if it was called. ``args`` is ``None`` if the step is
-        the body of a ``with`` statement, which has no arguments.
-        """
-        ending, schedule = self._ending, self._schedule
-        number = schedule.runs + 1
-        if outputs is NOT_MADE:
-            context = ending.run = SessionRunContext(self._services, args, kwargs)
-            requests: list[Request] = []
-            seats = self._before_run(context, requests, number)
-            outputs, made = self._make_step(requests, args, kwargs)
-        else:
-            context, requests, seats, made = self._made_before(args, kwargs, outputs, begun)
-        if schedule.watchers:
-            self._call_watchers(context, requests, seats, outputs, made)
-        evaluates = requests or schedule.running.sources
-        values = self._evaluate(context, requests, outputs, made) if evaluates else _NO_VALUES
-        planned = self._after_run(context, seats, values, number)
-        ending.run = None
-        if ending.requests:
-            ending.stop_as_requested()
-        if planned:
-            schedule.ask(seats)
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Make a whole run, and return what the step returned."""
+        context = self.new_context(args, kwargs)
+        requests: list[Request] = []
+        seats = self._before_run(context, requests)
+        outputs, made = self._make_step(requests, args, kwargs)
+        self.complete(context, requests, seats, outputs, made)
         return outputs
 
-    def begin(self) -> Begun:
-        """Make the part of a run that comes before a step that the caller makes; :meth:`run` makes the rest.
+    def finish(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """Finish a run whose step was made and counted, because no hook was due before it, but one is due after it.
+
+        ``args`` is ``None`` if the step is the body of a ``with`` statement, which has no arguments.
+        """
+        self.complete(self.new_context(args, kwargs), [], [], outputs, _PLAIN)
+
+    def begin_body(self) -> Begun:
+        """Make the part of a run that comes before a body. :meth:`finish_body` makes the rest.
 
         Raises:
             FeedError: a hook feeds the step, which has no parameters.
         """
-        context = self._ending.run = SessionRunContext(self._services, None, {})
+        context = self.new_context(None, {})
         requests: list[Request] = []
-        seats = self._before_run(context, requests, self._schedule.runs + 1)
+        seats = self._before_run(context, requests)
         self._progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
         recording = None
         for seat, request in requests:
@@ -174,6 +159,36 @@ class Lifecycle:
                 break
         begun: Begun = _new_tuple(Begun, (context, requests, seats, recording))
         return begun
+
+    def finish_body(self, begun: Begun, outputs: Any) -> None:
+        """Count the step of a run that :meth:`begin_body` began, whose body made ``outputs``, and finish the run."""
+        context, requests, seats, recording = begun
+        if recording is not None:
+            recording.stop()
+        self._progress.outputs = outputs
+        self._progress.global_step += self._steps_per_run
+        self.complete(context, requests, seats, outputs, _PLAIN if recording is None else recording.made(outputs))
+
+    def new_context(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> SessionRunContext:
+        """Begin a run in which hooks take part."""
+        context = self._ending.run = SessionRunContext(self._services, args, kwargs)
+        return context
+
+    def complete(
+        self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
+    ) -> None:
+        """Make the part of a run that comes after its step: evaluate what hooks fetch, and call their ``after_run``."""
+        ending, schedule = self._ending, self._schedule
+        if schedule.watchers:
+            self._call_watchers(context, requests, seats, outputs, made)
+        evaluates = requests or schedule.accumulated.sources
+        values = self._evaluate(context, requests, outputs, made) if evaluates else _NO_VALUES
+        planned = self._after_run(context, seats, values)
+        ending.run = None
+        if ending.requests:
+            ending.stop_as_requested()
+        if planned:
+            schedule.ask(seats)
 
     def _start_recording(self, requests: list[Request]) -> Recording:
         recording = Recording(requests)
@@ -185,9 +200,10 @@ class Lifecycle:
         recording.start(self._session.model)
         return recording
 
-    def _before_run(self, context: SessionRunContext, requests: list[Request], number: int) -> list[Seat]:
+    def _before_run(self, context: SessionRunContext, requests: list[Request]) -> list[Seat]:
         """Call ``before_run`` of the hooks that are due, append what they request, and return them."""
         progress, schedule = self._progress, self._schedule
+        number = schedule.runs + 1
         if self._items.before_run:
             self._items.begin_run()
         step = progress.global_step
@@ -206,7 +222,7 @@ class Lifecycle:
                 if request is not None:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
-                        self._running.declare(seat.hook, seat, request.fetches, number)
+                        self._accumulated.declare(seat, request.fetches, number)
                     requests.append((seat, request))
                 if progress.global_step != step:  # the hooks after this one are due by the step that it set
                     step = progress.global_step
@@ -241,20 +257,6 @@ class Lifecycle:
         self._progress.global_step += self._steps_per_run
         return outputs, recording.made(outputs)
 
-    def _made_before(
-        self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any], outputs: Any, begun: Begun | None
-    ) -> tuple[SessionRunContext, list[Request], list[Seat], _Made]:
-        """Return what is known of a run whose step was made already; count that step if :meth:`begin` was called."""
-        if begun is None:
-            context = self._ending.run = SessionRunContext(self._services, args, kwargs)
-            return context, [], [], _PLAIN
-        context, requests, seats, recording = begun
-        if recording is not None:
-            recording.stop()
-        self._progress.outputs = outputs
-        self._progress.global_step += self._steps_per_run
-        return context, requests, seats, _PLAIN if recording is None else recording.made(outputs)
-
     def _call_watchers(
         self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
     ) -> None:
@@ -273,7 +275,7 @@ class Lifecycle:
                     if request is not seat.plain_request:
                         _check_request(requests, seat, request)
                         _check_late(seat, request, outputs)
-                        self._running.declare(seat.hook, seat, request.fetches, schedule.runs + 1)
+                        self._accumulated.declare(seat, request.fetches, schedule.runs + 1)
                     requests.append((seat, request))
         except BaseException as error:
             self._note(error, context.caller, "before_run")
@@ -287,8 +289,8 @@ class Lifecycle:
         """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
         fed, watched, options, metadata = made
         evaluator = self._new_evaluator(self._session, outputs, fed, context.inputs, watched, requests)
-        if self._running.sources:
-            self._running.add(outputs, (), {}, evaluator)
+        if self._accumulated.sources:
+            self._accumulated.add(outputs, (), {}, evaluator)
         evaluate: Callable[[Any, Any], Any] = evaluator.evaluate
         if self._costs is not None:
             evaluate = self._costs.timed_evaluation(evaluate)
@@ -299,10 +301,11 @@ class Lifecycle:
         return values
 
     def _after_run(
-        self, context: SessionRunContext, seats: list[Seat], values: Mapping[Seat, SessionRunValues], number: int
+        self, context: SessionRunContext, seats: list[Seat], values: Mapping[Seat, SessionRunValues]
     ) -> bool:
         """Call ``after_run`` of the hooks that take part; return whether one of them has to be asked when it is due."""
         progress, schedule = self._progress, self._schedule
+        number = schedule.runs + 1
         step, look = progress.global_step, schedule.after
         if step >= look.step or number >= look.run or look.moment is not None:
             seats[:] = in_order([*seats, *(seat for seat in look.due(step, number) if seat not in seats)])

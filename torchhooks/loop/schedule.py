@@ -10,10 +10,13 @@ from operator import attrgetter
 from typing import Any
 
 from torchhooks.common.errors import add_note
+from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
 from torchhooks.common.timers import Due
-from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.fetches.accumulated import AccumulatedValues
+from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, WritingHook, overrides
+from torchhooks.position.progress import Progress
 from torchhooks.ranks.ranks import Ranks
 
 NEVER_STEP = sys.maxsize
@@ -24,12 +27,16 @@ _FAST_INT = 2**30 - 1
 after that many steps costs one call more."""
 
 
-class Seat:
+class Seat(Requester):
     """One hook's place in a loop, and when the hook is next due."""
 
+    hook: SessionRunHook
+
     def __init__(self, index: int, hook: SessionRunHook) -> None:
+        super().__init__(hook)
         self.index = index
-        self.hook = hook
+        self.progress = Progress()
+        """How far the loop is in its current session."""
         # Bound methods, looked up once instead of in every run.
         self.before_run = hook.before_run
         self.after_run = hook.after_run
@@ -73,6 +80,16 @@ class Seat:
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
         self.due_moment = math.inf if due.moment is None else due.moment
         self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
+
+    def why_alone(self) -> str | None:
+        if self.when is not None:
+            return (
+                "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "
+                "None"
+            )
+        if self.due_moment != math.inf:
+            return "the hook is due by the clock of each rank: set collective = True in its class"
+        return None
 
     def __str__(self) -> str:
         try:
@@ -163,7 +180,7 @@ class Schedule:
         """The hooks with a run method. The others cost nothing."""
         self.runs = 0
         """How many runs reached their ``after_run``."""
-        self.running = RunningValues()
+        self.accumulated = AccumulatedValues()
         """What is accumulated for the hooks in every run."""
         self.news = False
         """Whether the end of the run has something to handle: the only thing that an idle run checks."""
@@ -195,16 +212,22 @@ class Schedule:
         self.idle_runs = min(before.run, after.run) - 1
         self.moment, self.moment_after = before.moment, after.moment
         self.watchers = [seat for seat in self.seats if seat.when is not None]
-        self.accumulates = bool(self.running.sources)
-        """Whether values are added to :attr:`running` in every run."""
+        self.accumulates = bool(self.accumulated.sources)
+        """Whether values are added to :attr:`accumulated` in every run."""
         self.looks_after = bool(self.watchers) or after.moment is not None or self.accumulates
         """Whether there is more to check after the step than the global step."""
+
+    def begin_session(self, session: object, progress: Progress, step: Step) -> None:
+        """Forget what was accumulated, and follow ``progress`` from now on."""
+        for seat in self.all_seats:
+            seat.progress = progress
+        self.accumulated.begin_session(session, progress, step)
 
     def start(self) -> None:
         """Ask every hook when it is due: a session was created."""
         for seat in self.seats:
             seat.catch_up(self.runs)
-        self.running.find_in((seat.hook, seat) for seat in self.all_seats)
+        self.accumulated.find_in(self.all_seats)
         self.ask(self.seats)
 
     def ask(self, seats: Iterable[Seat]) -> None:

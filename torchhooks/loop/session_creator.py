@@ -5,23 +5,19 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Callable
+from typing import Any
 
 from torchhooks.checkpoints.gradients import Gradients
 from torchhooks.checkpoints.saver import latest_checkpoint
-from torchhooks.common.checks import seconds
 from torchhooks.common.errors import add_note
 from torchhooks.common.log import logger
-from torchhooks.common.stateful import Stateful
 from torchhooks.device.readback import Readback
-from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.ending import Ending
+from torchhooks.lifecycle.ending import Ending, State, StoppedBy
 from torchhooks.lifecycle.hook import RunServices
-from torchhooks.lifecycle.session import Scaffold, Session
+from torchhooks.lifecycle.session import Session
+from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.costs import HookCosts
 from torchhooks.loop.peers import Peers
 from torchhooks.loop.recovery import Recovery
@@ -30,42 +26,12 @@ from torchhooks.loop.schedule import Schedule, Seat
 from torchhooks.position.items import Items
 from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits, Progress
-from torchhooks.ranks.ranks import Ranks
 
 
-class TrainingState(NamedTuple):
-    """What the user trains, and where it is restored from: the same for every session of a loop."""
+class SessionCreator:
+    """Creates the session of a loop, and closes it and creates the next one to recover from an error.
 
-    model: torch.nn.Module | None
-    optimizer: torch.optim.Optimizer | None
-    state: Mapping[str, Stateful]
-    hooks: Mapping[str, Stateful]
-    hooks_elsewhere: Collection[str]
-    checkpoint_dir: str | None
-    gradients: Gradients | None
-    metadata: Mapping[str, Any]
-    warned: set[str]
-
-
-class Mechanisms(NamedTuple):
-    """What a loop creates once and every session of it uses."""
-
-    schedule: Schedule
-    readback: Readback
-    position: Position
-    data_waits: DataWaits
-    items: Items
-    ending: Ending
-    recovery: Recovery
-    costs: HookCosts | None
-    ranks: Ranks
-    peers: Peers | None
-
-
-class Sessions:
-    """The sessions of one loop, one after the other: each recovery closes the current one and creates the next.
-
-    ``steps_per_run`` is 0 if the optimizer's steps are counted. Background threads get ``grace_secs`` seconds to end.
+    Background threads get ``stop_grace_period_secs`` to end.
     """
 
     coord: Coordinator
@@ -76,22 +42,33 @@ class Sessions:
 
     def __init__(
         self,
-        training: TrainingState,
-        scaffold: Scaffold,
-        step: Step,
-        steps_per_run: int,
-        mechanisms: Mechanisms,
-        grace_secs: float,
+        arguments: LoopArguments,
+        *,
+        schedule: Schedule,
+        readback: Readback,
+        position: Position,
+        data_waits: DataWaits,
+        items: Items,
+        ending: Ending,
+        recovery: Recovery,
+        costs: HookCosts | None,
+        gradients: Gradients | None,
+        peers: Peers | None,
     ) -> None:
-        self._training = training
+        self._arguments = arguments
         # A script may change the current directory while it trains.
-        self._folder = None if training.checkpoint_dir is None else os.path.abspath(training.checkpoint_dir)
-        self._scaffold = scaffold
-        self._step = step
-        self._steps_per_run = steps_per_run
-        self._schedule, self._readback, self._position, self._data_waits, self._items = mechanisms[:5]
-        self._ending, self._recovery, self._costs, self._ranks, self._peers = mechanisms[5:]
-        self._grace_secs = seconds(grace_secs, "stop_grace_period_secs")  # checked here, not at the end of the run
+        self._folder = None if arguments.checkpoint_dir is None else os.path.abspath(arguments.checkpoint_dir)
+        self._schedule = schedule
+        self._readback = readback
+        self._position = position
+        self._data_waits = data_waits
+        self._items = items
+        self._ending = ending
+        self._recovery = recovery
+        self._costs = costs
+        self._gradients = gradients
+        self._peers = peers
+        self._warned: set[str] = set()  # by the sessions, of what is warned of once
         self._renew()
 
     def call(self, seat: Seat, name: str, method: Callable[..., object], *args: Any) -> None:
@@ -120,7 +97,7 @@ class Sessions:
                 logger.info("%s has no position in the data: what is not in the loop's state starts over", path)
         elif self._folder is not None:
             self._warn_if_nothing_saves()
-        self._scaffold.prepare(session, restored is not None)
+        self._arguments.scaffold.prepare(session, restored is not None)
         self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
         for seat in self._schedule.all_seats:
             self.call(seat, "after_create_session", seat.hook.after_create_session, session, self.coord)
@@ -128,18 +105,17 @@ class Sessions:
 
     def _warn_if_nothing_saves(self) -> None:
         """Warn on the chief that this training run cannot be resumed, though the caller named a folder for it."""
-        if not self._ranks.is_chief:
+        if not self._arguments.ranks.is_chief:
             return
-        hooks = [seat.hook for seat in self._schedule.all_seats]
-        if not any(getattr(hook, "saves_checkpoints", False) for hook in hooks) and not self._training.hooks_elsewhere:
-            given = self._training.checkpoint_dir
+        if not self._arguments.has_saver and not self._arguments.hooks_elsewhere:
+            given = self._arguments.checkpoint_dir
             way_out = f"add CheckpointSaverHook({given!r}, save_secs=600)"
             logger.warning("%s has no checkpoint, and no hook saves one: %s", given, way_out)
 
     def _as_given(self, path: str) -> str:
         """Return ``path`` as the user writes it, if it is in the loop's ``checkpoint_dir``."""
         folder, name = os.path.split(path)
-        given = self._training.checkpoint_dir
+        given = self._arguments.checkpoint_dir
         return path if given is None or folder != self._folder else os.path.join(given, name)
 
     def may_recover(self, error: BaseException) -> bool:
@@ -147,7 +123,7 @@ class Sessions:
 
         If it is one of ``recoverable_errors`` and the loop does not recover, a note on the error says why.
         """
-        if self._ending.stopping or not self._recovery.allows(error):
+        if self._ending.stop is not None or not self._recovery.allows(error):
             return False
         if self._ending.signal is not None:
             add_note(error, f"torchhooks: not recovered from, because signal {self._ending.signal} arrived")
@@ -182,44 +158,50 @@ class Sessions:
         """Stop the background threads, wait for them, and raise the error of the first that failed."""
         coord = self.coord if coord is None else coord
         coord.request_stop()
-        coord.join(stop_grace_period_secs=self._grace_secs, ignore_live_threads=True)
+        coord.join(stop_grace_period_secs=self._arguments.stop_grace_period_secs, ignore_live_threads=True)
 
     def _renew(self) -> None:
-        model, optimizer, state, hooks, hooks_elsewhere, _, gradients, metadata, warned = self._training
+        arguments = self._arguments
         self.progress = Progress()
         earlier = {id(saver): saver for saver in self.session.savers} if hasattr(self, "session") else {}
         self.session = Session(
-            model,
-            optimizer,
-            state,
-            self._scaffold.saver,
-            hooks=hooks,
-            hooks_elsewhere=hooks_elsewhere,
+            arguments.model,
+            arguments.optimizer,
+            arguments.state,
+            arguments.scaffold.saver,
+            hooks=arguments.hook_states,
+            hooks_elsewhere=arguments.hooks_elsewhere,
             checkpoint_dir=self._folder,
-            metadata=metadata,
-            warned=warned,
+            metadata=arguments.metadata,
+            warned=self._warned,
             position=self._position,
-            gradients=gradients,
+            gradients=self._gradients,
             progress=self.progress,
             data_waits=self._data_waits,
             items=self._items,
-            inputs=self._step.parameters,
+            inputs=arguments.step.parameters,
             drain=self._readback.drain,
             interrupted=self._is_interrupted,
             stopped_by_signal=lambda: self._ending.by_signal,
-            ranks=self._ranks,
-            running=self._schedule.running,
+            ranks=arguments.ranks,
+            accumulated=self._schedule.accumulated,
         )
-        self._schedule.running.begin_session(self.session, self.progress, self._step)
+        self._schedule.begin_session(self.session, self.progress, arguments.step)
         # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
         self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self.coord = Coordinator()
-        services = RunServices(self.session, self._step, self._readback, self._ending, self._items)
+        services = RunServices(self.session, arguments.step, self._readback, self._ending, self._items)
         lifecycle: Callable[..., Lifecycle] = Lifecycle
         if self._peers is not None:
             lifecycle = self._peers.lifecycle
             self.session.guard_checkpoints(self._peers.why_no_checkpoint)
-        self.lifecycle = lifecycle(services, self.progress, self._schedule, self._steps_per_run, self._costs)
+        self.lifecycle = lifecycle(
+            services=services,
+            progress=self.progress,
+            schedule=self._schedule,
+            steps_per_run=arguments.steps_per_run,
+            costs=self._costs,
+        )
 
     def _is_interrupted(self) -> bool:
         """Return whether a hook that waits has to give up.
@@ -256,12 +238,12 @@ class Sessions:
 
     def _thread_stopped(self, coord: Coordinator) -> None:
         """Stop the loop because a background thread asked to, unless the loop will recover from the thread's error."""
-        if self._ending.closed or coord is not self.coord:
+        if self._ending.state is State.CLOSED or coord is not self.coord:
             return
         try:
             coord.raise_requested_exception()
         except BaseException as error:
-            if self._recovery.covers(error) and self._training.checkpoint_dir is not None:
+            if self._recovery.covers(error) and self._folder is not None:
                 self._schedule.wake()  # the end of the run, or should_stop(), recovers
                 return
-        self._ending.stop(f"thread {threading.current_thread().name}", by_thread=True)
+        self._ending.propose_stop(f"thread {threading.current_thread().name}", StoppedBy.THREAD)

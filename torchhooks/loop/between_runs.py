@@ -1,0 +1,145 @@
+"""What a loop does between two runs: it takes up stops and news, and recovers from what failed, or ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchhooks.device.readback import Readback
+from torchhooks.lifecycle.ending import RUNNING, Ending
+from torchhooks.loop.peers import Peers
+from torchhooks.loop.recovery import Recovery
+from torchhooks.loop.schedule import Schedule
+from torchhooks.loop.session_creator import SessionCreator
+from torchhooks.position.items import Items
+
+
+class BetweenRuns:
+    """Ends a run, takes up stops, and recovers from errors, for the loop, its bodies and its data alike.
+
+    Args:
+        ending: of the loop.
+        schedule: of the loop.
+        readback: of the loop, whose values may have arrived when a run ends.
+        items: the calls that wait for the end of an item.
+        sessions: creates another session to recover.
+        recovery: decides whether to.
+        peers: the other ranks, if there are several.
+    """
+
+    def __init__(
+        self,
+        *,
+        ending: Ending,
+        schedule: Schedule,
+        readback: Readback,
+        items: Items,
+        sessions: SessionCreator,
+        recovery: Recovery,
+        peers: Peers | None,
+    ) -> None:
+        self._ending = ending
+        self._schedule = schedule
+        self._readback = readback
+        self._items = items
+        self._sessions = sessions
+        self._recovery = recovery
+        self._peers = peers
+        self._awaits_success = False  # the loop recovered, and has made no run since
+        self.in_step_fn = False
+        """Whether the run is one of a function passed to ``run_step_fn``, which as a whole is made again."""
+
+    def end_run(self) -> None:
+        """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""
+        schedule, readback = self._schedule, self._readback
+        schedule.news = False  # cleared first, because a thread or a signal may set it at any time
+        if readback.waiting:
+            schedule.wake()
+            readback.end_run()
+        if self._items.waiting and not self._items.depth():
+            self._items.finish()
+        if self._awaits_success:
+            self._awaits_success = False
+            self._recovery.run_went_well()
+        self._ending.notice()
+        if self._sessions.coord.should_stop():
+            schedule.wake()
+        if self._peers is not None:
+            self._peers.end_run()
+
+    def is_to_stop(self) -> bool:
+        """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
+        ending = self._ending
+        if ending.stop is None and self._schedule.news:
+            ending.notice()
+            if self._peers is not None:
+                self._peers.check()
+            self.recover_from_thread()
+        return ending.stop is not None
+
+    def refuse(self, call: str = "run()") -> None:
+        """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop."""
+        self._ending.refuse(call, self._sessions.coord.raise_requested_exception, self.in_step_fn)
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def recovered_from(self, error: BaseException) -> bool:
+        """Recover from ``error``, which interrupted a run, or end the loop. Return whether to make the run again."""
+        self._ending.void_run()
+        try:
+            if not self.in_step_fn and self._sessions.may_recover(error):
+                self._sessions.recover(error)
+                self._ending.run_is_over()
+                return True
+        except BaseException as another:
+            self.run_failed(another)
+            raise
+        if not self.in_step_fn or not self._recovery.covers(error):
+            self.run_failed(error)
+        self._ending.run_is_over()
+        return False
+
+    def recovered_for_next_run(self, error: BaseException) -> bool:
+        """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""
+        self._awaits_success = recovered = self.recovered_from(error)
+        self._schedule.wake()
+        return recovered
+
+    def recover_from_thread(self) -> None:
+        """Recover from a background thread's error between two runs, if it is one to recover from."""
+        ending, coord = self._ending, self._sessions.coord
+        if ending.stop is not None or ending.state is RUNNING or self.in_step_fn or not coord.should_stop():
+            return
+        try:
+            coord.raise_requested_exception()
+        except BaseException as error:
+            if not self._recovery.covers(error):
+                return  # the thread's stop request ends the loop
+            if ending.failure is None:  # the session that they belong to is about to be replaced
+                self.make(self._items.finish)
+            if not self.recovered_for_next_run(error):
+                self._sessions.coord.clear_stop()  # or joining the threads would raise it a second time
+                raise
+
+    def run_failed(self, error: BaseException) -> None:
+        """End the loop because of ``error``, and tell the other ranks.
+
+        Raises:
+            PeerError: ``error`` is the consequence of another rank's failure.
+        """
+        self._ending.fail(error)
+        if self._peers is not None:
+            self._peers.failed(error)
+
+    def make(self, calls: Callable[[], object]) -> bool:
+        """Make ``calls``, whose errors count as those of a run; return whether they succeeded."""
+        self._ending.state = RUNNING  # none of them may start a run
+        try:
+            calls()
+        except BaseException as error:
+            if self.recovered_from(error):
+                return False
+            if type(error) is not StopIteration:  # which ends the loop cleanly
+                raise
+        finally:
+            self._ending.run_is_over()
+        return True
