@@ -78,7 +78,7 @@ def _no_stray_workers() -> Iterator[None]:
 def _no_connected_ranks() -> Iterator[None]:
     """Let the process log as the chief again, after a test that has connected ranks without a loop."""
     yield
-    torchhooks.ranks.ranks._connected.clear()
+    torchhooks.ranks.ranks._connected.clear()  # noqa: SLF001 - no loop disconnects them
     speak_as(0)
 
 

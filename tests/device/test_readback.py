@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import read
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhooks import (
@@ -734,7 +734,7 @@ def test_a_point_has_the_wall_time_of_its_run(tmp_path: Path) -> None:
         for _ in range(3):
             loop.run()
             times.append(time.time())
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    points = read(tmp_path).Scalars("loss")
     assert all(times[point.step - 1] <= point.wall_time <= times[point.step] for point in points)
 
 

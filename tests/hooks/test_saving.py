@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import read
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from torchhooks import Coordinator, MonitoredLoop, Scaffold, StepCounterHook, SummarySaverHook, summary
@@ -32,10 +32,6 @@ def written(losses: list[Any], *, start_step: int = 0, secs: float = 1.0, **argu
 
 def steps(records: list[tuple[Any, ...]]) -> list[int]:
     return [record[-1] for record in records]
-
-
-def read(folder: Path) -> Any:
-    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0}).Reload()
 
 
 def events(folder: Path) -> list[Any]:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support import paths
+from support.events import read
 from support.paths import ROOT
 from support.rank_processes import run_ranks
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchhooks import latest_checkpoint
 from torchhooks.testing import log_lines
@@ -41,13 +41,6 @@ def example(name: str) -> ModuleType:
 
 def source(name: str) -> str:
     return (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
-
-
-def read(logdir: Path) -> Any:
-    """Read the event files of ``logdir`` as TensorBoard does."""
-    events = EventAccumulator(str(logdir), size_guidance={"scalars": 0, "histograms": 0, "images": 0})
-    events.Reload()
-    return events
 
 
 # -- digits.py ------------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.programs import run_program
 
 import torchhooks
 
@@ -132,7 +131,7 @@ print(json.dumps({
 
 def import_in_a_new_process(folder: Path) -> dict[str, Any]:
     """What ``import torchhooks`` does after ``import torch``, in a process of its own, in an empty folder."""
-    ran = subprocess.run([sys.executable, "-c", PROBE], cwd=folder, capture_output=True, text=True, check=False)
+    ran = run_program(PROBE, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     *printed, report = ran.stdout.splitlines()
     return {**json.loads(report), "printed": "".join(printed) + ran.stderr}

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.fsdp
+from support.events import curve
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhooks.hooks.best
@@ -432,8 +432,7 @@ def test_every_rank_has_the_default_hooks_whatever_is_chief_says(tmp_path: Path)
 
     assert in_threads(2, main) == [None, None]
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
-    points = EventAccumulator(str(tmp_path / "0")).Reload().Scalars("loss")
-    assert [(point.step, point.value) for point in points] == [(1, 3.0)]
+    assert curve(tmp_path / "0", "loss") == [(1, 3.0)]
 
 
 def test_new_results_of_an_evaluation_are_logged_and_written_by_the_chief(

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from support.events import curve as by_tensorboard
 from support.paths import ROOT, environment
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -44,7 +44,7 @@ SAVED, KILLED, STEPS = 8, 11, 20  # the restored checkpoint, the unfinished step
 RATE = "global_step/sec"
 Curve = list[tuple[int, float]]
 
-IMPORTED = torch._dynamo
+IMPORTED = torch._dynamo  # noqa: SLF001 - torch's
 """The first optimizer of a process imports it, which takes two seconds: once here, not in each forked process."""
 
 ONE_LOSS = [(step, 1.0 if step <= SAVED else 2.0) for step in range(1, STEPS + 1)]
@@ -204,11 +204,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # -- the readers ------------------------------------------------------------------------------------------------------
-
-
-def by_tensorboard(folder: Path, tag: str) -> Curve:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return [(point.step, point.value) for point in events.Scalars(tag)]
 
 
 def by_tensorboards_server(folder: Path, tag: str) -> Curve:

@@ -6,7 +6,6 @@ import gc
 import io
 import math
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support import events as event_files
+from support.programs import run_program
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -84,9 +84,7 @@ def read(source: TensorBoardWriter | Path) -> Any:
     if isinstance(source, TensorBoardWriter):
         source.flush()
     folder = source if isinstance(source, Path) else source.log_dir
-    return EventAccumulator(
-        str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0, "histograms": 0}
-    ).Reload()
+    return event_files.read(folder)
 
 
 def events(writer: TensorBoardWriter) -> list[Any]:
@@ -698,8 +696,8 @@ def test_a_write_after_a_close_is_flushed_by_the_next_close(tmp_path: Path) -> N
 def test_an_error_in_one_close_keeps_no_other_writer_open(tmp_path: Path) -> None:
     for name in "abc":
         SummaryWriterCache.get(tmp_path / name).add_scalar("loss", 0.5, 7)
-    broken = SummaryWriterCache.get(tmp_path / "b")
-    broken._get_file_writer().event_writer._file.close()
+    broken: Any = SummaryWriterCache.get(tmp_path / "b")
+    broken.file_writer.event_writer.close()
     broken.add_text("long", "x" * 9999, 7)  # large, so the background thread writes it, and finds the file closed
     with pytest.raises(ValueError, match="closed"):
         SummaryWriterCache.clear()
@@ -717,7 +715,9 @@ def test_a_closed_writer_without_other_references_is_freed(tmp_path: Path) -> No
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    ran = run_program(code)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
 
 
 def test_importing_summary_loads_neither_tensorboard_nor_matplotlib() -> None:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch._dynamo
+import torch._dynamo  # imported by the first optimizer: here once, and not in every process
 import torch.nn.functional as F
 import torch.utils.serialization.config
 from torch import nn
@@ -62,8 +62,8 @@ from torchhooks import (
 from torchhooks.common.files import Disk
 from torchhooks.testing import plain
 
-# Imported by the first optimizer, save and event file: here once, and not in every process.
-IMPORTED = torch._dynamo, torch.utils.serialization.config, torchhooks.summary.event_files
+# Imported by the first save and event file: here once, and not in every process.
+IMPORTED = torch.utils.serialization.config, torchhooks.summary.event_files
 
 EPOCHS, BATCHES, BATCH = 2, 4, 2
 STEPS = EPOCHS * BATCHES

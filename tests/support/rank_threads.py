@@ -135,7 +135,7 @@ class ThreadTransport:
 
     def for_saving(self) -> ThreadTransport:
         another = copy.copy(self)
-        another._channel = f"saving {self._loop}"
+        another._channel = f"saving {self._loop}"  # noqa: SLF001 - its own class
         return another
 
     def missing(self) -> list[int]:
@@ -398,20 +398,21 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
 
 def _delay(loop: Any) -> None:
     """Let the training thread sleep for some ticks where it is about to look at what the thread of the ticks found."""
-    peers = loop._parts.peers
-    wait, end_run = peers._changed.wait, peers.end_run
+    peers = loop._parts.peers  # noqa: SLF001 - no public call is between the two threads
+    changed = peers._changed  # noqa: SLF001 - as above
+    wait, end_run = changed.wait, peers.end_run
 
     def wait_longer() -> None:
         wait()
-        peers._changed.release()
+        changed.release()
         time.sleep(0.005)
-        peers._changed.acquire()
+        changed.acquire()
 
     def end_run_later() -> None:
         time.sleep(0.005)
         end_run()
 
-    peers._changed.wait, peers.end_run = wait_longer, end_run_later
+    changed.wait, peers.end_run = wait_longer, end_run_later
 
 
 def _items(schedule: Schedule, loop: MonitoredLoop[float], rank: int) -> Iterator[int]:
