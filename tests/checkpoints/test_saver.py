@@ -7,8 +7,6 @@ import fcntl
 import os
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -24,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.disks import no_space_after
-from support.paths import environment
+from support.processes import call
 from support.states import Box
 from torch import nn
 
@@ -505,7 +503,8 @@ def test_a_training_run_resumed_in_a_new_process_ends_with_the_same_bits(tmp_pat
     for _ in range(3):
         make_step(session)
     Saver().save(session, tmp_path / "model.ckpt", 3)
-    subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, env=environment())
+    ended = call(resume_and_finish, str(tmp_path))
+    assert ended.code == 0, ended.output
     for _ in range(3):
         make_step(session)
     straight = Saver().save(session, tmp_path / "straight", 6)
@@ -1590,7 +1589,3 @@ def test_refuses_a_path_without_a_name(path: str) -> None:
 )
 def test_repr_can_be_pasted_back(text: str) -> None:
     assert repr(eval(text)) == text
-
-
-if __name__ == "__main__":
-    resume_and_finish(sys.argv[1])

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.events import read
+from support.examples import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhooks import (
@@ -790,7 +791,7 @@ def outcome(recipe: list[tuple[str, int]], losses: list[Any], secs: float, stop:
 kinds = st.tuples(st.sampled_from(["lines", "points", "rates", "nan", "reader"]), st.integers(1, 5))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     recipe=st.lists(kinds, max_size=5, unique=True),
     losses=st.lists(st.sampled_from([0.5, 0.25, 2.0, INF] * 4 + [ValueError]), max_size=40),

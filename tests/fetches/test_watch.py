@@ -854,6 +854,7 @@ def test_watching_a_compiled_step_does_not_recompile_it_each_time() -> None:
     assert len(compilations) <= 2
 
 
+@pytest.mark.compile
 @compiled
 def test_with_the_default_compiler_a_model_gives_its_parameters_outputs_and_gradients() -> None:
     model: Any = torch.compile(Net())
