@@ -415,9 +415,10 @@ def test_ranks_that_are_given_to_a_loop_are_not_changed_and_gather_for_it() -> N
         with MonitoredLoop(lambda: 1.0, hooks=[Periodic(math.inf)], ranks=ranks) as loop:
             loop.run()
             ranks.gather(0)
-        return vars(ranks) == before, ranks.gather(ranks.rank)
+        return vars(ranks) == before and ranks.is_connected, ranks.gather(ranks.rank)
 
     assert in_threads(2, main) == [(True, [0, 1])] * 2
+    assert Ranks().gather(7) == [7]
 
 
 def test_one_ranks_serves_two_loops_at_once_and_a_third_one_after_them() -> None:
@@ -656,6 +657,7 @@ def test_a_period_that_is_none_is_refused() -> None:
 
 def test_the_repr_of_ranks_can_be_pasted_back() -> None:
     assert repr(Ranks(tick_secs=0.5)) == "Ranks(tick_secs=0.5)"
+    assert repr(checked_ranks(Ranks(tick_secs=0.5))) == "Ranks(tick_secs=0.5)"
 
 
 def calls_of_idle_runs(loop: MonitoredLoop[float]) -> int:

@@ -145,7 +145,7 @@ class GlooTransport:
     def missing(self) -> list[int]:
         """Write a key of this rank into the store, and return the ranks that have not written theirs after a while.
 
-        In a thread, because the store may be in a process that does not answer. The thread is then left behind.
+        In a thread, because the store may be in a process that does not answer. Such a thread stays blocked.
         """
         here: list[int] = []
 
