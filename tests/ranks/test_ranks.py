@@ -163,12 +163,12 @@ def test_two_decisions_before_the_training_thread_looks_both_count() -> None:
     ranks.size = 2
     schedule = HookSchedule([hook], ranks)
     schedule.start()
-    peers = Peers(ranks, schedule, Ending(SignalWatch([]), schedule.wake))
+    peers = Peers(ranks, schedule, Ending(SignalWatch([]), schedule.set_pending))
     handle = peers._handle  # noqa: SLF001 - a thread calls it, and no test can time it to come twice at once
     handle(Decided(0, 2, ()), [], [])  # the hook is due in run 1
     asked, nothing = Stop("asked", StoppedBy.CALLER), Stop("", StoppedBy.ERROR)
     handle(Decided(1, STOP, (0,)), [], [asked, nothing])
-    assert schedule.all_seats[0].due_run == 1
+    assert schedule.all_hooks[0].due_run == 1
     assert peers.is_stop_decided
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 class Requester:
     """A hook, or a call such as ``Session.run``, that asks for values. Its ``str`` is what errors name.
 
-    A hook that takes part in runs has a subclass of this, :class:`torchhooks.loop.schedule.Seat`.
+    A hook that takes part in runs has a subclass of this, :class:`torchhooks.loop.schedule.ScheduledHook`.
     """
 
     def __init__(self, hook: object = None, name: str = "") -> None:

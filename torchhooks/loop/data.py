@@ -99,7 +99,7 @@ class Data:
         try:
             iterator = self._iterator(place, iterable, resume)
             while True:
-                again = (items.waiting or schedule.news or ending.stop) and not self._settle(place)
+                again = (items.waiting or schedule.pending or ending.stop) and not self._settle(place)
                 if ending.stop is not None:
                     position.stop(place)
                     return
@@ -166,7 +166,7 @@ class Data:
             logger.warning(
                 "the data raised an error after signal %s, which stops the loop", self._ending.signal, exc_info=error
             )
-            self._schedule.wake()
+            self._schedule.set_pending()
         try:
             return self._between_runs.is_to_stop()
         except StopIteration as clean:  # out of a hook, while recovering from a thread's error
@@ -236,4 +236,4 @@ class Data:
         # A body that leaves for a reason of its own has ended this loop, even if a stop was requested in its last run.
         self._position.leave(place, stopping and (place.state.is_stopped or self._stop_is_seen))
         if self._items.waiting and not self._items.depth():
-            self._schedule.wake()
+            self._schedule.set_pending()

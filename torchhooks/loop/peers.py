@@ -2,14 +2,14 @@
 
 Two threads share a :class:`Peers`. The *tick thread* calls :meth:`Transport.exchange` every ``tick_secs``, and derives
 from the rows of all ranks what happens. The *training thread*, which makes the runs, only looks at what the tick thread
-found, at the end of a run whose ``schedule.news`` is set, and between runs. An idle run therefore does exactly what it
-does in a single process, and takes no lock.
+found, at the end of a run whose ``schedule.pending`` is set, and between runs. An idle run therefore does exactly what
+it does in a single process, and takes no lock.
 
 The tick thread reads how far the training thread is from values that the training thread writes anyway:
 ``schedule.runs`` and ``run_number``. This needs no lock, because of the order:
 
-* The tick thread sets ``schedule.news``, then reads ``schedule.runs``, and promises a run after it.
-* The training thread counts the run, and then reads ``schedule.news``.
+* The tick thread sets ``schedule.pending``, then reads ``schedule.runs``, and promises a run after it.
+* The training thread counts the run, and then reads ``schedule.pending``.
 
 If the tick thread has not seen the run counted, the training thread sees the news at the end of that very run. So a
 rank that promised the run in progress always holds at its end.
@@ -353,14 +353,14 @@ class Peers:
             self._waits_after = None
         if not self._stopped:
             if self._decision is not None:
-                self._schedule.wake()  # it is for the end of a later run
+                self._schedule.set_pending()  # it is for the end of a later run
             self.check()
 
     def _apply(self, decision: Decided) -> None:
         """Do what was decided, at the end of its run."""
-        for number, seat in enumerate(self._schedule.collective):
+        for number, scheduled in enumerate(self._schedule.collective):
             if decision.bits & (STOP << number + 1):
-                self._schedule.trigger(seat)
+                self._schedule.trigger(scheduled)
         if decision.bits & STOP:
             assert self._agreed_stop is not None
             self._stop(self._agreed_stop)
@@ -380,7 +380,7 @@ class Peers:
                 run = self.run_number or self._schedule.runs
                 if self._decision is None or self._decision.last <= run:
                     self._asked_in = run
-        self._schedule.wake()
+        self._schedule.set_pending()
         self._tick_now.set()
 
     # -- the tick thread ----------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class Peers:
             self._ask_for_due()
             if self._agreement.promising:
                 # Before looking at the run in progress, after which this rank then holds: see the top of this module.
-                self._schedule.wake()
+                self._schedule.set_pending()
             made, begun, promise = self._runs()
             if self._status >= FAILED:
                 begun = self._failed_in
@@ -470,9 +470,9 @@ class Peers:
             self._why = Stop(f"signal {signal}", StoppedBy.SIGNAL)
             self._asked |= STOP
         if self._ranks.is_chief:
-            for number, seat in enumerate(self._schedule.collective):
-                if time.monotonic() >= seat.chief_moment:
-                    seat.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
+            for number, scheduled in enumerate(self._schedule.collective):
+                if time.monotonic() >= scheduled.chief_moment:
+                    scheduled.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
                     self._asked |= STOP << number + 1
 
     def _handle(self, event: Event, table: list[Row], reasons: list[Stop]) -> bool:
@@ -490,7 +490,7 @@ class Peers:
                     first = reasons[askers[0]]
                     named = _named([rank for rank in askers if reasons[rank].reason == first.reason], self._ranks.size)
                     self._agreed_stop = Stop(f"{first.reason} ({named})", first.by)
-                self._schedule.wake()
+                self._schedule.set_pending()
             case Met():
                 self._met = event
                 self._promising = self._promising and not event.stop

@@ -18,7 +18,7 @@ from torchhooks.device.cuda import pack, unpack
 from torchhooks.device.host import Host, host
 from torchhooks.device.readback import Batch, Delivery, Elapsed, Readback
 from torchhooks.fetches.fetch import Evaluator
-from torchhooks.loop.schedule import Seat
+from torchhooks.loop.schedule import ScheduledHook
 from torchhooks.loop.session_creator import SessionCreator
 from torchhooks.position import items
 from torchhooks.position.progress import Progress
@@ -406,9 +406,9 @@ class _Calls(threading.local):
         """The calls that have not returned, the innermost last."""
         self._last: dict[int, _HookCall] = {}  # by the id of the hook
 
-    def of_seat(self, seat: Seat, method: str) -> _HookCall:
-        """Return the call of ``method`` for the hook in ``seat``."""
-        call = self._last[id(seat.hook)] = _HookCall(seat.hook, method, seat.progress)
+    def of_hook(self, scheduled: ScheduledHook, method: str) -> _HookCall:
+        """Return the call of ``method`` for the hook in ``scheduled``."""
+        call = self._last[id(scheduled.hook)] = _HookCall(scheduled.hook, method, scheduled.progress)
         return call
 
     def after_item(self, who: object) -> _HookCall | None:
@@ -440,12 +440,12 @@ def _followed(calls: _Calls) -> Iterator[None]:
 
     def of_fetch(evaluator: Evaluator, fetch: Any, requester: object) -> _HookCall | None:
         # What a hook evaluates by itself, with session.run(), is part of the method in which it does so.
-        return calls.of_seat(requester, "fetch") if isinstance(requester, Seat) else None
+        return calls.of_hook(requester, "fetch") if isinstance(requester, ScheduledHook) else None
 
     functions: list[tuple[Any, str, Callable[..., Any]]] = [
-        (SessionCreator, "call", lambda sessions, seat, name, *_: calls.of_seat(seat, name)),
-        (Seat, "ask", lambda seat, runs: calls.of_seat(seat, "next_due")),
-        (Seat, "catch_up", lambda seat, runs: calls.of_seat(seat, "sat_out")),
+        (SessionCreator, "call", lambda sessions, scheduled, name, *_: calls.of_hook(scheduled, name)),
+        (ScheduledHook, "ask", lambda scheduled, runs: calls.of_hook(scheduled, "next_due")),
+        (ScheduledHook, "catch_up", lambda scheduled, runs: calls.of_hook(scheduled, "sat_out")),
         (Evaluator, "evaluate", of_fetch),
         (Evaluator, "evaluate_uncopied", of_fetch),
         (items, "make_call", lambda who, call: calls.after_item(who)),
@@ -462,7 +462,7 @@ def _followed(calls: _Calls) -> Iterator[None]:
         for owner, name, call_of in functions:
             stack.enter_context(_replaced(owner, name, _following(getattr(owner, name), call_of, calls)))
         for attribute, method in ("before_run", "before_run"), ("after_run", "after_run"), ("when", "Due.when"):
-            stack.enter_context(_replaced(Seat, attribute, _FollowedAttribute(attribute, method, calls)))
+            stack.enter_context(_replaced(ScheduledHook, attribute, _FollowedAttribute(attribute, method, calls)))
         yield
 
 
@@ -488,16 +488,16 @@ def _following(function: Callable[..., Any], call_of: Callable[..., Any], calls:
 
 
 class _FollowedAttribute:
-    """A descriptor for an attribute of Seat that is a function of the hook. The loop gets one that is followed."""
+    """A descriptor for an attribute of ScheduledHook, a function of the hook: the loop gets one that is followed."""
 
     def __init__(self, name: str, method: str, calls: _Calls) -> None:
         self._name, self._method, self._calls = name, method, calls
 
-    def __get__(self, seat: Seat, owner: type[Seat]) -> Any:
-        function = vars(seat)[self._name]
+    def __get__(self, scheduled: ScheduledHook, owner: type[ScheduledHook]) -> Any:
+        function = vars(scheduled)[self._name]
         if function is None:
             return None
-        return _following(function, lambda *_: self._calls.of_seat(seat, self._method), self._calls)
+        return _following(function, lambda *_: self._calls.of_hook(scheduled, self._method), self._calls)
 
-    def __set__(self, seat: Seat, function: Any) -> None:
-        vars(seat)[self._name] = function
+    def __set__(self, scheduled: ScheduledHook, function: Any) -> None:
+        vars(scheduled)[self._name] = function
