@@ -144,6 +144,8 @@ def tests(options: Options) -> str:
                 "-q",
                 "-m",
                 "cuda",
+                "-n",
+                "0",
                 "-p",
                 "no:cacheprovider",
                 f"--junitxml={path}",

@@ -1,11 +1,13 @@
-"""Fixtures for all tests: a fake clock, the log, random seeds, and checks for leftovers."""
+"""Which tests run and in how many processes; fixtures for all tests; checks for leftovers."""
 
 import gc
 import multiprocessing
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 # One thread for torch, here and in the processes that tests start. For such small operations, threads that wait for
 # each other are slower, 30 times so on a busy machine. OpenMP reads the variable when it is loaded.
@@ -21,8 +23,81 @@ from torchhooks import SummaryWriterCache
 from torchhooks.common.log import speak_as
 from torchhooks.testing import FakeClock, log_lines
 
-settings.register_profile("torchhooks", derandomize=True, deadline=None)
-settings.load_profile("torchhooks")
+settings.register_profile("all", derandomize=True, deadline=None)
+settings.register_profile("quick", settings.get_profile("all"), max_examples=25)  # see support.examples
+
+# -- which tests run --------------------------------------------------------------------------------------------------
+
+# What a plain pytest leaves out, by marker: see pyproject.toml.
+LEFT_OUT = ("exhaustive", "slow", "ranks", "compile")
+MOST_PROCESSES = 8  # each imports torch
+left_out_key = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help=f"also run the tests marked {', '.join(LEFT_OUT)}, and more examples of each property."
+        " Naming a file, a test or a marker (-m) does the same.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.all |= names_tests(config)
+    settings.load_profile("all" if config.option.all else "quick")
+    config.stash[left_out_key] = {}
+
+
+def names_tests(config: pytest.Config) -> bool:
+    """Return whether the command line names a marker, a file or a test, not only folders."""
+    paths = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
+    return bool(config.option.markexpr) or not all(path.is_dir() for path in paths)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of processes of ``-n auto``, or 0 for none but this one.
+
+    A few tests start sooner without others, and only this one can show what tests print.
+    """
+    if config.option.capture == "no" or names_tests(config):
+        return 0
+    # By default, xdist counts cores, of which a virtual machine with two processors may have one.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MOST_PROCESSES)
+
+
+@pytest.hookimpl(trylast=True)  # after -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.all:
+        return
+    reasons = {item: next(filter(item.get_closest_marker, LEFT_OUT), None) for item in items}
+    config.stash[left_out_key] = dict(Counter(reason for reason in reasons.values() if reason))
+    config.hook.pytest_deselected(items=[item for item, reason in reasons.items() if reason])
+    items[:] = [item for item, reason in reasons.items() if not reason]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of a process of xdist, for the one that prints
+        session.config.workeroutput["left_out"] = session.config.stash[left_out_key]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if hasattr(node, "workeroutput"):  # not if it crashed; each process has collected all tests
+        node.config.stash[left_out_key] = node.workeroutput["left_out"]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after everything else that is printed, except for the line of counts
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    yield
+    counts = [f"{count:,} {reason}" for reason in LEFT_OUT if (count := config.stash[left_out_key].get(reason))]
+    if counts:
+        terminalreporter.write_line(f"left out: {', '.join(counts)}; run all tests with pytest --all", yellow=True)
+
+
+# -- fixtures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of modules
@@ -78,7 +153,7 @@ def _no_stray_workers() -> Iterator[None]:
 def _no_connected_ranks() -> Iterator[None]:
     """Let the process log as the chief again, after a test that has connected ranks without a loop."""
     yield
-    torchhooks.ranks.ranks._connected.clear()
+    torchhooks.ranks.ranks._connected.clear()  # noqa: SLF001 - no loop disconnects them
     speak_as(0)
 
 

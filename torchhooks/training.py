@@ -141,9 +141,6 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         savers = [hook for hook in chief_only if getattr(hook, "saves_checkpoints", False)]
         chief_only = [hook for hook in chief_only if hook not in savers]
         given = [*savers, *given]
-        for hook in chief_only:
-            if hook.collective:
-                hook.collective = False  # no other rank has it
     elsewhere = () if is_chief else check_hook_states(_states_first(chief_only))
     if is_chief or ranks.size > 1:
         folder = checkpoint_dir if summary_dir is None else summary_dir
@@ -159,6 +156,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         _wait_for_chief(os.fspath(checkpoint_dir), longest_wait)
     return _Loop(
         elsewhere,
+        chief_only,
         step,
         model,
         optimizer,
@@ -172,10 +170,18 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
 
 
 class _Loop(MonitoredLoop[R]):
-    """A loop that ignores the states of ``hooks_elsewhere`` in checkpoints: hooks that only another process has."""
+    """A loop whose ranks differ in their hooks.
 
-    def __init__(self, hooks_elsewhere: Collection[str], *args: Any, **arguments: Any) -> None:
-        self._hooks_elsewhere = hooks_elsewhere
+    Args:
+        hooks_elsewhere: the names of hooks that only another process has. Their states in checkpoints are ignored.
+        chief_only: hooks that only the chief has, so that its loop calls them alone even if they are ``collective``.
+        args, arguments: those of the MonitoredLoop.
+    """
+
+    def __init__(
+        self, hooks_elsewhere: Collection[str], chief_only: Collection[SessionRunHook], *args: Any, **arguments: Any
+    ) -> None:
+        self._hooks_elsewhere, self._chief_only = hooks_elsewhere, chief_only
         super().__init__(*args, **arguments)
 
 

@@ -6,16 +6,17 @@ import errno
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.paths import environment
+from support.processes import context, start
 from torch import nn
 
 from torchhooks import (
@@ -187,35 +188,27 @@ def test_a_temporary_file_is_created_exclusively_and_through_no_link(tmp_path: P
 
 # Other processes.
 
-OTHER = """
-import sys
-from torchhooks import Saver, Session, list_checkpoints
-saver = Saver()
-saver.save(Session(), sys.argv[1] + "/model.ckpt", 1)
-print("saved", flush=True)
-sys.stdin.readline()
-"""
+
+def save_and_stay(folder: Path, saved: Event) -> None:
+    saver = Saver()
+    save(folder, 1, saver)
+    saved.set()
+    signal.pause()
 
 
 @pytest.fixture
-def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def other_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BaseProcess]:
     """A process that has saved into ``tmp_path`` and is still open."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OTHER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "saved\n"
+    saved = context.Event()
+    process = start(tmp_path_factory.mktemp("other") / "output", save_and_stay, tmp_path, saved)
+    assert saved.wait(60)
     yield process
     process.kill()
-    process.communicate()
+    process.join()
 
 
 def test_the_second_process_that_saves_into_a_folder_logs_one_warning(
-    tmp_path: Path, other_process: subprocess.Popen[str], lines: Lines
+    tmp_path: Path, other_process: BaseProcess, lines: Lines
 ) -> None:
     assert latest_checkpoint(tmp_path) is not None  # a process that only reads logs none
     assert warnings_in(lines) == []
@@ -226,11 +219,9 @@ def test_the_second_process_that_saves_into_a_folder_logs_one_warning(
     assert text.startswith(f"another process also saves checkpoints into {tmp_path}")
 
 
-def test_after_a_kill_the_next_process_logs_nothing(
-    tmp_path: Path, other_process: subprocess.Popen[str], lines: Lines
-) -> None:
-    other_process.send_signal(signal.SIGKILL)
-    other_process.wait()
+def test_after_a_kill_the_next_process_logs_nothing(tmp_path: Path, other_process: BaseProcess, lines: Lines) -> None:
+    other_process.kill()
+    other_process.join()
     save(tmp_path, 2)
     assert warnings_in(lines) == []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_state import hooks_on_optimizer
 
 from torchhooks import AbortedError, CheckpointSaverHook, MonitoredLoop, StopAtStepHook, latest_checkpoint
 
@@ -97,4 +98,4 @@ def test_a_recovery_drops_what_a_failed_run_has_accumulated(tmp_path: Path) -> N
 def test_a_closed_loop_leaves_no_hook_on_the_optimizer(tmp_path: Path) -> None:
     training = Training()
     training.run(tmp_path, 2)
-    assert not training.optimizer._optimizer_step_post_hooks
+    assert hooks_on_optimizer(training.optimizer) == 0

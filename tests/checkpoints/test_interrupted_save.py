@@ -146,9 +146,7 @@ def own_code() -> list[Callable[..., Any]]:
     from torchhooks.checkpoints import files
 
     modules = [value for module in (checkpoint, files) for value in vars(module).values()]
-    functions = [
-        value for value in modules if getattr(value, "__module__", "").startswith("torchhooks.checkpoints.saver")
-    ]
+    functions = [value for value in modules if getattr(value, "__module__", "").startswith("torchhooks.checkpoints.")]
     return methods_of(Saver, Disk, files.Folder, files.Sink) + [f for f in functions if hasattr(f, "__code__")]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_state import hooks_on_optimizer
 from torch import nn
 
 from torchhooks import (
@@ -157,7 +158,7 @@ def test_an_error_leaves_no_hook_on_the_optimizer(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(TypeError):
         MonitoredLoop(half, None, optimizer, checkpoint_dir=tmp_path, metadata={"a": half})
-    assert len(vars(optimizer)["_optimizer_step_post_hooks"]) == 0
+    assert hooks_on_optimizer(optimizer) == 0
 
 
 # -- restoring --------------------------------------------------------------------------------------------------------

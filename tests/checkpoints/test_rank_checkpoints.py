@@ -28,6 +28,7 @@ from torchhooks import (
     CheckpointError,
     CheckpointSaverHook,
     CheckpointSaverListener,
+    DamagedCheckpointError,
     GlobalStepWaiterHook,
     LifecycleError,
     MonitoredLoop,
@@ -39,8 +40,9 @@ from torchhooks import (
     StopAtStepHook,
     list_checkpoints,
 )
-from torchhooks.checkpoints.per_rank import read_for_all, together
+from torchhooks.checkpoints.per_rank import all_or_none, exchange, read_for_all
 from torchhooks.common.files import Disk
+from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.testing import log_lines
 
 QUICK = {"tick_secs": 0.01}
@@ -100,7 +102,9 @@ def numbers(session: Session) -> list[float]:
     return [model.weight[0, 0].item(), *(part.number for part in (*session.state.values(), hook))]  # type: ignore[attr-defined]
 
 
-def connected(ranks: ThreadRanks) -> ThreadRanks:
+def connected(given: ThreadRanks) -> LoopRanks:
+    """Return the ranks of a new loop, whose other ranks never fail."""
+    ranks = LoopRanks(given)
     ranks.connect(lambda: None)
     return ranks
 
@@ -474,18 +478,48 @@ def test_all_ranks_start_at_0_where_there_is_no_checkpoint(tmp_path: Path) -> No
     assert in_threads(2, main) == [None, None]
 
 
-def test_an_error_of_another_rank_is_not_hidden_by_an_outcome() -> None:
+@pytest.mark.parametrize("function", [all_or_none, exchange])
+def test_an_error_of_another_rank_is_not_hidden_by_an_outcome(function: Callable[..., object]) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         def call() -> None:
             raise PeerError("rank 1 failed", 1)
 
-        together(connected(ranks), call)
+        function(connected(ranks), call)
 
     assert [type(error) for error in in_threads(2, main)] == [PeerError] * 2
 
 
+def test_a_step_of_all_ranks_returns_the_result_of_this_one_which_need_not_be_pickled() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
+        result = threading.Lock()
+        return all_or_none(connected(ranks), lambda: result) is result
+
+    assert in_threads(2, main) == [True, True]
+
+
+def test_an_exchange_returns_the_results_of_all_ranks() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[int]:
+        return exchange(connected(ranks), lambda: 10 * ranks.rank)
+
+    assert in_threads(3, main) == [[0, 10, 20]] * 3
+
+
+@pytest.mark.parametrize("function", [all_or_none, exchange])
+def test_an_error_on_one_rank_is_raised_on_all(function: Callable[..., object]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        def call() -> None:
+            if ranks.rank == 1:
+                raise DamagedCheckpointError("cut off")
+
+        function(connected(ranks), call)
+
+    chief, other = in_threads(2, main)
+    assert (type(chief), str(chief)) == (DamagedCheckpointError, "on rank 1: cut off")
+    assert (type(other), str(other)) == (DamagedCheckpointError, "cut off")
+
+
 def test_a_session_without_a_loop_saves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks()
+    ranks = LoopRanks(Ranks())
     ranks.rank, ranks.size = 1, 2
     Saver().save(make_session(ranks, 4), tmp_path / "model.ckpt", 1)
     assert torch.load(tmp_path / "model.ckpt-1", weights_only=True)["model"]["weight"].tolist() == [[4, 4]]
@@ -621,7 +655,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [each.value for each in ended]
 
 
-@pytest.mark.parametrize(("async_save", "calls"), [(False, CALLS), (True, CALLS[1:6:2])], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("async_save", "calls"),
+    [pytest.param(False, CALLS, marks=pytest.mark.ranks), (True, CALLS[1:6:2])],
+    ids=["sync", "async"],
+)
 def test_a_training_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
     tmp_path: Path, uninterrupted: list[Any], async_save: bool, calls: list[Any]
 ) -> None:
@@ -663,6 +701,7 @@ def start_torchrun(folder: Path, way: str, *options: str, **environment: str) ->
     )
 
 
+@pytest.mark.ranks
 def test_torchrun_restarts_from_the_newest_checkpoint_and_ends_with_the_same_bits(
     tmp_path: Path, uninterrupted: list[Any]
 ) -> None:
@@ -673,6 +712,7 @@ def test_torchrun_restarts_from_the_newest_checkpoint_and_ends_with_the_same_bit
     assert [(tmp_path / f"result-{rank}").read_text() for rank in range(2)] == [repr(each) for each in uninterrupted]
 
 
+@pytest.mark.ranks
 def test_a_signal_to_torchrun_ends_with_a_whole_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
     agent = start_torchrun(tmp_path, "signal")
     deadline = time.monotonic() + 120
@@ -819,7 +859,9 @@ SHARDED_CALLS = [
 
 @pytest.mark.fsdp2
 @pytest.mark.parametrize(
-    ("async_save", "calls"), [(False, SHARDED_CALLS), (True, SHARDED_CALLS[1:5:3])], ids=["sync", "async"]
+    ("async_save", "calls"),
+    [pytest.param(False, SHARDED_CALLS, marks=pytest.mark.ranks), (True, SHARDED_CALLS[1:5:3])],
+    ids=["sync", "async"],
 )
 def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
     tmp_path: Path, uninterrupted_fsdp: list[Any], async_save: bool, calls: list[Any]
@@ -875,7 +917,10 @@ def chief_is_killed_in_a_save(rank: int, folder: str, wrapped: str, async_save: 
 
 
 @pytest.mark.fsdp2
-@pytest.mark.parametrize(("wrapped", "async_save"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
+@pytest.mark.parametrize(
+    ("wrapped", "async_save"),
+    [("ddp", False), pytest.param("fsdp", False, marks=pytest.mark.ranks), ("fsdp", True)],
+)
 def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
     tmp_path: Path, wrapped: str, async_save: bool
 ) -> None:

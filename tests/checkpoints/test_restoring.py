@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.states import Box
 from torch import nn
 
 from torchhooks.checkpoints.gradients import Gradients
@@ -19,21 +20,6 @@ from torchhooks.lifecycle.session import Session
 
 Lines = list[tuple[str, str]]
 Make = Callable[[list[Any]], torch.optim.Optimizer]
-
-
-class Box:
-    """An object whose state is one value, and which may raise after it has loaded one."""
-
-    def __init__(self, value: Any = None, raises: BaseException | None = None) -> None:
-        self.value, self.raises = value, raises
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.value = state_dict["value"]
-        if self.raises is not None:
-            raise self.raises
 
 
 def save(folder: Path, session: Session) -> str:

@@ -7,14 +7,11 @@ import fcntl
 import os
 import random
 import re
-import resource
-import subprocess
-import sys
 import tempfile
 import threading
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -24,7 +21,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.paths import environment
+from support.disks import no_space_after
+from support.processes import call
+from support.states import Box
 from torch import nn
 
 from torchhooks.checkpoints import files as checkpoint_files
@@ -36,19 +35,6 @@ from torchhooks.lifecycle.session import Session
 from torchhooks.testing.devices import FakeDevice
 
 Lines = list[tuple[str, str]]
-
-
-class Box:
-    """An object whose state is one value."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.value = state_dict["value"]
 
 
 def make_session(
@@ -384,7 +370,8 @@ def test_a_numpy_number_comes_back_as_a_python_number(tmp_path: Path, number: An
 
 def test_a_saved_module_keeps_the_versions_of_its_parts(tmp_path: Path) -> None:
     path = Saver().save(make_session(nn.BatchNorm1d(2)), tmp_path / "model.ckpt", 1)
-    assert torch.load(path, weights_only=True)["model"]._metadata == nn.BatchNorm1d(2).state_dict()._metadata  # type: ignore[attr-defined]
+    saved, of_another = torch.load(path, weights_only=True)["model"], nn.BatchNorm1d(2).state_dict()
+    assert saved._metadata == of_another._metadata  # type: ignore[attr-defined]  # noqa: SLF001 - torch's
 
 
 def test_hooks_are_saved_and_restored_by_name(tmp_path: Path) -> None:
@@ -516,7 +503,8 @@ def test_a_training_run_resumed_in_a_new_process_ends_with_the_same_bits(tmp_pat
     for _ in range(3):
         make_step(session)
     Saver().save(session, tmp_path / "model.ckpt", 3)
-    subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, env=environment())
+    ended = call(resume_and_finish, str(tmp_path))
+    assert ended.code == 0, ended.output
     for _ in range(3):
         make_step(session)
     straight = Saver().save(session, tmp_path / "straight", 6)
@@ -677,12 +665,12 @@ def test_a_model_that_rewrites_what_it_loads_is_judged_by_torch(tmp_path: Path) 
             super().__init__()
             self.register_parameter(name, nn.Parameter(torch.rand(3)))
 
-    def rename(state: dict[str, Any], *args: Any) -> None:
+    def rename(model: nn.Module, state: dict[str, Any], *args: Any) -> None:
         state["new"] = state.pop("old")
 
     old, new = Scale("old"), Scale("new")
     path = Saver().save(make_session(old), tmp_path / "model.ckpt", 1)
-    nn.Module._register_load_state_dict_pre_hook(new, rename)
+    nn.Module.register_load_state_dict_pre_hook(new, rename)
     Saver().restore(make_session(new), path)
     assert torch.equal(new.get_parameter("new"), old.get_parameter("old"))
 
@@ -1552,16 +1540,6 @@ def test_a_read_only_folder_is_an_error_that_says_so(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_real_limit_is_an_error_that_leaves_the_older_one_and_nothing_else(tmp_path: Path, async_save: bool) -> None:
     saver = Saver(async_save=async_save)
@@ -1569,7 +1547,7 @@ def test_a_real_limit_is_an_error_that_leaves_the_older_one_and_nothing_else(tmp
     saver.wait()
 
     def save() -> None:
-        with file_size_limit(300_000):
+        with no_space_after(300_000):
             saver.save(boxed(torch.zeros(100_000)), tmp_path / "model.ckpt", 2)
             saver.wait()
 
@@ -1611,7 +1589,3 @@ def test_refuses_a_path_without_a_name(path: str) -> None:
 )
 def test_repr_can_be_pasted_back(text: str) -> None:
     assert repr(eval(text)) == text
-
-
-if __name__ == "__main__":
-    resume_and_finish(sys.argv[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import run_program
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -192,8 +192,26 @@ with MonitoredLoop(lambda: 0.5, hooks=[LoggingTensorHook(["loss"], every_n_iter=
 )
 def test_lines_appear_once_in_a_new_process(configured: str, out: str, err: str) -> None:
     code = PROGRAM.format(configured)
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (ran.stdout, ran.stderr) == (out, err)
+    ran = run_program(code)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, out, err)
+
+
+def test_a_line_names_the_place_that_logged_it() -> None:
+    with unconfigured() as seen:
+        logging.basicConfig(level="INFO", stream=sys.stdout, format="%(module)s.%(funcName)s: %(message)s")
+        loop("a")
+    assert seen.out == ["reporting._log: a = 0.5"]
+
+
+def test_importing_the_library_leaves_logging_alone() -> None:
+    code = """
+import logging
+import torchhooks
+logger = logging.getLogger("torchhooks")
+print(logger.handlers, logger.filters, logger.level, "callHandlers" in vars(logger))
+"""
+    ran = run_program(code)
+    assert (ran.returncode, ran.stdout) == (0, "[] [] 0 False\n")
 
 
 # -- lines from before the first loop ---------------------------------------------------------------------------------
@@ -389,5 +407,5 @@ def test_an_error_that_a_handler_raises_on_purpose_is_not_hidden() -> None:
 @pytest.mark.parametrize("configured", ["", "logging.basicConfig(level='INFO')"])
 def test_a_process_whose_stderr_is_closed_trains_to_the_end(configured: str) -> None:
     code = PROGRAM.format(f"{configured}\nsys.stderr.close()") + "print(loop.global_step)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (ran.stdout, ran.stderr) == ("1\n", "")
+    ran = run_program(code)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "1\n", "")

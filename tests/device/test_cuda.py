@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
+from support.torch_state import BUSY, keep_busy
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -46,14 +47,6 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-BUSY = 5_000_000
-"""Cycles that take a few milliseconds: much longer than a run takes on the host, so that the device lags far."""
-
-
-def keep_busy(cycles: int = BUSY) -> None:
-    """Queue work on the device that takes ``cycles``."""
-    torch.cuda._sleep(cycles)
 
 
 def warm_up(secs: float = 1.0) -> None:

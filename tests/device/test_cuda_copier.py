@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from torchhooks import LoggingTensorHook
 from torchhooks.device.cuda import CudaCopier, Slab
-from torchhooks.device.readback import MAX_BYTES, Readback, copiers
+from torchhooks.device.host import host
+from torchhooks.device.readback import MAX_BYTES, Readback
 from torchhooks.testing import sync_audit, trace
 
 ONE = torch.device("cuda", 1)
@@ -162,13 +163,16 @@ def test_no_memory_is_pinned_before_cuda_is_initialized(cuda: SimulatedCuda, mon
 
 
 @pytest.fixture
-def copier(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> CudaCopier:
+def copier(cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaCopier]:
     """A copier that copies from the CPU as from a GPU."""
     copier = CudaCopier()
-    for kind in ("cpu", "cuda"):
-        monkeypatch.setitem(copiers, kind, copier)
+
+    def holds(tensor: torch.Tensor) -> bool:
+        return False
+
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream of the step")
-    return copier
+    with host.simulating("cpu", copier, holds), host.simulating("cuda", copier, holds):
+        yield copier
 
 
 def test_values_travel_through_the_memory_and_none_is_overwritten(cuda: SimulatedCuda, copier: CudaCopier) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_state import keep_busy
 
 from torchhooks import (
     BestCheckpointHook,
@@ -48,7 +49,7 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.losses.append(loss.detach())
-        torch.cuda._sleep(1_000_000)  # the device lags, so that a wait would take long
+        keep_busy(1_000_000)  # the device lags, so that a wait would take long
         return loss
 
     def evaluate(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import read
+from support.examples import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhooks import (
@@ -32,6 +33,7 @@ from torchhooks import (
     StopAtStepHook,
     SummarySaverHook,
 )
+from torchhooks.common.requester import Requester
 from torchhooks.common.trees import as_snapshot
 from torchhooks.device.cuda import pack, unpack
 from torchhooks.device.readback import BATCH_RUNS, BATCH_SECS, Elapsed, Moment, Readback, to_host
@@ -494,7 +496,7 @@ def raising(error: BaseException) -> Callable[[Any], None]:
 def test_an_error_in_a_callback_names_the_hook_and_the_step_of_the_value(
     device: FakeDevice, readback: Readback
 ) -> None:
-    readback.request(on_device(0.5), raising(ValueError("on purpose")), "MyHook()", 7)
+    readback.request(on_device(0.5), raising(ValueError("on purpose")), Requester(name="MyHook()"), 7)
     with pytest.raises(ValueError, match="on purpose") as caught:
         readback.drain()
     assert caught.value.__notes__ == ["torchhooks: in a when_ready callback of MyHook(), for step 7"]
@@ -561,9 +563,9 @@ def test_a_callback_can_make_a_request(device: FakeDevice, readback: Readback) -
 
 def test_a_request_by_a_callback_is_attributed_to_its_hook(device: FakeDevice, readback: Readback) -> None:
     def ask_again(_: Any) -> None:
-        readback.request(on_device(2.0), raising(ValueError()), "the last hook of the run", 9)
+        readback.request(on_device(2.0), raising(ValueError()), Requester(name="the last hook of the run"), 9)
 
-    readback.request(on_device(1.0), ask_again, "MyHook()", 7)
+    readback.request(on_device(1.0), ask_again, Requester(name="MyHook()"), 7)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         readback.drain()
     assert caught.value.__notes__ == ["torchhooks: in a when_ready callback of MyHook(), for step 7"]
@@ -733,7 +735,7 @@ def test_a_point_has_the_wall_time_of_its_run(tmp_path: Path) -> None:
         for _ in range(3):
             loop.run()
             times.append(time.time())
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    points = read(tmp_path).Scalars("loss")
     assert all(times[point.step - 1] <= point.wall_time <= times[point.step] for point in points)
 
 
@@ -789,7 +791,7 @@ def outcome(recipe: list[tuple[str, int]], losses: list[Any], secs: float, stop:
 kinds = st.tuples(st.sampled_from(["lines", "points", "rates", "nan", "reader"]), st.integers(1, 5))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     recipe=st.lists(kinds, max_size=5, unique=True),
     losses=st.lists(st.sampled_from([0.5, 0.25, 2.0, INF] * 4 + [ValueError]), max_size=40),

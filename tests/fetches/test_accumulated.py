@@ -42,6 +42,7 @@ from torchhooks import (
     running_sum,
     summary,
 )
+from torchhooks.common.requester import UNKNOWN
 from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Source
 from torchhooks.fetches.fetch import ComposedFetch
 from torchhooks.testing import FakeDevice, RecordingHook, RecordingWriter, Trace, plain, sync_audit, trace
@@ -195,7 +196,7 @@ def test_what_waits_on_the_host_is_bounded(value: Any) -> None:
     with MonitoredLoop(lambda: {"x": value}, hooks=[EveryRuns(running_sum("x"), 10**6)]) as loop:
         for _ in range(2 * MOST_NUMBERS - 1):
             loop.run()
-        (source,) = loop.session.running.sources
+        (source,) = loop.session.accumulated.sources
         assert len(source.numbers) == MOST_NUMBERS - 1
 
 
@@ -841,7 +842,7 @@ def test_a_hook_that_asks_later_changes_what_is_copied_on_a_device() -> None:
 
 
 def test_a_restored_tensor_moves_to_the_device_of_the_values() -> None:
-    accumulator = Accumulator("sum", Source("x", None), "x")
+    accumulator = Accumulator("sum", Source("x", UNKNOWN), "x")
     accumulator.load_state_dict({"total": torch.ones(2), "count": 1, "dtype": torch.float32, "shape": [2]}, 0)
     accumulator.add((torch.ones(2, device="meta"), None, 1))
     assert accumulator.total.device.type == "meta"
@@ -851,8 +852,8 @@ def test_a_restored_tensor_moves_to_the_device_of_the_values() -> None:
 def test_loops_without_running_fetches_accumulate_nothing() -> None:
     with MonitoredLoop(lambda: 1.0, hooks=[EveryRuns("loss", 2)]) as loop:
         loop.run()
-        assert loop.session.running.sources == []
-        assert loop.session.running.state_dict() is None
+        assert loop.session.accumulated.sources == []
+        assert loop.session.accumulated.state_dict() is None
 
 
 def test_the_repr_can_be_pasted_back() -> None:

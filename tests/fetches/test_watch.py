@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.fx
 import torch.optim.swa_utils
 import torch.utils.checkpoint
+from support.torch_state import has_hooks, hooks_on
 from torch import nn
 
 from torchhooks import (
@@ -71,19 +71,6 @@ def watch(fetches: Any, model: nn.Module | None = None, step: Callable[..., Any]
         for _ in range(runs):
             loop.run()
     return hook.results[-1]
-
-
-def hooks_on(model: nn.Module) -> list[str]:
-    """Return the names of the submodules with module hooks."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._forward_hooks_with_kwargs
-        or module._forward_pre_hooks_with_kwargs
-    ]
 
 
 # -- values ---------------------------------------------------------------------------------------------------------
@@ -509,7 +496,7 @@ def test_no_hook_stays_on_the_outputs_of_a_run() -> None:
         outputs[0].sum().backward()
 
     watch(":grad", model, step)
-    assert not outputs[0]._backward_hooks
+    assert not has_hooks(outputs[0])
 
 
 def test_the_users_own_hooks_stay() -> None:
@@ -658,7 +645,8 @@ def test_a_shallow_copy_of_a_watched_model_gives_no_values() -> None:
 
 def test_a_replica_of_data_parallel_gives_the_values_of_the_model() -> None:
     model: Any = Net()
-    assert plain(watch(":output", model, lambda: model._replicate_for_data_parallel()(INPUTS * 2))) == [[0.0], [12.0]]
+    replica = model._replicate_for_data_parallel  # noqa: SLF001 - what DataParallel calls on several GPUs
+    assert plain(watch(":output", model, lambda: replica()(INPUTS * 2))) == [[0.0], [12.0]]
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: rebuilt(*model.__reduce__()[1])], ids=["copied", "kept"])
@@ -719,7 +707,7 @@ def test_saving_a_tensor_whose_gradient_is_watched_logs_no_warning() -> None:
         inputs.sum().backward()
 
     assert plain(watch(":grad", model, step)) == [[1.0], [1.0]]
-    assert not copies[1]._backward_hooks
+    assert not has_hooks(copies[1])
 
 
 def test_a_class_with_a_deepcopy_of_an_instance_keeps_it() -> None:
@@ -736,7 +724,9 @@ def test_a_class_with_a_deepcopy_of_an_instance_keeps_it() -> None:
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
-    with torch._inductor.config.patch(compile_threads=1):  # worker processes would outlive the test
+    from torch._inductor import config  # takes a second
+
+    with config.patch(compile_threads=1):  # worker processes would outlive the test
         yield
     torch.compiler.reset()
 
@@ -864,6 +854,7 @@ def test_watching_a_compiled_step_does_not_recompile_it_each_time() -> None:
     assert len(compilations) <= 2
 
 
+@pytest.mark.compile
 @compiled
 def test_with_the_default_compiler_a_model_gives_its_parameters_outputs_and_gradients() -> None:
     model: Any = torch.compile(Net())

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import torch
+from support.disks import use_disk
+from support.states import Box
 
 from torchhooks import (
     AbortedError,
@@ -34,19 +36,6 @@ from torchhooks import (
 from torchhooks.checkpoints.saver import scored_checkpoints
 from torchhooks.common.files import Disk
 from torchhooks.testing import FakeDevice, RecordingHook, log_lines, plain, trace
-
-
-class Box:
-    """A state of one value."""
-
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value = state_dict["value"]
 
 
 def kept(folder: Path) -> list[int]:
@@ -75,6 +64,14 @@ class FullDisk(Disk):
         if self.full:
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().create(path)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
+    """The disk of all savers that a test creates."""
+    disk = FullDisk()
+    use_disk(monkeypatch, disk)
+    return disk
 
 
 class KilledBeforeRemoval(Disk):
@@ -535,12 +532,11 @@ def test_the_folder_of_a_loop_that_is_open_is_refused_to_every_other(tmp_path: P
     assert kept(tmp_path) == [1]
 
 
-def test_the_folder_of_a_loop_that_failed_is_free_again(tmp_path: Path) -> None:
-    failing = best_hook(tmp_path, async_save=True)
-    failing._saver.disk = disk = FullDisk()
-    disk.full = True
+def test_the_folder_of_a_loop_that_failed_is_free_again(tmp_path: Path, full_disk: FullDisk) -> None:
+    full_disk.full = True
     with pytest.raises(CheckpointError, match="No space left"):
-        trace(failing, losses=[0.5])
+        trace(best_hook(tmp_path, async_save=True), losses=[0.5])
+    full_disk.full = False
     keep_best(tmp_path, [0.5])
     assert kept(tmp_path) == [1]
 
@@ -553,7 +549,7 @@ def test_nothing_is_kept_of_a_state_that_a_nan_hook_refused(tmp_path: Path) -> N
     assert ("WARNING", "no checkpoint of step 2: loss is NaN at step 2") in seen.lines
 
 
-def test_the_time_that_saving_takes_is_not_counted(tmp_path: Path) -> None:
+def test_the_time_that_saving_takes_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     class Noting(Disk):
@@ -565,9 +561,8 @@ def test_the_time_that_saving_takes_is_not_counted(tmp_path: Path) -> None:
         def after_create_session(self, session: Session, coord: Coordinator) -> None:
             session.on_pause(lambda pause: seen.append("end of a pause"))
 
-    hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
-    hook._saver.disk = Noting()
-    trace(Listening(), hook, losses=[0.1])
+    use_disk(monkeypatch, Noting())
+    trace(Listening(), best_hook(tmp_path), losses=[0.1])
     assert seen == ["model.1.ckpt-1", "end of a pause"]
 
 
@@ -663,23 +658,23 @@ def test_checkpoints_without_a_score_are_not_compared(tmp_path: Path) -> None:
 # -- when writing fails -----------------------------------------------------------------------------------------------
 
 
-def test_a_better_one_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
-    hook._saver.disk = disk = FullDisk()
-    loop = MonitoredLoop(lambda loss: loss, hooks=[hook])
+def test_a_better_one_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, full_disk: FullDisk) -> None:
+    loop = MonitoredLoop(lambda loss: loss, hooks=[best_hook(tmp_path)])
     loop.run(0.5)
-    disk.full = True
+    full_disk.full = True
     with pytest.raises(CheckpointError, match="No space left"):
         loop.run(0.9)
     loop.close()
     assert kept(tmp_path) == [1]
 
 
-def test_a_better_one_that_was_written_counts_even_if_the_old_one_was_not_removed(tmp_path: Path) -> None:
+def test_a_better_one_that_was_written_counts_even_if_the_old_one_was_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keep_best(tmp_path, [0.5])
-    hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max")
-    hook._saver.disk = KilledBeforeRemoval()
-    trace(hook, losses=[0.9], start_step=1, catch=KeyboardInterrupt)
+    with monkeypatch.context() as patch:
+        use_disk(patch, KilledBeforeRemoval())
+        trace(best_hook(tmp_path), losses=[0.9], start_step=1, catch=KeyboardInterrupt)
     assert kept(tmp_path) == [1, 2]
     keep_best(tmp_path, [0.7, 1.0], start_step=2)
     assert kept(tmp_path) == [4]
@@ -690,12 +685,10 @@ def test_saved_in_the_background_the_same_ones_stay(tmp_path: Path) -> None:
     assert kept(tmp_path) == [3, 4, 5]
 
 
-def test_an_error_in_the_background_is_raised_at_the_end(tmp_path: Path) -> None:
-    hook = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max", async_save=True)
-    hook._saver.disk = disk = FullDisk()
-    disk.full = True
+def test_an_error_in_the_background_is_raised_at_the_end(tmp_path: Path, full_disk: FullDisk) -> None:
+    full_disk.full = True
     with pytest.raises(CheckpointError, match="No space left"):
-        trace(hook, RecordingHook(), losses=[0.5])
+        trace(best_hook(tmp_path, async_save=True), RecordingHook(), losses=[0.5])
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

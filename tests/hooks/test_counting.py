@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import read
 
 from torchhooks import MonitoredLoop, SessionRunContext, SessionRunHook, SessionRunValues, StepCounterHook
 from torchhooks.common.text import shown
@@ -108,7 +108,7 @@ def test_a_late_report_has_the_step_and_the_wall_time_of_its_run(tmp_path: Path)
         for _ in range(3):
             loop.run()
             times.append(time.time())
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars(RATE)
+    points = read(tmp_path).Scalars(RATE)
     assert [point.step for point in points] == [2, 3]
     assert all(times[point.step - 1] <= point.wall_time <= times[point.step] for point in points)
 

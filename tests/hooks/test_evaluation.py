@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import steps as steps_of
 
 from torchhooks import (
     AbortedError,
@@ -253,16 +253,14 @@ def test_the_results_are_logged_written_and_kept() -> None:
 
 def test_the_results_are_in_an_event_file(tmp_path: Path) -> None:
     trace(EvaluationHook(Evaluating(), every_n_steps=4, output_dir=tmp_path), losses=[0.1] * 9)
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars("accuracy")
-    assert [point.step for point in points] == [4, 8]
+    assert steps_of(tmp_path, "accuracy") == [4, 8]
 
 
 def test_a_resumed_training_run_replaces_the_later_points_of_the_first(tmp_path: Path) -> None:
     for losses, start in (([0.1] * 9, 0), ([0.1] * 4, 3)):
         hook = EvaluationHook(Evaluating(), every_n_steps=2, output_dir=tmp_path)
         trace(hook, losses=losses, start_step=start)
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars("accuracy")
-    assert [point.step for point in points] == [2, 4, 6]
+    assert steps_of(tmp_path, "accuracy") == [2, 4, 6]
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -273,8 +271,7 @@ def test_the_point_before_the_first_run_stays(start: int, tmp_path: Path) -> Non
         hook = EvaluationHook(Evaluating(), every_n_steps=2, at_start=True, **writer)
         trace(hook, losses=[0.1] * 3, start_step=start)
     steps = [start, *([2] if start == 0 else [4, 6])]
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars("accuracy")
-    assert [point.step for point in points] == steps
+    assert steps_of(tmp_path, "accuracy") == steps
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "accuracy" in line] == steps
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import steps
 
 from torchhooks import (
     AbortedError,
@@ -193,9 +193,8 @@ def test_a_summary_that_comes_late_does_not_void_the_points_of_other_hooks(tmp_p
             SummarySaverHook(output_dir=tmp_path, summary_op={"loss": "loss"}, timer=EverySteps(8)),
         ]
         trace(*hooks, losses=losses, start_step=start)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [point.step for point in events.Scalars("global_step/sec")] == [2, 6, 8]
-    assert [point.step for point in events.Scalars("loss")] == [8]
+    assert steps(tmp_path, "global_step/sec") == [2, 6, 8]
+    assert steps(tmp_path, "loss") == [8]
 
 
 @pytest.mark.parametrize(("start", "steps"), [(0, [0, 4, 8, 9]), (101, [101, 104, 108, 110])])

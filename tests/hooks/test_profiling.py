@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_state import is_profiling
 
 from torchhooks import (
     AbortedError,
@@ -34,10 +35,6 @@ def timelines(folder: Path) -> list[int]:
 def events(folder: Path, step: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads((folder / f"timeline-{step}.json").read_text())["traceEvents"]
     return found
-
-
-def is_profiling() -> bool:
-    return bool(torch._C._autograd._profiler_enabled())
 
 
 class Training:

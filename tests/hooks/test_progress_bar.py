@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 import re
@@ -26,10 +27,9 @@ from torchhooks import (
     SessionRunValues,
     StopAtStepHook,
 )
-from torchhooks.hooks import progress_bar
 from torchhooks.testing import FakeClock, FakeDevice, log_lines, sync_audit, trace
 
-pytest.importorskip("tqdm", reason="tqdm comes with the extra 'progress'")
+tqdm = pytest.importorskip("tqdm.auto", reason="tqdm comes with the extra 'progress'")
 
 
 class Terminal(io.StringIO):
@@ -250,13 +250,26 @@ def test_without_a_usable_stderr_lines_are_logged(stderr: Any, monkeypatch: pyte
     assert [text for _, text in trace(ProgressBarHook(), losses=[0.1]).lines] == ["step 1"]
 
 
+def hook_of_another_process() -> type[ProgressBarHook]:
+    """Return the hook as a process has it that has not looked for tqdm yet."""
+    spec = importlib.util.find_spec("torchhooks.hooks.progress_bar")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    hook: type[ProgressBarHook] = module.ProgressBarHook
+    return hook
+
+
 def test_in_a_notebook_the_bar_is_shown_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class tqdm_notebook(progress_bar._bar_class()):  # type: ignore[misc]  # noqa: N801 - tqdm's name
+    base: Any = tqdm.tqdm
+
+    class tqdm_notebook(base):  # type: ignore[misc]  # noqa: N801 - tqdm's name
         """Has the name by which tqdm's widget is known."""
 
-    monkeypatch.setattr(progress_bar, "_bar_class", lambda: tqdm_notebook)
+    monkeypatch.setattr(tqdm, "tqdm", tqdm_notebook)
     stream = io.StringIO()
-    trace(ProgressBarHook(3, file=stream), losses=[0.1] * 3)
+    trace(hook_of_another_process()(3, file=stream), losses=[0.1] * 3)
     assert "3/3" in stream.getvalue()
 
 
@@ -288,18 +301,10 @@ def test_values_and_times_of_a_device_are_not_waited_for() -> None:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _no_tqdm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def test_without_tqdm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    progress_bar._bar_class.cache_clear()
-    yield
-    progress_bar._bar_class.cache_clear()
-
-
-@pytest.mark.usefixtures("_no_tqdm")
-def test_without_tqdm_the_error_says_how_to_get_it() -> None:
     with pytest.raises(ImportError, match=r"ProgressBarHook needs tqdm.*pip install 'torchhooks\[progress\]'"):
-        ProgressBarHook()
+        hook_of_another_process()()
 
 
 @pytest.mark.parametrize(

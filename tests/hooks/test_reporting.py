@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import curve
 
 from torchhooks import (
     FinalOpsHook,
@@ -31,11 +31,6 @@ RATE = "global_step/sec"
 
 def lines_of(hook: SessionRunHook, *losses: Any, **arguments: Any) -> list[str]:
     return [text for _, text in trace(hook, losses=losses, **arguments).lines]
-
-
-def curve(folder: Path, tag: str = RATE) -> list[tuple[int, float]]:
-    points = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload().Scalars(tag)
-    return [(point.step, point.value) for point in points]
 
 
 # -- StepCounterHook --------------------------------------------------------------------------------------------------
@@ -132,7 +127,7 @@ def test_a_counter_without_a_writer_only_logs() -> None:
 
 def test_tensorboard_reads_the_curve(tmp_path: Path) -> None:
     trace(StepCounterHook(2, output_dir=tmp_path), losses=[0.1] * 5, secs=0.25)
-    assert curve(tmp_path) == [(3, 4.0), (5, 4.0)]
+    assert curve(tmp_path, RATE) == [(3, 4.0), (5, 4.0)]
 
 
 WAYS_OUT: dict[str, Any] = {
@@ -152,7 +147,7 @@ def test_the_curve_is_in_the_file_on_every_way_out(way: str, tmp_path: Path) -> 
     others = [WAYS_OUT[way]["hook"]] if "hook" in WAYS_OUT[way] else []
     losses = [0.1] * 4 + WAYS_OUT[way].get("losses", [])
     trace(*others, StepCounterHook(1, output_dir=tmp_path), losses=losses, catch=(ValueError, KeyboardInterrupt))
-    assert [step for step, _ in curve(tmp_path)][:2] == [2, 3]
+    assert [step for step, _ in curve(tmp_path, RATE)][:2] == [2, 3]
 
 
 @pytest.mark.parametrize("way", WAYS_OUT)
@@ -233,7 +228,7 @@ def test_a_summary_saver_of_a_loop_that_has_ended_does_not_prevent_the_start() -
 def test_points_of_an_earlier_process_after_the_step_of_the_restart_are_discarded(tmp_path: Path) -> None:
     trace(StepCounterHook(1, output_dir=tmp_path), losses=[0.1] * 9)
     trace(StepCounterHook(1, output_dir=tmp_path), losses=[0.1] * 3, start_step=4)
-    assert [step for step, _ in curve(tmp_path)] == [2, 3, 4, 6, 7]
+    assert [step for step, _ in curve(tmp_path, RATE)] == [2, 3, 4, 6, 7]
 
 
 # -- LoggingTensorHook ------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import read
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from torchhooks import Coordinator, MonitoredLoop, Scaffold, StepCounterHook, SummarySaverHook, summary
@@ -32,10 +31,6 @@ def written(losses: list[Any], *, start_step: int = 0, secs: float = 1.0, **argu
 
 def steps(records: list[tuple[Any, ...]]) -> list[int]:
     return [record[-1] for record in records]
-
-
-def read(folder: Path) -> Any:
-    return EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0}).Reload()
 
 
 def events(folder: Path) -> list[Any]:
@@ -225,6 +220,8 @@ def test_tensorboard_forgets_what_an_earlier_process_wrote_beyond_the_restored_s
 
 
 def test_every_kind_of_op_reaches_tensorboard_through_the_loop(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
     ops = [
         {"loss": "loss"},
         summary.histogram("weights", "weight"),

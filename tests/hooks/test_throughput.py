@@ -10,23 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_state import has_dispatch_mode
 from torch import nn
 
 from torchhooks import (
     FetchError,
     MonitoredLoop,
     Session,
-    SessionRunArgs,
-    SessionRunContext,
-    SessionRunHook,
-    SessionRunValues,
     StepCounterHook,
     SummarySaverHook,
     grad_norm,
     param_norm,
 )
 from torchhooks.hooks.throughput import FlopCount, Tokens, described, known_peak_flops, memory
-from torchhooks.testing import FakeClock, FakeDevice, sync_audit
+from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, sync_audit
 
 NAN = math.nan
 
@@ -39,18 +36,6 @@ class Notebook:
         self.points.setdefault(tag, []).append((step, value))
 
     def flush(self) -> None: ...
-
-
-class Fetching(SessionRunHook):
-    def __init__(self, fetches: Any) -> None:
-        self.fetches = fetches
-        self.got: list[Any] = []
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs(self.fetches)
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        self.got.append(run_values.results)
 
 
 def counted(step: Callable[..., Any], runs: int = 5, model: nn.Module | None = None, **arguments: Any) -> Notebook:
@@ -175,11 +160,17 @@ def test_a_step_of_several_runs_is_measured_whole() -> None:
 
 def test_two_hooks_that_measure_take_turns() -> None:
     model, step = linear()
-    hooks = [StepCounterHook(2, flops_per_step="measure") for _ in range(2)]
-    with MonitoredLoop(step, model=model, hooks=hooks, step_unit="run") as loop:
+    notebooks = [Notebook(), Notebook()]
+    hooks = [StepCounterHook(2, summary_writer=each, flops_per_step="measure") for each in notebooks]
+
+    def timed() -> Any:
+        clock.advance(1)
+        return step()
+
+    with FakeClock() as clock, MonitoredLoop(timed, model=model, hooks=hooks, step_unit="run") as loop:
         for _ in range(3):
             loop.run()
-    assert [hook._flop_count.per_step for hook in hooks] == [128, 128]
+    assert [each.points["flops/sec"] for each in notebooks] == [[(3, 128)], [(3, 128)]]
 
 
 def test_a_step_that_fails_while_it_is_measured_leaves_no_mode() -> None:
@@ -191,7 +182,7 @@ def test_a_step_that_fails_while_it_is_measured_leaves_no_mode() -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert not has_dispatch_mode()
     other = FlopCount()
     other.start(0)
     other.stop(1)
@@ -269,36 +260,36 @@ def passes(loop: MonitoredLoop[Any], data: list[int]) -> None:
 
 
 def test_epoch_and_batch_count_passes_and_items_from_0() -> None:
-    hook = Fetching(["epoch", "batch"])
+    hook = RecordingHook(["epoch", "batch"])
     with MonitoredLoop(lambda item: item, hooks=[hook], step_unit="run") as loop:
         for _ in range(2):
             passes(loop, [1, 2])
             for _ in loop.until_stop([1]):  # a validation in between is no epoch
                 pass
-    assert hook.got == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert hook.results == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
 def test_the_epoch_is_the_item_of_the_enclosing_loop() -> None:
-    hook = Fetching(lambda epoch, batch: (epoch, batch))
+    hook = RecordingHook(lambda epoch, batch: (epoch, batch))
     with MonitoredLoop(lambda item: item, hooks=[hook], step_unit="run") as loop:
         for _ in loop.until_stop(range(2)):
             for item in loop.until_stop([1, 2]):
                 loop.run(item)
-    assert hook.got == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert hook.results == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_an_argument_of_the_step_comes_before_what_the_loop_knows() -> None:
-    hook = Fetching("batch")
+    hook = RecordingHook("batch")
     with MonitoredLoop(lambda batch: None, hooks=[hook], step_unit="run") as loop:
         for batch in loop.until_stop([10, 20]):
             loop.run(batch)
-    assert hook.got == [10, 20]
+    assert hook.results == [10, 20]
 
 
 @pytest.mark.parametrize("name", ["epoch", "batch", "steps_per_sec"])
 def test_what_the_loop_does_not_know_does_not_exist(name: str) -> None:
     def train() -> None:
-        with MonitoredLoop(lambda: None, hooks=[Fetching(name)]) as loop:
+        with MonitoredLoop(lambda: None, hooks=[RecordingHook(name)]) as loop:
             loop.run()
 
     with pytest.raises(FetchError, match=rf"asked for '{name}', which does not exist"):
@@ -306,18 +297,18 @@ def test_what_the_loop_does_not_know_does_not_exist(name: str) -> None:
 
 
 def test_secs_are_those_of_the_session_without_pauses() -> None:
-    hook = Fetching("secs")
+    hook = RecordingHook("secs")
     with FakeClock() as clock, MonitoredLoop(lambda: None, hooks=[hook], step_unit="run") as loop:
         for secs in (3, 4):
             clock.advance(secs)
             with loop.session.paused():
                 clock.advance(100)
             loop.run()
-    assert hook.got == [3, 7]
+    assert hook.results == [3, 7]
 
 
 def test_steps_per_sec_is_the_rate_that_was_reported_last() -> None:
-    hook = Fetching("steps_per_sec")
+    hook = RecordingHook("steps_per_sec")
     with FakeClock() as clock:
 
         def step() -> None:
@@ -326,7 +317,7 @@ def test_steps_per_sec_is_the_rate_that_was_reported_last() -> None:
         with MonitoredLoop(step, hooks=[StepCounterHook(2), hook], step_unit="run") as loop:
             for _ in range(4):
                 loop.run()
-    assert [math.isnan(rate) or rate for rate in hook.got] == [
+    assert [math.isnan(rate) or rate for rate in hook.results] == [
         True,
         True,
         True,
@@ -350,28 +341,28 @@ def two_layers() -> nn.Sequential:
 
 @pytest.mark.parametrize(("norm_type", "expected"), [(2.0, 5.0), (math.inf, 4.0)])
 def test_the_norm_of_the_parameters_is_that_of_one_vector(norm_type: float, expected: float) -> None:
-    hook = Fetching(param_norm(norm_type))
+    hook = RecordingHook(param_norm(norm_type))
     with MonitoredLoop(lambda: None, model=two_layers(), hooks=[hook]) as loop:
         loop.run()
-    assert float(hook.got[0]) == pytest.approx(expected)
+    assert float(hook.results[0]) == pytest.approx(expected)
 
 
 def test_the_norm_of_the_gradients_leaves_out_parameters_without_one() -> None:
     model = two_layers()
     model[1].weight.requires_grad_(False)
-    hook = Fetching({"grad": grad_norm(), "again": grad_norm()})
+    hook = RecordingHook({"grad": grad_norm(), "again": grad_norm()})
     with MonitoredLoop(lambda: model(torch.ones(1, 1)).sum().backward(), model=model, hooks=[hook]) as loop:
         loop.run()
-    assert float(hook.got[0]["grad"]) == 4
-    assert hook.got[0]["again"] is hook.got[0]["grad"]  # computed once
+    assert float(hook.results[0]["grad"]) == 4
+    assert hook.results[0]["again"] is hook.results[0]["grad"]  # computed once
 
 
 def test_the_norm_of_sparse_gradients_counts_repeated_indices_once() -> None:
     model = nn.Embedding(5, 1, sparse=True)
-    hook = Fetching(grad_norm())
+    hook = RecordingHook(grad_norm())
     with MonitoredLoop(lambda: model(torch.tensor([1, 1, 2])).sum().backward(), model=model, hooks=[hook]) as loop:
         loop.run()
-    assert float(hook.got[0]) == pytest.approx(math.sqrt(5))
+    assert float(hook.results[0]) == pytest.approx(math.sqrt(5))
 
 
 def test_without_a_gradient_a_curve_of_the_norm_says_why() -> None:

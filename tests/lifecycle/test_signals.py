@@ -1,13 +1,12 @@
 """Signals stop a loop cleanly after the current run, and reach their old handlers once the loop is closed."""
 
+import inspect
 import itertools
 import multiprocessing.connection
 import os
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.programs import run_program
 
 import torchhooks.lifecycle.ending
 import torchhooks.lifecycle.signals
@@ -237,7 +237,7 @@ PROGRAM = """
 
 
 def test_the_process_ends_by_the_signal_and_loses_neither_errors_nor_output() -> None:
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, check=False)
+    ran = run_program(PROGRAM)
     assert ran.returncode == -signal.SIGTERM
     assert ran.stdout == "printed signal SIGTERM\n"
     assert "ValueError: the end failed" in ran.stderr
@@ -328,7 +328,7 @@ def test_a_second_sigterm_ends_the_process_by_default() -> None:
         signal.raise_signal(signal.SIGTERM)
         print("not reached")
     """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    ran = run_program(program)
     assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "recorded\n")
 
 
@@ -428,7 +428,8 @@ class InterruptedAt:
 
     def __enter__(self) -> None:
         self.before = sys.gettrace()
-        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at this only where tracing begins
+        frame: Any = inspect.currentframe()
+        frame.f_trace_opcodes = True  # Python 3.12 looks at this only where tracing begins
         sys.settrace(self)
 
     def __exit__(self, *_: object) -> None:
@@ -517,7 +518,7 @@ FAILING = """
 
 
 def test_an_error_in_the_step_after_a_signal_is_shown_before_the_signal_ends_the_process() -> None:
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(FAILING)], capture_output=True, text=True, check=False)
+    ran = run_program(FAILING)
     assert ran.returncode == -signal.SIGTERM
     assert re.search(r"in step\n(    .*\n)?ValueError: the step failed", ran.stderr)  # Python 3.13 shows the line
 
@@ -548,8 +549,7 @@ EXIT = """
 
 
 def exit_code(*arguments: str) -> int:
-    program = [sys.executable, "-c", textwrap.dedent(EXIT), *arguments]
-    return subprocess.run(program, capture_output=True, check=False).returncode
+    return run_program(EXIT, *arguments).returncode
 
 
 def test_sigterm_and_ctrl_c_end_the_process_by_the_signal() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_state import hooks_on
 from torch import nn
 
 from torchhooks import (
@@ -246,7 +247,7 @@ def test_submodules_are_watched_during_the_body() -> None:
         result.sum().backward()
     received, returned, grad = hook.results[0]
     assert (received.item(), returned.item(), grad.item()) == (1, result.item(), 1)
-    assert not model[0]._forward_hooks
+    assert hooks_on(model) == []
 
 
 def test_a_body_is_traced_on_request() -> None:
@@ -439,7 +440,7 @@ def test_an_error_of_the_body_propagates_and_ends_the_loop(kind: type[BaseExcept
         with pytest.raises(kind) as raised, loop.step():
             raise error
         assert raised.value is error
-        assert not model[0]._forward_hooks
+        assert hooks_on(model) == []
         with pytest.raises(LifecycleError, match=r"step\(\) was called after a run that failed"), loop.step():
             pytest.fail("the body was entered")
     assert methods(hook) == ["begin", "after_create_session", "before_run", "teardown"]
@@ -460,7 +461,7 @@ def test_a_hook_that_fails_stops_watching_the_model() -> None:
     hooks = [RecordingHook("0:output"), FeedFnHook(lambda: {"x": 1})]
     with pytest.raises(FeedError), MonitoredLoop(model=model, hooks=hooks) as loop, loop.step():
         pass
-    assert not model[0]._forward_hooks
+    assert hooks_on(model) == []
 
 
 def test_a_recording_that_cannot_be_stopped_is_noted_on_the_error_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -708,7 +709,7 @@ def test_a_body_that_is_not_left_before_the_loop_is_an_error() -> None:
             MonitoredLoop(model=model, hooks=[hook]) as loop,
         ):
             stack.enter_context(loop.step())
-        assert not model[0]._forward_hooks
+        assert hooks_on(model) == []
     assert methods(hook) == ["begin", "after_create_session", "before_run", "teardown"]
     assert loop.global_step == 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import torchhooks.fetches.accumulated
+import torchhooks.loop.costs
+import torchhooks.loop.run
 from torchhooks import (
     Due,
     EverySteps,
@@ -99,17 +102,22 @@ class Failing(Taking):
 # -- off --------------------------------------------------------------------------------------------------------------
 
 
+def callers() -> list[str]:
+    """Return the files of the calls that are in progress, the last call first."""
+    return [frame.filename for frame in inspect.stack(0)[2:]]
+
+
 class Called(SessionRunHook):
-    """Records the names of the functions that call it."""
+    """Records the file of the function that calls it."""
 
     def __init__(self) -> None:
         self.callers: set[str] = set()
 
     def before_run(self, run_context: SessionRunContext) -> None:
-        self.callers.add(sys._getframe(1).f_code.co_name)
+        self.callers.add(callers()[0])
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        self.callers.add(sys._getframe(1).f_code.co_name)
+        self.callers.add(callers()[0])
 
 
 def test_by_default_nothing_is_reported() -> None:
@@ -117,21 +125,26 @@ def test_by_default_nothing_is_reported() -> None:
 
 
 def test_by_default_no_wrapper_is_between_the_loop_and_its_hooks() -> None:
-    hook = Called()
+    hook, measured = Called(), Called()
     trace(hook)
-    assert hook.callers == {"_before_run", "_after_run"}
+    trace(measured, hook_costs=True)
+    assert hook.callers == {torchhooks.loop.run.__file__}
+    assert measured.callers == {torchhooks.loop.costs.__file__}
 
 
 def test_by_default_running_fetches_are_added_without_a_wrapper() -> None:
     hook = LoggingTensorHook({"mean": running_mean("loss")}, every_n_iter=2)
     wrapped: list[bool] = []
 
-    class Looks(SessionRunHook):
-        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-            wrapped.append("add" in vars(run_context.session.running))
+    class Outputs(dict[str, float]):
+        def __getitem__(self, name: str) -> float:
+            adding, *others = callers()
+            assert adding == torchhooks.fetches.accumulated.__file__
+            wrapped.append(torchhooks.loop.costs.__file__ in others)
+            return super().__getitem__(name)
 
-    trace(hook, Looks())
-    trace(hook, Looks(), hook_costs=True)
+    trace(hook, losses=[Outputs(loss=0.5)] * 3)
+    trace(hook, losses=[Outputs(loss=0.5)] * 3, hook_costs=True)
     assert wrapped == [False] * 3 + [True] * 3
 
 

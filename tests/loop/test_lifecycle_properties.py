@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from torchhooks import (
     AbortedError,
@@ -243,7 +244,7 @@ hooks_and_faults = given(plans=st.lists(plans, max_size=4), body=bodies)
 
 
 @hooks_and_faults
-@settings(max_examples=300)
+@examples(300)
 def test_every_hook_sees_a_whole_life_and_only_one(plans: list[Plan], body: Body) -> None:
     diary = live(plans, body)
     for index, plan in enumerate(plans):
@@ -251,7 +252,7 @@ def test_every_hook_sees_a_whole_life_and_only_one(plans: list[Plan], body: Body
 
 
 @hooks_and_faults
-@settings(max_examples=300)
+@examples(300)
 def test_end_is_called_for_everybody_if_nothing_failed_and_for_nobody_else(plans: list[Plan], body: Body) -> None:
     diary = live(plans, body)
     ends = [name for name, method in diary.calls if method == "end"]
@@ -259,14 +260,14 @@ def test_end_is_called_for_everybody_if_nothing_failed_and_for_nobody_else(plans
 
 
 @hooks_and_faults
-@settings(max_examples=300)
+@examples(300)
 def test_no_error_is_lost(plans: list[Plan], body: Body) -> None:
     diary = live(plans, body)
     assert [error for error, where in diary.raised.items() if not heard_of(error, where, diary)] == []
 
 
 @hooks_and_faults
-@settings(max_examples=300)
+@examples(300)
 def test_nothing_comes_out_that_nobody_raised(plans: list[Plan], body: Body) -> None:
     diary = live(plans, body)
     assert {*came_out(diary), *diary.logged} <= set(diary.raised)

@@ -1085,7 +1085,7 @@ def test_a_completed_run_is_not_repeated_for_an_error_of_a_thread(tmp_path: Path
             loop.run(batch)
             position = loop.session.position
             assert position is not None
-            assert [place["done"] for place in (position.state_dict() or {})["path"]] == [True]
+            assert [place["state"] for place in (position.state_dict() or {})["path"]] == ["item done"]
     assert (batches, hook.seen) == ([0, 1, 2, 3], [1, 2, 3, 4])
 
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from torchhooks import (
     AbortedError,
@@ -383,7 +384,7 @@ def test_a_hook_that_is_not_due_is_not_called(distance: Distance, called: int) -
 
 
 @pytest.mark.no_cover
-@settings(max_examples=400)
+@examples(400)
 @given(
     cookbook=hook_lists,
     to_come=st.lists(turns, max_size=25),

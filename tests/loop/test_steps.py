@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.torch_state import hooks_on_optimizer, is_profiling
 from torch import nn
 from torch.profiler import profile
 
@@ -321,7 +322,7 @@ def test_nothing_is_left_on_the_optimizer() -> None:
     with loop:
         loop.run()
     training.step()
-    assert (loop.global_step, len(training.optimizer._optimizer_step_post_hooks)) == (1, 0)
+    assert (loop.global_step, hooks_on_optimizer(training.optimizer)) == (1, 0)
 
 
 def test_of_two_optimizers_the_first_counts_and_gives_the_rate() -> None:
@@ -714,9 +715,9 @@ def test_a_traced_step_that_raises_leaves_no_profiler_running() -> None:
     running = []
 
     def step() -> None:
-        running.append(torch._C._autograd._profiler_enabled())
+        running.append(is_profiling())
         raise PulledPlugError
 
     with pytest.raises(PulledPlugError), MonitoredLoop(step, hooks=[Asks(TRACE)]) as loop:
         loop.run()
-    assert (running, torch._C._autograd._profiler_enabled()) == ([True], False)
+    assert (running, is_profiling()) == ([True], False)

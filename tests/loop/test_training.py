@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import curve, read, steps
 
 from torchhooks import (
     AbortedError,
@@ -21,6 +21,7 @@ from torchhooks import (
     CheckpointSaverHook,
     Coordinator,
     EverySteps,
+    MonitoredLoop,
     MonitoredTrainingLoop,
     Saver,
     Scaffold,
@@ -33,7 +34,6 @@ from torchhooks import (
     list_checkpoints,
     summary,
 )
-from torchhooks.common.log import logger
 from torchhooks.testing import FakeClock, RecordingHook, log_lines
 
 
@@ -59,9 +59,17 @@ class Remembering(SessionRunHook):
 
 def hooks_of(**arguments: Any) -> list[SessionRunHook]:
     """Return the hooks of a loop, in their order."""
-    with MonitoredTrainingLoop(lambda: 0.5, **arguments) as loop:
-        pass
-    return [seat.hook for seat in loop._schedule.all_seats]
+    hooks: list[SessionRunHook] = []
+    create = MonitoredLoop.__init__
+
+    def noted(loop: Any, *args: Any, **given: Any) -> None:
+        hooks.extend(given["hooks"])
+        create(loop, *args, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MonitoredLoop, "__init__", noted)
+        MonitoredTrainingLoop(lambda: 0.5, **arguments).close()
+    return hooks
 
 
 def kinds(**arguments: Any) -> list[str]:
@@ -115,9 +123,8 @@ def test_curves_go_to_summary_dir_if_it_is_given(tmp_path: Path) -> None:
         lambda: 0.5, checkpoint_dir=tmp_path / "run", summary_dir=tmp_path / "curves", scaffold=scaffold
     ) as loop:
         loop.run()
-    curves = EventAccumulator(str(tmp_path / "curves")).Reload()
-    assert [(point.step, point.value) for point in curves.Scalars("loss")] == [(1, 0.5)]
-    assert EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"] == []
+    assert curve(tmp_path / "curves", "loss") == [(1, 0.5)]
+    assert read(tmp_path / "run").Tags()["scalars"] == []
 
 
 @pytest.mark.parametrize(
@@ -165,11 +172,10 @@ def test_hooks_with_a_timer_of_their_own_replace_the_default_ones(tmp_path: Path
     with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=own, **off) as loop:
         for _ in range(12):
             loop.run()
-    curves = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in curves.Scalars("global_step/sec")] == [4, 8, 12]
-    assert [event.step for event in curves.Scalars("loss")] == [6, 12]
+    assert hooks_of(checkpoint_dir=tmp_path, hooks=own, **off) == own
+    assert steps(tmp_path, "global_step/sec") == [4, 8, 12]
+    assert steps(tmp_path, "loss") == [6, 12]
     assert saved_steps(tmp_path) == [0, 5, 10, 12]
-    assert [seat.hook for seat in loop._schedule.all_seats] == own
 
 
 @pytest.mark.parametrize(
@@ -332,7 +338,7 @@ def when_it_waits(action: Any) -> Iterator[None]:
             if record.getMessage().startswith("waiting for the chief"):
                 action()
 
-    handler = Handler()
+    logger, handler = logging.getLogger("torchhooks"), Handler()
     logger.addHandler(handler)
     try:
         with log_lines():

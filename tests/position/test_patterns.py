@@ -8,74 +8,81 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.paths import ROOT, environment
-from support.patterns import PATTERNS, Job
+from support.paths import ROOT
+from support.patterns import PATTERNS, Job, try_pattern
+from support.processes import start
 
 TABLE = ROOT / "docs" / "loops.md"
 
 
-class Server:
-    """Tries patterns in new processes, and tells when one is done."""
+# torchdata calls a function that torch deprecates. A schedule that was loaded may step before the optimizer.
+IGNORED = "'set_vital' is deprecated", "Detected call of"
+
+
+class Attempts:
+    """Tries patterns in new processes, in the given order: as many at a time as there are processors.
+
+    Under xdist, only the one that is asked for, since the other processes of xdist need the other processors.
+    """
 
     def __init__(self, directory: Path, names: list[str]) -> None:
-        self.directory = directory
-        self.done: set[str] = set()
-        # torchdata calls a function that torch deprecates. A schedule that was loaded may step before the optimizer.
-        ignored = [f"-Wignore:{text}:UserWarning" for text in ("'set_vital' is deprecated", "Detected call of")]
-        most = str(os.cpu_count() or 1)
-        # One thread, because a fork copies only the thread that makes it.
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._process = subprocess.Popen(
-            [sys.executable, "-Werror", *ignored, "tests/support/patterns.py", str(directory), most],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment(**threads),
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n".join(names))
-        self._process.stdin.close()
+        self.directory, self.names = directory, names
+        self.ahead = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
+        self.processes: dict[str, BaseProcess] = {}
 
     def results(self, name: str) -> dict[str, Any]:
         """Return the results of a pattern, by scenario, once it is done."""
-        assert self._process.stdout is not None
-        while name not in self.done:
-            line = self._process.stdout.readline()
-            assert line, "the server ended"
-            self.done.add(line.rstrip("\n"))
+        index = self.names.index(name)
+        for each in self.names[index : index + self.ahead]:
+            if each not in self.processes:
+                self.processes[each] = start(self.output(each), try_pattern, self.directory, each, ignored=IGNORED)
+        process = self.processes[name]
+        process.join()
+        assert process.exitcode == 0, self.output(name).read_text()
         results: dict[str, Any] = json.loads((self.directory / f"{name}.json").read_text())
         return results
 
+    def output(self, name: str) -> Path:
+        return self.directory / f"{name}.txt"
+
     def close(self) -> None:
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._process.kill()
-        self._process.wait()
+        for process in self.processes.values():
+            process.kill()
+            process.join()
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server, which tries every pattern whose test was selected."""
+def attempts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attempts]:
+    """The attempts to train with every pattern whose test was selected."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
     names = [call.params["name"] for call in calls if call is not None and "name" in call.params]
-    server = Server(tmp_path_factory.mktemp("patterns"), list(dict.fromkeys(names)))
-    yield server
-    server.close()
+    attempts = Attempts(tmp_path_factory.mktemp("patterns"), names)
+    yield attempts
+    attempts.close()
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+def rows() -> list[tuple[list[str], str]]:
+    """Return the names of the patterns in each row of the table in the documentation, and its outcome."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    named = ((re.search(r"<!-- (.*?) -->", line), line) for line in lines)
+    return [(names[1].split(), line.split(" | ")[1].strip()) for names, line in named if names]
+
+
+FIRST_OF_EACH_ROW = {names[0] for names, _ in rows()}
+CASES = [pytest.param(name, marks=[] if name in FIRST_OF_EACH_ROW else [pytest.mark.exhaustive]) for name in PATTERNS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_a_resumed_training_run_ends_as_an_uninterrupted_one_or_a_warning_says_why_not(
-    name: str, server: Server
+    name: str, attempts: Attempts
 ) -> None:
-    warnings, results = PATTERNS[name].warnings, server.results(name)
+    warnings, results = PATTERNS[name].warnings, attempts.results(name)
     assert "error" not in results, results["error"]
     whole = results.pop("whole")
     assert {scenario: result["error"] for scenario, result in results.items() if "error" in result} == {}
@@ -106,18 +113,8 @@ def test_another_seed_ends_elsewhere_in_everything_but_the_schedule() -> None:
     assert {part for part in one if one[part] == other[part]} == {"scheduler"}
 
 
-def rows() -> dict[str, str]:
-    """Return what the table in the documentation says of each pattern."""
-    found: dict[str, str] = {}
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        if names := re.search(r"<!-- (.*?) -->", line):
-            outcome = line.split(" | ")[1].strip()
-            for name in names[1].split():
-                assert name not in found, f"{name} is in two rows"
-                found[name] = outcome
-    return found
-
-
 def test_the_table_in_the_documentation_has_every_pattern_and_its_outcome() -> None:
     expected = {name: "warned" if pattern.warnings else "exact" for name, pattern in PATTERNS.items()}
-    assert rows() == expected
+    in_the_table = [(name, outcome) for names, outcome in rows() for name in names]
+    assert len(dict(in_the_table)) == len(in_the_table), "a pattern is in two rows"
+    assert dict(in_the_table) == expected

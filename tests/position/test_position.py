@@ -1,7 +1,4 @@
-"""A training run that is resumed in another process continues with the next batch, whatever its data are.
-
-Run as a script, this file is those processes.
-"""
+"""A training run that is resumed in another process continues with the next batch, whatever its data are."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,9 +18,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from support.paths import ROOT, environment
+from support.examples import examples
+from support.processes import call
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -43,7 +39,7 @@ from torchhooks import (
     latest_checkpoint,
 )
 from torchhooks.common.files import Disk
-from torchhooks.position import position
+from torchhooks.position.resuming import rest_of_range
 from torchhooks.testing import RecordingHook, plain
 
 Lines = list[tuple[str, str]]
@@ -187,20 +183,19 @@ def start_again(directory: Path) -> None:
     (directory / "again.json").write_text(json.dumps(Training("plain", seed=7).run(directory)))
 
 
-def in_a_process(part: str, directory: Path) -> int:
+def in_a_process(part: Callable[[Path], None], directory: Path) -> int | None:
     # torchdata calls a function that torch deprecates, and a schedule that was loaded may step before the optimizer.
-    ignored = [f"-Wignore:{text}:UserWarning" for text in ("'set_vital' is deprecated", "Detected call of")]
-    command = [sys.executable, "-Werror", *ignored, __file__, part, str(directory)]
-    ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert ran.returncode <= 0, ran.stderr
-    return ran.returncode
+    ended = call(part, directory, ignored=("'set_vital' is deprecated", "Detected call of"))
+    assert ended.code is not None
+    assert ended.code <= 0, ended.output
+    return ended.code
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The outcome of each training run, by its kind, and of each that another process resumed."""
     directory = tmp_path_factory.mktemp("position")
-    assert [in_a_process(part, directory) for part in ("train", "resume")] == [0, 0]
+    assert [in_a_process(part, directory) for part in (train, resume)] == [0, 0]
     parts = [json.loads((directory / name).read_text()) for name in ("train.json", "resume.json")]
     return {**parts[0], **parts[1]}
 
@@ -218,7 +213,7 @@ def test_a_training_run_continues_in_another_process_with_the_next_batch_and_end
 def test_a_training_run_that_got_a_signal_continues_with_the_next_batch(
     outcomes: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert [in_a_process(part, tmp_path) for part in ("preempted", "start_again")] == [-signal.SIGTERM, 0]
+    assert [in_a_process(part, tmp_path) for part in (preempted, start_again)] == [-signal.SIGTERM, 0]
     resumed, whole = json.loads((tmp_path / "again.json").read_text()), outcomes["plain"]
     assert resumed["seen"] == {step: whole["seen"][step] for step in ("7", "8")}
     assert resumed["end"] == whole["end"]
@@ -335,7 +330,7 @@ class SavingAt(SessionRunHook):
 
 
 @pytest.mark.no_cover
-@settings(max_examples=50)
+@examples(50)
 @given(program=PROGRAMS, choice=st.data())
 def test_whatever_the_nesting_a_resumed_loop_makes_the_runs_that_were_not_made(
     program: Program, choice: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -405,7 +400,7 @@ def test_the_rest_of_a_range_is_what_comes_after_a_value(
 ) -> None:
     values, sign = range(start, stop, stride), 1 if stride > 0 else -1
     left = [value for value in values if sign * value > sign * last or (value == last and not done)]
-    assert list(position._rest_of_range(values, last, done)) == left
+    assert list(rest_of_range(values, last, done)) == left
 
 
 # -- skipping, and what it costs --------------------------------------------------------------------------------------
@@ -549,10 +544,11 @@ def test_a_body_that_takes_its_item_apart_causes_no_warning(tmp_path: Path, line
     assert logged(lines) == []
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_digest_and_is_not_compared(tmp_path: Path, lines: Lines) -> None:
+def test_an_item_whose_digest_could_not_be_read_is_not_compared(tmp_path: Path, lines: Lines) -> None:
     over(looped(tmp_path, 2), [1, 2, 3])
     saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
-    assert saved["position"]["path"][0].pop("digest") is not None
+    assert saved["position"]["path"][0]["digest"] is not None
+    saved["position"]["path"][0]["digest"] = None
     with MonitoredLoop(lambda: None) as loop:
         loop.session.position.load_state_dict(saved["position"], saved["random"])  # type: ignore[union-attr]
         assert over(loop, [4, 5, 6]) == [6]
@@ -1305,9 +1301,3 @@ def test_a_checkpoint_restored_later_leaves_the_data_where_they_are(tmp_path: Pa
 def test_the_name_position_is_reserved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state\['position'\]: this name is reserved"):
         looped(tmp_path, state={"position": Stream()})
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    parts = {part.__name__: part for part in (train, resume, preempted, start_again)}
-    parts[sys.argv[1]](Path(sys.argv[2]))

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop, StopAtStepHook
 from torchhooks.position.place import Place
-from torchhooks.position.position import _draws_order_first
 from torchhooks.position.probe import Probing, Replay
+from torchhooks.position.starting import draws_order_first
 
 ITEMS = 40
 
@@ -220,9 +220,9 @@ def test_a_replay_names_an_item_that_differs() -> None:
 def test_a_loader_and_sampler_of_torch_are_known_to_draw_their_order_first() -> None:
     class Derived(DataLoader[Any]): ...
 
-    assert _draws_order_first(DataLoader(Noisy(), sampler=RandomSampler(Noisy())))
-    assert _draws_order_first(DataLoader(Noisy(), batch_size=None))
-    assert not _draws_order_first(DataLoader(Noisy(), sampler=LazySampler()))
-    assert not _draws_order_first(DataLoader(Stream()))
-    assert not _draws_order_first(Derived(Noisy()))
-    assert not _draws_order_first([1])
+    assert draws_order_first(DataLoader(Noisy(), sampler=RandomSampler(Noisy())))
+    assert draws_order_first(DataLoader(Noisy(), batch_size=None))
+    assert not draws_order_first(DataLoader(Noisy(), sampler=LazySampler()))
+    assert not draws_order_first(DataLoader(Stream()))
+    assert not draws_order_first(Derived(Noisy()))
+    assert not draws_order_first([1])

@@ -1,14 +1,9 @@
-"""A training run that is stopped and resumed in another process ends with the same bits as an uninterrupted one.
-
-Run as a script, this file is those processes.
-"""
+"""A training run that is stopped and resumed in another process ends with the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.paths import ROOT, environment
+from support.processes import call
 from torch import nn
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop, Saver, Scaffold, StopAtStepHook
@@ -125,10 +120,9 @@ def resume(directory: Path) -> None:
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """The outcome of each training run that one process stopped and another one resumed."""
     directory = tmp_path_factory.mktemp("resumed")
-    for part in ("train", "resume"):
-        command = [sys.executable, "-W", "error", __file__, part, str(directory)]
-        ran = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-        assert ran.returncode == 0, ran.stderr
+    for part in (train, resume):
+        ended = call(part, directory)
+        assert ended.code == 0, ended.output
     outcomes: dict[str, Outcome] = json.loads((directory / "outcomes.json").read_text())
     return outcomes
 
@@ -158,7 +152,3 @@ def test_a_training_run_stopped_several_times_ends_the_same(uninterrupted: Outco
     for stop in (2, 3, 3, 7):
         Training(seed=1 if stop == 2 else stop).run(stop, tmp_path)
     assert Training(seed=9).run(STEPS, tmp_path) == uninterrupted
-
-
-if __name__ == "__main__":
-    {"train": train, "resume": resume}[sys.argv[1]](Path(sys.argv[2]))

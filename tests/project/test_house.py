@@ -8,8 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
+from support.programs import run_program
 
 import torchhooks
 
@@ -67,9 +66,9 @@ def test_a_package_says_which_file_to_read_first(package: Path) -> None:
     assert (package.parent / f"{first}.py").exists()
 
 
-def test_only_ranks_dtensors_and_sharded_checkpoints_know_torch_distributed() -> None:
+def test_only_the_transport_dtensors_and_sharded_checkpoints_know_torch_distributed() -> None:
     knows = {module for module in modules() if within("torch.distributed", names_reached(source(module)))}
-    assert knows == {"torchhooks.checkpoints.sharded", "torchhooks.ranks.dtensors", "torchhooks.ranks.ranks"}
+    assert knows == {"torchhooks.checkpoints.sharded", "torchhooks.ranks.dtensors", "torchhooks.ranks.transport"}
 
 
 def test_the_roof_is_names_and_no_code_but_that_of_the_version() -> None:
@@ -132,7 +131,7 @@ print(json.dumps({
 
 def import_in_a_new_process(folder: Path) -> dict[str, Any]:
     """What ``import torchhooks`` does after ``import torch``, in a process of its own, in an empty folder."""
-    ran = subprocess.run([sys.executable, "-c", PROBE], cwd=folder, capture_output=True, text=True, check=False)
+    ran = run_program(PROBE, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     *printed, report = ran.stdout.splitlines()
     return {**json.loads(report), "printed": "".join(printed) + ran.stderr}

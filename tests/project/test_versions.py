@@ -67,10 +67,10 @@ def test_every_installed_python_is_tested_with_its_torch(tmp_path: Path) -> None
     assert table(output) == {"3.11 2.6.0": PASSED, "3.12 2.13.0": PASSED, "3.13 2.13.0": PASSED}
 
 
-def test_arguments_are_passed_to_pytest_unchanged(tmp_path: Path) -> None:
+def test_all_tests_are_run_and_arguments_are_passed_to_pytest_unchanged(tmp_path: Path) -> None:
     code, output = versions(tmp_path, "-k", "timer and not hook", "tests/a b.py", installed=["python3.12"])
     assert code == 0
-    assert "\n<-k><timer and not hook><tests/a b.py>\n" in output
+    assert "\n<--all><-k><timer and not hook><tests/a b.py>\n" in output
 
 
 def test_the_oldest_torch_replaces_the_pin_and_chooses_its_own_sympy(tmp_path: Path) -> None:
@@ -134,5 +134,5 @@ def test_the_versions_are_those_that_the_package_declares() -> None:
     assert oldest in (minimum, f"{minimum}.0")
     assert f"needs Python 3.11 and PyTorch {minimum}, or newer" in (ROOT / "README.md").read_text()
     (newest,) = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
-    sentence = f"`.ci/versions` runs the tests with Python 3.11 to 3.13 and torch {minimum} to {newest}"
+    sentence = f"`.ci/versions` runs all tests with Python 3.11 to 3.13 and torch {minimum} to {newest}"
     assert sentence in (ROOT / "CONTRIBUTING.md").read_text()

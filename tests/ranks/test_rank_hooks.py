@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.fsdp
+from support import dtensors
+from support.events import curve
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhooks.hooks.best
 import torchhooks.summary.histograms
@@ -58,9 +57,11 @@ from torchhooks import (
     summary,
 )
 from torchhooks.common.log import logger, speak_as
+from torchhooks.common.requester import Requester
 from torchhooks.common.timers import NOW, Due
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.ranks.agreement import Pace, Row, Slowest
+from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.roster import step_period
 from torchhooks.summary.histograms import as_histogram, count
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
@@ -152,7 +153,7 @@ def test_a_checkpoint_saver_that_is_not_the_chief_opens_no_event_file(tmp_path: 
 
 def test_the_same_hook_writes_in_a_later_loop_of_one_process() -> None:
     hook = LoggingTensorHook(["loss"], every_n_secs=0)
-    hook.join(ThreadRanks(Hub(2), 1, random.Random(0)))
+    hook.join(ThreadRanks(Hub(2), 1, random.Random(0)), collective=True)
     with log_lines() as lines, MonitoredLoop(lambda: 1.0, hooks=[hook], ranks=False) as loop:
         loop.run()
         loop.run()
@@ -347,14 +348,14 @@ def test_in_one_process_there_is_no_pace() -> None:
         assert loop.session.ranks.pace is None
 
 
-def test_a_timer_that_is_told_does_not_look_at_its_clock(clock: FakeClock) -> None:
+def test_a_timer_that_follows_the_chief_does_not_look_at_its_clock(clock: FakeClock) -> None:
     timer = SecondOrStepTimer(every_secs=10)
-    timer.told = False
+    timer.chief_is_due = False
     assert timer.should_trigger_for_step(1)  # the first step triggers on every rank
     timer.update_last_triggered_step(1)
     clock.advance(100)
     assert not timer.should_trigger_for_step(2)
-    timer.told = True
+    timer.chief_is_due = True
     assert not timer.should_trigger_for_step(1)  # already triggered for this step
     assert timer.next_due() == NOW
     assert timer.should_trigger_for_step(2)
@@ -382,7 +383,7 @@ def test_chief_only_hooks_exist_on_the_chief_only() -> None:
 
 
 def test_a_chief_only_hook_with_a_period_in_seconds_is_due_by_the_chiefs_clock(lines: list[tuple[str, str]]) -> None:
-    def main(ranks: ThreadRanks, hub: Hub) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
         hooks = [LoggingTensorHook(["loss"], every_n_secs=0)]
         with MonitoredTrainingLoop(
             lambda: hub.gather("step", ranks.rank, 0) and 1.0,
@@ -392,8 +393,9 @@ def test_a_chief_only_hook_with_a_period_in_seconds_is_due_by_the_chiefs_clock(l
         ) as loop:
             while not loop.should_stop():
                 loop.run()
+        return hooks[0].collective  # what the hook is in a loop whose ranks all have it, and still is
 
-    assert in_threads(2, main) == [None, None]
+    assert in_threads(2, main) == [True, True]
     assert len([text for _, text in lines if text.startswith("loss")]) == 3
 
 
@@ -429,8 +431,7 @@ def test_every_rank_has_the_default_hooks_whatever_is_chief_says(tmp_path: Path)
 
     assert in_threads(2, main) == [None, None]
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
-    points = EventAccumulator(str(tmp_path / "0")).Reload().Scalars("loss")
-    assert [(point.step, point.value) for point in points] == [(1, 3.0)]
+    assert curve(tmp_path / "0", "loss") == [(1, 3.0)]
 
 
 def test_new_results_of_an_evaluation_are_logged_and_written_by_the_chief(
@@ -541,13 +542,13 @@ def test_over_ranks_keeps_the_kind_of_a_value(name: str) -> None:
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What ranks that are threads gather: the purposes and the values."""
     values: list[Any] = []
-    gather = ThreadRanks.gather
+    gather = LoopRanks.gather
 
-    def recorded(self: ThreadRanks, value: Any, purpose: str) -> list[Any]:
+    def recorded(self: LoopRanks, value: Any, purpose: str, **options: Any) -> list[Any]:
         values.append((purpose, value))
-        return gather(self, value, purpose)
+        return gather(self, value, purpose, **options)
 
-    monkeypatch.setattr(ThreadRanks, "gather", recorded)
+    monkeypatch.setattr(LoopRanks, "gather", recorded)
     return values
 
 
@@ -968,17 +969,17 @@ def test_tensors_on_a_device_are_gathered_in_one_call_of_the_process_group(
 ) -> None:
     monkeypatch.setattr(distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     values = [torch.tensor(True), torch.arange(6.0).reshape(2, 3).t(), torch.tensor([], dtype=torch.int64)]
-    (row,) = Ranks().gather_on_device([OnDevice(value, "cuda") for value in values]) or [[]]  # type: ignore[misc]
+    (row,) = LoopRanks(Ranks()).gather_on_device([OnDevice(value, "cuda") for value in values]) or [[]]  # type: ignore[misc]
     for value, expected in zip(row, values, strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
 def test_tensors_that_the_process_group_does_not_serve_go_over_the_host(group_of_one: None) -> None:
-    assert Ranks().gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
+    assert LoopRanks(Ranks()).gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
 
 
 def test_tensors_on_a_device_are_combined_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
+    monkeypatch.setattr(LoopRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
 
     def main(ranks: ThreadRanks, hub: Hub) -> Any:
         hook = Wants([over_ranks(lambda: torch.tensor([1, 2 * ranks.rank]), "sum"), over_ranks("loss", "min")])
@@ -988,31 +989,31 @@ def test_tensors_on_a_device_are_combined_without_the_host(monkeypatch: pytest.M
     assert in_threads(2, main) == [[[2, 2], 1.0]] * 2
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-def test_a_dtensor_becomes_the_full_tensor_once_in_a_run(group_of_one: None, placement: Any) -> None:
+@pytest.mark.parametrize("placement", ["Shard(0)", "Replicate()"])
+def test_a_dtensor_becomes_the_full_tensor_once_in_a_run(group_of_one: None, placement: str) -> None:
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
-    weight = distribute_tensor(torch.arange(4.0), mesh, [placement])
+    weight = dtensors.distributed(torch.arange(4.0), mesh, placement)
     evaluator = RanksEvaluator(Session(), {"weight": weight})
-    one, other = (evaluator.evaluate(["weight"], "a hook")[0] for _ in range(2))
+    one, other = (evaluator.evaluate(["weight"], Requester(name="a hook"))[0] for _ in range(2))
     assert type(one) is torch.Tensor
     assert torch.equal(one, torch.arange(4.0))
-    assert one is other or isinstance(placement, Replicate)
+    assert one is other or placement == "Replicate()"
 
 
 def test_a_sharded_dtensor_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
     session, hook = Session(), Wants("weight")
     session.ranks.hooks_of_some = [hook]
-    evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
+    evaluator = RanksEvaluator(session, {"weight": dtensors.distributed(torch.arange(4.0), mesh)})
     with pytest.raises(FetchError, match=r"asked for a DTensor of shape \(4,\), which all ranks have to evaluate"):
-        evaluator.evaluate("weight", hook)
+        evaluator.evaluate("weight", Requester(hook))
 
 
 def test_a_process_logs_as_its_rank_until_the_loop_is_closed(lines: list[tuple[str, str]]) -> None:
     speak_as(3)
     logger.info("hidden")
     logger.warning("%s is %d", "loss", 1)
-    Ranks().disconnect()
+    LoopRanks(Ranks()).disconnect()
     logger.info("seen")
     assert lines == [("WARNING", "rank 3: loss is 1"), ("INFO", "seen")]
 
@@ -1026,7 +1027,7 @@ def sharded(rank: int) -> list[str]:
     model = torch.nn.Linear(4, 6, bias=False)
     before = model.weight.detach().clone()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    dtensors.fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     results: list[str] = []
 
@@ -1091,12 +1092,12 @@ def counted_in_shards(rank: int) -> list[str]:
         "partial": torch.tensor([2.0, 4.0]),
         "ordinary": torch.tensor([0.25]),
     }
-    parts: dict[str, Any] = {tag: distribute_tensor(whole[tag], mesh, [Shard(0)]) for tag in [*whole][:3]}
-    parts["replicated"] = DTensor.from_local(whole["replicated"], mesh, [Replicate()])
-    parts["partial"] = DTensor.from_local(whole["partial"] / 2, mesh, [Partial()])
+    parts: dict[str, Any] = {tag: dtensors.distributed(whole[tag], mesh) for tag in [*whole][:3]}
+    parts["replicated"] = dtensors.from_local(whole["replicated"], mesh, "Replicate()")
+    parts["partial"] = dtensors.from_local(whole["partial"] / 2, mesh, "Partial()")
     parts["ordinary"] = whole["ordinary"]
     model = torch.nn.Linear(4, 5)
-    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    dtensors.fully_shard(model, mesh=mesh)
     whole["parameter"] = model.weight.full_tensor().detach()  # type: ignore[attr-defined]
     ordinary = torch.nn.Linear(5, 1)  # not sharded
     tensors = [whole["parameter"], model.bias.full_tensor().detach(), *ordinary.parameters()]  # type: ignore[attr-defined]
@@ -1111,7 +1112,7 @@ def counted_in_shards(rank: int) -> list[str]:
     def refuse(tensor: Any) -> None:
         raise AssertionError("a full tensor was requested")
 
-    DTensor.full_tensor = refuse  # type: ignore[assignment]  # in this process
+    type(parts["replicated"]).full_tensor = refuse  # in this process
     whole_model = torch.nn.Sequential(model, ordinary)
     with MonitoredLoop(lambda: 1.0, whole_model, hooks=[hook, norm], ranks=Ranks(**QUICK)) as loop:
         loop.run()
@@ -1141,19 +1142,19 @@ def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_ha
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
     session, hook = Session(), Wants("weight")
     session.ranks.hooks_of_some = [hook]
-    evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
+    evaluator = RanksEvaluator(session, {"weight": dtensors.distributed(torch.arange(4.0), mesh)})
     with pytest.raises(FetchError, match=r"asked for the histogram of a DTensor of shape \(4,\), which all ranks"):
-        evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), hook)
+        evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), Requester(hook))
 
 
 @pytest.mark.fsdp2
 def test_the_norm_of_dtensors_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
-    model: Any = torch.distributed.fsdp.fully_shard(torch.nn.Linear(1, 1))
+    model: Any = dtensors.fully_shard(torch.nn.Linear(1, 1))
     session, hook = Session(model), Wants(param_norm())
     assert float(param_norm()(model)) == float(session.run(param_norm()))
     session.ranks.hooks_of_some, session.ranks.size = [hook], 2
     with pytest.raises(FetchError, match="asked for the norm of 2 tensors with DTensors among them, which all ranks"):
-        RanksEvaluator(session).evaluate({"norm": param_norm()}, hook)
+        RanksEvaluator(session).evaluate({"norm": param_norm()}, Requester(hook))
 
 
 def test_a_writer_that_only_the_chief_has_decides_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1188,7 +1189,7 @@ def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path, size: int) -> None
 
 def sharded_on_the_chief(rank: int) -> str:
     model = torch.nn.Linear(4, 6)
-    torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    dtensors.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
     hooks = [LoggingTensorHook(["weight"], every_n_iter=1)] if rank == 0 else []
     try:
         # After the backward pass, the parameters are sharded.

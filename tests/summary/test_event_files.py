@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.disks import FailingDisk, no_space_after
+from support.events import read
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from torchhooks.summary import event_files as events
+from torchhooks.summary import event_files
 from torchhooks.summary.event_files import DirectSummaryWriter, EventFile
 from torchhooks.testing import FakeClock
 
@@ -37,7 +35,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def points(folder: Path, tag: str) -> list[int]:
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    accumulator = read(folder)
     tags = accumulator.Tags()
     if tag in tags["scalars"]:
         return [point.step for point in accumulator.Scalars(tag)]
@@ -46,17 +44,6 @@ def points(folder: Path, tag: str) -> list[int]:
 
 def texts(folder: Path) -> list[int]:
     return points(folder, "text/text_summary")
-
-
-@contextmanager
-def no_space_after(size: int) -> Iterator[None]:
-    """Have the operating system refuse to extend a file beyond ``size`` bytes. Python ignores the signal for this."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Gate:
@@ -98,69 +85,46 @@ def test_a_record_torn_by_a_full_disk_is_removed_so_that_tensorboard_reads_what_
     assert texts(tmp_path) == [1, 3]
 
 
-class FailingDisk:
-    """A file that takes a part of the next record and refuses to be truncated while it is full."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.is_full = file, True
-
-    def write(self, data: bytes) -> int:
-        if self.is_full:
-            self.file.write(data[:5])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return int(self.file.write(data))
-
-    def truncate(self, size: int) -> int:
-        if self.is_full:
-            raise OSError(errno.EIO, "Input/output error")
-        return int(self.file.truncate(size))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
-
-
-def fail_on(writer: DirectSummaryWriter) -> FailingDisk:
-    file = writer._get_file_writer().event_writer._file
-    file._file = disk = FailingDisk(file._file)
-    return disk
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
+    return FailingDisk(monkeypatch, event_files)
 
 
 def test_a_torn_record_that_cannot_be_removed_at_once_is_removed_before_the_next_one(
-    tmp_path: Path, writer: DirectSummaryWriter
+    disk: FailingDisk, tmp_path: Path, writer: DirectSummaryWriter
 ) -> None:
     writer.add_scalar("loss", 0.5, 1)
-    disk = fail_on(writer)
+    disk.fill()
     for message in ("No space left", "Input/output error"):
         with pytest.raises(OSError, match=message):
             writer.add_scalar("loss", 0.5, 2)
-    disk.is_full = False
+    disk.repair()
     writer.add_scalar("loss", 0.5, 3)
     assert points(tmp_path, "loss") == [1, 3]
 
 
-def test_a_torn_record_is_removed_when_the_file_is_closed(tmp_path: Path, writer: DirectSummaryWriter) -> None:
+def test_a_torn_record_is_removed_when_the_file_is_closed(
+    disk: FailingDisk, tmp_path: Path, writer: DirectSummaryWriter
+) -> None:
     size = files(tmp_path)[0].stat().st_size
-    disk = fail_on(writer)
+    disk.fill()
     with pytest.raises(OSError, match="No space left"):
         writer.add_scalar("loss", 0.5, 1)
-    assert files(tmp_path)[0].stat().st_size == size + 5
-    disk.is_full = False
+    assert files(tmp_path)[0].stat().st_size == size + disk.PART
+    disk.repair()
     writer.close()
     assert files(tmp_path)[0].stat().st_size == size
 
 
-def test_a_record_cut_short_by_an_interrupt_is_removed(tmp_path: Path, writer: DirectSummaryWriter) -> None:
-    class Interrupted(FailingDisk):
-        def write(self, data: bytes) -> int:
-            self.file.write(data[:5])
-            raise KeyboardInterrupt
-
+def test_a_record_cut_short_by_an_interrupt_is_removed(
+    disk: FailingDisk, tmp_path: Path, writer: DirectSummaryWriter
+) -> None:
     size = files(tmp_path)[0].stat().st_size
-    fail_on(writer).__class__ = Interrupted
-    writer._get_file_writer().event_writer._file._file.is_full = False
+    disk.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         writer.add_scalar("loss", 0.5, 1)
     assert files(tmp_path)[0].stat().st_size == size
+    disk.repair()
 
 
 def test_a_file_that_cannot_be_begun_is_closed_and_has_no_part_of_a_record(tmp_path: Path) -> None:
@@ -188,23 +152,24 @@ def test_a_full_queue_has_ten_events_and_the_caller_waits(
     gate = Gate(monkeypatch)
     waits = threading.Event()
     added: list[int] = []
-    queued = writer._get_file_writer().event_writer._queued
 
     def add() -> None:
         for step in range(15):
-            if step == events._MAX_QUEUED:
+            if step == 10:
                 waits.set()
             writer.add_text("text", "x" * LARGE, step)
             added.append(step)
 
     with ThreadPoolExecutor(1) as pool:
         adding = pool.submit(add)
-        assert waits.wait(60)
-        assert gate.reached.wait(60)
-        with pytest.raises(TimeoutError):
-            adding.result(timeout=0.2)  # would return if the queue had no bound
-        assert (len(added), len(queued)) == (10, 10)
-        gate.open.set()
+        try:
+            assert waits.wait(60)
+            assert gate.reached.wait(60)
+            with pytest.raises(TimeoutError):
+                adding.result(timeout=0.2)  # would return if the queue had no bound
+            assert len(added) == 10
+        finally:
+            gate.open.set()
         adding.result(timeout=60)
     writer.flush()
     assert texts(tmp_path) == list(range(15))
@@ -229,7 +194,7 @@ def test_closing_again_raises_no_error_of_the_events_that_were_queued(
     writer: DirectSummaryWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
-    file = writer._get_file_writer()
+    file = writer.file_writer
     for step in range(3):
         writer.add_text("text", "x" * LARGE, step)
     gate.open.set()
@@ -259,14 +224,13 @@ def test_an_interrupted_wait_lets_no_event_overtake_the_one_that_is_being_writte
 ) -> None:
     gate = Gate(monkeypatch)
     writer.add_text("text", "x" * LARGE, 1)
-    queued = writer._get_file_writer().event_writer._queued
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(queued[0]), "exception", interrupt)
-        patch.setattr(type(queued[0]), "result", interrupt)
+        patch.setattr(Future, "exception", interrupt)
+        patch.setattr(Future, "result", interrupt)
         with pytest.raises(KeyboardInterrupt):
             writer.flush()
     assert gate.reached.wait(60)
@@ -286,7 +250,7 @@ def warnings(lines: Lines) -> list[str]:
 
 
 def add_after_a_while(writer: DirectSummaryWriter, clock: FakeClock) -> None:
-    clock.advance(events._CHECK_SECS)
+    clock.advance(10)
     writer.add_scalar("loss", 0.5, 2)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import read
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
 from torch.utils.tensorboard.summary import make_histogram
@@ -164,7 +164,7 @@ def test_a_fetched_tensor_is_not_copied(tmp_path: Path, layout: str) -> None:
     with MonitoredLoop(lambda: None, model=model, hooks=[hook]) as loop, Sizes() as sizes:
         loop.run()
     assert 0 < sizes.largest < model.w.nbytes / 4  # type: ignore[operator]
-    (event,) = EventAccumulator(str(tmp_path)).Reload().Histograms("w")
+    (event,) = read(tmp_path).Histograms("w")
     assert event.histogram_value.num == 1_000_000
 
 
@@ -177,7 +177,7 @@ def test_only_the_counts_travel_from_a_device_and_the_host_never_waits(tmp_path:
                 model.w.data.fill_(value)  # type: ignore[operator]
                 loop.run()
         assert (syncs, device.waits) == ([], 0)
-    written = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload().Histograms("w")
+    written = read(tmp_path).Histograms("w")
     assert [(event.step, event.histogram_value.max) for event in written] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert device.copies == 6  # of each step, the bins and the moments
 

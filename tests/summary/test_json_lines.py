@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,16 +16,17 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support import paths
+from support.disks import FailingDisk, no_space_after
 
 from torchhooks import JsonLinesWriter, MonitoredLoop, StepCounterHook, SummarySaverHook, summary
 from torchhooks.common.files import Disk
-from torchhooks.summary import json_lines as jsonl
+from torchhooks.summary import json_lines
 from torchhooks.testing import RecordingWriter, trace
 
 LINE = b'{"step": 1, "time": 5.0, "loss": 0.5}\n'
@@ -170,15 +170,14 @@ def test_a_writer_removes_the_lines_of_another_one_with_its_path(path: Path) -> 
 def test_a_line_that_another_thread_writes_during_a_purge_is_not_lost(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Interrupted(Disk):
-        def rename(self, path: str, new_path: str) -> None:
-            thread.start()
-            thread.join(0.1)  # it is waiting for the end of the purge
-            super().rename(path, new_path)
+    def interrupted(self: Disk, path: str, new_path: str) -> None:
+        thread.start()
+        thread.join(0.1)  # it is waiting for the end of the purge
+        os.replace(path, new_path)
 
     one, other = filled(path, 1, 2), JsonLinesWriter(path)
     thread = threading.Thread(target=other.add_scalar, args=("loss", 0.5, 3))
-    monkeypatch.setattr(jsonl, "_disk", Interrupted())
+    monkeypatch.setattr(Disk, "rename", interrupted)
     one.purge_from(2)
     thread.join()
     assert steps(path) == [1, 3]
@@ -391,7 +390,7 @@ def test_a_disk_that_fails_leaves_the_file_unchanged_and_no_other_file(
     operation: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, other = filled(path, 1, 2), filled(path)
-    monkeypatch.setattr(jsonl, "_disk", type("Full", (Disk,), {operation: fail})())
+    monkeypatch.setattr(Disk, operation, fail)
     with pytest.raises(OSError, match="no space left"):
         writer.purge_from(2)
     writer.add_scalar("loss", 0.5, 3)
@@ -402,67 +401,50 @@ def test_a_disk_that_fails_leaves_the_file_unchanged_and_no_other_file(
 def test_the_new_file_is_synced_before_it_replaces_the_old_one_and_the_folder_after_that(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Recording(Disk):
-        def sync(self, file: BinaryIO) -> None:
-            calls.append("sync")
-            super().sync(file)
+    def note(name: str) -> None:
+        call = getattr(Disk, name)
 
-        def rename(self, path: str, new_path: str) -> None:
-            calls.append("rename")
-            super().rename(path, new_path)
+        def noted(self: Disk, *args: Any) -> None:
+            calls.append((name, *args))
+            call(self, *args)
 
-        def sync_folder(self, path: str) -> None:
-            calls.append(f"sync {path}")
-            super().sync_folder(path)
+        monkeypatch.setattr(Disk, name, noted)
 
-    calls: list[str] = []
-    monkeypatch.setattr(jsonl, "_disk", Recording())
+    calls: list[tuple[Any, ...]] = []
+    for name in ("sync", "rename", "sync_folder"):
+        note(name)
     filled(path, 1, 2).purge_from(2)
-    assert calls == ["sync", "rename", f"sync {path.parent}"]
+    (sync, file), (rename, new, old), synced = calls
+    assert (sync, file.name, rename, old, synced) == (
+        "sync",
+        new,
+        "rename",
+        str(path),
+        ("sync_folder", str(path.parent)),
+    )
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_not_written_at_all(path: Path) -> None:
     writer = JsonLinesWriter(path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(LINE) + 20, hard))
-    try:
+    with no_space_after(len(LINE) + 20):
         writer.add_scalar("loss", 0.5, 1, 5.0)
         with pytest.raises(OSError, match="File too large"):
             writer.add_scalar("loss", 0.5, 1, 5.0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == LINE
     writer.add_scalar("loss", 0.5, 1, 5.0)
     assert path.read_bytes() == LINE * 2
 
 
-class Torn:
-    """An open file that takes a part of a line, and refuses to be truncated while it is full."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.is_full = file, True
-
-    def write(self, data: bytes) -> int:
-        if self.is_full:
-            self.file.write(data[:20])
-            fail()
-        return int(self.file.write(data))
-
-    def truncate(self, size: int) -> int:
-        if self.is_full:
-            raise OSError(errno.EIO, "Input/output error")
-        return int(self.file.truncate(size))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
+    return FailingDisk(monkeypatch, json_lines)
 
 
-def tear(writer: JsonLinesWriter) -> Torn:
-    """Leave a part of a line at the end of the file, and return the disk that refuses to be truncated."""
-    writer._file = torn = Torn(writer._file)  # type: ignore[assignment]
-    with pytest.raises(OSError, match="no space left"):
+def tear(writer: JsonLinesWriter, disk: FailingDisk) -> None:
+    """Leave a part of a line at the end of the file, on a disk that then refuses to truncate it."""
+    disk.fill()
+    with pytest.raises(OSError, match="No space left"):
         writer.add_scalar("loss", 0.5, 2)
-    return torn
 
 
 def add_again(path: Path, writer: JsonLinesWriter) -> None:
@@ -486,22 +468,22 @@ def close_and_add(path: Path, writer: JsonLinesWriter) -> None:
 
 @pytest.mark.parametrize("then", [add_again, add_by_another, purge_and_add, close_and_add])
 def test_a_part_of_a_line_that_cannot_be_removed_at_once_is_removed_before_the_next_line(
-    then: Callable[[Path, JsonLinesWriter], None], path: Path, lines: Lines
+    then: Callable[[Path, JsonLinesWriter], None], disk: FailingDisk, path: Path, lines: Lines
 ) -> None:
     writer = filled(path, 1)
-    disk = tear(writer)
+    tear(writer, disk)
     with pytest.raises(OSError, match="Input/output error"):
         writer.add_scalar("loss", 0.5, 2)
-    disk.is_full = False
+    disk.repair()
     then(path, writer)
     assert steps(path) == [1, 3]
 
 
-def test_a_file_that_replaced_one_with_a_part_of_a_line_is_not_cut(path: Path) -> None:
+def test_a_file_that_replaced_one_with_a_part_of_a_line_is_not_cut(disk: FailingDisk, path: Path) -> None:
     writer = filled(path, 1)
-    disk = tear(writer)
+    tear(writer, disk)
     path.write_bytes(LINE * 3)
-    disk.is_full = False
+    disk.repair()
     writer.add_scalar("loss", 0.5, 3)
     assert steps(path) == [1, 1, 1, 3]
 
@@ -509,13 +491,12 @@ def test_a_file_that_replaced_one_with_a_part_of_a_line_is_not_cut(path: Path) -
 def test_a_purge_goes_well_if_the_file_was_renamed_although_an_error_was_reported(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Nfs(Disk):
-        def rename(self, path: str, new_path: str) -> None:
-            super().rename(path, new_path)
-            raise FileNotFoundError(errno.ENOENT, "no such file", path)
+    def twice(self: Disk, path: str, new_path: str) -> None:
+        os.replace(path, new_path)
+        raise FileNotFoundError(errno.ENOENT, "no such file", path)
 
     writer, other = filled(path, 1, 2), filled(path, 3)
-    monkeypatch.setattr(jsonl, "_disk", Nfs())
+    monkeypatch.setattr(Disk, "rename", twice)
     writer.purge_from(2)
     writer.add_scalar("loss", 0.5, 2)
     other.add_scalar("loss", 0.5, 3)
@@ -654,8 +635,8 @@ def test_hooks_write_a_single_scalar_through_the_add_scalar_of_a_subclass(path: 
 @contextmanager
 def process(code: str, path: Path) -> Iterator[subprocess.Popen[str]]:
     """Run ``code`` on the file in another process, which is killed at the end of the block."""
-    start = "import os, sys\nfrom torchhooks import JsonLinesWriter\n"
-    start += "from torchhooks.summary import json_lines as jsonl\npath = sys.argv[1]\n"
+    start = "import os, sys\nfrom torchhooks import JsonLinesWriter\nfrom torchhooks.common.files import Disk\n"
+    start += "path = sys.argv[1]\n"
     environment = paths.environment()
     with subprocess.Popen([sys.executable, "-c", start + code, str(path)], env=environment, text=True) as process:
         try:
@@ -680,8 +661,7 @@ def test_a_kill_at_any_moment_leaves_whole_lines_and_at_most_one_incomplete_line
 
 def test_a_kill_before_the_new_file_replaces_the_old_one_leaves_the_old_one(path: Path) -> None:
     code = (
-        "class Killing(jsonl.Disk):\n    def rename(self, *paths):\n        os.kill(os.getpid(), 9)\n"
-        "jsonl._disk = Killing()\nwriter = JsonLinesWriter(path)\n"
+        "Disk.rename = lambda *paths: os.kill(os.getpid(), 9)\nwriter = JsonLinesWriter(path)\n"
         'for step in range(5):\n    writer.add_scalar("loss", 0.5, step)\nwriter.purge_from(2)\n'
     )
     with process(code, path) as purging:

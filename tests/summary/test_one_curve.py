@@ -1,6 +1,6 @@
 """A training run that is killed after its checkpoint and resumed in another process has one curve.
 
-Run as a script, this file is the process that forks the training runs, which kill themselves with SIGKILL.
+:func:`live_twice` forks the training runs, which kill themselves with SIGKILL.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
-from support.paths import ROOT, environment
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import curve as by_tensorboard
+from support.processes import call
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -43,9 +40,6 @@ from torchhooks.testing import FakeClock, RecordingWriter
 SAVED, KILLED, STEPS = 8, 11, 20  # the restored checkpoint, the unfinished step, the last step
 RATE = "global_step/sec"
 Curve = list[tuple[int, float]]
-
-IMPORTED = torch._dynamo
-"""The first optimizer of a process imports it, which takes two seconds: once here, not in each forked process."""
 
 ONE_LOSS = [(step, 1.0 if step <= SAVED else 2.0) for step in range(1, STEPS + 1)]
 """Each step once: those up to the checkpoint from the first process, later ones from the second."""
@@ -180,7 +174,6 @@ def live(case: str, folder: Path, life: int) -> str:
 
 
 def live_twice(directory: Path) -> None:
-    torch.set_num_threads(1)
     endings = {case: [live(case, directory / case, life) for life in (1, 2)] for case in CASES}
     (directory / "endings.json").write_text(json.dumps(endings))
 
@@ -189,26 +182,14 @@ def live_twice(directory: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that has a folder for each case, after both processes."""
     directory = tmp_path_factory.mktemp("lives")
-    ran = subprocess.run(
-        [sys.executable, __file__, str(directory)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ended = call(live_twice, directory)
+    assert ended.code == 0, ended.output
     endings = json.loads((directory / "endings.json").read_text())
-    assert endings == {case: ["killed", "0"] for case in CASES}, ran.stderr
+    assert endings == {case: ["killed", "0"] for case in CASES}, ended.output
     return directory
 
 
 # -- the readers ------------------------------------------------------------------------------------------------------
-
-
-def by_tensorboard(folder: Path, tag: str) -> Curve:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return [(point.step, point.value) for point in events.Scalars(tag)]
 
 
 def by_tensorboards_server(folder: Path, tag: str) -> Curve:
@@ -307,7 +288,3 @@ def test_after_a_recovery_a_hook_that_lost_no_points_keeps_its_period(tmp_path: 
     training = Training(tmp_path, 1, abort)
     training.train([SummarySaverHook(7, summary_writer=lines, summary_op={"loss": "loss"}), saver(training)])
     assert by_json(tmp_path, "loss") == [(1, 1.0), (8, 1.0), (15, 2.0)]
-
-
-if __name__ == "__main__":
-    live_twice(Path(sys.argv[1]))

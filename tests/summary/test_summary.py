@@ -6,10 +6,9 @@ import gc
 import io
 import math
 import os
-import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support import events as event_files
+from support.programs import run_program
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -84,9 +83,7 @@ def read(source: TensorBoardWriter | Path) -> Any:
     if isinstance(source, TensorBoardWriter):
         source.flush()
     folder = source if isinstance(source, Path) else source.log_dir
-    return EventAccumulator(
-        str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0, "histograms": 0}
-    ).Reload()
+    return event_files.read(folder)
 
 
 def events(writer: TensorBoardWriter) -> list[Any]:
@@ -398,6 +395,8 @@ def test_a_value_that_is_not_a_text_is_an_error(value: Any) -> None:
 
 
 def test_a_figure_becomes_an_image(writer: TensorBoardWriter) -> None:
+    from matplotlib.figure import Figure
+
     drawn = Figure(figsize=(2, 1), dpi=50)
     figure("f", "f").write(writer, drawn, 7)
     assert pixels(writer, "f").shape == (50, 100, 3)
@@ -416,6 +415,8 @@ def test_a_figure_is_closed_after_writing_even_if_writing_fails(taker: Notebook)
 
 
 def test_a_figure_needs_no_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     drawn = Figure(figsize=(1, 1))
     assert written(figure("f", "f"), drawn) is drawn
@@ -524,25 +525,36 @@ def test_summaries_in_any_structure_are_written_in_order(shape: Any) -> None:
     assert notebook.points == [("a", 1.5, 7), ("b", 2, 7)]
 
 
-EVERY_KIND = [
-    (scalar("t", "t"), 0.5),
-    (histogram("t", "t"), torch.ones(2)),
-    (image("t", "t"), torch.ones(2, 2)),
-    (text("t", "t"), "word"),
-    (figure("t", "t"), Figure(figsize=(1, 1))),
+def drawn() -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(1, 1))
+
+
+EVERY_KIND: list[tuple[SummaryOp, Callable[[], Any]]] = [
+    (scalar("t", "t"), lambda: 0.5),
+    (histogram("t", "t"), lambda: torch.ones(2)),
+    (image("t", "t"), lambda: torch.ones(2, 2)),
+    (text("t", "t"), lambda: "word"),
+    (figure("t", "t"), drawn),
 ]
+every_kind = pytest.mark.parametrize(
+    ("op", "value"), EVERY_KIND, ids=["scalar", "histogram", "image", "text", "figure"]
+)
 
 
-@pytest.mark.parametrize(("op", "value"), EVERY_KIND, ids=lambda it: type(it).__name__)
-def test_the_wall_time_of_the_run_reaches_the_event_file(writer: TensorBoardWriter, op: SummaryOp, value: Any) -> None:
-    write_summaries(writer, op.compose(value), 7, walltime=1000.5)
+@every_kind
+def test_the_wall_time_of_the_run_reaches_the_event_file(
+    writer: TensorBoardWriter, op: SummaryOp, value: Callable[[], Any]
+) -> None:
+    write_summaries(writer, op.compose(value()), 7, walltime=1000.5)
     assert [(event.step, event.wall_time) for event in events(writer)][1:] == [(7, 1000.5)]
 
 
-@pytest.mark.parametrize(("op", "value"), EVERY_KIND, ids=lambda it: type(it).__name__)
-def test_a_users_writer_is_never_given_more_than_tag_value_and_step(op: SummaryOp, value: Any) -> None:
+@every_kind
+def test_a_users_writer_is_never_given_more_than_tag_value_and_step(op: SummaryOp, value: Callable[[], Any]) -> None:
     gallery = Gallery()
-    write_summaries(gallery, op.compose(value), 7, walltime=1000.5)
+    write_summaries(gallery, op.compose(value()), 7, walltime=1000.5)
     assert [(tag, step) for tag, _, step in gallery.points] == [("t", 7)]
 
 
@@ -698,8 +710,8 @@ def test_a_write_after_a_close_is_flushed_by_the_next_close(tmp_path: Path) -> N
 def test_an_error_in_one_close_keeps_no_other_writer_open(tmp_path: Path) -> None:
     for name in "abc":
         SummaryWriterCache.get(tmp_path / name).add_scalar("loss", 0.5, 7)
-    broken = SummaryWriterCache.get(tmp_path / "b")
-    broken._get_file_writer().event_writer._file.close()
+    broken: Any = SummaryWriterCache.get(tmp_path / "b")
+    broken.file_writer.event_writer.close()
     broken.add_text("long", "x" * 9999, 7)  # large, so the background thread writes it, and finds the file closed
     with pytest.raises(ValueError, match="closed"):
         SummaryWriterCache.clear()
@@ -717,7 +729,9 @@ def test_a_closed_writer_without_other_references_is_freed(tmp_path: Path) -> No
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    ran = run_program(code)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
 
 
 def test_importing_summary_loads_neither_tensorboard_nor_matplotlib() -> None:

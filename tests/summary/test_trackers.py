@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from support.rank_threads import Hub, ThreadRanks, in_threads
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -51,6 +51,11 @@ class FakeRun:
         self.may_log = threading.Event()
         self.may_log.set()
         self.error: Exception | None = None
+        self._more = threading.Condition()
+
+    def wait_for_calls(self, number: int) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.logged) >= number, NEEDED_SECS)
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
 
@@ -62,7 +67,9 @@ class FakeRun:
         if self.error is not None:
             raise self.error
         self.threads.add(threading.current_thread().name)
-        self.logged.append({name: value for name, value in values.items() if name != "_timestamp"})
+        with self._more:
+            self.logged.append({name: value for name, value in values.items() if name != "_timestamp"})
+            self._more.notify_all()
 
 
 class FakeWandb:
@@ -72,6 +79,39 @@ class FakeWandb:
         self.Histogram = lambda np_histogram: ("histogram", *np_histogram)
         self.Html = lambda text: ("html", text)
         self.Image = lambda value: ("image", value)
+
+
+class FakeClient:
+    """MLflow's client, which notes the runs, the parameters and the names of the curves."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.configs: list[dict[str, float]] = []
+        self.curves: set[str] = set()
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id=name)
+
+    def create_run(self, experiment: str, run_name: str | None) -> Any:
+        self.started.append(threading.current_thread().name)
+        return SimpleNamespace(info=SimpleNamespace(run_id="1"))
+
+    def get_run(self, run_id: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(params={}))
+
+    def log_batch(self, run_id: str, params: Any = (), metrics: Any = (), synchronous: bool = True) -> None:
+        if params:
+            self.configs.append({name: float(value) for name, value in params})
+        self.curves.update(name for name, *_ in metrics)
+
+    def set_terminated(self, run_id: str, status: str) -> None: ...
+
+
+def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    client = FakeClient()
+    entities = SimpleNamespace(Param=lambda *pair: pair, Metric=lambda *values: values)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda uri: client, entities=entities))
+    return client
 
 
 @pytest.fixture
@@ -98,29 +138,8 @@ def test_the_points_of_one_step_are_one_call_from_a_background_thread(run: FakeR
 def test_of_several_ranks_only_the_one_that_writes_starts_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    started: list[str] = []
-    run = FakeRun()
-
-    class Client:
-        """MLflow's client, as far as a run with parameters needs it."""
-
-        def __init__(self, uri: str | None) -> None: ...
-
-        def get_experiment_by_name(self, name: str) -> Any:
-            return SimpleNamespace(experiment_id=name)
-
-        def create_run(self, experiment: str, run_name: str | None) -> Any:
-            started.append(threading.current_thread().name)
-            return SimpleNamespace(info=SimpleNamespace(run_id="1"))
-
-        def get_run(self, run_id: str) -> Any:
-            return SimpleNamespace(data=SimpleNamespace(params={}))
-
-        def log_batch(self, run_id: str, params: Any = (), metrics: Any = (), synchronous: bool = True) -> None:
-            if params:
-                run.configs.append({name: float(value) for name, value in params})
-
-        def set_terminated(self, run_id: str, status: str) -> None: ...
+    run, client = FakeRun(), fake_mlflow(monkeypatch)
+    started = client.started
 
     def init(**_: Any) -> FakeRun:
         started.append(threading.current_thread().name)
@@ -129,8 +148,6 @@ def test_of_several_ranks_only_the_one_that_writes_starts_a_run(
     fake = FakeWandb()
     fake.init, run.finish = init, lambda exit_code: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    entities = SimpleNamespace(Param=lambda *pair: pair, Metric=lambda *values: values)
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client, entities=entities))
     kind: Any = WandbWriter if library == "wandb" else MlflowWriter
     chiefs: list[str] = []
 
@@ -150,7 +167,7 @@ def test_of_several_ranks_only_the_one_that_writes_starts_a_run(
 
     assert in_threads(2, main) == [3, 3]
     assert started == chiefs
-    assert run.configs == [{"lr": 0.1}]
+    assert run.configs + client.configs == [{"lr": 0.1}]
 
 
 def test_a_writer_that_nothing_is_written_to_starts_no_run(tmp_path: Path, run: FakeRun) -> None:
@@ -171,9 +188,11 @@ def test_a_point_that_arrives_late_is_still_in_the_call_of_its_step(run: FakeRun
 def test_points_of_many_earlier_steps_do_not_wait_for_a_later_one(run: FakeRun) -> None:
     writer = WandbWriter(run=run)
     writer.add_scalar("loss", 0.5, 1000)
-    for step in range(100):  # repeated, after a recovery
+    for step in range(8):  # repeated, after a recovery
         writer.add_scalar("loss", 0.5, step)
-    assert len(writer._collected) <= 8
+    run.wait_for_calls(8)  # because at most eight steps wait
+    for step in range(8, 100):
+        writer.add_scalar("loss", 0.5, step)
     writer.close()
     assert [values["global_step"] for values in run.logged][-2:] == [98, 99]
 
@@ -194,14 +213,31 @@ def test_a_slow_tracker_does_not_hold_up_a_write_and_holds_up_a_flush_only_for_a
     assert [values["global_step"] for values in run.logged] == [1, 2]
 
 
-def test_a_full_queue_waits_for_the_oldest_call(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_MAX_QUEUED", 2)
+def test_a_full_queue_waits_for_the_oldest_call(run: FakeRun) -> None:
+    run.may_log.clear()
+    full = threading.Event()
+    added: list[int] = []
     writer = WandbWriter(run=run)
-    for step in range(20):
-        writer.add_scalar("loss", 0.5, step)
-        assert len(writer._queued) <= 3
+
+    def add() -> None:
+        for step in range(1010):
+            if step == 1001:  # which queues the points of step 1000
+                full.set()
+            writer.add_scalar("loss", 0.5, step)
+            added.append(step)
+
+    with ThreadPoolExecutor(1) as pool:
+        adding = pool.submit(add)
+        try:
+            assert full.wait(NEEDED_SECS)
+            with pytest.raises(TimeoutError):
+                adding.result(timeout=0.2)  # would return if the queue had no bound
+            assert len(added) == 1001
+        finally:
+            run.may_log.set()
+        adding.result(NEEDED_SECS)
     writer.close()
-    assert len(run.logged) == 20
+    assert len(run.logged) == 1010
 
 
 @pytest.mark.parametrize("call", ["add_scalar", "flush", "close"])
@@ -210,10 +246,14 @@ def test_an_error_in_the_background_is_raised_by_a_later_call(run: FakeRun, call
     writer = WandbWriter(run=run)
     writer.add_scalar("loss", 0.5, 1)
     writer.add_scalar("loss", 0.5, 2)
-    assert writer._thread is not None
-    writer._thread.submit(int).result(NEEDED_SECS)  # the call before it has been made
+
+    def add_until_it_fails() -> None:  # in time, because the call for step 1 is in the background
+        deadline = time.monotonic() + NEEDED_SECS
+        while time.monotonic() < deadline:
+            writer.add_scalar("loss", 0.5, 2)
+
     calls: dict[str, Callable[[], object]] = {
-        "add_scalar": lambda: writer.add_scalar("loss", 0.5, 3),
+        "add_scalar": add_until_it_fails,
         "flush": writer.flush,
         "close": writer.close,
     }
@@ -238,15 +278,18 @@ def test_an_error_of_the_tracker_does_not_replace_that_of_the_training_run(
     assert "could not send all of its points" in caplog.text
 
 
-def test_without_a_thread_the_calls_are_made_at_once(run: FakeRun) -> None:
+def test_without_a_thread_the_calls_are_made_at_once(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
     writer = WandbWriter(run=run)
     writer.add_scalar("loss", 0.5, 1)
     writer.flush()
-    assert writer._thread is not None
-    writer._thread.shutdown()  # as when the interpreter exits
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
     writer.add_scalar("loss", 0.5, 2)
     writer.flush()
     assert len(run.logged) == 2
+    assert threading.current_thread().name in run.threads
 
 
 def test_a_closed_writer_can_be_closed_again_but_not_written_to(run: FakeRun) -> None:
@@ -259,6 +302,8 @@ def test_a_closed_writer_can_be_closed_again_but_not_written_to(run: FakeRun) ->
 
 
 def test_every_kind_of_value_reaches_the_tracker(run: FakeRun) -> None:
+    from matplotlib.figure import Figure
+
     writer = WandbWriter(run=run)
     drawn = Figure(figsize=(1, 1))
     ops: list[tuple[Any, Any]] = [
@@ -487,6 +532,8 @@ def test_wandb_gets_one_call_a_step_with_the_global_step_and_resumes_its_run(tmp
 @wandb_warns
 @pytest.mark.usefixtures("offline")
 def test_wandb_gets_nan_text_and_figures_and_a_failed_run_says_so(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
     def fail() -> None:
         with WandbWriter(tmp_path, project="p") as writer:
             writer.add_scalar("loss", NAN, 1)
@@ -564,6 +611,7 @@ def test_mlflow_gets_one_call_a_step_and_resumes_its_run(
 @mlflow_warns
 def test_mlflow_gets_images_texts_and_figures_and_a_failed_run_says_so(store: str, tmp_path: Path) -> None:
     import mlflow
+    from matplotlib.figure import Figure
 
     def fail() -> None:
         with MlflowWriter(tmp_path / "run", tracking_uri=store) as writer:
@@ -607,5 +655,8 @@ def test_mlflow_has_no_histograms_but_another_writer_of_the_list_may_have(store:
 @pytest.mark.parametrize(
     ("tag", "name"), [("loss %", "loss _"), ("a//b", "a/b"), ("/a", "a"), ("../a", "a"), ("a:b", "a_b"), ("//", "_")]
 )
-def test_a_tag_becomes_a_name_that_mlflow_accepts(tag: str, name: str) -> None:
-    assert trackers._mlflow_name(tag) == name
+def test_a_tag_becomes_a_name_that_mlflow_accepts(tag: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = fake_mlflow(monkeypatch)
+    with MlflowWriter(run_id="1") as writer:
+        writer.add_scalar(tag, 0.5, 1)
+    assert client.curves == {name}

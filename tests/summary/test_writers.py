@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from support.events import curve, steps
 
 from torchhooks import MonitoredLoop, SessionRunHook, StepCounterHook, SummarySaverHook, SummaryWriterCache
 from torchhooks.summary.writers import WriterTarget
@@ -153,11 +153,6 @@ def summaries(folder: object) -> SummarySaverHook:
     return SummarySaverHook(1, output_dir=folder, summary_op={"loss": "loss"})
 
 
-def curve(folder: Path) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return [(point.step, point.value) for point in events.Scalars("loss")]
-
-
 def event_files(folder: Path) -> list[str]:
     return [name for name in os.listdir(folder) if "tfevents" in name]
 
@@ -180,7 +175,7 @@ def test_a_loop_between_two_runs_of_another_voids_none_of_its_points(
             outer.run()
         trace(inner(tmp_path), losses=[0.25] * 2, start_step=start_step)
         outer.run()
-    assert curve(tmp_path) == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5)]
+    assert curve(tmp_path, "loss") == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.5)]
     assert len(event_files(tmp_path)) == 1
 
 
@@ -195,13 +190,13 @@ def test_a_loop_within_the_first_run_of_another_voids_no_point_of_an_earlier_pro
         outer.session.global_step = 2
         outer.run()
     # The outer loop still has its own START, which discards the point of step 3.
-    assert curve(tmp_path) == [(1, 0.5), (2, 0.5), (3, 0.75)]
+    assert curve(tmp_path, "loss") == [(1, 0.5), (2, 0.5), (3, 0.75)]
 
 
 def test_a_loop_after_another_one_voids_its_points_as_in_tensorflow(tmp_path: Path) -> None:
     trace(summaries(tmp_path), losses=[0.5] * 3)
     trace(summaries(tmp_path), losses=[0.25])
-    assert curve(tmp_path) == [(1, 0.25)]
+    assert curve(tmp_path, "loss") == [(1, 0.25)]
 
 
 def test_loops_in_several_threads_write_one_file_and_lose_no_point(tmp_path: Path) -> None:
@@ -221,9 +216,7 @@ def test_loops_in_several_threads_write_one_file_and_lose_no_point(tmp_path: Pat
     all_write, others_are_closed = threading.Barrier(3), threading.Semaphore(0)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(train, tags))
-    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
-    steps = {tag: [point.step for point in events.Scalars(tag)] for tag in tags}
-    assert steps == {tag: [1, 2, 3] for tag in tags}
+    assert {tag: steps(tmp_path, tag) for tag in tags} == {tag: [1, 2, 3] for tag in tags}
     assert len(event_files(tmp_path)) == 1
 
 

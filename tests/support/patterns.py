@@ -1,14 +1,13 @@
-"""Ways of writing a training loop, and a server that runs them in new processes, interrupted and resumed.
+"""Ways of writing a training loop, each of which is interrupted and resumed in new processes.
 
-Each pattern is a function that trains a tiny model. Run as a script, this file is the server: it imports torch once,
-computes nothing itself, and forks a process for every attempt.
+Each pattern is a function that trains a tiny model. :func:`try_pattern` computes nothing itself, and forks a process
+for every attempt.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import hashlib
 import io
 import itertools
@@ -30,7 +29,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 import torch.utils.serialization.config
 from torch import nn
@@ -62,8 +60,8 @@ from torchhooks import (
 from torchhooks.common.files import Disk
 from torchhooks.testing import plain
 
-# Imported by the first optimizer, save and event file: here once, and not in every process.
-IMPORTED = torch._dynamo, torch.utils.serialization.config, torchhooks.summary.event_files
+# Imported by the first save and event file: here once, and not in every process.
+IMPORTED = torch.utils.serialization.config, torchhooks.summary.event_files
 
 EPOCHS, BATCHES, BATCH = 2, 4, 2
 STEPS = EPOCHS * BATCHES
@@ -1888,30 +1886,3 @@ def try_pattern(directory: Path, name: str) -> None:
         results = {"whole": originals["whole"], "saving": saving, **resumed, "often": often(folder / "often", name)}
     shutil.rmtree(folder)
     (directory / f"{name}.json").write_text(json.dumps(results))
-
-
-def serve(directory: Path, most: int) -> None:
-    """Try the patterns that stdin names, ``most`` at a time. Print the name of each that is done."""
-    tasks = Path("/proc/self/task")
-    assert not tasks.exists() or len(list(tasks.iterdir())) == 1  # a fork copies only the thread that makes it
-    gc.freeze()  # so that a collection in a process does not copy the memory that it shares with this one
-    running: dict[int, str] = {}
-    names = sys.stdin.read().split()
-    while names or running:
-        if names and len(running) < most:
-            name = names.pop(0)
-            process = os.fork()
-            if not process:
-                code = 1
-                try:
-                    try_pattern(directory, name)
-                    code = 0
-                finally:
-                    os._exit(code)
-            running[process] = name
-        else:
-            print(running.pop(os.wait()[0]), flush=True)
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import multiprocessing
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -15,13 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-DEADLINE_SECS = 40.0
+from support.processes import begin, context
 
-context = multiprocessing.get_context("forkserver")
-# torch._dynamo is imported by the first optimizer, which takes a second in each process.
-context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "torchhooks", "support.rank_processes", "support.rank_training"]
-)
+DEADLINE_SECS = 40.0
 
 
 class Ended(NamedTuple):
@@ -60,15 +54,10 @@ def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments:
 
 
 def _main(folder: str, rank: int, size: int, writer: Any, function: Callable[..., Any], arguments: Any) -> None:
-    output = os.open(os.path.join(folder, f"output-{rank}"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    system: Any = sys  # __stderr__ is final for type checkers
-    system.__stderr__ = system.stderr = system.stdout = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115  # until exit
+    begin(os.path.join(folder, f"output-{rank}"))
     logging.basicConfig(level=logging.INFO, force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.dump_traceback_later(DEADLINE_SECS, exit=True, file=2)
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     torch.distributed.barrier()  # a rank that ended at once could leave another one without a connection
     try:

@@ -6,18 +6,24 @@ are simulated: each is a gathering of values in memory, with a random delay befo
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+import torchhooks.ranks.ranks
 from torchhooks import MonitoredLoop, PeerError, Ranks, SessionRunContext, SessionRunHook, StopAtStepHook
 from torchhooks.common.errors import TorchHooksError
 from torchhooks.common.timers import Due
-from torchhooks.ranks.ranks import ContactLostError
+from torchhooks.ranks.transport import ContactLostError
 
 HANG_SECS = 20.0
 
@@ -31,6 +37,8 @@ class Hub:
         self.here: set[int] = set()
         self.killed: set[int] = set()
         self.hung = False
+        self.loops: Counter[int] = Counter()
+        """How many loops each rank has connected."""
         self._changed = threading.Condition()
         self._open: dict[str, dict[int, Any]] = {}
 
@@ -81,24 +89,36 @@ class Hub:
 class ThreadTransport:
     """The transport of one rank, with a random delay of up to ``delay_secs`` before each tick."""
 
-    def __init__(self, hub: Hub, rank: int, rng: random.Random, delay_secs: float, failure: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        rng: random.Random,
+        delay_secs: float,
+        *,
+        rank: int,
+        failure: Callable[[], TorchHooksError | None],
+        **_: float,
+    ) -> None:
         self._hub, self._rank, self._rng, self._delay_secs = hub, rank, rng, delay_secs
         self._failure = failure
-        self._channel = "training"
+        hub.loops[rank] += 1
+        self._loop = hub.loops[rank]  # those of all ranks that have the same number reach each other
+        self._channel = f"training {self._loop}"
         self.aborts = False
+        hub.gather("connect", rank, None)
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
         pause(self._rng, self._delay_secs)
         if self._rank in self._hub.killed:
             raise ContactLostError("this rank was killed")
-        return self._gather("ticks", numbers)
+        return self._gather(numbers)
 
     def exchange_text(self, text: str) -> list[str]:
-        return self._gather("ticks", text)
+        return self._gather(text)
 
-    def _gather(self, channel: str, value: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         try:
-            return self._hub.gather(channel, self._rank, value)
+            return self._hub.gather(f"ticks {self._loop}", self._rank, value)
         except RuntimeError as error:
             raise ContactLostError(str(error)) from error
 
@@ -115,7 +135,7 @@ class ThreadTransport:
 
     def for_saving(self) -> ThreadTransport:
         another = copy.copy(self)
-        another._channel = "saving"
+        another._channel = f"saving {self._loop}"  # noqa: SLF001 - its own class
         return another
 
     def missing(self) -> list[int]:
@@ -128,15 +148,21 @@ class ThreadTransport:
 class ThreadRanks(Ranks):
     """Ranks that are threads."""
 
+    rank: int = 0
+    size: int = 1
+
     def __init__(self, hub: Hub, rank: int, rng: random.Random, delay_secs: float = 0.0, **periods: float) -> None:
         super().__init__(**periods)
         self.rank, self.size = rank, hub.size
-        self._hub, self._rng, self._delay_secs = hub, rng, delay_secs
+        self._new_transport = functools.partial(ThreadTransport, hub, rng, delay_secs)
 
-    def connect(self, failure: Callable[[], TorchHooksError | None]) -> Any:
-        self._transport = ThreadTransport(self._hub, self.rank, self._rng, self._delay_secs, failure)
-        self._hub.gather("connect", self.rank, None)
-        return self._transport
+
+@contextlib.contextmanager
+def logging_as_no_rank() -> Iterator[None]:
+    """Keep each loop from having this process log as the rank of the loop: the process is all ranks at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torchhooks.ranks.ranks, "speak_as", lambda rank: None)
+        yield
 
 
 def in_threads(size: int, main: Callable[[ThreadRanks, Hub], Any], **periods: float) -> list[Any]:
@@ -152,10 +178,11 @@ def in_threads(size: int, main: Callable[[ThreadRanks, Hub], Any], **periods: fl
             hub.leave(rank)
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with logging_as_no_rank():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     return results
 
@@ -177,7 +204,7 @@ class Recorder(SessionRunHook):
     def end(self, session: Any) -> None:
         self.calls.append("end")
         position = session.position.state_dict()
-        names = ("number", "taken", "done", "runs", "left", "ended", "last")
+        names = ("number", "taken", "state", "runs", "last")
         self.position = position and [[place[name] for name in names] for place in position["path"]]
 
     def teardown(self) -> None:
@@ -308,10 +335,11 @@ def make(schedule: Schedule) -> list[Result]:
             hub.leave(rank)
 
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(schedule.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * HANG_SECS)
+    with logging_as_no_rank():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * HANG_SECS)
     assert not any(thread.is_alive() for thread in threads), f"a rank hangs: {schedule}"
     assert not hub.hung, f"a step hangs: {schedule}"
     return results
@@ -370,20 +398,21 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
 
 def _delay(loop: Any) -> None:
     """Let the training thread sleep for some ticks where it is about to look at what the thread of the ticks found."""
-    peers = loop._parts.peers
-    wait, end_run = peers._changed.wait, peers.end_run
+    peers = loop._parts.peers  # noqa: SLF001 - no public call is between the two threads
+    changed = peers._changed  # noqa: SLF001 - as above
+    wait, end_run = changed.wait, peers.end_run
 
     def wait_longer() -> None:
         wait()
-        peers._changed.release()
+        changed.release()
         time.sleep(0.005)
-        peers._changed.acquire()
+        changed.acquire()
 
     def end_run_later() -> None:
         time.sleep(0.005)
         end_run()
 
-    peers._changed.wait, peers.end_run = wait_longer, end_run_later
+    changed.wait, peers.end_run = wait_longer, end_run_later
 
 
 def _items(schedule: Schedule, loop: MonitoredLoop[float], rank: int) -> Iterator[int]:

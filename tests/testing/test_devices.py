@@ -26,7 +26,8 @@ from torchhooks import (
     SummarySaverHook,
     summary,
 )
-from torchhooks.device.readback import copiers, is_remote
+from torchhooks.device.host import host
+from torchhooks.device.readback import is_remote, to_host
 from torchhooks.testing import FakeDevice, RecordingWriter, Sync, sync_audit, trace
 
 # -- FakeDevice -------------------------------------------------------------------------------------------------------
@@ -40,18 +41,18 @@ def test_a_tensor_is_on_a_device_while_one_is_entered() -> None:
 
 
 def test_leaving_a_device_restores_the_copiers() -> None:
-    before = dict(copiers)
+    before = dict(host.copiers)
     device = FakeDevice()
     with device, FakeDevice(), device:
-        assert copiers["cpu"] is device
-    assert copiers == before
+        assert host.copiers["cpu"] is device
+    assert host.copiers == before
 
 
 def test_the_device_that_was_entered_last_is_the_one_in_use() -> None:
     with FakeDevice() as outer:
         with FakeDevice() as inner:
-            assert copiers["cpu"] is inner
-        assert copiers["cpu"] is outer
+            assert host.copiers["cpu"] is inner
+        assert host.copiers["cpu"] is outer
 
 
 def test_a_device_counts_what_it_copies() -> None:
@@ -223,6 +224,54 @@ def test_a_callback_can_read_values_that_have_arrived() -> None:
     hook = Later()
     assert audited(hook) == []
     assert hook.seen == [0.5, 0.25]
+
+
+def test_a_callback_that_is_called_at_once_can_read_its_values() -> None:
+    class AtOnce(Doing):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            run_context.when_ready(to_host(run_values.results), lambda loss: loss[0].item())
+
+    hook = AtOnce(print)
+    assert {sync.operation for sync in audited(hook)} == {"a wait for a tensor that is read at once"}
+
+
+def test_what_a_hook_does_between_two_items_is_listed() -> None:
+    class AfterItem(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            run_context.after_item(lambda: torch.ones(()).item())
+
+    hook = AfterItem()
+    with MonitoredLoop(lambda: None, hooks=[hook]) as loop, sync_audit("cpu") as syncs:
+        for _ in loop.until_stop(range(2)):
+            loop.run()
+    assert [sync[:3] for sync in syncs] == [(hook, "after_item", 1), (hook, "after_item", 2)]
+
+
+def test_the_methods_outside_of_runs_are_named() -> None:
+    class Elsewhere(SessionRunHook):
+        def begin(self) -> None:
+            torch.ones(()).item()
+
+        def after_create_session(self, session: Any, coord: Any) -> None:
+            torch.ones(()).item()
+
+        def next_due(self) -> Due:
+            torch.ones(()).item()
+            return Due(runs=2)
+
+        def sat_out(self, runs: int) -> None:
+            torch.ones(()).item()
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            pass
+
+    assert [sync[1:3] for sync in audited(Elsewhere(), losses=[0.5, 0.25])] == [
+        ("begin", 0),
+        ("after_create_session", 0),
+        ("next_due", 0),
+        ("sat_out", 2),
+        ("next_due", 2),
+    ]
 
 
 def test_a_loop_can_continue_after_the_audit() -> None:

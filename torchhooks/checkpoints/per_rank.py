@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,44 +27,58 @@ from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, Pe
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
 from torchhooks.device.snapshot import plain_tensor
-from torchhooks.ranks.ranks import Ranks, mark_as_told
+from torchhooks.ranks.failures import mark_as_known
+from torchhooks.ranks.ranks import Ranks
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 _VISIBLE_SECS = 10.0  # within which a network file system shows what another process has closed
 
 
-def together(ranks: Ranks, call: Callable[[], T]) -> list[T]:
-    """Call ``call()`` on every rank, and return what it returned on each; raise on all ranks if it raised on one.
+def all_or_none(ranks: Ranks, call: Callable[[], T]) -> T:
+    """Call ``call()`` on every rank, and return its result on this rank; raise on all ranks if it raised on one.
 
-    Each rank has to call this at the same point. What is returned is pickled.
+    Each rank has to call this at the same point. The results stay where they are.
 
     Raises:
         CheckpointError: ``call`` raised on another rank; a DamagedCheckpointError if it raised one.
     """
+    return _outcomes(ranks, call, lambda result: None)[0]
+
+
+def exchange(ranks: Ranks, call: Callable[[], T]) -> list[T]:
+    """Call ``call()`` on every rank, and return the results of all ranks; raise on all ranks if it raised on one.
+
+    Each rank has to call this at the same point. The results are pickled and sent to every rank.
+
+    Raises:
+        CheckpointError: ``call`` raised on another rank; a DamagedCheckpointError if it raised one.
+    """
+    return _outcomes(ranks, call, lambda result: result)[1]
+
+
+def _outcomes(ranks: Ranks, call: Callable[[], T], sent: Callable[[T], S]) -> tuple[T, list[S]]:
+    """Return the result of ``call()`` on this rank, and ``sent(result)`` of every rank."""
     if not ranks.is_connected:
-        return [call()]
-    value: T | None = None
-    error: Exception | None = None
+        result = call()
+        return result, [sent(result)]
     try:
-        value = call()
+        result = call()
     except PeerError:
-        raise
-    except Exception as caught:
-        error = caught
-    failure = None
-    if error is not None:
+        raise  # the other ranks do not wait for this one: they get the same error, or are the reason for it
+    except Exception as error:
+        # The other ranks wait for the outcome of this one, so it is sent before the error goes on its way.
         text = str(error) if isinstance(error, CheckpointError) else brief(error)
-        failure = isinstance(error, DamagedCheckpointError), text
-    outcomes = ranks.gather((value, failure), "a checkpoint")
-    if error is not None:
-        mark_as_told(error)
-        raise error
+        ranks.gather((None, (isinstance(error, DamagedCheckpointError), text)), "a checkpoint")
+        mark_as_known(error)
+        raise
+    outcomes = ranks.gather((sent(result), None), "a checkpoint")
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             is_damaged, text = failure
             raise (DamagedCheckpointError if is_damaged else CheckpointError)(f"on rank {rank}: {text}")
-    return [value for value, _ in outcomes]
+    return result, [value for value, _ in outcomes]
 
 
 def leads(ranks: Ranks) -> bool:
@@ -73,18 +88,20 @@ def leads(ranks: Ranks) -> bool:
 
 def collect_of_all(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return the contents of a checkpoint on the chief, with the parts of the other ranks; elsewhere ``{}``."""
-    state: dict[str, Any] = {}
+    ranks = session.ranks
     own_buffers = buffers_of_rank(session)
 
-    def collect_here() -> dict[str, Any] | None:
-        if leads(session.ranks):
-            state.update(collect(session, copy))
-            return None
+    def collect_here() -> dict[str, Any]:
+        if leads(ranks):
+            return collect(session, copy)
         # On the CPU, because the chief would otherwise load it to the device with the same number.
         return collect(session, lambda tensor: plain_tensor(tensor).cpu(), of_rank_only=True) | own_buffers
 
-    _, *others = together(session.ranks, collect_here)
-    return {**state, "ranks": others} if others and state else state
+    state = all_or_none(ranks, collect_here)
+    _, *others = exchange(ranks, lambda: None if leads(ranks) else state)  # the chief's is not sent: it is the largest
+    if not leads(ranks):
+        return {}
+    return {**state, "ranks": others} if others else state
 
 
 def buffers_of_rank(session: SessionLike) -> dict[str, Any]:
@@ -92,20 +109,23 @@ def buffers_of_rank(session: SessionLike) -> dict[str, Any]:
 
     Every rank has to call this. DDP copies the chief's buffers to the other ranks before most steps, and FSDP2 never.
     """
-    own: dict[str, dict[str, torch.Tensor]] = {}
-    digests: dict[tuple[str, str], str] = {}
+    ranks = session.ranks
+    if not ranks.is_connected:
+        return {}
+    digests = exchange(ranks, partial(_buffer_digests, session))
+    chiefs, mine = digests[0], digests[ranks.rank]
+    differing = [key for key, digest in mine.items() if digest != chiefs.get(key)]
+    if not differing:
+        return {}
+    own = buffers(session)
+    copies: dict[str, dict[str, torch.Tensor]] = {}
+    for part, name in differing:
+        copies.setdefault(part, {})[name] = _copied(own[part][name])
+    return {"rank_buffers": copies}
 
-    def compute() -> dict[tuple[str, str], str]:
-        own.update(buffers(session) if session.ranks.is_connected else {})
-        digests.update({(part, name): _digest(value) for part in own for name, value in own[part].items()})
-        return digests
 
-    chiefs = together(session.ranks, compute)[0]
-    differing: dict[str, dict[str, torch.Tensor]] = {}
-    for part, name in digests:
-        if digests[part, name] != chiefs.get((part, name)):
-            differing.setdefault(part, {})[name] = _copied(own[part][name])
-    return {"rank_buffers": differing} if differing else {}
+def _buffer_digests(session: SessionLike) -> dict[tuple[str, str], str]:
+    return {(part, name): _digest(value) for part, own in buffers(session).items() for name, value in own.items()}
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -165,16 +185,16 @@ def write_shards(ranks: Ranks, share: Share, folder: str, disk: Disk) -> Files:
             disk.sync(file)
         return writer.write(plan)
 
-    plans = together(ranks, writer.plan)
-    plans = together(ranks, lambda: writer.plan_for_all(plans) if leads(ranks) else None)[0] or []
-    results = together(ranks, lambda: write(plans[ranks.rank if ranks.is_connected else 0]))
+    wishes = exchange(ranks, writer.plan)
+    plans = exchange(ranks, lambda: writer.plan_for_all(wishes) if leads(ranks) else None)[0] or []
+    results = exchange(ranks, lambda: write(plans[ranks.rank if ranks.is_connected else 0]))
 
     def sum_up() -> Files:
         if leads(ranks):
             writer.finish(results)
         return file_sums(folder, files_of(ranks.rank, folder))
 
-    return {name: about for files in together(ranks, sum_up) for name, about in files.items()}
+    return {name: about for files in exchange(ranks, sum_up) for name, about in files.items()}
 
 
 def commit_shards(
@@ -185,18 +205,16 @@ def commit_shards(
     def begin() -> str:
         return writer.begin_folder(name, step) if leads(ranks) else ""
 
-    def commit() -> None:
+    def commit(files: Files) -> None:
         if leads(ranks):
             _check_visible(temporary, files)
             writer.commit_folder(name, step, temporary, files, retention)
 
-    temporary = ""
+    temporary = exchange(ranks, begin)[0]
     try:
-        temporary = together(ranks, begin)[0]
-        files = write_shards(ranks, share, temporary, disk)
-        together(ranks, commit)
+        all_or_none(ranks, partial(commit, write_shards(ranks, share, temporary, disk)))
     except BaseException:
-        if temporary and leads(ranks):
+        if leads(ranks):
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -252,19 +270,11 @@ def read_for_all(
         The path, what the rank of ``session`` loads, and whether that includes what belongs to this rank alone.
     """
     ranks = session.ranks
-    saved: dict[str, Any] = {}
-
-    def choose_here() -> str | None:
-        chosen = choose() if leads(ranks) else None
-        if chosen is None:
-            return None
-        saved.update(chosen[1])
-        return chosen[0]
-
-    path = together(ranks, choose_here)[0]
+    chosen = all_or_none(ranks, lambda: choose() if leads(ranks) else None)
+    path = exchange(ranks, lambda: None if chosen is None else chosen[0])[0]
     if path is None:
         return None
-    together(ranks, lambda: None if leads(ranks) else saved.update(read(path)))
+    saved = all_or_none(ranks, lambda: read(path) if chosen is None else chosen[1])
     own, is_whole = of_rank(session, saved)
     if not is_whole and leads(ranks):
         logger.warning(

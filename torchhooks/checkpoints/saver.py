@@ -29,13 +29,14 @@ from torchhooks.checkpoints.files import (
 )
 from torchhooks.checkpoints.per_rank import (
     Share,
+    all_or_none,
     buffers_of_rank,
     collect_of_all,
     commit_shards,
+    exchange,
     leads,
     read_for_all,
     share_of,
-    together,
 )
 from torchhooks.checkpoints.reading import (
     best_checkpoint,
@@ -128,6 +129,8 @@ class Saver:
         self.disk = Disk()
         """What files are written through. Tests replace it, to simulate failures."""
         self._folders: dict[str, Folder] = {}
+        # The thread that writes sets the error before it ends, and _finish() reads it after joining the thread. So one
+        # thread has it at a time, and it needs no lock. The same holds for the folders and for the held memory.
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._held: Held = []
@@ -166,11 +169,10 @@ class Saver:
         try:
             sharded = sharded_parts(parts_of(session))
             if sharded:
-                shares: list[Share] = []
                 own = buffers_of_rank(session)
-                together(session.ranks, lambda: shares.append(share_of(session, sharded, score, self.async_save, own)))
-                self._save_shards(session, shares[0], refusals, prefix, step)
-                together(session.ranks, partial(_raise, earlier))
+                collect_share = partial(share_of, session, sharded, score, self.async_save, own)
+                self._save_shards(session, all_or_none(session.ranks, collect_share), refusals, prefix, step)
+                all_or_none(session.ranks, partial(_raise, earlier))
                 return f"{prefix}-{step}"
             snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
@@ -183,7 +185,7 @@ class Saver:
                     self._start(state, snapshot, refusals, prefix, step)
                 _raise(earlier)
 
-            together(session.ranks, start)
+            all_or_none(session.ranks, start)
         except Exception as error:
             if earlier is not None and error is not earlier:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
@@ -221,7 +223,7 @@ class Saver:
 
     def wait_for_all(self, session: SessionLike) -> None:
         """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
-        together(session.ranks, self.wait)
+        all_or_none(session.ranks, self.wait)
 
     def wait(self) -> None:
         """Wait for a checkpoint that is being written by this process, and raise the error if it failed."""
@@ -248,10 +250,12 @@ class Saver:
     ) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
+        # The thread that writes gathers while the training thread may gather too, so it needs ranks of its own. They
+        # are made here, because that is a step that all ranks make in the training thread.
         ranks = session.ranks.for_saving() if self.async_save else session.ranks
 
         def write() -> None:
-            reasons = together(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
+            reasons = exchange(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
             for reason in [reason for each in reasons for reason in each][:1]:
                 logger.warning("no checkpoint of step %d: %s", step, reason)
                 return
@@ -262,7 +266,7 @@ class Saver:
             try:
                 write()
             except BaseException as error:
-                self._error = error
+                self._error = error  # without a lock: _finish() reads it after it has joined this thread
 
         if self.async_save:
             self._thread = threading.Thread(target=write_later, name=f"save {name}-{step}")
@@ -290,12 +294,14 @@ class Saver:
             args=(gate, started, snapshot, state, refusals, folder, name, step),
             name=f"save {name}-{step}",
         )
-        # The new thread blocks here at once. Otherwise start() would return only when Python next switches threads, up
-        # to 5 ms later.
+        # The thread that trains holds the gate, so that the new thread blocks at once. Otherwise start() would return
+        # only when Python next switches threads, up to 5 ms later.
         gate.acquire()
         try:
             thread.start()
             self._thread = thread  # only now: a thread that was not started cannot be joined
+            # In this order: the thread looks at the event once it has the gate. If a Ctrl-C comes before, the thread
+            # writes nothing, because save() raises and the caller knows of no checkpoint.
             started.set()
             gate.release()
         except BaseException as error:
@@ -308,16 +314,16 @@ class Saver:
             )
             snapshot.wait()
             self._write(state, refusals, folder, name, step)
-        self._held = held
+        self._held = held  # the thread still reads it: the next save joins the thread before it copies into this memory
 
     def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
         try:
             with gate:
                 if not started.is_set():
                     return  # a Ctrl-C ended start() after the thread began: save() has raised it
-            snapshot.wait()
+            snapshot.wait()  # in this thread: training continues while the copies from a device are under way
             self._write(*args)
-        except BaseException as error:
+        except BaseException as error:  # every kind: the next call of the saver raises it in the thread that trains
             self._error = error
 
     def _write(
@@ -365,15 +371,14 @@ class Saver:
         if found is None:
             return None
         path, saved, is_whole = found
-        pairs: dict[str, tuple[Stateful, Any]] = {}
-        together(session.ranks, lambda: pairs.update(self._compared(session, path, saved, is_whole)))
+        pairs = all_or_none(session.ranks, lambda: self._compared(session, path, saved, is_whole))
         position = session.position
         # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
         pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
         rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
         step = session.global_step
         try:
-            together(session.ranks, lambda: self._load_all(session, saved, pairs, path))
+            all_or_none(session.ranks, lambda: self._load_all(session, saved, pairs, path))
         except BaseException as error:
             session.global_step = step
             rollback.put_back(error)
@@ -408,7 +413,7 @@ class Saver:
         if session.position is not None:
             mark_state = partial(self._mark_state, session, path)
             session.position.load_state_dict(saved.get("position"), saved["random"], mark_state)
-        session.running.load_state_dict(saved.get("running_values"))
+        session.accumulated.load_state_dict(saved.get("running_values"))
 
     def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
         """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""

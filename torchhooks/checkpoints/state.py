@@ -50,7 +50,7 @@ from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
 from torchhooks.position.position import Position
 from torchhooks.ranks.dtensors import is_sharded, reshard
-from torchhooks.ranks.ranks import Ranks
+from torchhooks.ranks.ranks import LoopRanks
 
 _OWN = (
     *("classes", "global_step", "gradients", "metadata", "position", "random", "rank_buffers", "ranks"),
@@ -62,7 +62,7 @@ _HOOKS = "hooks."
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 
 
-class RunningState(Protocol):
+class AccumulatedState(Protocol):
     """What running fetches have accumulated; ``None`` stands for nothing."""
 
     def state_dict(self) -> Mapping[str, Any] | None: ...
@@ -93,9 +93,9 @@ class SessionLike(Protocol):
     @property
     def gradients(self) -> Gradients | None: ...
     @property
-    def running(self) -> RunningState: ...
+    def accumulated(self) -> AccumulatedState: ...
     @property
-    def ranks(self) -> Ranks: ...
+    def ranks(self) -> LoopRanks: ...
 
 
 def parts_of(session: SessionLike) -> dict[str, Stateful]:
@@ -200,9 +200,9 @@ def collect(
     gradients = accumulated_gradients(session)[0] if given is None else given.get("gradients")
     if gradients:
         state["gradients"] = plain(gradients, ("gradients",))
-    running = session.running.state_dict()
-    if running is not None:
-        state["running_values"] = plain(running, ("running_values",))
+    accumulated = session.accumulated.state_dict()
+    if accumulated is not None:
+        state["running_values"] = plain(accumulated, ("running_values",))
     position = None if session.position is None else session.position.state_dict()
     if position is not None:
         state["position"] = {**position, "loaders": plain(position["loaders"], ("position", "loaders"))}

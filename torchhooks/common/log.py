@@ -1,11 +1,13 @@
 """The logger of the library, and the fallback for applications that do not configure logging."""
 
+from __future__ import annotations
+
 import logging
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
-logger = logging.getLogger("torchhooks")
+_application_logger = logging.getLogger("torchhooks")  # which applications configure
 
 
 class _Fallback(logging.StreamHandler[TextIO]):
@@ -28,6 +30,30 @@ _fallback = _Fallback()
 _fallback.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
 
 
+class _Logger(logging.LoggerAdapter[logging.Logger]):
+    """Logs the lines of the library through the logger ``"torchhooks"``."""
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log a line. A training run must not end because the line cannot be written to a closed stderr."""
+        # The application may have configured logging since the last line. Decided before the level is looked at: that
+        # of the fallback would let lines pass that the root logger is configured to hide.
+        if _has_other_handlers(self.logger):
+            _remove_fallback()
+        elif _fallback not in self.logger.handlers:
+            # Before the first loop, as in Saver.restore(). Python's handler of last resort prints the message alone.
+            _add_fallback(logging.WARNING)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line is from the caller of this method
+        try:
+            super().log(level, msg, *args, **kwargs)
+        except Exception:
+            if _stderr_works():
+                raise
+            # Otherwise logging itself raised this, when it reported the error of a handler to stderr.
+
+
+logger = _Logger(_application_logger)
+
+
 def show_lines() -> None:
     """Log lines of level INFO and above to stderr, unless the application has configured logging.
 
@@ -38,23 +64,9 @@ def show_lines() -> None:
     loggers = [logging.root, *(each for name, each in known if f"{name}.".startswith("torchhooks."))]
     if any(handler is not _fallback for each in loggers for handler in getattr(each, "handlers", ())):
         _remove_fallback()
-        logger.removeFilter(_is_enabled_as_configured)
-    elif _fallback not in logger.handlers:
-        _fallback.logger_level = logger.level
-        logger.addHandler(_fallback)
-        logger.addFilter(_is_enabled_as_configured)
-        logger.setLevel(logger.level or logging.INFO)
-
-
-def _is_enabled_as_configured(record: logging.LogRecord) -> bool:
-    """Return whether to log ``record``, after removing the fallback if the application has configured logging.
-
-    A filter is called before any handler. The level of the fallback would let records pass that the root logger, whose
-    level is not looked at for a record of another logger, is configured to hide.
-    """
-    if _has_other_handlers(logger):
-        _remove_fallback()
-    return logger.isEnabledFor(record.levelno)
+    elif _fallback not in _application_logger.handlers or _fallback.level:
+        _add_fallback(logging.NOTSET)
+        _application_logger.setLevel(_application_logger.level or logging.INFO)
 
 
 def _has_other_handlers(origin: logging.Logger) -> bool:
@@ -67,11 +79,19 @@ def _has_other_handlers(origin: logging.Logger) -> bool:
     return False
 
 
+def _add_fallback(level: int) -> None:
+    """Have the fallback write what the logger lets pass, from ``level`` up."""
+    _fallback.logger_level = _application_logger.level
+    _fallback.setLevel(level)
+    _application_logger.addHandler(_fallback)
+
+
 def _remove_fallback() -> None:
-    if _fallback in logger.handlers:
-        logger.removeHandler(_fallback)
-        if logger.level == logging.INFO:  # any other level was set by the application
-            logger.setLevel(_fallback.logger_level)
+    if _fallback in _application_logger.handlers:
+        _application_logger.removeHandler(_fallback)
+        # Put back what show_lines() changed. Any other level than INFO was set by the application.
+        if not _fallback.level and _application_logger.level == logging.INFO:
+            _application_logger.setLevel(_fallback.logger_level)
 
 
 _rank = 0
@@ -82,9 +102,9 @@ def speak_as(rank: int) -> None:
     global _rank
     _rank = rank
     if rank:
-        logger.addFilter(_is_worth_repeating)
+        _application_logger.addFilter(_is_worth_repeating)
     else:
-        logger.removeFilter(_is_worth_repeating)
+        _application_logger.removeFilter(_is_worth_repeating)
 
 
 def _is_worth_repeating(record: logging.LogRecord) -> bool:
@@ -93,26 +113,9 @@ def _is_worth_repeating(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING
 
 
-def _call_handlers(record: logging.LogRecord) -> None:
-    """Call all handlers. A training run must not end because a line cannot be written to a closed stderr."""
-    try:
-        if logger.hasHandlers():
-            type(logger).callHandlers(logger, record)
-        elif record.levelno >= logging.WARNING:
-            # Before the first loop, as in Saver.restore(). Python's handler of last resort prints the message alone.
-            _fallback.handle(record)
-    except Exception:
-        if _stderr_works():
-            raise
-        # Otherwise logging itself raised this, when it reported the error of a handler to stderr.
-
-
 def _stderr_works() -> bool:
     try:
         sys.stderr.write("")
     except Exception:
         return False
     return True
-
-
-logger.callHandlers = _call_handlers  # type: ignore[method-assign]

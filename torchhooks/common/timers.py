@@ -82,8 +82,8 @@ NEVER = Due()
 class Timer(Protocol):
     """What a periodic hook needs of its timer."""
 
-    told: bool | None
-    """See :attr:`SecondOrStepTimer.told`."""
+    chief_is_due: bool | None
+    """See :attr:`SecondOrStepTimer.chief_is_due`."""
 
     @property
     def every_steps(self) -> int | None:
@@ -92,6 +92,8 @@ class Timer(Protocol):
     def reset(self) -> None: ...
 
     def start_at(self, step: int, /) -> None: ...
+
+    def trigger(self) -> None: ...
 
     def should_trigger_for_step(self, step: int, /) -> bool: ...
 
@@ -129,7 +131,7 @@ class SecondOrStepTimer:
         ValueError: both or neither are given, or the period is invalid.
     """
 
-    told: bool | None = None
+    chief_is_due: bool | None = None
     """With a period in seconds and several ranks, whether the chief's clock has triggered.
 
     ``None``, the default, means that the timer looks at its own clock.
@@ -170,6 +172,10 @@ class SecondOrStepTimer:
     def start_at(self, step: int) -> None:
         """Do nothing: periods start at the last trigger, wherever the session starts."""
 
+    def trigger(self) -> None:
+        """Trigger for the next step, because the chief's clock has come to that moment."""
+        self.chief_is_due = True
+
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether a full period has passed since the last trigger; always false for the step of that trigger."""
         if self._last_step is None or self._last_time is None:
@@ -179,7 +185,9 @@ class SecondOrStepTimer:
         if self.every_steps is not None:
             return step >= self._last_step + self.every_steps
         assert self._every_secs is not None
-        return time.monotonic() >= self._last_time + self._every_secs if self.told is None else self.told
+        return (
+            time.monotonic() >= self._last_time + self._every_secs if self.chief_is_due is None else self.chief_is_due
+        )
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
         """Start a new period now, at ``step``.
@@ -189,8 +197,8 @@ class SecondOrStepTimer:
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
         self._last_step, self._last_time = step, now
-        if self.told:
-            self.told = False
+        if self.chief_is_due:
+            self.chief_is_due = False
         if last_step is None or last_time is None:
             return None, None
         return now - last_time, step - last_step
@@ -201,7 +209,7 @@ class SecondOrStepTimer:
 
     def next_due(self) -> Due:
         """Return the step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
-        if self._last_step is None or self._last_time is None or self.told:
+        if self._last_step is None or self._last_time is None or self.chief_is_due:
             return NOW
         if self.every_steps is not None:
             return Due(step=self._last_step + self.every_steps)
@@ -248,8 +256,8 @@ class EverySteps:
     """
 
     def __init__(self, n: int) -> None:
-        self.told: bool | None = None
-        """Without effect, as steps are the same on all ranks; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+        self.chief_is_due: bool | None = None
+        """Without effect, as steps are the same on all ranks; see :attr:`SecondOrStepTimer.chief_is_due`."""
         self.every_steps = whole_number(n, "n", 1)
         """The period in steps."""
         self.reset()
@@ -268,6 +276,9 @@ class EverySteps:
         self._reached = step
         if self._last_step is not None and self._last_step > step:
             self._last_step = self._last_time = None
+
+    def trigger(self) -> None:
+        """Do nothing: the step alone decides."""
 
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether a multiple was reached since the last trigger or the start; without either, at ``step``."""
@@ -322,8 +333,8 @@ class AtSteps:
         TypeError: ``steps`` is not an iterable.
     """
 
-    told: bool | None = None
-    """Without effect, as steps are the same on all ranks; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+    chief_is_due: bool | None = None
+    """Without effect, as steps are the same on all ranks; see :attr:`SecondOrStepTimer.chief_is_due`."""
     every_steps = None
     """``None``, because there is no period."""
 
@@ -347,6 +358,9 @@ class AtSteps:
         self._reached = step
         if self._last_step is not None and self._last_step > step:
             self._last_step = self._last_time = None
+
+    def trigger(self) -> None:
+        """Do nothing: the step alone decides."""
 
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether a given step was reached since the last trigger or the start."""
@@ -406,6 +420,8 @@ class EveryEpochs:
         ValueError: ``n`` is invalid.
     """
 
+    chief_is_due: bool | None = None
+    """Without effect, as epochs are the same on all ranks; see :attr:`SecondOrStepTimer.chief_is_due`."""
     every_steps = None
     """``None``, because the period is not one in steps."""
 
@@ -416,17 +432,20 @@ class EveryEpochs:
 
     def reset(self) -> None:
         """Forget the last trigger."""
-        self.told: bool | None = False
-        """Whether the end of an epoch has come that this timer is for."""
+        self._epoch_has_ended = False
         self._last_step: int | None = None
         self._last_time: float | None = None
 
     def start_at(self, step: int) -> None:
         """Do nothing: epochs do not depend on the step at which a session starts."""
 
+    def trigger(self) -> None:
+        """Trigger now: an epoch has ended that this timer is for."""
+        self._epoch_has_ended = True
+
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether the hook is called for the end of an epoch."""
-        return bool(self.told)
+        return self._epoch_has_ended
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
         """Record a trigger now, at ``step``.
@@ -435,7 +454,7 @@ class EveryEpochs:
         """
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
-        self._last_step, self._last_time, self.told = step, now, False
+        self._last_step, self._last_time, self._epoch_has_ended = step, now, False
         if last_step is None or last_time is None:
             return None, None
         return now - last_time, step - last_step
@@ -460,8 +479,8 @@ class NeverTriggerTimer:
     (False, Due(step=None, moment=None, runs=None, when=None))
     """
 
-    told: bool | None = None
-    """Without effect; see :attr:`torchhooks.SecondOrStepTimer.told`."""
+    chief_is_due: bool | None = None
+    """Without effect; see :attr:`torchhooks.SecondOrStepTimer.chief_is_due`."""
     every_steps = None
     """``None``, because there is no period."""
 
@@ -470,6 +489,9 @@ class NeverTriggerTimer:
 
     def start_at(self, step: int) -> None:
         """Do nothing."""
+
+    def trigger(self) -> None:
+        """Do nothing: it never triggers."""
 
     def should_trigger_for_step(self, step: int) -> bool:
         """Return false."""
@@ -490,7 +512,7 @@ class NeverTriggerTimer:
         return "NeverTriggerTimer()"
 
 
-class _Shared:
+class _SharedTimer:
     """The use that one hook makes of a timer that it may share with others.
 
     A timer triggers once for all of its hooks. So a hook is also due if another one has had the timer trigger since its
@@ -503,12 +525,12 @@ class _Shared:
         self._forget()
 
     @property
-    def told(self) -> bool | None:
-        return self._timer.told
+    def chief_is_due(self) -> bool | None:
+        return self._timer.chief_is_due
 
-    @told.setter
-    def told(self, told: bool | None) -> None:
-        self._timer.told = told
+    @chief_is_due.setter
+    def chief_is_due(self, chief_is_due: bool | None) -> None:
+        self._timer.chief_is_due = chief_is_due
 
     def _forget(self) -> None:
         self._last_step: int | None = None
@@ -521,6 +543,9 @@ class _Shared:
 
     def start_at(self, step: int) -> None:
         """Do nothing: periods start at the last trigger."""
+
+    def trigger(self) -> None:
+        self._timer.trigger()
 
     def should_trigger_for_step(self, step: int) -> bool:
         if step == self._last_step:
@@ -607,7 +632,7 @@ def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **period
         listed = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
         raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
     if not isinstance(timer, _COPIED):
-        return _Shared(timer)
-    own = copy.copy(timer)
+        return _SharedTimer(timer)
+    own: EverySteps | EveryEpochs | AtSteps = copy.copy(timer)
     own.reset()
     return own

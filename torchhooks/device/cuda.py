@@ -43,6 +43,8 @@ def pinned(nbytes: int) -> torch.Tensor:
 class Slab:
     """A block of memory from which pieces are taken and given back, by any thread."""
 
+    # The thread that trains takes pieces. The thread that writes a checkpoint gives those of its Arrival back.
+
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._taken: list[slice] = []  # in the order of the addresses
@@ -67,7 +69,7 @@ class Slab:
 
 
 class CudaCopier:
-    """The :class:`torchhooks.device.readback.Copier` for CUDA. Copies into a slab of pinned memory, which it reuses."""
+    """The :class:`torchhooks.device.host.Copier` for CUDA. Copies into a slab of pinned memory, which it reuses."""
 
     def __init__(self) -> None:
         self._slab: Slab | None = None
@@ -76,6 +78,7 @@ class CudaCopier:
     def prepare(self, nbytes: int) -> None:
         if self._slab is None and torch.cuda.is_initialized():
             with self._lock:
+                # Looked at again: another loop may have allocated it while this thread waited for the lock.
                 self._slab = self._slab or Slab(self.memory(nbytes))
 
     def memory(self, nbytes: int) -> torch.Tensor:
@@ -91,9 +94,6 @@ class CudaCopier:
 
     def event(self, device: torch.device) -> _CudaEvent:
         return _CudaEvent(device, timed=True)
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return True
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu")  # waits for the device

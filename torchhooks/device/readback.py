@@ -6,11 +6,10 @@ and later runs poll that event. The requests of a few runs share one batch, and 
 share one copy, so that reading back one value per step costs little more than the snapshot of the value. The bytes in
 flight are bounded by :data:`MAX_BYTES`.
 
-:data:`copiers` has the device types for which this works. On others, such as ``mps`` and ``xpu``, the copy is made at
-once and the host waits for it.
+It works for the device types that have a copier, see :mod:`torchhooks.device.host`. On others, such as ``mps`` and
+``xpu``, the copy is made at once and the host waits for it.
 
-Only this module and :mod:`torchhooks.device.cuda` wait for a device. Each line that does has a name or a comment that
-says so.
+Only this package waits for a device. Each line that does has a name or a comment that says so.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ import functools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchhooks.common.attempts import Attempts
 from torchhooks.common.errors import LifecycleError, add_note
+from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.trees import Leaf, copied, is_snapshot, map_leaves
-from torchhooks.device.cuda import CudaCopier
+from torchhooks.device.host import Copier, DeviceEvent, Pending, Transfer, host
 
 BATCH_RUNS = 16
 """How many runs at most share a batch. With more, copies cost hardly less and log lines appear later."""
@@ -49,59 +49,6 @@ before that.
 _NEVER = sys.maxsize
 
 
-class Pending(Protocol):
-    """Work that a device may not have completed yet."""
-
-    def done(self) -> bool:
-        """Return whether the device has completed it. Never blocks."""
-
-    def wait(self) -> None:
-        """Block until the device has completed it."""
-
-
-class Transfer(Pending, Protocol):
-    """Copies in flight from a device to the host."""
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """Return the copies, in the order of the originals, for the caller to keep. Called once, when they are done."""
-
-
-class DeviceEvent(Pending, Protocol):
-    """A point in a device's stream, done when the device has completed what was queued before it."""
-
-    def secs_since(self, earlier: Any) -> float:
-        """Return the device time from ``earlier`` to this event, in seconds. Called when both are done."""
-
-
-class Copier(Protocol):
-    """What a type of device has to offer for copies that do not block the host."""
-
-    def prepare(self, nbytes: int) -> None:
-        """Allocate memory for ``nbytes`` bytes of copies, unless there is some. Called before the device is busy."""
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate ``nbytes`` bytes on the host, into which copies from the device do not block. May block itself."""
-
-    def stream(self, device: torch.device) -> Hashable:
-        """Return the stream on which work for ``device`` is queued at present."""
-
-    def start(self, tensors: Sequence[torch.Tensor], stream: Any) -> Transfer:
-        """Queue copies of ``tensors``, all of one device, on ``stream``."""
-
-    def event(self, device: torch.device) -> DeviceEvent:
-        """Record an event on the current stream of ``device``."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor``, whose device is of this type, counts as being on the device."""
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``tensor`` on the host. Blocks."""
-
-
-copiers: dict[str, Copier] = {"cuda": CudaCopier()}
-"""The copier for each device type that supports copies without blocking."""
-
-
 class Moment:
     """A point in time, on the host's clock and, if there is a copier for ``device``, on the device's."""
 
@@ -110,7 +57,7 @@ class Moment:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.secs = time.monotonic()
-        copier = copiers.get(device.type)
+        copier = host.copiers.get(device.type)
         self.event = None if copier is None else copier.event(device)
 
 
@@ -130,6 +77,11 @@ class Elapsed:
         if start.event is not None and end.event is not None and not self.across_devices:
             self.events = start.event, end.event
 
+    def wait(self) -> None:
+        """Block until the device has reached :attr:`events`."""
+        for event in self.events:
+            event.wait()  # waits for the device
+
     def secs(self) -> float:
         """Return the seconds. The device must have reached :attr:`events`."""
         if not self.events:
@@ -141,7 +93,7 @@ class Elapsed:
 _Routes = dict[torch.device, tuple[Copier, Hashable]]
 
 
-class Request(NamedTuple):
+class Delivery(NamedTuple):
     """A callback that waits for its values, and what an error in it is attributed to."""
 
     values: Any
@@ -149,28 +101,67 @@ class Request(NamedTuple):
     tensors: list[torch.Tensor]
     events: list[DeviceEvent]
     routes: _Routes
-    made_by: object
+    made_by: Requester
     step: int
     deadline: int  # the number of the run at whose end the callback is called at the latest
 
+    def arrived(self, copies: dict[int, torch.Tensor]) -> Any:
+        """Return the values on the host, given ``copies`` by the id of the original. May block for those without."""
+        return map_leaves(functools.partial(_arrived_leaf, copies), self.values)
 
-class _Batch(NamedTuple):
-    requests: list[Request]
+    def call_back(self, host_values: Any) -> None:
+        """Call the callback."""
+        self.callback(host_values)
+
+
+class Batch(NamedTuple):
+    """Deliveries whose values are copied together."""
+
+    deliveries: list[Delivery]
     nbytes: int
     transfers: list[tuple[Transfer, list[torch.Tensor]]]  # with the originals, which must outlive their copies
     pending: list[Pending]
     deadline: int
 
     def done(self) -> bool:
+        """Return whether all values have arrived. Never blocks."""
         return all(part.done() for part in self.pending)
 
-    def wait(self) -> None:
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Block until all values have arrived, and return their copies by the ids of the originals."""
         for part in self.pending:
             part.wait()
+        return {
+            id(original): copy
+            for transfer, originals in self.transfers
+            for original, copy in zip(originals, transfer.tensors(), strict=True)
+        }
+
+
+def start_batch(deliveries: list[Delivery], nbytes: int) -> Batch:
+    """Start the copies for ``deliveries``, of ``nbytes`` bytes. Never blocks, unless memory has to be pinned first."""
+    groups: dict[tuple[torch.device, Hashable], tuple[Copier, dict[int, torch.Tensor]]] = {}
+    for delivery in deliveries:
+        for tensor in delivery.tensors:
+            device = tensor.device
+            copier, stream = delivery.routes[device]
+            groups.setdefault((device, stream), (copier, {}))[1][id(tensor)] = tensor
+    transfers = []
+    for (_, stream), (copier, originals) in groups.items():
+        tensors = list(originals.values())
+        copier.prepare(MAX_BYTES)
+        transfers.append((copier.start(tensors, stream), tensors))
+    events = [event for delivery in deliveries for event in delivery.events]
+    pending: list[Pending] = [*(transfer for transfer, _ in transfers), *events]
+    deadline = min(delivery.deadline for delivery in deliveries)
+    return Batch(deliveries, nbytes, transfers, pending, deadline)
 
 
 class Readback:
     """Copies values to the host and passes them to callbacks, in the order of the requests."""
+
+    # It has no lock, because only one thread uses it at a time: that of a loop the thread that trains, and that of an
+    # Arrival the thread to which the Arrival is handed. What all of them share is the copier, which has locks.
 
     def __init__(self, wake: Callable[[], object] = bool) -> None:
         self._wake = wake  # called when a callback has to wait for its values, to have end_run() called
@@ -179,20 +170,20 @@ class Readback:
         self._runs = 0
         self._send_by_run, self._send_by_time = 0, 0.0  # the queued requests are sent once either is reached
         self._queued_bytes = self._bytes = 0  # of queued requests, and of all that have not arrived
-        self._queued: list[Request] = []
-        self._in_flight: deque[_Batch] = deque()
-        self._arrived: deque[tuple[Request, dict[int, torch.Tensor]]] = deque()
-        self._delivering: Request | None = None
+        self._queued: list[Delivery] = []
+        self._in_flight: deque[Batch] = deque()
+        self._arrived: deque[tuple[Delivery, dict[int, torch.Tensor]]] = deque()
+        self._delivering: Delivery | None = None
         self._closed = False
-        self._call: Callable[[Request, Any], object] = lambda request, values: request.callback(values)
-        for copier in copiers.values():
+        self._measured_call: Callable[[Delivery, Any], object] | None = None
+        for copier in host.copiers.values():
             copier.prepare(MAX_BYTES)
 
     def request(
         self,
         values: Any,
         callback: Callable[[Any], object],
-        made_by: object = None,
+        made_by: Requester = UNKNOWN,
         step: int = 0,
         max_lag_runs: int | None = None,
     ) -> None:
@@ -236,13 +227,13 @@ class Readback:
         if self._queued_bytes >= BATCH_BYTES:
             self._send_by_run = self._runs
         routes = _routes_of(needs.tensors)
-        self._queued.append(Request(values, callback, needs.tensors, needs.events, routes, made_by, step, deadline))
+        self._queued.append(Delivery(values, callback, needs.tensors, needs.events, routes, made_by, step, deadline))
         self.waiting = True
         self._wake()
 
     def measure(self, measured: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap the function that calls back for a request, ``call(request, values)``, for profiling."""
-        self._call = measured(self._call)
+        """Call back by ``measured(call)`` instead of ``call(delivery, values)``, for profiling."""
+        self._measured_call = measured(lambda delivery, values: delivery.call_back(values))
 
     def end_run(self) -> None:
         """Send the queued requests if it is time, and call the callbacks of those that have arrived.
@@ -256,9 +247,10 @@ class Readback:
             self.send()
         while self._in_flight and (self._in_flight[0].done() or self._is_overdue() or self._bytes > MAX_BYTES):
             self._receive()
+        # Before the callbacks: the run is over even if one raises, and what they request counts from the next run.
         self._runs += 1
         self._deliver()
-        self.waiting = bool(self._queued or self._in_flight)
+        self.waiting = bool(self._queued or self._in_flight)  # after the callbacks, which can make requests
 
     def drain(self) -> None:
         """Wait for all values, call every callback that is waiting for them, and then raise the errors of callbacks."""
@@ -288,45 +280,30 @@ class Readback:
         queued, self._queued = self._queued, []
         nbytes, self._queued_bytes = self._queued_bytes, 0
         self._bytes -= nbytes  # until they are in flight: after an error, they are lost
-        groups: dict[tuple[torch.device, Hashable], tuple[Copier, dict[int, torch.Tensor]]] = {}
-        for request in queued:
-            for tensor in request.tensors:
-                device = tensor.device
-                copier, stream = request.routes[device]
-                groups.setdefault((device, stream), (copier, {}))[1][id(tensor)] = tensor
-        transfers = []
-        for (_, stream), (copier, originals) in groups.items():
-            tensors = list(originals.values())
-            copier.prepare(MAX_BYTES)
-            transfers.append((copier.start(tensors, stream), tensors))
         if queued:
-            events = [event for request in queued for event in request.events]
-            pending: list[Pending] = [*(transfer for transfer, _ in transfers), *events]
-            deadline = min(request.deadline for request in queued)
-            self._in_flight.append(_Batch(queued, nbytes, transfers, pending, deadline))
+            self._in_flight.append(start_batch(queued, nbytes))
             self._bytes += nbytes
 
     def _receive(self) -> None:
-        """Move the requests of the oldest batch to those that have arrived. Blocks if the batch is not done."""
+        """Move the deliveries of the oldest batch to those that have arrived. Blocks if the batch is not done."""
         batch = self._in_flight.popleft()
         self._bytes -= batch.nbytes
-        batch.wait()
-        copies = {
-            id(original): copy
-            for transfer, originals in batch.transfers
-            for original, copy in zip(originals, transfer.tensors(), strict=True)
-        }
-        self._arrived.extend((request, copies) for request in batch.requests)
+        copies = batch.copies()
+        self._arrived.extend((delivery, copies) for delivery in batch.deliveries)
 
     def _deliver(self) -> None:
         while self._arrived:
-            request, copies = self._arrived.popleft()
-            values = map_leaves(functools.partial(_arrived_leaf, copies), request.values)
-            self._delivering = request
+            delivery, copies = self._arrived.popleft()
+            values = delivery.arrived(copies)
+            self._delivering = delivery
             try:
-                self._call(request, values)
+                if self._measured_call is None:
+                    delivery.call_back(values)
+                else:
+                    self._measured_call(delivery, values)
             except BaseException as error:
-                add_note(error, f"torchhooks: in a when_ready callback of {request.made_by}, for step {request.step}")
+                who = f"a when_ready callback of {delivery.made_by}"
+                add_note(error, f"torchhooks: in {who}, for step {delivery.step}")
                 raise
             finally:
                 self._delivering = None
@@ -334,6 +311,9 @@ class Readback:
 
 class Arrival:
     """Values of this moment on their way to the host, for another thread to wait for. Copies are queued at once."""
+
+    # The thread that trains creates it, so that the copies precede the next step on the stream. The thread that writes
+    # a checkpoint waits for these copies only: the callbacks of hooks stay with the thread that trains.
 
     def __init__(self, values: Any) -> None:
         self._got: list[Any] = []
@@ -353,7 +333,7 @@ def is_remote(value: Any) -> bool:
     """Return whether ``value`` is a tensor on a device, so that reading it would block the host."""
     if not isinstance(value, torch.Tensor):
         return False
-    return not value.is_cpu or ("cpu" in copiers and copiers["cpu"].holds(value))
+    return not host.holds(value)
 
 
 def to_host(values: Any) -> Any:
@@ -363,13 +343,9 @@ def to_host(values: Any) -> Any:
 
 def _leaf_to_host(value: Any) -> Any:
     if isinstance(value, Elapsed):
-        for event in value.events:
-            event.wait()  # waits for the device
+        value.wait()
         return value.secs()
-    if not is_remote(value):
-        return value
-    copier = copiers.get(value.device.type)
-    return value.to("cpu") if copier is None else copier.fetch(value)  # waits for the device
+    return host.fetch(value) if is_remote(value) else value
 
 
 def _arrived_leaf(copies: dict[int, torch.Tensor], leaf: Any) -> Any:
@@ -383,7 +359,7 @@ def _all_on_host(values: Any) -> bool:
     for part in parts:
         kind = type(part)
         if kind is torch.Tensor:
-            if "cpu" in copiers or not part.is_cpu:
+            if not host.holds(part):
                 return False
         elif isinstance(part, tuple):
             parts += part  # extends the list that the loop iterates over
@@ -428,7 +404,7 @@ def _routes_of(tensors: Iterable[torch.Tensor]) -> _Routes:
     for tensor in tensors:
         device = tensor.device
         if device not in routes:
-            copier = copiers[device.type]
+            copier = host.copiers[device.type]
             routes[device] = copier, copier.stream(device)
     return routes
 
@@ -436,7 +412,7 @@ def _routes_of(tensors: Iterable[torch.Tensor]) -> _Routes:
 def _can_copy_async(tensor: torch.Tensor) -> bool:
     # Tensors of other layouts, and subclasses that wrap several tensors, have no single block of memory to copy.
     return (
-        tensor.device.type in copiers
+        tensor.device.type in host.copiers
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)

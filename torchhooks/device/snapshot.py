@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from torchhooks.device.cuda import ALIGNMENT
-from torchhooks.device.readback import DeviceEvent, copiers
+from torchhooks.device.host import DeviceEvent, host
 
 Held = list[tuple[str, torch.Tensor]]
 """The memory of a snapshot, in blocks, each with the type of device from which is copied into it."""
@@ -52,17 +52,19 @@ class Snapshot:
         originals = list(self._originals.values())
         for (storage, tensors), memory in zip(originals, self._memory_for(originals), strict=True):
             kind = storage.device.type
-            if kind == "cpu" and kind not in copiers:
+            if kind in host.copiers:
+                # The stream keeps the order: the next step changes the original only after this copy.
+                memory.copy_(storage, non_blocking=True)
+            elif kind == "cpu":
                 to, of = _bytes(memory), _bytes(storage)
                 pieces += [(to[at : at + _PIECE], of[at : at + _PIECE]) for at in range(0, len(of), _PIECE)]
             else:
-                # Non-blocking where streams keep the order: the next step changes the original only after this copy.
-                memory.copy_(storage, non_blocking=kind in copiers)
+                memory.copy_(storage)  # waits for the device
             for copy, tensor in tensors:
                 copy.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
         _copy(pieces)
         devices = {storage.device for storage, _ in originals}
-        self._events = [copiers[device.type].event(device) for device in devices if device.type in copiers]
+        self._events = [host.copiers[device.type].event(device) for device in devices if device.type in host.copiers]
         return self._held
 
     def wait(self) -> None:
@@ -103,7 +105,8 @@ class Snapshot:
 
 
 def _allocated(kind: str, nbytes: int) -> torch.Tensor:
-    return copiers[kind].memory(nbytes) if kind in copiers else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    copier = host.copiers.get(kind)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copier is None else copier.memory(nbytes)
 
 
 def _fits(nbytes: int, block: torch.Tensor) -> bool:

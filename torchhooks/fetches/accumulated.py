@@ -27,9 +27,11 @@ import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
 from torchhooks.common.log import logger
-from torchhooks.device.readback import copiers, is_remote
+from torchhooks.common.requester import Requester
+from torchhooks.device.host import host
+from torchhooks.device.readback import is_remote
 from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Rows, Source, add_tensors
-from torchhooks.fetches.fetch import ComposedFetch, Evaluator, running_parts, watched_names
+from torchhooks.fetches.fetch import ComposedFetch, Evaluator, accumulated_parts, watched_names
 from torchhooks.fetches.step import Step
 from torchhooks.position.progress import Progress
 
@@ -46,7 +48,7 @@ class RunningFetch(ComposedFetch):
         self.op = op
         self._fetch = fetch
         self._key = op, _identity(fetch)
-        self.running_parts = [self]
+        self.accumulated_parts = [self]
         if isinstance(fetch, ComposedFetch) and not fetch.fits_every_run:
             raise TypeError(
                 f"{self!r}: {fetch!r} cannot be evaluated in every run; give what it is composed of, and compose the "
@@ -176,13 +178,13 @@ def _identity(fetch: Any) -> Any:
 class _Owner:
     """A hook and its accumulators."""
 
-    def __init__(self, requester: object, name: str) -> None:
+    def __init__(self, requester: Requester, name: str) -> None:
         self.requester = requester
         self.name = name
         self.accumulators: dict[RunningFetch, Accumulator] = {}
 
 
-class RunningValues:
+class AccumulatedValues:
     """The running fetches of all hooks of one loop."""
 
     def __init__(self) -> None:
@@ -210,15 +212,13 @@ class RunningValues:
 
     # -- what to accumulate -----------------------------------------------------------------------------------------
 
-    def find_in(self, hooks: Iterable[tuple[object, object]]) -> None:
-        """Accumulate the running fetches that are in the attributes of ``hooks``, given as (hook, requester)."""
-        hooks = list(hooks)
-        owners = [self._owner(hook, requester) for hook, requester in hooks]
-        for (hook, _), owner in zip(hooks, owners, strict=True):
+    def find_in(self, requesters: Iterable[Requester]) -> None:
+        """Accumulate the running fetches that are in the attributes of the hooks of ``requesters``."""
+        for owner in [self._owner(requester) for requester in requesters]:
             found: list[RunningFetch] = []
-            for value in self._attributes(hook):
+            for value in self._attributes(owner.requester.hook):
                 if isinstance(value, ComposedFetch):
-                    found += value.running_parts
+                    found += value.accumulated_parts
                 else:
                     self._owners[id(value)] = owner  # a hook that this one calls
             self._accumulate(owner, found)
@@ -241,12 +241,12 @@ class RunningValues:
                     inside += getattr(value, "__dict__", {}).values()
             values = inside
 
-    def declare(self, hook: object, requester: object, fetches: Any, run: int) -> None:
-        """Accumulate the running fetches in ``fetches``, which ``hook`` requests in the run with the number ``run``."""
-        running = running_parts(fetches)
-        if not running:
+    def declare(self, requester: Requester, fetches: Any, run: int) -> None:
+        """Accumulate the running fetches in ``fetches``, which a hook requests in the run with the number ``run``."""
+        parts = accumulated_parts(fetches)
+        if not parts:
             return
-        added = self._accumulate(self._owner(hook, requester), running)
+        added = self._accumulate(self._owner(requester), parts)
         if added and run > 1:
             logger.warning(
                 "%s requests %s for the first time in run %d: it covers no earlier run. Keep it in an attribute of the "
@@ -256,7 +256,8 @@ class RunningValues:
                 run,
             )
 
-    def _owner(self, hook: object, requester: object) -> _Owner:
+    def _owner(self, requester: Requester) -> _Owner:
+        hook = requester.hook
         owner = self._owners.get(id(hook))
         if owner is None:
             name = getattr(hook, "name", None) or type(hook).__name__
@@ -300,7 +301,7 @@ class RunningValues:
         if self._made_again:
             self._forget_reported()
         others: list[tuple[Source, Any]] | None = None
-        on_host = "cpu" not in copiers
+        is_on_host = host.holds
         is_loss = is_dict = False
         if evaluator is None or not evaluator.feeds:  # a feed may have the name of an output
             is_loss, is_dict = type(outputs) is torch.Tensor, isinstance(outputs, dict)
@@ -317,7 +318,7 @@ class RunningValues:
                 value = evaluator.evaluate_uncopied(source.fetch, source.requester)
             if source.is_number:
                 kind = type(value)
-                if kind is torch.Tensor and value.is_cpu and value.numel() == 1 and on_host:
+                if kind is torch.Tensor and is_on_host(value) and value.numel() == 1:
                     value = value.item()  # on the host, so this waits for nothing
                 elif kind is not float and kind is not int:
                     others = [] if others is None else others
@@ -356,7 +357,7 @@ class RunningValues:
                 if len(source.numbers) >= MOST_NUMBERS:
                     source.take()
         except BaseException as error:
-            add_note(error, f"torchhooks: in {source.running}, which {source.requester} asked for")
+            add_note(error, f"torchhooks: in {source.asked}, which {source.requester} asked for")
             raise
         for key, pairs in on_device.items():
             sources = [source for source, _ in pairs]
@@ -388,14 +389,14 @@ class RunningValues:
 
     # -- reports and checkpoints ------------------------------------------------------------------------------------
 
-    def report(self, fetch: Any, requester: object) -> Any:
-        """Return the value of ``fetch``, a running fetch, for the hook ``requester``, and start over.
+    def report(self, fetch: Any, requester: Requester) -> Any:
+        """Return the value of ``fetch``, a running fetch, for the hook of ``requester``, and start over.
 
         Raises:
             NoRunYetError: no run was made.
-            FetchError: ``requester`` is not a hook for which ``fetch`` is accumulated.
+            FetchError: ``requester`` has no hook for which ``fetch`` is accumulated.
         """
-        owner = self._owners.get(id(requester)) or self._owners.get(id(getattr(requester, "hook", None)))
+        owner = self._owners.get(id(requester.hook))
         accumulator = None if owner is None else owner.accumulators.get(fetch)
         if accumulator is None:
             raise FetchError(

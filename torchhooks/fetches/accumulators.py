@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
 from torchhooks.common.trees import as_snapshot
 from torchhooks.fetches.fetch import describe
@@ -94,7 +95,7 @@ class Accumulator:
 class Source:
     """A fetch whose values are accumulated: once, however many hooks ask for its mean, sum or maximum."""
 
-    def __init__(self, fetch: Any, requester: object) -> None:
+    def __init__(self, fetch: Any, requester: Requester) -> None:
         self.fetch = fetch
         self.requester = requester
         """The first hook that asked for it, for error messages."""
@@ -121,29 +122,27 @@ class Source:
         if hasattr(value, "full_tensor"):  # a DTensor, whose full value is a collective call
             if not all(placement.is_replicate() for placement in value.placements):
                 raise TypeError(
-                    f"{self.running} is over a DTensor, which has a part on each rank: give the part of this rank, "
+                    f"{self.asked} is over a DTensor, which has a part on each rank: give the part of this rank, "
                     "lambda loss: loss.to_local(), for example"
                 )
             value = value.to_local()
         if isinstance(value, torch.Tensor):
             value, dtype, shape = value.detach(), value.dtype, value.shape
         elif not isinstance(value, numbers.Number):
-            raise TypeError(
-                f"{self.running} is over {shown(value)}: what is accumulated has to be a number or a tensor"
-            )
+            raise TypeError(f"{self.asked} is over {shown(value)}: what is accumulated has to be a number or a tensor")
         if (dtype.is_complex if dtype is not None else isinstance(value, complex)) and "max" in self.ops:
-            raise TypeError(f"{self.running} is over complex numbers, which have no maximum: give their abs()")
+            raise TypeError(f"{self.asked} is over complex numbers, which have no maximum: give their abs()")
         if self.shape is None:
             self.dtype, self.shape = dtype, shape
         elif self.shape != shape:
             raise ValueError(
-                f"{self.running} is over values of shape {tuple(self.shape)}, and of shape {tuple(shape)} in this run: "
+                f"{self.asked} is over values of shape {tuple(self.shape)}, and of shape {tuple(shape)} in this run: "
                 "reduce them to one shape in a closure, with .mean() for example"
             )
         return value
 
     @property
-    def running(self) -> str:
+    def asked(self) -> str:
         """The first running fetch of this source, for error messages."""
         return f"running_{self.accumulators[0].op}({describe(self.fetch)})"
 

@@ -58,6 +58,7 @@ import numpy as np
 import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
+from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
 from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, tensor_names
@@ -75,7 +76,7 @@ class ComposedFetch(Leaf):
     copies: bool = True
     """Whether :meth:`compose` gets copies. One that keeps no part of the value does not need them."""
     accumulates: bool = False
-    """Whether the value is accumulated from run to run, by ``session.running``; :meth:`compose` is not called then."""
+    """Whether the value is accumulated from run to run, in ``session.accumulated``; :meth:`compose` is not called."""
     fits_every_run: bool = False
     """Whether it can be evaluated in every run: it takes little time, and no other rank has to take part."""
 
@@ -85,9 +86,9 @@ class ComposedFetch(Leaf):
         return watched_names(self.fetch)
 
     @functools.cached_property
-    def running_parts(self) -> list[Any]:
+    def accumulated_parts(self) -> list[Any]:
         """The parts of :attr:`fetch` that are accumulated from run to run."""
-        return running_parts(self.fetch)
+        return accumulated_parts(self.fetch)
 
     @property
     def fetch(self) -> Any:
@@ -123,7 +124,7 @@ def watched_names(fetches: Any) -> list[str]:
     return [leaf for leaf in leaves(fetches) if isinstance(leaf, str) and leaf.rpartition(":")[1:] in _WATCHED_SUFFIXES]
 
 
-def running_parts(fetches: Any) -> list[Any]:
+def accumulated_parts(fetches: Any) -> list[Any]:
     """Return the parts of ``fetches`` that are accumulated from run to run."""
     if type(fetches) is str:
         return []
@@ -131,7 +132,7 @@ def running_parts(fetches: Any) -> list[Any]:
 
     def look(leaf: Any) -> None:
         if isinstance(leaf, ComposedFetch):
-            found.extend(leaf.running_parts)
+            found.extend(leaf.accumulated_parts)
 
     map_leaves(look, fetches)
     return found
@@ -275,7 +276,7 @@ class Evaluator:
     """Whether closures get detached outputs, as outside of a run."""
     copies = True
     """Whether what closures and objects return is copied. If it is used at once and not kept, it need not be."""
-    _requester: object = ""
+    _requester: Requester = UNKNOWN
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class Evaluator:
         feeds: Mapping[str, Any] = _EMPTY,
         inputs: Callable[[], Mapping[str, Any]] = dict,
         watched: Mapping[str, Any] = _EMPTY,
-        requests: Iterable[tuple[object, Any]] = (),
+        requests: Iterable[tuple[Requester, Any]] = (),
     ) -> None:
         # The requests of the run are for the subclass for several ranks.
         self.session = session
@@ -295,14 +296,14 @@ class Evaluator:
         self._values: dict[Any, Any] = {}  # by name, by closure, and by id for other objects
         self._outputs = {"loss": outputs} if type(outputs) is torch.Tensor else named_outputs(outputs)
 
-    def evaluate(self, fetch: Any, requester: object) -> Any:
+    def evaluate(self, fetch: Any, requester: Requester) -> Any:
         """Return the value of ``fetch``, in its structure. A FetchError names the ``requester``."""
         self._requester = requester
         if type(fetch) is str:
             return self._named(fetch)
         return self.composed(fetch) if isinstance(fetch, ComposedFetch) else map_leaves(self._leaf, fetch)
 
-    def evaluate_uncopied(self, fetch: Any, requester: object) -> Any:
+    def evaluate_uncopied(self, fetch: Any, requester: Requester) -> Any:
         """Return the value of ``fetch`` for a use in which it is neither kept nor changed."""
         self._requester = requester
         return self._leaf_uncopied(fetch)
@@ -392,7 +393,7 @@ class Evaluator:
     def composed(self, fetch: ComposedFetch) -> Any:
         """Return the value of ``fetch``."""
         if fetch.accumulates:
-            return self.session.running.report(fetch, self._requester)
+            return self.session.accumulated.report(fetch, self._requester)
         evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch
         value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
         try:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from torchhooks.common.text import shown
-from torchhooks.fetches.over_ranks import Shared
+from torchhooks.fetches.over_ranks import ValueInParts
 from torchhooks.ranks.dtensors import is_sharded, without_partial
-from torchhooks.ranks.ranks import all_gather
+from torchhooks.ranks.transport import all_gather
 
 
 # Cached, so that several hooks that ask for the same norm share one value: equal fetches are evaluated once in a run.
@@ -94,7 +94,7 @@ def _norm(tensors: list[torch.Tensor], norm_type: float, session: Any) -> Any:
     return norm if session is not None and session.ranks.size > 1 else norm.combined()
 
 
-class _NormOfShards(Shared):
+class _NormOfShards(ValueInParts):
     """The norm of tensors with DTensors among them, possibly of several meshes, which torch's operators do not mix."""
 
     def __init__(self, tensors: list[Any], norm_type: float) -> None:

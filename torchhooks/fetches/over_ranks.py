@@ -6,7 +6,6 @@ if its hook may be called in a run in which the same hook of another rank is not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,14 +14,15 @@ import numpy as np
 import torch
 
 from torchhooks.common.errors import FetchError
+from torchhooks.common.requester import Requester
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.timers import GivenTimer
 from torchhooks.common.trees import as_snapshot, map_leaves, snapshot
 from torchhooks.fetches.fetch import ComposedFetch, Evaluator, describe
-from torchhooks.ranks.ranks import Ranks
+from torchhooks.ranks.ranks import LoopRanks
 
 
-class Shared:
+class ValueInParts:
     """What a fetch has on this rank of a value whose parts are on several ranks."""
 
     def combined(self) -> Any:
@@ -117,7 +117,7 @@ def over_ranks(fetch: Any, op: str) -> OverRanks:
 class RanksEvaluator(Evaluator):
     """Evaluates the fetches of one run, in which the other ranks evaluate the same ones.
 
-    ``requests`` are those of the run: the hook's place in the loop, and its request, whose first item is the fetches.
+    ``requests`` are those of the run: who made each, and the request, whose first item is the fetches.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class RanksEvaluator(Evaluator):
         feeds: Mapping[str, Any] = MappingProxyType({}),
         inputs: Callable[[], Mapping[str, Any]] = dict,
         watched: Mapping[str, Any] = MappingProxyType({}),
-        requests: Iterable[tuple[object, Any]] = (),
+        requests: Iterable[tuple[Requester, Any]] = (),
     ) -> None:
         super().__init__(session, outputs, feeds, inputs, watched)
-        self._ranks: Ranks = session.ranks
+        self._ranks: LoopRanks = session.ranks
         self._requests = requests
         self._combined: dict[tuple[int, int], tuple[OverRanks, Any]] = {}  # with the fetch: its id stays its own
         self._full: dict[int, tuple[Any, torch.Tensor]] = {}
 
-    def evaluate(self, fetch: Any, requester: object) -> Any:
+    def evaluate(self, fetch: Any, requester: Requester) -> Any:
         value = super().evaluate(fetch, requester)
         return value if value is None else map_leaves(self._whole, value)
 
@@ -148,11 +148,11 @@ class RanksEvaluator(Evaluator):
         return self._combined[key][1]
 
     def _kept(self, value: Any) -> Any:
-        value = map_leaves(self._combined_if_shared, value)
+        value = map_leaves(self._combined_if_in_parts, value)
         return snapshot(value) if self.copies else value
 
-    def _combined_if_shared(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Shared):
+    def _combined_if_in_parts(self, leaf: Any) -> Any:
+        if not isinstance(leaf, ValueInParts):
             return leaf
         self._check_every_rank_calls(self._requester, leaf)
         return leaf.combined()
@@ -179,15 +179,13 @@ class RanksEvaluator(Evaluator):
             parts += [_part(each, self._whole(leaf)) for leaf in found]
         self._requester = requester
         asked = [f"{who} asked for {each!r}" for each, who in wanted.values()]
-        self._ranks.gathered_for = f" ({shortened(asked, 4)})"
-        results = iter(_combined(self._ranks, parts))
-        self._ranks.gathered_for = ""
+        results = iter(_combined(self._ranks, parts, f" ({shortened(asked, 4)})"))
         for (key, (each, _)), value in zip(wanted.items(), values, strict=True):
             self._combined[key] = each, map_leaves(lambda _: next(results), value)
 
     def _whole(self, leaf: Any) -> Any:
         """Return the full tensor of a ``DTensor``, and the whole of what is shared; anything else as it is."""
-        leaf = self._combined_if_shared(leaf)
+        leaf = self._combined_if_in_parts(leaf)
         if not isinstance(leaf, torch.Tensor) or not hasattr(leaf, "full_tensor"):
             return leaf
         if all(placement.is_replicate() for placement in leaf.placements):  # type: ignore[attr-defined]
@@ -197,24 +195,16 @@ class RanksEvaluator(Evaluator):
             self._full[id(leaf)] = leaf, as_snapshot(leaf.full_tensor())
         return self._full[id(leaf)][1]
 
-    def _check_every_rank_calls(self, requester: Any, fetch: object) -> None:
-        hook = getattr(requester, "hook", requester)
-        if any(hook is each for each in self._ranks.hooks_of_some):
+    def _check_every_rank_calls(self, requester: Requester, fetch: object) -> None:
+        why: str | None = None
+        if any(requester.hook is each for each in self._ranks.hooks_of_some):
             why = "not every rank has the hook: give it to every rank, or have it fetch what is on this rank"
-        elif self._ranks.size == 1:
-            return
-        elif getattr(requester, "when", None) is not None:
-            why = (
-                "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "
-                "None"
+        elif self._ranks.size > 1:
+            why = requester.why_alone()
+        if why is not None:
+            raise FetchError(
+                f"{requester} asked for {describe(fetch)}, which all ranks have to evaluate in the same run, but {why}"
             )
-        elif getattr(requester, "due_moment", math.inf) != math.inf:
-            why = "the hook is due by the clock of each rank: set collective = True in its class"
-        else:
-            return
-        raise FetchError(
-            f"{requester} asked for {describe(fetch)}, which all ranks have to evaluate in the same run, but {why}"
-        )
 
 
 class _Part(NamedTuple):
@@ -229,7 +219,7 @@ class _Part(NamedTuple):
         return f"{self.op} of {self.name}: {str(self.tensor.dtype).removeprefix('torch.')}{[*self.tensor.shape]}"
 
 
-def _key(fetch: OverRanks, requester: object) -> tuple[int, int]:
+def _key(fetch: OverRanks, requester: Requester) -> tuple[int, int]:
     return id(fetch), id(requester) if fetch.accumulated else 0
 
 
@@ -253,8 +243,11 @@ def _part(fetch: OverRanks, value: Any) -> _Part:
     return _Part(fetch.__name__, fetch.op, tensor.long() if tensor.dtype is torch.bool else tensor, kind)
 
 
-def _combined(ranks: Ranks, parts: list[_Part]) -> list[Any]:
-    """Return each of ``parts`` combined over the ranks, in one exchange for the CPU and one for each other device."""
+def _combined(ranks: LoopRanks, parts: list[_Part], details: str) -> list[Any]:
+    """Return each of ``parts`` combined over the ranks, in one exchange for the CPU and one for each other device.
+
+    ``details`` say which hook asked for what, for the error if another rank does not take part.
+    """
     results: dict[int, Any] = {}
     for device in dict.fromkeys(part.tensor.device for part in parts):
         here = {index: part for index, part in enumerate(parts) if part.tensor.device == device}
@@ -262,11 +255,12 @@ def _combined(ranks: Ranks, parts: list[_Part]) -> list[Any]:
         rows = ranks.gather_on_device(tensors)
         if rows is None:
             signatures = [part.signature for part in here.values()]
-            gathered = ranks.gather((signatures, [_array(tensor) for tensor in tensors]), "over_ranks")
+            values = [_array(tensor) for tensor in tensors]
+            gathered = ranks.gather((signatures, values), "over_ranks", details=details)
             _check_same(gathered)
             rows = [[torch.from_numpy(array).to(device) for array in arrays] for _, arrays in gathered]
-        for index, *values in zip(here, *rows, strict=True):
-            results[index] = _reduced(parts[index], values)
+        for index, *of_all in zip(here, *rows, strict=True):
+            results[index] = _reduced(parts[index], of_all)
     return [results[index] for index in range(len(parts))]
 
 

@@ -144,7 +144,7 @@ class CallFnHook(PeriodicHook):
                 self._call(to_host(arguments))
 
     def trigger(self) -> None:
-        self._timer.told = True
+        self._timer.trigger()
 
     def next_due(self) -> Due:
         return self._timer.next_due()

@@ -90,7 +90,7 @@ class ProgressBarHook(ReportingHook):
         self._bar: Any = None
         self._filtered: list[logging.Handler] = []
 
-    def join(self, ranks: Ranks) -> None:
+    def join(self, ranks: Ranks, collective: bool) -> None:
         self.writes = ranks.is_chief
 
     def begin(self) -> None:

@@ -15,7 +15,7 @@ from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import call_repr, shortened
-from torchhooks.common.timers import NEVER, NOW, Due, EveryEpochs, GivenTimer, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, given_timer, hook_timer, is_by_clock
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues, WritingHook
@@ -350,8 +350,9 @@ class CheckpointSaverHook(WritingHook):
         self._timer.start_at(session.global_step)
         self._timer.update_last_triggered_step(session.global_step)
 
-    def trigger(self) -> None:  # all ranks save in the next run
+    def trigger(self) -> None:  # all ranks save in the next run, or at the end of this epoch
         self._triggered = True
+        self._timer.trigger()
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
@@ -390,7 +391,6 @@ class CheckpointSaverHook(WritingHook):
 
     def _is_due(self, session: Session) -> bool:
         triggered, self._triggered = self._triggered, False
-        self._timer.told = triggered if isinstance(self._timer, EveryEpochs) else self._timer.told
         if session.ranks.size > 1 and self._is_by_clock:
             # The clock of one rank alone decides nothing: the others would not take part in the save.
             return triggered and session.global_step != self._timer.last_triggered_step()

@@ -18,7 +18,8 @@ from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
 from torchhooks.common.timers import NEVER, Due
 from torchhooks.common.trees import as_snapshot, copied, is_snapshot
-from torchhooks.device.readback import Arrival, copiers, is_remote, to_host
+from torchhooks.device.host import host
+from torchhooks.device.readback import Arrival, is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves, named_outputs, watched_names
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
@@ -195,7 +196,7 @@ class NanTensorHook(SessionRunHook):
         if name != "loss" or type(outputs) is not torch.Tensor:
             named = named_outputs(outputs)
             value = named[name] if name in named else None  # noqa: SIM401 - the user's mapping may have no get()
-        if type(value) is torch.Tensor and value.is_cpu and value.numel() == 1 and "cpu" not in copiers:
+        if type(value) is torch.Tensor and host.holds(value) and value.numel() == 1:
             value = value.item()
         if type(value) is float and math.isfinite(value):
             self._check.found = None  # forget the finding of an earlier run

@@ -9,7 +9,7 @@ import torch
 
 from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.timers import Timer
-from torchhooks.fetches.fetch import ComposedFetch, running_parts, watched_names
+from torchhooks.fetches.fetch import ComposedFetch, accumulated_parts, watched_names
 from torchhooks.ranks.dtensors import reshard
 
 
@@ -68,7 +68,7 @@ class IfDue(ComposedFetch):
 
     def __init__(self, fetch: Any, timer: Timer) -> None:
         self.watched_names = watched_names(fetch)
-        self.running_parts = running_parts(fetch)
+        self.accumulated_parts = accumulated_parts(fetch)
         self.evaluated = False
         """Whether the fetch was evaluated in the last run that requested it."""
         self._fetch = fetch

@@ -79,8 +79,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import did_you_mean, shortened
 from torchhooks.common.timers import Due
 from torchhooks.device.readback import Readback
@@ -189,13 +190,6 @@ class SessionRunValues(NamedTuple):
     run_metadata: RunMetadata
 
 
-class Caller(Protocol):
-    """A hook's place in the loop, as far as a context needs to know it."""
-
-    @property
-    def hook(self) -> object: ...
-
-
 class RunServices(NamedTuple):
     """What the contexts of all runs of one session share."""
 
@@ -233,8 +227,8 @@ class SessionRunContext:
     """Whether a hook has requested a stop in this run."""
     stop_reason: str | None = None
     """The reason given by the first hook that requested a stop."""
-    _stopped_by: Caller | None = None  # the hook whose method was running when the stop was requested
-    caller: Caller | None = None
+    _stopped_by: Requester = UNKNOWN  # the hook whose method was running when the stop was requested
+    caller: Requester = UNKNOWN
     """The hook whose method is running. The loop sets this before each call."""
     void: bool = False
     """Whether the run failed, so that a stop requested in it does not count."""
@@ -274,7 +268,7 @@ class SessionRunContext:
     @property
     def why_stopped(self) -> str:
         """The hook that requested the stop and its reason, such as ``"StopAtStepHook: step 1000"``."""
-        name = "request_stop" if self._stopped_by is None else type(self._stopped_by.hook).__name__
+        name = "request_stop" if self._stopped_by.hook is None else type(self._stopped_by.hook).__name__
         return f"{name}: {self.stop_reason or f'step {self.session.global_step}'}"
 
     def request_stop(self, reason: str | None = None) -> None:
@@ -303,14 +297,14 @@ class SessionRunContext:
             self.caller = caller
             callback()
 
-        self._services.items.after_item(callback if caller is None else caller.hook, call)
+        self._services.items.after_item(callback if caller.hook is None else caller.hook, call)
 
     def not_reported(self) -> None:
         """Do not count this run as a report of this hook: its running fetches continue as if it had not asked for them.
 
         For a hook that finds out in ``after_run`` that it does not use the values. Called in ``after_run``.
         """
-        self.session.running.keep(self.caller.hook if self.caller is not None else None)
+        self.session.accumulated.keep(self.caller.hook)
 
     def before_next_run(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when the next run begins, if a hook is due in it, before the ``before_run`` of any."""
@@ -467,8 +461,11 @@ class WritingHook(PeriodicHook):
     writes: bool = True
     """Whether this process is the one that writes."""
 
-    def join(self, ranks: Ranks) -> None:
-        """Called before ``begin`` with the ranks of the loop, which can be one."""
+    def join(self, ranks: Ranks, collective: bool) -> None:
+        """Called before ``begin`` with the ranks of the loop, which can be one.
+
+        ``collective`` says whether all ranks call this hook in the same runs, those of the chief's clock.
+        """
         self.alone, self.writes = ranks.size == 1, ranks.is_chief
 
 
@@ -477,12 +474,12 @@ class ReportingHook(WritingHook):
 
     _timer: Any
 
-    def join(self, ranks: Ranks) -> None:
-        super().join(ranks)
-        self._timer.told = False if self.collective and ranks.size > 1 else None
+    def join(self, ranks: Ranks, collective: bool) -> None:
+        super().join(ranks, collective)
+        self._timer.chief_is_due = False if collective else None
 
     def trigger(self) -> None:
-        self._timer.told = True
+        self._timer.trigger()
 
 
 def overrides(hook: SessionRunHook, method: str) -> bool:

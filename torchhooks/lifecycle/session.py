@@ -15,17 +15,18 @@ from torchhooks.checkpoints.saver import Saver
 from torchhooks.common.attempts import Attempts
 from torchhooks.common.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
+from torchhooks.common.requester import Requester
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shown
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import Elapsed, Moment
-from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.fetches.accumulated import AccumulatedValues
 from torchhooks.fetches.fetch import Evaluator, check_feed_names, watched_names
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.position.items import Items
 from torchhooks.position.position import Position
 from torchhooks.position.progress import NO_OUTPUTS, DataWaits, Progress
-from torchhooks.ranks.ranks import Ranks
+from torchhooks.ranks.ranks import LoopRanks, Ranks
 
 Refusal = Callable[[], str | None]
 """Returns why the state must not be saved, or ``None``."""
@@ -76,7 +77,7 @@ class Session:
         interrupted: Callable[[], bool] = bool,
         stopped_by_signal: Callable[[], bool] = bool,
         ranks: Ranks | None = None,
-        running: RunningValues | None = None,
+        accumulated: AccumulatedValues | None = None,
     ) -> None:
         """Create a session. A loop does this; without one, it holds what a Saver saves and restores.
 
@@ -100,7 +101,7 @@ class Session:
             interrupted: whether a signal asked the loop to stop.
             stopped_by_signal: whether a signal stopped the loop.
             ranks: which of several processes this is; by default, of the initialized ``torch.distributed``.
-            running: what is accumulated for the hooks in every run.
+            accumulated: what is accumulated for the hooks in every run.
         """
         self.model = model
         self.optimizer = optimizer
@@ -113,9 +114,9 @@ class Session:
         self.warned = set() if warned is None else warned
         self.position = position
         self.gradients = gradients
-        self.ranks = Ranks() if ranks is None else ranks
+        self.ranks = ranks if isinstance(ranks, LoopRanks) else LoopRanks(Ranks() if ranks is None else ranks)
         """The :class:`torchhooks.Ranks` of the loop, with the ``rank`` of this process, ``size`` and ``is_chief``."""
-        self.running = RunningValues() if running is None else running
+        self.accumulated = AccumulatedValues() if accumulated is None else accumulated
         """The accumulated values of running fetches, to evaluate them and to save them."""
         self.savers: list[Any] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
@@ -291,7 +292,7 @@ class Session:
         """
         return self._data_waits.innermost()
 
-    def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = "Session.run") -> Any:
+    def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
 
         Names of outputs refer to the last run. Every rank has to call this for ``over_ranks`` and a ``DTensor``.
@@ -305,7 +306,7 @@ class Session:
             FetchError: an unknown name, or one that has a value only during a run.
             LifecycleError: the loop is closed, or a recovery has replaced this session.
         """
-        return self.evaluator_between_runs(fetches, feed_dict).evaluate(fetches, who)
+        return self.evaluator_between_runs(fetches, feed_dict).evaluate(fetches, _requester(who, "Session.run"))
 
     def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` like :meth:`run`, but leave out what needs a run if there was none.
@@ -314,11 +315,11 @@ class Session:
         each of them.
         """
         evaluator = self.evaluator_between_runs(fetches, feed_dict)
-        who = "Session.run_available" if who is None else who
+        requester = _requester(who, "Session.run_available")
 
         def evaluate(fetch: Any) -> Any:
             try:
-                return evaluator.evaluate(fetch, who)
+                return evaluator.evaluate(fetch, requester)
             except NoRunYetError as error:
                 logger.warning("%s It is left out.", error)
                 return _LEFT_OUT
@@ -362,6 +363,11 @@ class _Pause:
 
     def __exit__(self, *_: object) -> None:
         self._end(self._start)
+
+
+def _requester(who: object, call: str) -> Requester:
+    """Return who asks in ``call``: the hook ``who``, or the call itself."""
+    return Requester(name=call) if who is None else Requester(who)
 
 
 def _without_left_out(tree: Any) -> Any:

@@ -66,7 +66,9 @@ class SignalWatch:
 
     def restore(self) -> None:
         """Reinstate the old handlers and deliver the received signals to them. A second call is a no-op."""
-        self._open = False  # a handler that cannot be removed passes its signals on
+        # First of all: from here on the handler passes signals on. One that it recorded after the delivery below would
+        # be lost. The same goes for a handler that cannot be removed.
+        self._open = False
         try:
             self._remove_handlers()
         except BaseException:  # an interrupt between two of them
@@ -134,23 +136,28 @@ class SignalWatch:
                 above._old[number] = old  # noqa: SLF001 - its own class
 
     def _deliver(self) -> None:
-        number = self.undelivered.pop(0)
+        number = self.undelivered.pop(0)  # before the old handler runs: it may raise, or never return
         try:
             signal.raise_signal(number)
         finally:  # also if the handler raised, as that of SIGINT does
             if self.undelivered:
                 self._deliver()
 
+    # Python runs handlers in the main thread, between any two instructions: of the step, of a hook, of a handler. So
+    # they take no lock, which the code that they interrupt may hold, and log nothing, because logging has locks. They
+    # set attributes, which other threads can read at any time, and the loop does the rest at the end of the run.
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self._open or os.getpid() != self._pid:  # closed, or in a forked child
             self._pass_on(number, frame)
         elif (first := self._arrived.setdefault(number, now)) is now:  # atomic: a handler can be interrupted by itself
+            # In this order: a loop that finds that a signal was received ends, and then has to deliver the signal.
             self.undelivered.append(signal.Signals(number))
             if self.received is None:
                 self.received = signal.Signals(number).name
             self.defer_lost_workers()
-            self._wake()
+            self._wake()  # last, because the end of the run that it causes looks at what is set above
         elif number == signal.SIGINT or now - first >= _SAME_REQUEST_SECS:
             if number in self.undelivered:
                 self.undelivered.remove(signal.Signals(number))  # it is delivered here

@@ -20,7 +20,7 @@ from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
-from torchhooks.ranks.ranks import Ranks, checked_ranks
+from torchhooks.ranks.ranks import LoopRanks, Ranks, checked_ranks
 
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
 
@@ -37,6 +37,8 @@ class LoopArguments:
     """The hooks that have a state, by the name under which it is saved."""
     hooks_elsewhere: Collection[str]
     """The names of hooks that only another process has, whose states in a checkpoint are ignored."""
+    chief_only: Collection[SessionRunHook]
+    """Those of ``hooks`` that no other rank has, so that they are called alone, even if they are collective."""
     scaffold: Scaffold
     state: Mapping[str, Stateful]
     checkpoint_dir: str | None
@@ -47,7 +49,7 @@ class LoopArguments:
     stop_grace_period_secs: float
     hook_costs: bool
     metadata: Mapping[str, Any]
-    ranks: Ranks
+    ranks: LoopRanks
 
     @property
     def steps_per_run(self) -> int:
@@ -67,6 +69,7 @@ def checked_arguments(
     optimizer: torch.optim.Optimizer | None,
     hooks: Iterable[SessionRunHook],
     hooks_elsewhere: Collection[str],
+    chief_only: Collection[SessionRunHook],
     scaffold: Scaffold | None,
     state: Mapping[str, Stateful] | None,
     checkpoint_dir: str | os.PathLike[str] | None,
@@ -101,6 +104,7 @@ def checked_arguments(
         hooks=copied_hooks,
         hook_states=check_hook_states(copied_hooks),
         hooks_elsewhere=hooks_elsewhere,
+        chief_only=chief_only,
         scaffold=Scaffold() if scaffold is None else scaffold,
         state=checked_state,
         checkpoint_dir=None if checkpoint_dir is None else os.fspath(checkpoint_dir),

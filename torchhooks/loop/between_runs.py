@@ -51,9 +51,9 @@ class BetweenRuns:
     def end_run(self) -> None:
         """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""
         schedule, readback = self._schedule, self._readback
-        schedule.news = False  # cleared first, because a thread or a signal may set it at any time
+        schedule.pending = False  # cleared first, because a thread or a signal may set it at any time
         if readback.waiting:
-            schedule.wake()
+            schedule.set_pending()
             readback.end_run()
         if self._items.waiting and not self._items.depth():
             self._items.finish()
@@ -62,14 +62,14 @@ class BetweenRuns:
             self._recovery.run_went_well()
         self._ending.notice()
         if self._sessions.coord.should_stop():
-            schedule.wake()
+            schedule.set_pending()
         if self._peers is not None:
             self._peers.end_run()
 
     def is_to_stop(self) -> bool:
         """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
         ending = self._ending
-        if ending.stop is None and self._schedule.news:
+        if ending.stop is None and self._schedule.pending:
             ending.notice()
             if self._peers is not None:
                 self._peers.check()
@@ -101,7 +101,7 @@ class BetweenRuns:
     def recovered_for_next_run(self, error: BaseException) -> bool:
         """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""
         self._awaits_success = recovered = self.recovered_from(error)
-        self._schedule.wake()
+        self._schedule.set_pending()
         return recovered
 
     def recover_from_thread(self) -> None:

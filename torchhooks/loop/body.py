@@ -96,11 +96,11 @@ class Body:
                 progress.global_step = step = progress.global_step + self._steps_per_run
                 # Fast path: no hook is due after the body either.
                 if step <= schedule.idle_step and not (
-                    schedule.looks_after
+                    schedule.checks_after
                     and (
                         (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
                         or (schedule.watchers and schedule.noticed_by(outputs))
-                        or (schedule.accumulates and schedule.running.add(outputs, (), {}))
+                        or (schedule.accumulates and schedule.accumulated.add(outputs, (), {}))
                     )
                 ):
                     schedule.runs += 1
@@ -109,7 +109,7 @@ class Body:
             else:
                 self._begun = None
                 lifecycle.finish_body(begun, outputs)
-            if not schedule.news:
+            if not schedule.pending:
                 ending.state = IDLE
                 return False
             self._between_runs.end_run()
@@ -118,7 +118,7 @@ class Body:
                 raise
         else:
             ending.run_is_over()
-            if schedule.news:
+            if schedule.pending:
                 self._between_runs.recover_from_thread()
         return False
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torchhooks.common.log import logger
+from torchhooks.common.requester import Requester
 from torchhooks.device.readback import Readback
-from torchhooks.loop.schedule import Schedule, Seat
+from torchhooks.loop.schedule import Schedule
 
-_RUNNING = "running fetches"
+_RUNNING = Requester(name="running fetches")
 
 
 class HookCosts:
@@ -23,45 +24,50 @@ class HookCosts:
     """
 
     def __init__(self, schedule: Schedule, readback: Readback) -> None:
-        self._seats = schedule.all_seats
+        self._hooks = schedule.all_hooks
         self._schedule = schedule
-        self._calls: dict[object, int] = dict.fromkeys([*self._seats, _RUNNING], 0)
-        self._secs: dict[object, float] = dict.fromkeys([*self._seats, _RUNNING], 0.0)
+        self._calls: dict[Requester, int] = dict.fromkeys([*self._hooks, _RUNNING], 0)
+        self._secs: dict[Requester, float] = dict.fromkeys([*self._hooks, _RUNNING], 0.0)
         self._begin = time.perf_counter()
-        for seat in self._seats:
-            seat.measure(functools.partial(self._timed_method, seat))
-        schedule.running.measure(functools.partial(self._timed_method, _RUNNING))
-        readback.measure(lambda call: self._timed(call, lambda request, values: request.made_by))
+        for scheduled in self._hooks:
+            scheduled.measure(functools.partial(self._timed_method, scheduled))
+        schedule.accumulated.measure(functools.partial(self._timed_method, _RUNNING))
+        readback.measure(lambda call: self._timed(call, lambda delivery, values: delivery.made_by))
 
     def report(self) -> None:
         """Log the cost of each hook, most expensive first."""
         total = time.perf_counter() - self._begin
-        names: dict[object, str] = {seat: f"{seat.index} {type(seat.hook).__name__}" for seat in self._seats}
+        names: dict[Requester, str] = {
+            scheduled: f"{scheduled.index} {type(scheduled.hook).__name__}" for scheduled in self._hooks
+        }
         if self._calls[_RUNNING]:
-            names[_RUNNING] = _RUNNING
+            names[_RUNNING] = str(_RUNNING)
         width = max([4, *map(len, names.values())])
         lines = [
             f"hooks took {_share(sum(self._secs.values()), total)} of {total:.3g} s, {self._schedule.runs} runs",
             f"{'hook':{width}}  {'calls':>8}  {'ms':>10}  {'us/call':>8}  {'share':>7}",
         ]
-        for seat in sorted(names, key=lambda seat: -self._secs[seat]):
-            calls, secs = self._calls[seat], self._secs[seat]
+        for scheduled in sorted(names, key=lambda scheduled: -self._secs[scheduled]):
+            calls, secs = self._calls[scheduled], self._secs[scheduled]
             us_per_call = secs / calls * 1e6 if calls else 0.0
             lines.append(
-                f"{names[seat]:{width}}  {calls:>8}  {secs * 1e3:>10.3f}  {us_per_call:>8.2f}  {_share(secs, total):>7}"
+                f"{names[scheduled]:{width}}  {calls:>8}  {secs * 1e3:>10.3f}  {us_per_call:>8.2f}  "
+                f"{_share(secs, total):>7}"
             )
         logger.info("%s", "\n".join(lines))
 
-    def timed_evaluation(self, evaluate: Callable[[Any, object], Any]) -> Callable[[Any, Any], Any]:
-        """Return ``evaluate(fetches, seat)`` with its time counted for the hook in ``seat``."""
-        return self._timed(evaluate, lambda fetches, seat: seat)
+    def timed_evaluation(self, evaluate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return ``evaluate(fetches, scheduled)`` with its time counted for the hook in ``scheduled``."""
+        return self._timed(evaluate, lambda fetches, scheduled: scheduled)
 
-    def _timed_method(self, seat: object, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``method`` with its calls and its time counted for the line of ``seat``."""
-        return self._timed(method, lambda *args: seat, calls=1)
+    def _timed_method(self, requester: Requester, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``method`` with its calls and its time counted for the line of ``requester``."""
+        return self._timed(method, lambda *args: requester, calls=1)
 
-    def _timed(self, function: Callable[..., Any], seat_of: Callable[..., Any], calls: int = 0) -> Callable[..., Any]:
-        """Return ``function`` with its time counted for the line of ``seat_of(*args)``, if it has one."""
+    def _timed(
+        self, function: Callable[..., Any], requester_of: Callable[..., Requester], calls: int = 0
+    ) -> Callable[..., Any]:
+        """Return ``function`` with its time counted for the line of ``requester_of(*args)``, if it has one."""
 
         def timed(*args: Any) -> Any:
             begin = time.perf_counter()
@@ -69,10 +75,10 @@ class HookCosts:
                 return function(*args)
             finally:
                 secs = time.perf_counter() - begin
-                seat = seat_of(*args)
-                if isinstance(seat, Seat) or seat is _RUNNING:
-                    self._secs[seat] += secs
-                    self._calls[seat] += calls
+                requester = requester_of(*args)
+                if requester in self._secs:
+                    self._secs[requester] += secs
+                    self._calls[requester] += calls
 
         return timed
 

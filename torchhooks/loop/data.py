@@ -99,9 +99,9 @@ class Data:
         try:
             iterator = self._iterator(place, iterable, resume)
             while True:
-                again = (items.waiting or schedule.news or ending.stop) and not self._settle(place)
+                again = (items.waiting or schedule.pending or ending.stop) and not self._settle(place)
                 if ending.stop is not None:
-                    place.through = True
+                    position.stop(place)
                     return
                 if not again:
                     try:
@@ -120,19 +120,19 @@ class Data:
                     if item is _DATA_ENDED:
                         if others is not None:
                             others.data_ended()
-                        place.ended = True
+                        place.end()
                         if not schedule.runs:
                             self._note_items(place)
                         if depth == 1:
                             ending.data_have_ended = True
                         return
-                    place.held = item
+                    place.current_item = item
                     runs = schedule.runs
                     if runs - place.runs > 1:
-                        place.several = True
+                        place.multiple_runs = True
                     place.runs = runs
                     place.taken += 1
-                    if place.nests:
+                    if place.may_nest:
                         place.begin_item()
                     if ending.data_have_ended:
                         ending.data_have_ended = False
@@ -166,7 +166,7 @@ class Data:
             logger.warning(
                 "the data raised an error after signal %s, which stops the loop", self._ending.signal, exc_info=error
             )
-            self._schedule.wake()
+            self._schedule.set_pending()
         try:
             return self._between_runs.is_to_stop()
         except StopIteration as clean:  # out of a hook, while recovering from a thread's error
@@ -176,7 +176,7 @@ class Data:
 
     def _note_items(self, place: Place) -> None:
         """Note that ``place`` yielded items until its data ended, and that none of them was run."""
-        if place.counts and place.inner is None and place.taken > (place.resumed or 0):
+        if place.is_in_position and place.inner is None and place.has_new_item:
             self._items_without_run = place.taken
 
     def check_end(self) -> None:
@@ -200,7 +200,7 @@ class Data:
         """Make the calls for a stop now: the body of an outer loop continues without the items of an inner one."""
         if self._ending.state is RUNNING:
             return  # in a run, as in the evaluation of a hook: the item of that run settles the stop
-        self._position.cut_short()
+        self._position.skip_inner()
         self.stop_is_seen()
         self._stop_is_settled = True
 
@@ -211,15 +211,16 @@ class Data:
             False if one of them failed and the loop recovered, so that the item has to be yielded again.
         """
         # A body that was told to stop may have left the item early.
-        place.finished = place.taken > (place.resumed or 0) and not self._stop_is_seen
+        place.settle(done=place.has_new_item and not self._stop_is_seen)
         due = self._items.due()
-        if place.counts and self._is_healthy() and due and not self._between_runs.make(self._items.make_due):
-            place.finished = False
+        if place.is_in_position and self._is_healthy() and due and not self._between_runs.make(self._items.make_due):
+            place.settle(done=False)
             return False
-        if self._is_halted() and place.counts and not self._stop_is_settled and self._is_healthy():
+        if self._is_halted() and place.is_in_position and not self._stop_is_settled and self._is_healthy():
             self._stop_is_settled = True
             self._between_runs.make(functools.partial(self._items.stop, due))
-        place.finished = place.finished and self._ending.stop is not None
+        if self._ending.stop is None:
+            place.settle(done=False)  # another item may be taken, which does not change the state
         return True
 
     def _is_healthy(self) -> bool:
@@ -229,10 +230,10 @@ class Data:
     def _leave(self, place: Place) -> None:
         stopping = self._ending.stop is not None or self._ending.signal is not None
         if stopping and self._stop_is_seen:
-            if place.counts and not place.through and not self._stop_is_settled:
+            if place.is_in_position and not place.state.is_stopped and not self._stop_is_settled:
                 logger.warning(_LEFT_AT_GUARD, self._schedule.runs)
             self._stop_is_settled = True  # the body left because of the stop
         # A body that leaves for a reason of its own has ended this loop, even if a stop was requested in its last run.
-        self._position.leave(place, stopping and (place.through or self._stop_is_seen))
+        self._position.leave(place, stopping and (place.state.is_stopped or self._stop_is_seen))
         if self._items.waiting and not self._items.depth():
-            self._schedule.wake()
+            self._schedule.set_pending()

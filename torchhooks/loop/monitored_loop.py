@@ -87,6 +87,7 @@ class MonitoredLoop(Generic[R]):
     """
 
     _hooks_elsewhere: Collection[str] = ()  # of a worker: the names of hooks that only another process has
+    _chief_only: Collection[SessionRunHook] = ()  # hooks that no other rank has, even if they are collective
 
     def __init__(
         self,
@@ -114,6 +115,7 @@ class MonitoredLoop(Generic[R]):
             optimizer=optimizer,
             hooks=hooks,
             hooks_elsewhere=self._hooks_elsewhere,
+            chief_only=self._chief_only,
             scaffold=scaffold,
             state=state,
             checkpoint_dir=checkpoint_dir,
@@ -170,11 +172,11 @@ class MonitoredLoop(Generic[R]):
                 outputs = progress.outputs = self._step(*args, **kwargs) if kwargs else self._step(*args)
                 progress.global_step = step = progress.global_step + self._steps_per_run
                 if step <= schedule.idle_step and not (
-                    schedule.looks_after
+                    schedule.checks_after
                     and (
                         (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
                         or (schedule.watchers and schedule.noticed_by(outputs))
-                        or (schedule.accumulates and schedule.running.add(outputs, args, kwargs))
+                        or (schedule.accumulates and schedule.accumulated.add(outputs, args, kwargs))
                     )
                 ):
                     schedule.runs += 1
@@ -182,7 +184,7 @@ class MonitoredLoop(Generic[R]):
                     self._sessions.lifecycle.finish(args, kwargs, outputs)
             else:
                 outputs = self._sessions.lifecycle.run(args, kwargs)
-            if not schedule.news:
+            if not schedule.pending:
                 ending.state = IDLE
                 return outputs
             self._between_runs.end_run()
@@ -191,7 +193,7 @@ class MonitoredLoop(Generic[R]):
                 raise
         else:
             ending.run_is_over()
-            if schedule.news:
+            if schedule.pending:
                 self._between_runs.recover_from_thread()
             return outputs
         outputs = self.run(*args, **kwargs)
@@ -364,9 +366,9 @@ class MonitoredLoop(Generic[R]):
         if parts.peers is not None:
             weakref.finalize(self, parts.peers.abandon).atexit = False
             parts.peers.start(arguments.step_unit, arguments.checkpoint_dir)
-        for seat in self._schedule.all_seats:
+        for scheduled in self._schedule.all_hooks:
             self._begun += 1
-            self._sessions.call(seat, "begin", seat.hook.begin)
+            self._sessions.call(scheduled, "begin", scheduled.hook.begin)
         if not self._steps_per_run:
             assert arguments.optimizer is not None
             self._step_counter = register_step_post_hook(arguments.optimizer, self._count_optimizer_step)
@@ -414,21 +416,21 @@ class MonitoredLoop(Generic[R]):
 
     def _close_everything(self, attempt: Attempts) -> None:
         """Close every component, even if some fail, and collect the errors."""
-        parts, sessions, seats = self._parts, self._sessions, self._schedule.all_seats
+        parts, sessions, participants = self._parts, self._sessions, self._schedule.all_hooks
         attempt(parts.readback.drain)
         if self._ending.failure is None and not attempt.errors:
             attempt(parts.items.finish)
             parts.data.check_end()
-            for seat in seats:
-                attempt(sessions.call, seat, "sat_out", seat.catch_up, self._schedule.runs)
-                attempt(sessions.end, seat)
+            for scheduled in participants:
+                attempt(sessions.call, scheduled, "sat_out", scheduled.catch_up, self._schedule.runs)
+                attempt(sessions.end, scheduled)
         attempt(parts.readback.close)
         if parts.costs is not None:
             attempt(parts.costs.report)
         sessions.session.call_savers("close", attempt)
         attempt(sessions.join_threads)
-        for seat in seats[: self._begun]:
-            attempt(sessions.call, seat, "teardown", seat.hook.teardown)
+        for scheduled in participants[: self._begun]:
+            attempt(sessions.call, scheduled, "teardown", scheduled.hook.teardown)
         if self._step_counter is not None:
             self._step_counter.remove()
         if parts.gradients is not None:

@@ -44,10 +44,10 @@ class LoopParts:
 def build(arguments: LoopArguments) -> LoopParts:
     """Build the parts of a loop. No hook is called, and nothing is started."""
     ranks, optimizer = arguments.ranks, arguments.optimizer
-    schedule = Schedule(arguments.hooks, ranks)
-    readback = Readback(schedule.wake)
-    signals = SignalWatch(arguments.signals, schedule.wake)
-    ending = Ending(signals, schedule.wake)
+    schedule = Schedule(arguments.hooks, ranks, arguments.chief_only)
+    readback = Readback(schedule.set_pending)
+    signals = SignalWatch(arguments.signals, schedule.set_pending)
+    ending = Ending(signals, schedule.set_pending)
     peers = Peers(ranks, schedule, ending) if ranks.size > 1 else None
     recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
     costs = HookCosts(schedule, readback) if arguments.hook_costs else None

@@ -1,12 +1,18 @@
 """The other ranks, as one loop sees them: a thread that exchanges ticks with them, and where the loop waits for them.
 
-The thread calls :meth:`Transport.exchange` every ``tick_secs``. The training thread communicates nothing. It only looks
-at what the thread found, at the end of a run whose ``schedule.news`` is set, and between runs. An idle run therefore
-does exactly what it does in a single process.
+Two threads share a :class:`Peers`. The *tick thread* calls :meth:`Transport.exchange` every ``tick_secs``, and derives
+from the rows of all ranks what happens. The *training thread*, which makes the runs, only looks at what the tick thread
+found, at the end of a run whose ``schedule.pending`` is set, and between runs. An idle run therefore does exactly what
+it does in a single process, and takes no lock.
 
-The thread reads what the training thread does from values that the training thread writes anyway. This needs no lock,
-because of the order: the thread sets ``schedule.news`` and then reads ``schedule.runs``; the training thread counts the
-run and then reads ``schedule.news``. So a rank that promised the run in progress always holds at its end.
+The tick thread reads how far the training thread is from values that the training thread writes anyway:
+``schedule.runs`` and ``run_number``. This needs no lock, because of the order:
+
+* The tick thread sets ``schedule.pending``, then reads ``schedule.runs``, and promises a run after it.
+* The training thread counts the run, and then reads ``schedule.pending``.
+
+If the tick thread has not seen the run counted, the training thread sees the news at the end of that very run. So a
+rank that promised the run in progress always holds at its end.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from torchhooks.common.log import logger
 from torchhooks.lifecycle.ending import RUNNING, Ending, Stop, StoppedBy
 from torchhooks.lifecycle.hook import SessionRunContext
 from torchhooks.loop.run import Lifecycle
+from torchhooks.loop.same_loops import compare_loops
 from torchhooks.loop.schedule import Schedule
 from torchhooks.position.progress import NO_OUTPUTS, Progress
 from torchhooks.ranks.agreement import (
@@ -46,15 +53,9 @@ from torchhooks.ranks.agreement import (
     Pace,
     Row,
 )
-from torchhooks.ranks.ranks import (
-    ContactLostError,
-    OtherPurposeError,
-    Ranks,
-    Transport,
-    end_process,
-    is_communication_error,
-)
-from torchhooks.ranks.roster import hooks_of_some, identity, other_periods
+from torchhooks.ranks.failures import end_process, is_communication_error
+from torchhooks.ranks.ranks import LoopRanks, OtherPurposeError
+from torchhooks.ranks.transport import ContactLostError, Transport
 
 
 class Peers:
@@ -66,7 +67,7 @@ class Peers:
         ending: of the loop. A stop that it proposes becomes one once all ranks have agreed.
     """
 
-    def __init__(self, ranks: Ranks, schedule: Schedule, ending: Ending) -> None:
+    def __init__(self, ranks: LoopRanks, schedule: Schedule, ending: Ending) -> None:
         self._ranks = ranks
         self._schedule = schedule
         self._ending = ending
@@ -77,77 +78,60 @@ class Peers:
         self.run_number = 0
         """The number of the run in progress if hooks take part in it, until its last ``after_run`` is over."""
         self._last_number = 0
-        # Everything below is shared with the thread. The lock is never taken in an idle run.
+        # Everything below is shared by the two threads, and changed with the lock held, except where a comment says why
+        # not. The lock is reentrant: a signal handler of the user's, which runs between any two lines of the training
+        # thread, may call request_stop(). An idle run never takes it.
         self._changed = threading.Condition()
-        self._agreement = Agreement()
-        self._hurry = threading.Event()  # the next tick does not wait for its time
+
+        # What this rank says in the next tick. The tick thread takes it into a Row.
         self._status = LIVE
         self._asked = 0
         self._asked_in: int | None = None  # the run in which the training thread asked, so that it holds at its end
         self._why = Stop("", StoppedBy.ERROR)  # this rank asked for a stop, or failed
+        self._failed_in = 0
+        self._arrival = (0, 0, UNKNOWN_LENGTH)  # the meetings so far, and the kind and the value of the last
         self._waits_after: int | None = None  # the run after which the training thread holds, or is at a meeting
         self._is_at_meeting = False
-        self._failed_in = 0
-        self._promising = False
-        self._decision: Decided | None = None
+        self._tick_now = threading.Event()  # the next tick does not wait for its time
+
+        # What the tick thread found. The training thread waits on the lock's condition for a change of it.
+        self._agreement = Agreement()
+        self._promising = False  # a promise was made, and what happens after it is not decided yet
+        self._decision: Decided | None = None  # the training thread removes it once it has done what was decided
         self._agreed_stop: Stop | None = None
-        self._arrival = (0, 0, UNKNOWN_LENGTH)  # the meetings so far, and the kind and the value of the last
         self._met: Met | None = None
+        self._ticks = 0
+        # Replaced without the lock, and never changed: a reader has one tick or the next.
+        self._last_table: list[Row] = []
+        self._ticks_ended = threading.Event()  # there will be no further tick
+        self.failure: PeerError | None = None
+        """Why this rank cannot continue, once another one has failed. Set once, so it is read without the lock."""
+        self._failure_is_seen = threading.Event()  # by the training thread, which therefore hangs in no call
+
+        # Only changed by the training thread, and at most read by the tick thread.
         self._stopped = False  # on this rank: the agreed last run is over
         self._agreed_length = False
         self._warned_of: set[tuple[int, int]] = set()  # lengths of the data, here and on the rank with the fewest
         self._data_is_over = False  # so that the training thread is in code of the user's that is not the loop
-        self.failure: PeerError | None = None
-        """Why this rank cannot continue, once another one has failed."""
-        self._failure_is_seen = threading.Event()
-        self._passed = -1, 0.0  # the gathering that waits for a rank that is further, and since when
-        self._ticks = 0
-        self._last_table: list[Row] = []
-        self._over = threading.Event()  # there will be no further tick
         ranks.pace = Pace() if ranks.is_chief else None
         ending.propose = self._propose
 
     # -- called by the loop, in the training thread -------------------------------------------------------------------
 
     def start(self, step_unit: str, checkpoint_dir: str | None) -> None:
-        """Connect to the other ranks, compare the loops, and start the thread.
+        """Connect to the other ranks, start the tick thread, and compare the loops.
 
         Raises:
             LifecycleError: another rank did not create its loop in time, or created a different one.
         """
         self._transport = transport = self._ranks.connect(self._why_not_to_wait)
         threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
-        names = [type(seat.hook).__name__ for seat in self._schedule.collective]
-        mine = {
-            "step_unit is": step_unit,
-            "checkpoint_dir is": "None" if checkpoint_dir is None else "a folder",
-            "the collective hooks are": f"[{', '.join(names)}]",
-        }
-        hooks = [seat.hook for seat in self._schedule.all_seats]
-        others = self._ranks.gather({**mine, "hooks": [identity(hook) for hook in hooks]}, "the loop")
-        for rank, other in enumerate(others):
-            for name, value in mine.items():
-                if other[name] != value:
-                    raise LifecycleError(
-                        f"{name} {value} on rank {self._ranks.rank} and {other[name]} on rank {rank}: "
-                        "create the loop with the same arguments on every rank"
-                    )
-        rosters = [other["hooks"] for other in others]
-        self._ranks.hooks_of_some = hooks_of_some(hooks, rosters)
-        for rank, roster in enumerate(rosters):
-            for place, here, there in other_periods(rosters[self._ranks.rank], roster):
-                self._compare_periods(self._schedule.all_seats[place], here, f"{there} on rank {rank}")
-
-    def _compare_periods(self, seat: Any, here: str, there: str) -> None:
-        """Raise a LifecycleError if the hook of ``seat``, which has another period elsewhere, needs every rank."""
-        message = f"{type(seat.hook).__name__} has {here} on rank {self._ranks.rank} and {there}"
-        if seat in self._schedule.collective or "over_ranks(" in identity(seat.hook).text:
-            raise LifecycleError(f"{message}: it needs every rank in the same run, so give it the same period")
-        if self._ranks.is_chief:
-            logger.warning("%s: if it fetches a DTensor, a rank that is alone in a run waits forever", message)
+        self._ranks.hooks_of_some = compare_loops(
+            self._ranks, self._schedule, step_unit=step_unit, checkpoint_dir=checkpoint_dir
+        )
 
     def lifecycle(self, *, progress: Progress, **parts: Any) -> Lifecycle:
-        """Return the Lifecycle with these parts that looks at the other ranks before each step with hooks."""
+        """Return a Lifecycle of a new session that looks at the other ranks before each step with hooks."""
         self._progress = progress
         return _LifecycleOverRanks(self, progress=progress, **parts)
 
@@ -229,13 +213,14 @@ class Peers:
         if not self._is_connected() or self._stopped or type(error) is StopIteration or self._status >= FAILED:
             return
         consequence = is_communication_error(error)
-        with self._changed:
+        with self._changed:  # so that no tick has the new status without the run and the reason
             self._failed_in = max(self._schedule.runs + (self._progress.outputs is NO_OUTPUTS), self._last_number)
             self._why = Stop(brief(error), StoppedBy.ERROR)
             self._status = FAILED_LATER if consequence or isinstance(error, PeerError) else FAILED
         self._failure_is_seen.set()
-        self._hurry.set()
-        self._over.wait()  # the thread gives up after lost_after_secs
+        self._tick_now.set()
+        # Not held here: the tick thread needs the lock. It ends with this failure, or gives up after lost_after_secs.
+        self._ticks_ended.wait()
         failure = self.failure
         if failure is None or failure is error:
             return
@@ -270,17 +255,21 @@ class Peers:
             # When a tick is complete here, each rank has completed the one before it. The process may end then.
             known = self._ticks + 3
             self._failure_is_seen.set()
-            while self._ticks < known and not self._over.is_set():
-                self._hurry.set()
+            while self._ticks < known and not self._ticks_ended.is_set():
+                self._tick_now.set()
                 self._changed.wait()
         self._ranks.disconnect()
 
     def abandon(self) -> None:
-        """Tell the other ranks that the loop of this one is gone, though it was never closed."""
+        """Tell the other ranks that the loop of this one is gone, though it was never closed.
+
+        The garbage collector calls this, in any thread. It takes no lock, for which that thread would have to wait: the
+        reason is set before the status, so no tick has the status without the reason.
+        """
         self._why = Stop("its loop was never closed", StoppedBy.ERROR)
         self._status = max(self._status, LEFT if self._stopped else FAILED)
         self._failure_is_seen.set()
-        self._hurry.set()
+        self._tick_now.set()
         self._ranks.disconnect()
 
     def _is_connected(self) -> bool:
@@ -300,21 +289,22 @@ class Peers:
             return self.failure
         if self._status == LEFT:  # after the loop, nothing tells where the other ranks are
             return None
-        place = self._look()[1], self._arrival[0]
+        place = self._runs()[1], self._arrival[0]
         rows = [(rank, row) for rank, row in enumerate(self._last_table) if rank != self._ranks.rank]
         later = [(rank, row) for rank, row in rows if (row.begun, row.meeting) > place or row.status == LEFT]
-        if not later:
+        gathering = self._ranks.gathering
+        if not later or gathering is None:
             return None
         now = time.monotonic()
-        if self._passed[0] != self._ranks.gatherings:
-            self._passed = self._ranks.gatherings, now
-        if now < self._passed[1] + self._ranks.stuck_secs:
+        if gathering.unanswered_since is None:
+            gathering.unanswered_since = now
+        if now < gathering.unanswered_since + self._ranks.stuck_secs:
             return None  # this rank may just not have noticed yet that the gathering is complete
         rank, row = later[0]
         what = WHERE[CLOSE if row.status == LEFT else row.kind]
         where = f"is in run {row.begun} already" if row.begun > place[0] else f"{what} after that run"
         return LifecycleError(
-            f"rank {self._ranks.rank} waits in run {place[0]} for values of the other ranks{self._ranks.gathered_for}, "
+            f"rank {self._ranks.rank} waits in run {place[0]} for values of the other ranks{gathering.details}, "
             f"and rank {rank} {where}: call Ranks.gather, and request what needs every rank, on all ranks in the same "
             "run"
         )
@@ -340,7 +330,7 @@ class Peers:
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Hold until ``is_done()``, a stop or a failure; then do what was decided for this run. The lock is held."""
         self._waits_after = runs = self._schedule.runs
-        self._hurry.set()
+        self._tick_now.set()
         try:
             while self.failure is None or self._agreement.stopped:
                 decision = self._decision
@@ -349,28 +339,28 @@ class Peers:
                     # A rank that fails in the last run must not find the others past it, with a checkpoint saved.
                     stops_here = bool(decision.bits & STOP) and not self._agreement.stopped
                     if stops_here:
-                        self._hurry.set()
+                        self._tick_now.set()
                     else:
                         self._decision = None
                         self._apply(decision)
                 # A promise that the thread made while this one was waiting has to be kept.
                 if self._stopped or (is_done() and not self._promising and not stops_here):
                     break
-                if self._over.is_set():  # pragma: no cover  # the thread ends with a failure, or after a stop
+                if self._ticks_ended.is_set():  # pragma: no cover  # the thread ends with a failure, or after a stop
                     break
                 self._changed.wait()
         finally:
             self._waits_after = None
         if not self._stopped:
             if self._decision is not None:
-                self._schedule.wake()  # it is for the end of a later run
+                self._schedule.set_pending()  # it is for the end of a later run
             self.check()
 
     def _apply(self, decision: Decided) -> None:
         """Do what was decided, at the end of its run."""
-        for number, seat in enumerate(self._schedule.collective):
+        for number, scheduled in enumerate(self._schedule.collective):
             if decision.bits & (STOP << number + 1):
-                self._schedule.trigger(seat)
+                self._schedule.trigger(scheduled)
         if decision.bits & STOP:
             assert self._agreed_stop is not None
             self._stop(self._agreed_stop)
@@ -390,24 +380,25 @@ class Peers:
                 run = self.run_number or self._schedule.runs
                 if self._decision is None or self._decision.last <= run:
                     self._asked_in = run
-        self._schedule.wake()
-        self._hurry.set()
+        self._schedule.set_pending()
+        self._tick_now.set()
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    # -- the tick thread ----------------------------------------------------------------------------------------------
 
     def _tick_on(self, transport: Transport) -> None:
         try:
             while not self._tick(transport):
                 if not self._agreement.promising:
-                    self._hurry.wait(self._ranks.tick_secs)
-                self._hurry.clear()
+                    self._tick_now.wait(self._ranks.tick_secs)
+                self._tick_now.clear()
         except ContactLostError as error:
             self._lose(error, transport)
-        except BaseException as error:  # or the training thread would wait forever
+        except BaseException as error:  # or the training thread would wait for this one forever
             logger.error("the thread that talks to the other ranks failed", exc_info=error)
             self._fail(None, f"the thread that talks to the other ranks failed: {brief(error)}", brief(error))
         with self._changed:
-            self._over.set()
+            # With the lock held: _wait() could otherwise look before this, and then miss the notification.
+            self._ticks_ended.set()
             self._changed.notify_all()
         if self.failure is not None and not self._agreement.stopped:
             self._end_if_stuck(transport)
@@ -419,13 +410,13 @@ class Peers:
         if self._ranks.pace is not None:
             self._ranks.pace.note(table)
         agreement = self._agreement
-        # The lock makes the next tick's state visible to the training thread as a whole.
-        with self._changed:
+        with self._changed:  # so that the training thread sees all changes of the agreement by a tick, or none
             events = agreement.settle(table)
         asked = next((event for event in events if isinstance(event, (Decided, Failed))), None)
         reasons: list[Stop] = []
         if isinstance(asked, Failed) or (asked is not None and asked.bits & STOP):
-            # Every rank found this event, so every rank calls it.
+            # Every rank found this event in the same table, so every rank calls this. Not with the lock held: it takes
+            # a while, and the training thread has to be able to fail meanwhile.
             reasons = [Stop.from_text(text) for text in transport.exchange_text(self._why.to_text())]
         over = False
         with self._changed:
@@ -442,16 +433,21 @@ class Peers:
         with self._changed:
             self._ask_for_due()
             if self._agreement.promising:
-                self._schedule.wake()  # before looking at the run in progress: it is the one that this rank holds after
-            made, begun, promise = self._look()
+                # Before looking at the run in progress, after which this rank then holds: see the top of this module.
+                self._schedule.set_pending()
+            made, begun, promise = self._runs()
             if self._status >= FAILED:
                 begun = self._failed_in
             return Row(self._status, self._asked, promise, made, begun, *self._arrival)
 
-    def _look(self) -> tuple[int, int, int]:
-        """Return the runs made, the last run that has certainly begun, and the last one that may have begun."""
+    def _runs(self) -> tuple[int, int, int]:
+        """Return the runs made, the last run that has certainly begun, and the last one that may have begun.
+
+        The last one is what the tick thread promises. Both threads call this; the training thread changes the values
+        without the lock.
+        """
         schedule = self._schedule
-        while True:  # until nothing changes in between
+        while True:  # until none of them has changed while the others were read
             runs, number = schedule.runs, self.run_number
             in_step = self._ending.state is RUNNING and self._progress.outputs is NO_OUTPUTS
             if (runs, number) == (schedule.runs, self.run_number):
@@ -474,9 +470,9 @@ class Peers:
             self._why = Stop(f"signal {signal}", StoppedBy.SIGNAL)
             self._asked |= STOP
         if self._ranks.is_chief:
-            for number, seat in enumerate(self._schedule.collective):
-                if time.monotonic() >= seat.chief_moment:
-                    seat.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
+            for number, scheduled in enumerate(self._schedule.collective):
+                if time.monotonic() >= scheduled.chief_moment:
+                    scheduled.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
                     self._asked |= STOP << number + 1
 
     def _handle(self, event: Event, table: list[Row], reasons: list[Stop]) -> bool:
@@ -494,7 +490,7 @@ class Peers:
                     first = reasons[askers[0]]
                     named = _named([rank for rank in askers if reasons[rank].reason == first.reason], self._ranks.size)
                     self._agreed_stop = Stop(f"{first.reason} ({named})", first.by)
-                self._schedule.wake()
+                self._schedule.set_pending()
             case Met():
                 self._met = event
                 self._promising = self._promising and not event.stop
@@ -518,6 +514,7 @@ class Peers:
 
     def _fail(self, rank: int | None, message: str, reason: str, run: int = 0) -> None:
         """Have the training thread raise a PeerError as soon as it looks."""
+        # The failure is set first, so that the training thread finds it however early the interrupt is noticed.
         self.failure = PeerError(message, rank, run or self._schedule.runs, reason)
         self._schedule.interrupt()
 
@@ -556,7 +553,7 @@ class Peers:
 
 
 class _LifecycleOverRanks(Lifecycle):
-    """A Lifecycle that lets the thread know the run in progress, and makes none after a failure."""
+    """A Lifecycle that lets the tick thread know the run in progress, and makes none after a failure."""
 
     def __init__(self, peers: Peers, **parts: Any) -> None:
         super().__init__(**parts)

@@ -28,10 +28,10 @@ from torchhooks.lifecycle.hook import (
     SessionRunValues,
 )
 from torchhooks.loop.costs import HookCosts
-from torchhooks.loop.schedule import Schedule, Seat, in_order
+from torchhooks.loop.schedule import Schedule, ScheduledHook, in_order
 from torchhooks.position.progress import NO_OUTPUTS, Progress
 
-Request = tuple[Seat, SessionRunArgs]
+Request = tuple[ScheduledHook, SessionRunArgs]
 
 
 class _Made(NamedTuple):
@@ -52,10 +52,10 @@ class Recording:
         """The hook that feeds each parameter."""
         self._names: list[tuple[str, object]] = []
         trace = memory = False
-        for seat, (fetches, feed_dict, options) in requests:
+        for scheduled, (fetches, feed_dict, options) in requests:
             self.fed.update(feed_dict or {})
-            self.feeders.update(dict.fromkeys(feed_dict or (), seat))
-            self._names += [(name, seat) for name in watched_names(fetches)]
+            self.feeders.update(dict.fromkeys(feed_dict or (), scheduled))
+            self._names += [(name, scheduled) for name in watched_names(fetches)]
             if options is not None:
                 trace, memory = trace or options.trace, memory or options.memory
         self._options = RunOptions(trace, memory)
@@ -91,13 +91,13 @@ class Begun(NamedTuple):
 
     context: SessionRunContext
     requests: list[Request]
-    seats: list[Seat]
+    participants: list[ScheduledHook]
     recording: Recording | None
 
 
 _PLAIN = _Made({}, {}, RunOptions(), RunMetadata())
 _NOTHING = SessionRunValues(None, _PLAIN.options, _PLAIN.metadata)
-_NO_VALUES: Mapping[Seat, SessionRunValues] = {}
+_NO_VALUES: Mapping[ScheduledHook, SessionRunValues] = {}
 _new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling the class
 
 
@@ -123,7 +123,7 @@ class Lifecycle:
         self._new_evaluator = services.session.new_evaluator
         self._progress = progress
         self._schedule = schedule
-        self._running = schedule.running
+        self._accumulated = schedule.accumulated
         self._steps_per_run = steps_per_run
         self._costs = costs
 
@@ -131,9 +131,9 @@ class Lifecycle:
         """Make a whole run, and return what the step returned."""
         context = self.new_context(args, kwargs)
         requests: list[Request] = []
-        seats = self._before_run(context, requests)
+        participants = self._before_run(context, requests)
         outputs, made = self._make_step(requests, args, kwargs)
-        self.complete(context, requests, seats, outputs, made)
+        self.complete(context, requests, participants, outputs, made)
         return outputs
 
     def finish(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any], outputs: Any) -> None:
@@ -151,71 +151,76 @@ class Lifecycle:
         """
         context = self.new_context(None, {})
         requests: list[Request] = []
-        seats = self._before_run(context, requests)
+        participants = self._before_run(context, requests)
         self._progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
         recording = None
-        for seat, request in requests:
-            if request is not seat.plain_request:
+        for scheduled, request in requests:
+            if request is not scheduled.plain_request:
                 recording = self._start_recording(requests)
                 break
-        begun: Begun = _new_tuple(Begun, (context, requests, seats, recording))
+        begun: Begun = _new_tuple(Begun, (context, requests, participants, recording))
         return begun
 
     def finish_body(self, begun: Begun, outputs: Any) -> None:
         """Count the step of a run that :meth:`begin_body` began, whose body made ``outputs``, and finish the run."""
-        context, requests, seats, recording = begun
+        context, requests, participants, recording = begun
         if recording is not None:
             recording.stop()
         self._progress.outputs = outputs
         self._progress.global_step += self._steps_per_run
-        self.complete(context, requests, seats, outputs, _PLAIN if recording is None else recording.made(outputs))
+        self.complete(
+            context, requests, participants, outputs, _PLAIN if recording is None else recording.made(outputs)
+        )
 
-    def end_epoch(self, seats: list[Seat]) -> None:
-        """Call the hooks in ``seats`` for the end of an epoch, with the outputs of the last run. No run is counted.
+    def end_epoch(self, participants: list[ScheduledHook]) -> None:
+        """Call the hooks in ``participants`` for the end of an epoch, with the outputs of the last run.
 
-        A hook that asks for outputs is left out, with a warning, if this process has made no run.
+        No step is made, and no run is counted. A hook that asks for outputs is left out, with a warning, if this
+        process has made no run.
         """
         schedule = self._schedule
         context = self._ending.run = SessionRunContext(self._services, None, {})
         context.ends_epoch = True
+        requests: list[Request] = []
         method = "before_run"
         try:
-            requests: list[Request] = []
-            for seat in seats:
-                context.caller = seat
-                seat.catch_up(schedule.runs)
-                seat.hook.trigger()
-                request = seat.before_run(context)
+            for scheduled in participants:
+                context.caller = scheduled
+                scheduled.catch_up(schedule.runs)
+                scheduled.hook.trigger()
+                request = scheduled.before_run(context)
                 if request is not None:
-                    _check_request(requests, seat, request)
-                    _check_late(seat, request, None)
-                    self._running.declare(seat.hook, seat, request.fetches, schedule.runs)
-                    requests.append((seat, request))
+                    _check_request(requests, scheduled, request)
+                    _check_late(scheduled, request, None)
+                    self._accumulated.declare(scheduled, request.fetches, schedule.runs)
+                    requests.append((scheduled, request))
             values = self._evaluate_between_runs(requests)
             method = "after_run"
-            for seat in [seat for seat in seats if seat not in values or values[seat] is not None]:
-                context.caller = seat
-                seat.after_run(context, values.get(seat) or _NOTHING)
+            for scheduled in participants:
+                results = values.get(scheduled, _NOTHING)
+                if results is not None:
+                    context.caller = scheduled
+                    scheduled.after_run(context, results)
         except BaseException as error:
             self._note(error, context.caller, method)
             raise
         self._ending.run = None
         if self._ending.requests:
             self._ending.stop_as_requested()
-        schedule.ask(seats)
+        schedule.ask(participants)
 
-    def _evaluate_between_runs(self, requests: list[Request]) -> Mapping[Seat, SessionRunValues | None]:
+    def _evaluate_between_runs(self, requests: list[Request]) -> Mapping[ScheduledHook, SessionRunValues | None]:
         """Evaluate what hooks request, once for all of them; ``None`` for a hook whose values need a run."""
         evaluator = self._session.evaluator_between_runs([request.fetches for _, request in requests])
-        values: dict[Seat, SessionRunValues | None] = {}
-        for seat, (fetches, _, _) in requests:
+        values: dict[ScheduledHook, SessionRunValues | None] = {}
+        for scheduled, (fetches, _, _) in requests:
             try:
-                results = None if fetches is None else evaluator.evaluate(fetches, seat)
+                results = None if fetches is None else evaluator.evaluate(fetches, scheduled)
             except NoRunYetError as error:
-                logger.warning("%s %s has nothing to report at the end of this epoch.", error, seat)
-                values[seat] = None
+                logger.warning("%s The hook reports nothing at the end of this epoch.", error)
+                values[scheduled] = None
             else:
-                values[seat] = _new_tuple(SessionRunValues, (results, _PLAIN.options, _PLAIN.metadata))
+                values[scheduled] = _new_tuple(SessionRunValues, (results, _PLAIN.options, _PLAIN.metadata))
         return values
 
     def new_context(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> SessionRunContext:
@@ -224,20 +229,25 @@ class Lifecycle:
         return context
 
     def complete(
-        self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
+        self,
+        context: SessionRunContext,
+        requests: list[Request],
+        participants: list[ScheduledHook],
+        outputs: Any,
+        made: _Made,
     ) -> None:
         """Make the part of a run that comes after its step: evaluate what hooks fetch, and call their ``after_run``."""
         ending, schedule = self._ending, self._schedule
         if schedule.watchers:
-            self._call_watchers(context, requests, seats, outputs, made)
-        evaluates = requests or schedule.running.sources
+            self._call_watchers(context, requests, participants, outputs, made)
+        evaluates = requests or schedule.accumulated.sources
         values = self._evaluate(context, requests, outputs, made) if evaluates else _NO_VALUES
-        planned = self._after_run(context, seats, values)
+        planned = self._after_run(context, participants, values)
         ending.run = None
         if ending.requests:
             ending.stop_as_requested()
         if planned:
-            schedule.ask(seats)
+            schedule.ask(participants)
 
     def _start_recording(self, requests: list[Request]) -> Recording:
         recording = Recording(requests)
@@ -249,44 +259,44 @@ class Lifecycle:
         recording.start(self._session.model)
         return recording
 
-    def _before_run(self, context: SessionRunContext, requests: list[Request]) -> list[Seat]:
+    def _before_run(self, context: SessionRunContext, requests: list[Request]) -> list[ScheduledHook]:
         """Call ``before_run`` of the hooks that are due, append what they request, and return them."""
         progress, schedule = self._progress, self._schedule
         number = schedule.runs + 1
         if self._items.before_run:
             self._items.begin_run()
         step = progress.global_step
-        look = schedule.before
-        if step + 1 < look.step and number < look.run and look.moment is None:
-            seats = [*look.always]
+        queue = schedule.before
+        if step + 1 < queue.step and number < queue.run and queue.moment is None:
+            participants = [*queue.always]
         else:
-            seats = look.due(step + 1, number)
+            participants = queue.due(step + 1, number)
         try:
-            for seat in seats:
-                context.caller = seat
-                if seat.schedules:
-                    seat.catch_up(number - 1)
-                before_run = seat.before_run  # CPython calls a local faster than an attribute
+            for scheduled in participants:
+                context.caller = scheduled
+                if scheduled.says_when:
+                    scheduled.catch_up(number - 1)
+                before_run = scheduled.before_run  # CPython calls a local faster than an attribute
                 request = before_run(context)
                 if request is not None:
-                    if request is not seat.plain_request:
-                        _check_request(requests, seat, request)
-                        self._running.declare(seat.hook, seat, request.fetches, number)
-                    requests.append((seat, request))
+                    if request is not scheduled.plain_request:
+                        _check_request(requests, scheduled, request)
+                        self._accumulated.declare(scheduled, request.fetches, number)
+                    requests.append((scheduled, request))
                 if progress.global_step != step:  # the hooks after this one are due by the step that it set
                     step = progress.global_step
-                    schedule.insert_due(seats, seat, look, step + 1, number)
+                    schedule.insert_due(participants, scheduled, queue, step + 1, number)
         except BaseException as error:
             self._note(error, context.caller, "before_run")
             raise
-        return seats
+        return participants
 
     def _make_step(self, requests: list[Request], args: Any, kwargs: Any) -> tuple[Any, _Made]:
         """Call the step and count it, with what the hooks feed, trace and watch."""
         progress = self._progress
         progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
-        for seat, request in requests:
-            if request is not seat.plain_request:
+        for scheduled, request in requests:
+            if request is not scheduled.plain_request:
                 return self._make_special_step(requests, args, kwargs)
         # An empty ** would copy a dict.
         outputs = progress.outputs = self._function(*args, **kwargs) if kwargs else self._function(*args)
@@ -307,107 +317,119 @@ class Lifecycle:
         return outputs, recording.made(outputs)
 
     def _call_watchers(
-        self, context: SessionRunContext, requests: list[Request], seats: list[Seat], outputs: Any, made: _Made
+        self,
+        context: SessionRunContext,
+        requests: list[Request],
+        participants: list[ScheduledHook],
+        outputs: Any,
+        made: _Made,
     ) -> None:
-        """Call ``before_run`` of the hooks whose ``Due.when`` is true of ``outputs``; they join ``seats``."""
+        """Call ``before_run`` of the hooks whose ``Due.when`` is true of ``outputs``; they join ``participants``."""
         schedule = self._schedule
         if made.fed:  # a feed can have the name of an output, and Due.when sees the outputs only: call all of them
-            late = [seat for seat in schedule.watchers if seat not in seats]
+            late = [scheduled for scheduled in schedule.watchers if scheduled not in participants]
         else:
-            late = schedule.noticed_by(outputs, seats)
+            late = schedule.noticed_by(outputs, participants)
         try:
-            for seat in late:
-                context.caller = seat
-                seat.catch_up(schedule.runs)
-                request = seat.before_run(context)
+            for scheduled in late:
+                context.caller = scheduled
+                scheduled.catch_up(schedule.runs)
+                request = scheduled.before_run(context)
                 if request is not None:
-                    if request is not seat.plain_request:
-                        _check_request(requests, seat, request)
-                        _check_late(seat, request, outputs)
-                        self._running.declare(seat.hook, seat, request.fetches, schedule.runs + 1)
-                    requests.append((seat, request))
+                    if request is not scheduled.plain_request:
+                        _check_request(requests, scheduled, request)
+                        _check_late(scheduled, request, outputs)
+                        self._accumulated.declare(scheduled, request.fetches, schedule.runs + 1)
+                    requests.append((scheduled, request))
         except BaseException as error:
             self._note(error, context.caller, "before_run")
             raise
         requests.sort(key=lambda request: request[0].index)
-        seats[:] = in_order([*seats, *late])
+        participants[:] = in_order([*participants, *late])
 
     def _evaluate(
         self, context: SessionRunContext, requests: list[Request], outputs: Any, made: _Made
-    ) -> Mapping[Seat, SessionRunValues]:
+    ) -> Mapping[ScheduledHook, SessionRunValues]:
         """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
         fed, watched, options, metadata = made
         evaluator = self._new_evaluator(self._session, outputs, fed, context.inputs, watched, requests)
-        if self._running.sources:
-            self._running.add(outputs, (), {}, evaluator)
+        if self._accumulated.sources:
+            self._accumulated.add(outputs, (), {}, evaluator)
         evaluate: Callable[[Any, Any], Any] = evaluator.evaluate
         if self._costs is not None:
             evaluate = self._costs.timed_evaluation(evaluate)
-        values: dict[Seat, SessionRunValues] = {}
-        for seat, (fetches, _, _) in requests:
-            results = None if fetches is None else evaluate(fetches, seat)
-            values[seat] = _new_tuple(SessionRunValues, (results, options, metadata))
+        values: dict[ScheduledHook, SessionRunValues] = {}
+        for scheduled, (fetches, _, _) in requests:
+            results = None if fetches is None else evaluate(fetches, scheduled)
+            values[scheduled] = _new_tuple(SessionRunValues, (results, options, metadata))
         return values
 
     def _after_run(
-        self, context: SessionRunContext, seats: list[Seat], values: Mapping[Seat, SessionRunValues]
+        self,
+        context: SessionRunContext,
+        participants: list[ScheduledHook],
+        values: Mapping[ScheduledHook, SessionRunValues],
     ) -> bool:
         """Call ``after_run`` of the hooks that take part; return whether one of them has to be asked when it is due."""
         progress, schedule = self._progress, self._schedule
         number = schedule.runs + 1
-        step, look = progress.global_step, schedule.after
-        if step >= look.step or number >= look.run or look.moment is not None:
-            seats[:] = in_order([*seats, *(seat for seat in look.due(step, number) if seat not in seats)])
+        step, queue = progress.global_step, schedule.after
+        if step >= queue.step or number >= queue.run or queue.moment is not None:
+            participants[:] = in_order(
+                [*participants, *(scheduled for scheduled in queue.due(step, number) if scheduled not in participants)]
+            )
         schedule.runs = number
         planned = False
         try:
-            for seat in seats:
-                context.caller = seat
-                if seat.schedules:
-                    seat.catch_up(number - 1)
+            for scheduled in participants:
+                context.caller = scheduled
+                if scheduled.says_when:
+                    scheduled.catch_up(number - 1)
                     planned = True
-                after_run = seat.after_run  # CPython calls a local faster than an attribute
-                after_run(context, values.get(seat, _NOTHING) if values else _NOTHING)
-                seat.seen = number
+                after_run = scheduled.after_run  # CPython calls a local faster than an attribute
+                after_run(context, values.get(scheduled, _NOTHING) if values else _NOTHING)
+                scheduled.seen = number
                 if progress.global_step != step:  # the hooks after this one are due by the step that it set
                     step = progress.global_step
-                    schedule.insert_due(seats, seat, look, step, number)
+                    schedule.insert_due(participants, scheduled, queue, step, number)
         except BaseException as error:
             self._note(error, context.caller, "after_run")
             schedule.fail_at(context.caller)
             raise
         return planned
 
-    def _note(self, error: BaseException, seat: object, method: str) -> None:
-        note_hook(error, seat, method, self._progress)
+    def _note(self, error: BaseException, scheduled: object, method: str) -> None:
+        note_hook(error, scheduled, method, self._progress)
 
 
-def note_hook(error: BaseException, seat: object, method: str, progress: Progress) -> None:
+def note_hook(error: BaseException, scheduled: object, method: str, progress: Progress) -> None:
     """Add a note to ``error`` that names the hook, its method and the global step."""
-    add_note(error, f"torchhooks: in {method} of {seat}, at global step {progress.global_step}")
+    add_note(error, f"torchhooks: in {method} of {scheduled}, at global step {progress.global_step}")
 
 
-def _check_request(requests: list[Request], seat: Seat, request: Any) -> None:
-    """Raise if what ``seat`` returned is not a request, or feeds what an earlier hook feeds."""
+def _check_request(requests: list[Request], scheduled: ScheduledHook, request: Any) -> None:
+    """Raise if what ``scheduled`` returned is not a request, or feeds what an earlier hook feeds."""
     if not isinstance(request, SessionRunArgs):
-        raise TypeError(f"before_run of {seat} returned {shown(request)}: return SessionRunArgs(fetches) or None")
+        raise TypeError(f"before_run of {scheduled} returned {shown(request)}: return SessionRunArgs(fetches) or None")
     fetches, feed_dict, options = request
     if feed_dict:
         if not isinstance(feed_dict, Mapping):
-            raise TypeError(f"before_run of {seat} feeds {shown(feed_dict)}: return a mapping, parameter name to value")
-        check_feed_names(feed_dict, seat)
+            raise TypeError(
+                f"before_run of {scheduled} feeds {shown(feed_dict)}: return a mapping, parameter name to value"
+            )
+        check_feed_names(feed_dict, scheduled)
         for other, (_, fed, _) in requests:
             for name in feed_dict.keys() & (fed or {}):
                 raise FeedError(
-                    f"{seat} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, remove one "
-                    "of them"
+                    f"{scheduled} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, remove "
+                    "one of them"
                 )
     if feed_dict is None and options is None and is_fixed(fetches) and not watched_names(fetches):
-        seat.plain_request = request  # it cannot change, so the next run need not check it again
+        scheduled.plain_request = request  # it cannot change, so the next run need not check it again
 
 
-def _check_late(seat: Seat, request: SessionRunArgs, outputs: Any) -> None:
-    """Raise if ``seat``, which is asked after the step, requests something that has to happen during the step."""
+def _check_late(scheduled: ScheduledHook, request: SessionRunArgs, outputs: Any) -> None:
+    """Raise if ``scheduled``, which is asked after the step, requests something that has to happen during the step."""
     fetches, feed_dict, options = request
     given = named_outputs(outputs)
     watched = [name for name in watched_names(fetches) if name not in given]
@@ -415,6 +437,6 @@ def _check_late(seat: Seat, request: SessionRunArgs, outputs: Any) -> None:
     wishes += ["requests a trace"] if options is not None and options.trace else []
     if wishes:
         raise LifecycleError(
-            f"{seat} {wishes[0]}, but its Due.when is evaluated after the step: let next_due() return None, or a step, "
-            "a moment or a number of runs, so that before_run is called before the step"
+            f"{scheduled} {wishes[0]}, but its Due.when is evaluated after the step: let next_due() return None, or a "
+            "step, a moment or a number of runs, so that before_run is called before the step"
         )

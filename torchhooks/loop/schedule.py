@@ -5,36 +5,43 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from operator import attrgetter
 from typing import Any
 
 from torchhooks.common.errors import add_note
+from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
 from torchhooks.common.timers import Due
-from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.fetches.accumulated import AccumulatedValues
+from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, WritingHook, overrides
+from torchhooks.position.progress import Progress
 from torchhooks.ranks.ranks import Ranks
 
 NEVER_STEP = sys.maxsize
 """A global step, or a number of runs, that is never reached."""
 
 _FAST_INT = 2**30 - 1
-"""The greatest integer that CPython compares in its fast path. A look ends there, so that idle runs compare fast; a run
-after that many steps costs one call more."""
+"""The greatest integer that CPython compares in its fast path. A queue ends there, so that idle runs compare fast. A
+run after that many steps costs one call more."""
 
 
-class Seat:
-    """One hook's place in a loop, and when the hook is next due."""
+class ScheduledHook(Requester):
+    """One hook in the order of a loop, and when it is next due."""
+
+    hook: SessionRunHook
 
     def __init__(self, index: int, hook: SessionRunHook) -> None:
+        super().__init__(hook)
         self.index = index
-        self.hook = hook
+        self.progress = Progress()
+        """How far the loop is in its current session."""
         # Bound methods, looked up once instead of in every run.
         self.before_run = hook.before_run
         self.after_run = hook.after_run
         self.end = hook.end
-        self.schedules = overrides(hook, "next_due")
+        self.says_when = overrides(hook, "next_due")
         """Whether the hook says when it is due."""
         self.plain_request: object = None
         """The last request that was found to fetch values and nothing else: no feed, trace or watched submodule."""
@@ -56,7 +63,7 @@ class Seat:
     def catch_up(self, runs: int) -> None:
         """Tell the hook how many runs it missed, up to the run number ``runs``."""
         missed, self.seen = runs - self.seen, runs
-        if missed and self.schedules:
+        if missed and self.says_when:
             self.hook.sat_out(missed)
 
     def ask(self, runs: int) -> None:
@@ -76,6 +83,16 @@ class Seat:
         self.due_epochs = due.epochs
         self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
 
+    def why_alone(self) -> str | None:
+        if self.when is not None:
+            return (
+                "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "
+                "None"
+            )
+        if self.due_moment != math.inf:
+            return "the hook is due by the clock of each rank: set collective = True in its class"
+        return None
+
     def __str__(self) -> str:
         try:
             name = repr(self.hook)
@@ -84,7 +101,7 @@ class Seat:
         return f"{name} (hook {self.index})"
 
 
-class CollectiveSeat(Seat):
+class CollectiveHook(ScheduledHook):
     """The place of a hook that all ranks have to call in the same run, so that the chief's clock decides for all."""
 
     chief_moment = math.inf
@@ -96,47 +113,47 @@ class CollectiveSeat(Seat):
         self.chief_moment, self.due_moment = self.due_moment, math.inf
 
 
-class Look:
+class HookQueue:
     """One point of a run at which hooks are chosen: before the step, or after it.
 
     Hooks without ``next_due`` are ``always`` chosen. Of the others, the earliest due step, run and moment are kept, so
     that one comparison each shows that no other hook is due.
     """
 
-    __slots__ = ("always", "moment", "run", "scheduled", "step")
+    __slots__ = ("always", "moment", "run", "step", "waiting")
 
-    def __init__(self, seats: Iterable[Seat]) -> None:
-        seats = tuple(seats)
-        self.always = [seat for seat in seats if not seat.schedules]
-        self.scheduled = [seat for seat in seats if seat.schedules]
+    def __init__(self, participants: Iterable[ScheduledHook]) -> None:
+        participants = tuple(participants)
+        self.always = [scheduled for scheduled in participants if not scheduled.says_when]
+        self.waiting = [scheduled for scheduled in participants if scheduled.says_when]
 
     def update(self) -> None:
         """Find the earliest due step, run and moment, after one of them changed."""
         step = run = _FAST_INT
         moment = math.inf
-        for seat in self.scheduled:  # one loop instead of three min(): this runs after every run with hooks
-            if seat.due_step < step:
-                step = seat.due_step
-            if seat.due_run < run:
-                run = seat.due_run
-            if seat.due_moment < moment:
-                moment = seat.due_moment
+        for scheduled in self.waiting:  # one loop instead of three min(): this runs after every run with hooks
+            if scheduled.due_step < step:
+                step = scheduled.due_step
+            if scheduled.due_run < run:
+                run = scheduled.due_run
+            if scheduled.due_moment < moment:
+                moment = scheduled.due_moment
         self.step, self.run = step, run
         self.moment = None if moment == math.inf else moment
 
-    def due(self, step: int, run: int) -> list[Seat]:
+    def due(self, step: int, run: int) -> list[ScheduledHook]:
         """Return the hooks that take part in run number ``run``, which ends at ``step``, in order; a new list."""
         now = -math.inf if self.moment is None else time.monotonic()
-        due = [s for s in self.scheduled if step >= s.due_step or run >= s.due_run or now >= s.due_moment]
+        due = [s for s in self.waiting if step >= s.due_step or run >= s.due_run or now >= s.due_moment]
         return in_order([*self.always, *due])
 
 
 _by_index = attrgetter("index")
 
 
-def in_order(seats: Iterable[Seat]) -> list[Seat]:
-    """Return ``seats`` in the order of the hooks."""
-    return sorted(seats, key=_by_index)
+def in_order(participants: Iterable[ScheduledHook]) -> list[ScheduledHook]:
+    """Return ``participants`` in the order of the hooks."""
+    return sorted(participants, key=_by_index)
 
 
 class Schedule:
@@ -146,48 +163,60 @@ class Schedule:
     than :attr:`idle_runs` runs, before :attr:`moment`, and its step ends before :attr:`moment_after` and interests none
     of the :attr:`watchers`. The loop compares these in every run, so each is a plain attribute.
 
+    Args:
+        hooks: the hooks of the loop, in order.
+        ranks: the ranks of the loop.
+        chief_only: those of ``hooks`` that no other rank has, so that none waits for another rank.
     """
 
-    def __init__(self, hooks: Iterable[SessionRunHook], ranks: Ranks) -> None:
-        def seat(index: int, hook: SessionRunHook) -> Seat:
+    def __init__(
+        self, hooks: Iterable[SessionRunHook], ranks: Ranks, chief_only: Collection[SessionRunHook] = ()
+    ) -> None:
+        def placed(index: int, hook: SessionRunHook) -> ScheduledHook:
+            is_alone = ranks.size == 1 or any(hook is each for each in chief_only)
+            collective = hook.collective and not is_alone
             if isinstance(hook, WritingHook):
-                hook.join(ranks)
-            return (CollectiveSeat if ranks.size > 1 and hook.collective else Seat)(index, hook)
+                hook.join(ranks, collective)
+            return (CollectiveHook if collective else ScheduledHook)(index, hook)
 
-        self.all_seats = [seat(index, hook) for index, hook in enumerate(hooks)]
-        self.collective = [seat for seat in self.all_seats if isinstance(seat, CollectiveSeat)]
+        self.all_hooks = [placed(index, hook) for index, hook in enumerate(hooks)]
+        self.collective = [scheduled for scheduled in self.all_hooks if isinstance(scheduled, CollectiveHook)]
         """The hooks that all ranks call in the same run, if there are several ranks."""
-        before = [seat for seat in self.all_seats if overrides(seat.hook, "before_run")]
-        after = [seat for seat in self.all_seats if seat not in before and overrides(seat.hook, "after_run")]
-        self.before = Look(before)
-        self.after = Look(after)
-        self.seats = in_order([*before, *after])
+        before = [scheduled for scheduled in self.all_hooks if overrides(scheduled.hook, "before_run")]
+        after = [
+            scheduled
+            for scheduled in self.all_hooks
+            if scheduled not in before and overrides(scheduled.hook, "after_run")
+        ]
+        self.before = HookQueue(before)
+        self.after = HookQueue(after)
+        self.run_hooks = in_order([*before, *after])
         """The hooks with a run method. The others cost nothing."""
         self.runs = 0
         """How many runs reached their ``after_run``."""
-        self.running = RunningValues()
+        self.accumulated = AccumulatedValues()
         """What is accumulated for the hooks in every run."""
-        self.news = False
+        self.pending = False
         """Whether the end of the run has something to handle: the only thing that an idle run checks."""
         self._update()
 
-    def wake(self) -> None:
+    def set_pending(self) -> None:
         """Have the end of the run handled. Safe to call from a signal handler or another thread."""
-        self.news = True
+        self.pending = True
 
     def interrupt(self) -> None:
         """Have the next run, or the end of the one in progress, handled like one with hooks. Any thread may call it."""
         self.idle_step = self.idle_runs = -1
-        self.news = True
+        self.pending = True
 
-    def trigger(self, seat: Seat) -> None:
-        """Have the hook in ``seat`` called in the next run, whatever it said when it was asked."""
-        seat.due_run = self.runs + 1
-        seat.hook.trigger()
+    def trigger(self, scheduled: ScheduledHook) -> None:
+        """Have the hook in ``scheduled`` called in the next run, whatever it said when it was asked."""
+        scheduled.due_run = self.runs + 1
+        scheduled.hook.trigger()
         self._update()
 
     def _update(self) -> None:
-        """Find the earliest step, run and moment at which a hook is due, at either look."""
+        """Find the earliest step, run and moment at which a hook is due, before the step or after it."""
         before, after = self.before, self.after
         before.update()
         after.update()
@@ -196,52 +225,60 @@ class Schedule:
         self.idle_step = -1 if before.always else min(before.step, after.step) - 1
         self.idle_runs = min(before.run, after.run) - 1
         self.moment, self.moment_after = before.moment, after.moment
-        self.watchers = [seat for seat in self.seats if seat.when is not None]
-        self.accumulates = bool(self.running.sources)
-        """Whether values are added to :attr:`running` in every run."""
-        self.looks_after = bool(self.watchers) or after.moment is not None or self.accumulates
+        self.watchers = [scheduled for scheduled in self.run_hooks if scheduled.when is not None]
+        self.accumulates = bool(self.accumulated.sources)
+        """Whether values are added to :attr:`accumulated` in every run."""
+        self.checks_after = bool(self.watchers) or after.moment is not None or self.accumulates
         """Whether there is more to check after the step than the global step."""
+
+    def begin_session(self, session: object, progress: Progress, step: Step) -> None:
+        """Forget what was accumulated, and follow ``progress`` from now on."""
+        for scheduled in self.all_hooks:
+            scheduled.progress = progress
+        self.accumulated.begin_session(session, progress, step)
 
     def start(self) -> None:
         """Ask every hook when it is due: a session was created."""
-        for seat in self.seats:
-            seat.catch_up(self.runs)
-        self.running.find_in((seat.hook, seat) for seat in self.all_seats)
-        self.ask(self.seats)
+        for scheduled in self.run_hooks:
+            scheduled.catch_up(self.runs)
+        self.accumulated.find_in(self.all_hooks)
+        self.ask(self.run_hooks)
 
-    def ask(self, seats: Iterable[Seat]) -> None:
-        """Ask the hooks in ``seats`` that schedule themselves when they are next due."""
-        for seat in seats:
-            if seat.schedules:
-                seat.ask(self.runs)
+    def ask(self, participants: Iterable[ScheduledHook]) -> None:
+        """Ask the hooks in ``participants`` that schedule themselves when they are next due."""
+        for scheduled in participants:
+            if scheduled.says_when:
+                scheduled.ask(self.runs)
         self._update()
 
-    def due_at_end_of(self, epochs: int) -> list[Seat]:
+    def due_at_end_of(self, epochs: int) -> list[ScheduledHook]:
         """Return the hooks that are due at the end of an epoch, when ``epochs`` of them have ended, in order."""
-        return [seat for seat in self.seats if seat.due_epochs is not None and not epochs % seat.due_epochs]
+        return [each for each in self.run_hooks if each.due_epochs is not None and not epochs % each.due_epochs]
 
-    def noticed_by(self, outputs: Any, seats: Container[Seat] = ()) -> list[Seat]:
-        """Return the hooks, other than ``seats``, whose ``Due.when`` is true of what the step returned."""
+    def noticed_by(self, outputs: Any, participants: Container[ScheduledHook] = ()) -> list[ScheduledHook]:
+        """Return the hooks, other than ``participants``, whose ``Due.when`` is true of what the step returned."""
         found = []
-        for seat in self.watchers:
+        for scheduled in self.watchers:
             try:
-                when = seat.when
-                if seat not in seats and when(outputs):  # type: ignore[misc]  # a watcher has one
-                    found.append(seat)
+                when = scheduled.when
+                if scheduled not in participants and when(outputs):  # type: ignore[misc]  # a watcher has one
+                    found.append(scheduled)
             except BaseException as error:
-                add_note(error, f"torchhooks: in Due.when of {seat}")
+                add_note(error, f"torchhooks: in Due.when of {scheduled}")
                 raise
         return found
 
-    def insert_due(self, seats: list[Seat], current: Seat, look: Look, step: int, run: int) -> None:
-        """Insert into ``seats``, after ``current``, the hooks that became due because it set the global step."""
-        rest = [s for s in look.due(step, run) if s.index > current.index and s not in seats]
-        place = seats.index(current) + 1
-        seats[place:] = in_order([*seats[place:], *rest])
+    def insert_due(
+        self, participants: list[ScheduledHook], current: ScheduledHook, queue: HookQueue, step: int, run: int
+    ) -> None:
+        """Insert into ``participants``, after ``current``, the hooks that became due because it set the global step."""
+        rest = [s for s in queue.due(step, run) if s.index > current.index and s not in participants]
+        place = participants.index(current) + 1
+        participants[place:] = in_order([*participants[place:], *rest])
 
-    def fail_at(self, seat: object) -> None:
-        """Note that the ``after_run`` of ``seat`` raised: the hooks before it know of the run, the others do not."""
+    def fail_at(self, scheduled: object) -> None:
+        """Note that the ``after_run`` of ``scheduled`` raised: the hooks before it know of the run, others do not."""
         reached = False
-        for other in self.seats:
-            reached = reached or other is seat
+        for other in self.run_hooks:
+            reached = reached or other is scheduled
             other.seen += reached

@@ -22,7 +22,7 @@ from torchhooks.loop.costs import HookCosts
 from torchhooks.loop.peers import Peers
 from torchhooks.loop.recovery import Recovery
 from torchhooks.loop.run import Lifecycle, note_hook
-from torchhooks.loop.schedule import Schedule, Seat
+from torchhooks.loop.schedule import Schedule, ScheduledHook
 from torchhooks.position.items import Items
 from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits, Progress
@@ -71,19 +71,19 @@ class SessionCreator:
         self._warned: set[str] = set()  # by the sessions, of what is warned of once
         self._renew()
 
-    def call(self, seat: Seat, name: str, method: Callable[..., object], *args: Any) -> None:
+    def call(self, scheduled: ScheduledHook, name: str, method: Callable[..., object], *args: Any) -> None:
         """Call a hook's ``method`` outside a run; an exception gets a note that names the hook."""
         try:
             method(*args)
         except BaseException as error:
-            note_hook(error, seat, name, self.progress)
+            note_hook(error, scheduled, name, self.progress)
             raise
 
-    def end(self, seat: Seat) -> None:
+    def end(self, scheduled: ScheduledHook) -> None:
         """Call the ``end`` of a hook, of a collective one on all ranks at once."""
-        if self._peers is not None and seat in self._schedule.collective:
+        if self._peers is not None and scheduled in self._schedule.collective:
             self._peers.align()
-        self.call(seat, "end", seat.end, self.session)
+        self.call(scheduled, "end", scheduled.end, self.session)
 
     def create(self, recovers: bool = False) -> None:
         """Restore or initialize the current session, and call every hook's ``after_create_session``."""
@@ -99,8 +99,8 @@ class SessionCreator:
             self._warn_if_nothing_saves()
         self._arguments.scaffold.prepare(session, restored is not None)
         self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
-        for seat in self._schedule.all_seats:
-            self.call(seat, "after_create_session", seat.hook.after_create_session, session, self.coord)
+        for scheduled in self._schedule.all_hooks:
+            self.call(scheduled, "after_create_session", scheduled.hook.after_create_session, session, self.coord)
         self._schedule.start()
 
     def _warn_if_nothing_saves(self) -> None:
@@ -184,9 +184,9 @@ class SessionCreator:
             interrupted=self._is_interrupted,
             stopped_by_signal=lambda: self._ending.by_signal,
             ranks=arguments.ranks,
-            running=self._schedule.running,
+            accumulated=self._schedule.accumulated,
         )
-        self._schedule.running.begin_session(self.session, self.progress, arguments.step)
+        self._schedule.begin_session(self.session, self.progress, arguments.step)
         # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
         self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self.coord = Coordinator()
@@ -244,6 +244,6 @@ class SessionCreator:
             coord.raise_requested_exception()
         except BaseException as error:
             if self._recovery.covers(error) and self._folder is not None:
-                self._schedule.wake()  # the end of the run, or should_stop(), recovers
+                self._schedule.set_pending()  # the end of the run, or should_stop(), recovers
                 return
         self._ending.propose_stop(f"thread {threading.current_thread().name}", StoppedBy.THREAD)

@@ -84,9 +84,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def matched_generators(holder: object, states: Any) -> list[tuple[Any, Any]]:
+def matched_generators(holder: object, states: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Return the generators of ``holder`` that are among the saved ``states``, with their state."""
     found = find_generators(holder)
-    if isinstance(states, list):  # of an earlier version, which saved torch's only, by their order
-        return list(zip((each for each in found.values() if isinstance(each, torch.Generator)), states, strict=False))
     return [(found[path], state) for path, state in states.items() if path in found]

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from torchhooks.common.trees import as_snapshot
-from torchhooks.device.readback import copiers, is_remote
-from torchhooks.fetches.over_ranks import Shared
+from torchhooks.device.host import host
+from torchhooks.device.readback import is_remote
+from torchhooks.fetches.over_ranks import ValueInParts
 from torchhooks.ranks.dtensors import is_sharded, without_partial
-from torchhooks.ranks.ranks import all_gather
+from torchhooks.ranks.transport import all_gather
 
 END = 9e19
 """Magnitudes from here on have no bin."""
@@ -64,7 +65,7 @@ def can_count(value: Any) -> bool:
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and not value.is_nested
-        and (value.is_cpu or value.device.type in copiers)
+        and (host.holds(value) or value.device.type in host.copiers)
     )
 
 
@@ -110,7 +111,7 @@ def counts_of(value: Any, *, is_shared: bool = False, is_written: bool = True) -
     return count(value) if can_count(value) else None
 
 
-class Shards(Shared):
+class Shards(ValueInParts):
     """A DTensor whose parts :func:`count` takes, to be counted without putting them together."""
 
     def __init__(self, tensor: Any) -> None:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from types import FrameType
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhooks.device import cuda
+from torchhooks.device import cuda, readback
 from torchhooks.device.cuda import pack, unpack
-from torchhooks.device.readback import Copier, Readback, Request, copiers
-from torchhooks.fetches.accumulated import RunningValues
+from torchhooks.device.host import Host, host
+from torchhooks.device.readback import Batch, Delivery, Elapsed, Readback
 from torchhooks.fetches.fetch import Evaluator
-from torchhooks.lifecycle.hook import SessionRunHook
-from torchhooks.lifecycle.session import Session
-from torchhooks.loop.body import Body
-from torchhooks.loop.monitored_loop import MonitoredLoop
-from torchhooks.loop.schedule import Schedule, Seat
-from torchhooks.position.items import make_call
+from torchhooks.loop.schedule import ScheduledHook
+from torchhooks.loop.session_creator import SessionCreator
+from torchhooks.position import items
+from torchhooks.position.progress import Progress
 
 
 class FakeDevice:
@@ -71,7 +66,7 @@ class FakeDevice:
         self.allocations: list[int] = []
         self._stream = "default"
         self._stream_lag: int | None = None
-        self._replaced: list[Copier | None] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
     @contextmanager
     def on_stream(self, name: str, lag: int | None = None) -> Iterator[None]:
@@ -109,9 +104,6 @@ class FakeDevice:
     def event(self, device: torch.device) -> _FakeEvent:
         return _FakeEvent(self, self.lag if self._stream_lag is None else self._stream_lag)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return not hasattr(tensor, "is_on_fake_host")
-
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         self.note_wait("a tensor that is read at once")
         return _on_host(tensor.detach().clone())
@@ -127,14 +119,13 @@ class FakeDevice:
 
     def __enter__(self) -> FakeDevice:
         self._thread = threading.get_ident()
-        self._replaced.append(copiers.get("cpu"))
-        copiers["cpu"] = self
+        simulation = host.simulating("cpu", self, _is_on_fake_host)
+        simulation.__enter__()
+        self._entered.append(simulation)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        del copiers["cpu"]
-        if (replaced := self._replaced.pop()) is not None:
-            copiers["cpu"] = replaced
+    def __exit__(self, *exc_info: Any) -> None:
+        self._entered.pop().__exit__(*exc_info)
 
     def __repr__(self) -> str:
         return f"FakeDevice(lag={self.lag}, speed={self.speed})"
@@ -181,6 +172,10 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _is_on_fake_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and hasattr(tensor, "is_on_fake_host")
+
+
 class Sync(NamedTuple):
     """An operation that blocked the host on a device, or would have blocked it on a GPU. See :func:`sync_audit`.
 
@@ -189,7 +184,8 @@ class Sync(NamedTuple):
     NanTensorHook('loss') in after_run at step 3: aten.equal
 
     Args:
-        hook: the hook that made the operation, or whose fetch did.
+        hook: the hook of the loop that made the operation, or whose fetch did. What a hook calls, such as another hook,
+            is part of its method.
         method: the hook's method; ``"fetch"`` for what it asked for in ``before_run``; ``"Due.when"``;
             ``"when_ready"`` for a value that was waited for at the deadline that the hook set; ``"after_item"`` for
             what the hook did between two items of ``until_stop``.
@@ -248,23 +244,28 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"sync_audit(device={device!r}): give 'cuda' or 'cpu', or None for what is available")
     syncs: list[Sync] = []
+    calls = _Calls()
 
     def note(operation: str) -> None:
-        if (sync := _attributed(operation)) is not None:
+        if (sync := calls.attribute(operation)) is not None:
             syncs.append(sync)
 
-    with _waiting_functions(note):
+    with _followed(calls), _waiting_functions(note):
         if device == "cuda" or (device is None and torch.cuda.is_available()):
             with _cuda_syncs(note):
                 yield syncs
         else:
-            with nullcontext() if "cpu" in copiers else FakeDevice(), _waits_for_fake(note), _SyncingOperators(note):
+            with (
+                nullcontext() if "cpu" in host.copiers else FakeDevice(),
+                _waits_for_fake(note),
+                _SyncingOperators(note),
+            ):
                 yield syncs
 
 
 @contextmanager
 def _waits_for_fake(note: Callable[[str], None]) -> Iterator[None]:
-    fake = copiers["cpu"]
+    fake = host.copiers["cpu"]
     if not isinstance(fake, FakeDevice):
         yield
         return
@@ -275,7 +276,6 @@ def _waits_for_fake(note: Callable[[str], None]) -> Iterator[None]:
         fake.on_wait = before
 
 
-_INHERITED: Any = object()
 _FUNCTIONS: list[tuple[Any, str, str]] = [
     (torch.cuda, "synchronize", "torch.cuda.synchronize"),
     (torch.cuda.Event, "synchronize", "torch.cuda.Event.synchronize"),
@@ -290,17 +290,27 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
 @contextmanager
 def _waiting_functions(note: Callable[[str], None]) -> Iterator[None]:
     """Call ``note`` for each call of one of ``_FUNCTIONS``."""
-    own = [vars(owner).get(attribute, _INHERITED) for owner, attribute, _ in _FUNCTIONS]
-    for owner, attribute, name in _FUNCTIONS:
-        setattr(owner, attribute, _noting(getattr(owner, attribute), name, note))
+    with ExitStack() as stack:
+        for owner, attribute, name in _FUNCTIONS:
+            stack.enter_context(_replaced(owner, attribute, _noting(getattr(owner, attribute), name, note)))
+        yield
+
+
+_INHERITED: Any = object()
+
+
+@contextmanager
+def _replaced(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of a class or a module in this ``with`` block."""
+    before = vars(owner).get(attribute, _INHERITED)
+    setattr(owner, attribute, value)
     try:
         yield
     finally:
-        for (owner, attribute, _), before in zip(_FUNCTIONS, own, strict=True):
-            if before is _INHERITED:
-                delattr(owner, attribute)
-            else:
-                setattr(owner, attribute, before)
+        if before is _INHERITED:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, before)
 
 
 def _noting(function: Callable[..., Any], name: str, note: Callable[[str], None]) -> Callable[..., Any]:
@@ -361,54 +371,133 @@ def _indexes_with_mask(name: str, args: Sequence[Any]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
-def _attributed(operation: str) -> Sync | None:
-    """Return a :class:`Sync` for the hook that is running ``operation``; ``None`` if no hook or fetch is."""
-    culprit: tuple[object, str] | None = None
-    session: Session | None = None
-    awaited: Request | None = None
-    waits = False  # whether it is a wait of torchhooks, not an operation of a hook
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):  # noqa: SLF001 - CPython's only way
-        instance, module = frame.f_locals.get("self"), frame.f_globals.get("__name__")
-        if session is None and isinstance(found := frame.f_locals.get("session"), Session):
-            session = found
-        if isinstance(instance, (MonitoredLoop, Body)):
-            return None if culprit is None else Sync(*culprit, instance.global_step, operation)
-        if culprit is not None:
-            continue
-        if isinstance(instance, (FakeDevice, _FakeEvent)) or module == cuda.__name__:
-            waits = True
-        elif isinstance(instance, Readback):
-            if not waits:
-                return None  # in a when_ready callback, whose values are on the host
-            awaited = awaited or _awaited(frame.f_locals)
-            if awaited is not None and frame.f_code is Readback.end_run.__code__:
-                return Sync(getattr(awaited.made_by, "hook", awaited.made_by), "when_ready", awaited.step, operation)
-        else:
-            culprit = _culprit(frame, instance)
-    # Between two items, the caller is the user's for loop.
-    return None if culprit is None or session is None else Sync(*culprit, session.global_step, operation)
+# -- which hook an operation is attributed to --------------------------------------------------------------------------
 
 
-def _awaited(variables: Mapping[str, Any]) -> Request | None:
-    """Return the request for which a method of Readback with these local ``variables`` waits, if it is one."""
-    if "batch" in variables:
-        requests: list[Request] = variables["batch"].requests
-        return min(requests, key=lambda request: request.deadline)
-    request = variables.get("request")
-    return request if isinstance(request, Request) else None
+class _HookCall(NamedTuple):
+    """A call of a hook's method, or of something else that the hook has the loop do."""
+
+    hook: object
+    method: str
+    progress: Progress
 
 
-def _culprit(frame: FrameType, instance: object) -> tuple[object, str] | None:
-    """Return the hook that ``frame`` runs code of, and the method; ``None`` if it runs none."""
-    code, variables = frame.f_code, frame.f_locals
-    if code is Evaluator.evaluate.__code__ and isinstance(variables["requester"], Seat):
-        return variables["requester"].hook, "fetch"
-    if code is Schedule.noticed_by.__code__:
-        return variables["seat"].hook, "Due.when"
-    if isinstance(instance, RunningValues) and (source := variables.get("source")) is not None:
-        return source.requester.hook, "fetch"
-    if isinstance(instance, SessionRunHook) and hasattr(SessionRunHook, code.co_name):
-        return instance, code.co_name
-    if code is make_call.__code__:
-        return variables["who"], "after_item"
-    return None
+class _Wait(NamedTuple):
+    """A wait of torchhooks for a device; for the values of ``delivery``, if that is known."""
+
+    delivery: Delivery | None = None
+
+
+class _Callback(NamedTuple):
+    """A call of a ``when_ready`` callback; that of ``delivery``, unless its values were on the host at once."""
+
+    delivery: Delivery | None = None
+
+
+class _EndOfRun(NamedTuple):
+    """The point at which the loop makes the ``when_ready`` callbacks of a run."""
+
+
+class _Calls(threading.local):
+    """What torchhooks is calling in the current thread."""
+
+    def __init__(self) -> None:
+        self.open: list[_HookCall | _Wait | _Callback | _EndOfRun] = []
+        """The calls that have not returned, the innermost last."""
+        self._last: dict[int, _HookCall] = {}  # by the id of the hook
+
+    def of_hook(self, scheduled: ScheduledHook, method: str) -> _HookCall:
+        """Return the call of ``method`` for the hook in ``scheduled``."""
+        call = self._last[id(scheduled.hook)] = _HookCall(scheduled.hook, method, scheduled.progress)
+        return call
+
+    def after_item(self, who: object) -> _HookCall | None:
+        """Return the call for ``who`` between two items; ``None`` if nothing of its loop was called before."""
+        known = self._last.get(id(who)) or next(reversed(self._last.values()), None)
+        return None if known is None else _HookCall(who, "after_item", known.progress)
+
+    def attribute(self, operation: str) -> Sync | None:
+        """Return a :class:`Sync` for ``operation``; ``None`` if it is of no hook and no fetch."""
+        waits, delivery = False, None
+        for call in reversed(self.open):
+            match call:
+                case _HookCall(hook, method, progress):
+                    return Sync(hook, method, progress.global_step, operation)
+                case _Wait(of):
+                    waits, delivery = True, delivery or of
+                case _Callback() if not waits:
+                    return None  # the values of a callback are on the host
+                case _Callback(of):
+                    delivery = delivery or of
+                case _EndOfRun():
+                    return delivery and Sync(delivery.made_by.hook, "when_ready", delivery.step, operation)
+        return None
+
+
+@contextmanager
+def _followed(calls: _Calls) -> Iterator[None]:
+    """Keep ``calls`` up to date in this ``with`` block."""
+
+    def of_fetch(evaluator: Evaluator, fetch: Any, requester: object) -> _HookCall | None:
+        # What a hook evaluates by itself, with session.run(), is part of the method in which it does so.
+        return calls.of_hook(requester, "fetch") if isinstance(requester, ScheduledHook) else None
+
+    functions: list[tuple[Any, str, Callable[..., Any]]] = [
+        (SessionCreator, "call", lambda sessions, scheduled, name, *_: calls.of_hook(scheduled, name)),
+        (ScheduledHook, "ask", lambda scheduled, runs: calls.of_hook(scheduled, "next_due")),
+        (ScheduledHook, "catch_up", lambda scheduled, runs: calls.of_hook(scheduled, "sat_out")),
+        (Evaluator, "evaluate", of_fetch),
+        (Evaluator, "evaluate_uncopied", of_fetch),
+        (items, "make_call", lambda who, call: calls.after_item(who)),
+        (Readback, "end_run", lambda _: _EndOfRun()),
+        (Readback, "request", lambda *_, **__: _Callback()),  # calls back at once if the values are on the host
+        (readback, "start_batch", lambda deliveries, nbytes: _Wait(_most_urgent(deliveries))),
+        (Batch, "copies", lambda batch: _Wait(_most_urgent(batch.deliveries))),
+        (Delivery, "arrived", lambda delivery, copies: _Wait(delivery)),
+        (Delivery, "call_back", lambda delivery, values: _Callback(delivery)),
+        (Host, "fetch", lambda host, tensor: _Wait()),
+        (Elapsed, "wait", lambda elapsed: _Wait()),
+    ]
+    with ExitStack() as stack:
+        for owner, name, call_of in functions:
+            stack.enter_context(_replaced(owner, name, _following(getattr(owner, name), call_of, calls)))
+        for attribute, method in ("before_run", "before_run"), ("after_run", "after_run"), ("when", "Due.when"):
+            stack.enter_context(_replaced(ScheduledHook, attribute, _FollowedAttribute(attribute, method, calls)))
+        yield
+
+
+def _most_urgent(deliveries: list[Delivery]) -> Delivery:
+    return min(deliveries, key=lambda delivery: delivery.deadline)
+
+
+def _following(function: Callable[..., Any], call_of: Callable[..., Any], calls: _Calls) -> Callable[..., Any]:
+    """Return ``function``, with ``call_of`` its arguments among the open ``calls`` until it returns."""
+
+    @functools.wraps(function)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        call = call_of(*args, **kwargs)
+        if call is None:
+            return function(*args, **kwargs)
+        calls.open.append(call)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            calls.open.pop()
+
+    return followed
+
+
+class _FollowedAttribute:
+    """A descriptor for an attribute of ScheduledHook, a function of the hook: the loop gets one that is followed."""
+
+    def __init__(self, name: str, method: str, calls: _Calls) -> None:
+        self._name, self._method, self._calls = name, method, calls
+
+    def __get__(self, scheduled: ScheduledHook, owner: type[ScheduledHook]) -> Any:
+        function = vars(scheduled)[self._name]
+        if function is None:
+            return None
+        return _following(function, lambda *_: self._calls.of_hook(scheduled, self._method), self._calls)
+
+    def __set__(self, scheduled: ScheduledHook, function: Any) -> None:
+        vars(scheduled)[self._name] = function

@@ -1,0 +1,203 @@
+"""What an ``until_stop`` of a resumed process does with its data: a plan, made before anything is changed.
+
+:func:`plan_resume` decides, from what the checkpoint contains of a place and from the new place.
+:class:`torchhooks.position.position.Position` logs :func:`lines_of` the plan and carries it out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from torchhooks.common.stateful import has_state
+from torchhooks.position.place import Entry, Place, Saved, State
+
+MAY_HAVE_GROWN = (range, list, tuple)
+"""What a later process may pass with more items at its end, and what draws no random numbers."""
+
+
+class Way(Enum):
+    """How to get the items that are left."""
+
+    FRESH = auto()  # iterate as if there were no checkpoint, with the restored generators
+    NOTHING = auto()  # no item is left
+    REST = auto()  # iterate the rest of a range
+    AS_IT_IS = auto()  # an iterator continues where it is
+    OWN_STATE = auto()  # the loader loads its own state
+    SKIP = auto()  # take the items that are done, and drop them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How an ``until_stop`` begins."""
+
+    way: Way
+    entry: Entry | None = None
+    """What the checkpoint contains of the place, if that is continued."""
+    taken: int | None = None
+    """How many items are done when the iteration begins; ``None`` if the checkpoint does not contain the place."""
+    rest: range | None = None
+    """What is left of a range."""
+    random: Saved | None = None
+    """The random states with which the body continues; ``None`` for those of the moment."""
+    gives_up_item: bool = False
+    """Whether the item in progress cannot be yielded again, so that the places inside of it are not resumed."""
+    innermost: bool = False
+    """Whether the loop was interrupted here: the checkpoint contains what the body changed on its way here."""
+    runs_before: int = 0
+    """How many runs were made on the way here. The checkpoint contains them too."""
+    reminds: bool = False
+    """Whether nothing more will be yielded, so that a reminder is due if another ``until_stop`` begins."""
+    otherwise: Plan | None = None
+    """What to do if the loader does not accept its own state."""
+
+    @property
+    def repeats_item(self) -> bool:
+        """Whether the item in progress is yielded again."""
+        return self.entry is not None and not self.entry.state.item_is_done and not self.gives_up_item
+
+
+def plan_resume(
+    place: Place,
+    iterable: Iterable[Any],
+    entry: Entry | None,
+    random: Saved,
+    *,
+    resume: bool = True,
+    innermost: bool = True,
+    has_own_state: bool = False,
+) -> Plan:
+    """Return how ``place`` begins to iterate over ``iterable``. Changes and logs nothing.
+
+    Args:
+        entry: what the checkpoint contains of a place in this item of the outer loop.
+        random: the random states of the checkpoint.
+        resume: False to begin anew, whatever the checkpoint contains.
+        innermost: whether the checkpoint contains no place inside of ``entry``.
+        has_own_state: whether the checkpoint contains the state of ``iterable`` itself.
+    """
+    if not resume:
+        # What the checkpoint contains of places inside of this one still counts in its first item.
+        return Plan(way=Way.FRESH, taken=0 if entry is not None and entry.number == place.number else None)
+    if entry is None or entry.number < place.number:
+        return Plan(way=Way.FRESH)
+    if entry.number > place.number:  # places before the one that was open were finished
+        # For what the body draws between the place before that one and that one.
+        return Plan(way=Way.NOTHING, random=entry.random_between or random)
+    runs_before = place.runs - (0 if place.outer is None else place.outer.runs)
+    if entry.taken == 0 and entry.before is None:  # the loop stopped before it began
+        return Plan(way=Way.FRESH, random=random, innermost=innermost, runs_before=runs_before)
+    done = entry.state.item_is_done
+    plan = Plan(
+        way=Way.SKIP,
+        entry=entry,
+        taken=entry.taken if done else entry.taken - 1,
+        # The body of an item that is yielded again starts with the random states of the first time.
+        random=random if done else entry.random_at_item or random,
+        innermost=innermost,
+        runs_before=runs_before,
+    )
+    if entry.state is State.ENDED and not (place.depth == 1 and isinstance(iterable, MAY_HAVE_GROWN)):
+        return replace(plan, way=Way.NOTHING)
+    if is_plain_iterator(iterable):
+        return replace(plan, way=Way.AS_IT_IS, taken=0)  # how many it gave to earlier processes says nothing
+    if done and place.depth == 1 and not entry.state.is_left:
+        # Inside of another loop, the body of that one continues after this one, with its variables.
+        plan = replace(plan, reminds=entry.taken > 0 and _is_at_end(place.limit, iterable, entry))
+    without_item = plan if done else replace(plan, taken=entry.taken, random=random, gives_up_item=True)
+    if isinstance(iterable, range) and entry.last is not None:
+        if entry.last not in iterable:  # another range than that of the checkpoint
+            plan = without_item
+        return replace(plan, way=Way.REST, rest=rest_of_range(iterable, entry.last, done))
+    if has_own_state:  # after loading it, a loader continues after the item in progress
+        return replace(without_item, way=Way.OWN_STATE, otherwise=plan)
+    return plan
+
+
+class Line(NamedTuple):
+    """A line of the log, as :func:`logging.log` takes it."""
+
+    level: int
+    message: str
+    arguments: tuple[Any, ...]
+
+
+def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line]:
+    """Yield what to log of ``plan`` before it is carried out."""
+    name, entry = name_of(iterable), plan.entry
+    if plan.runs_before:
+        yield Line(logging.WARNING, _RUNS_BEFORE, (plan.runs_before, name))
+    if entry is None:
+        return
+    if plan.way is Way.AS_IT_IS:
+        hint = _NOT_AN_ITERATOR + (_NOT_A_SLICE if isinstance(iterable, itertools.islice) else "")
+        yield Line(logging.INFO, "%s is an iterator, so it continues where it is. %s", (name, hint))
+        return
+    in_progress = not entry.state.item_is_done
+    if in_progress and entry.runs and plan.innermost:
+        yield Line(logging.WARNING, _REPEATED, (name, entry.runs))
+    done = entry.taken - in_progress
+    if plan.way is Way.NOTHING:
+        if place.depth == 1:  # a loop inside of another one ends with each of its items
+            yield Line(logging.INFO, _AGAIN, (name,))
+    elif done and plan.innermost:
+        hint = _AFTER_A_BREAK if entry.state.is_left else VARIABLES
+        yield Line(logging.INFO, "%s continues after item %d%s", (name, done, _LAST if plan.reminds else f". {hint}"))
+
+
+_RUNS_BEFORE = (
+    "%d runs were made before %s continued. The checkpoint contains them already: make them in an until_stop of their "
+    "own."
+)
+_REPEATED = (
+    "the last item of %s had %d runs when the checkpoint was saved. It is yielded again, so these runs are made twice. "
+    "To continue within an item, iterate over its parts with another until_stop, and make one run for each."
+)
+_AGAIN = "%s had already ended. To iterate it again, use until_stop(..., resume=False)."
+_NOT_AN_ITERATOR = (
+    "To have it resumed, pass until_stop an iterable, such as the loader itself or a list, and write epochs as "
+    "until_stop(range(...)) around it."
+)
+_NOT_A_SLICE = " For its first n items, use until_stop(loader, limit=n)."
+_LAST = ", the last one."
+VARIABLES = "Variables of the script outside the loop's state, such as a counter or another iterator, start over."
+_AFTER_A_BREAK = (
+    "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
+    "it again."
+)
+
+
+def rest_of_range(values: range, last: int, done: bool) -> range:
+    """Return those of ``values`` that come after ``last``, and ``last`` itself if it is not ``done``."""
+    passed, between = divmod(last - values.start, values.step)
+    return values[max(passed + (done or between != 0), 0) :]
+
+
+def _is_at_end(limit: int | None, iterable: Iterable[Any], entry: Entry) -> bool:
+    """Return whether ``iterable``, after the items of ``entry``, is known to yield nothing more."""
+    if limit is not None and entry.taken >= limit:
+        return True
+    if isinstance(iterable, range):
+        return entry.last is not None and not rest_of_range(iterable, entry.last, True)
+    if isinstance(iterable, DataLoader) and isinstance(iterable.dataset, IterableDataset):
+        return False  # asking for its length makes torch warn if it yields more items than that
+    try:
+        return isinstance(iterable, (*MAY_HAVE_GROWN, DataLoader)) and len(iterable) == entry.taken
+    except Exception:  # a sampler need not have a length
+        return False
+
+
+def is_plain_iterator(iterable: object) -> bool:
+    """Return whether ``iterable`` is an iterator, which cannot be iterated again, and has no state."""
+    return isinstance(iterable, Iterator) and not has_state(iterable)
+
+
+def name_of(iterable: object) -> str:
+    """Return how the log names ``iterable``."""
+    return f"until_stop's {type(iterable).__name__}"

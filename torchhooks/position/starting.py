@@ -1,0 +1,124 @@
+"""Starting to iterate over data: from the beginning, or after the items that are done."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from torchhooks.common.digests import differ, digest
+from torchhooks.common.log import logger
+from torchhooks.common.random_states import random_states, same_random_states, set_random_states
+from torchhooks.position.generators import generator_states, matched_generators, set_generator_state
+from torchhooks.position.place import Entry, Place, Saved
+from torchhooks.position.probe import Probing, Replay
+from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, name_of
+
+
+def started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
+    """Return ``iter(iterable)``, after recording the random states if the iteration may draw random numbers."""
+    # Also if it has a state, because asking for that may fail later.
+    if not (isinstance(iterable, MAY_HAVE_GROWN) or is_plain_iterator(iterable)):
+        place.before = {
+            "random": random_states(),
+            "generators": generator_states(iterable),
+            "persistent": getattr(iterable, "persistent_workers", False) is True
+            and getattr(iterable, "_iterator", None) is not None,
+        }
+    return _probed(place, iterable, iter(iterable))
+
+
+def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callable[..., bool]) -> Iterator[Any]:
+    """Return what is left of ``iterable`` after skipping the items of ``entry`` that are done.
+
+    ``halted()`` returns whether to skip no further item; ``halted(error)`` is asked after an error.
+    """
+    begun_at = time.monotonic()
+    repeats_item = not entry.state.item_is_done
+    if place.before is not None:
+        _set_random_before(place.before, iterable)
+    iterator = iter(iterable)
+    replay = Replay(iterator, place.probes, place.taken + repeats_item)
+    count, item = 0, _NOTHING
+    fetching: Saved = {}  # the random states before the item to compare
+    while count < place.taken:
+        if halted():
+            return iterator
+        if count == place.taken - 1:
+            fetching = random_states()
+        try:
+            item = next(replay, _NOTHING)
+        except Exception as error:
+            if not halted(error):
+                raise
+            return iterator
+        if item is _NOTHING:
+            break
+        count += 1
+    in_progress: list[Any] = []
+    if repeats_item:  # taken now, before the caller sets the random states of the checkpoint
+        fetching = random_states()
+        in_progress = list(itertools.islice(replay, 1))
+        item = in_progress[0] if in_progress else _NOTHING
+    # If the data set draws random numbers for each item, the skipped ones have other noise: nothing was run.
+    noisy = bool(fetching) and not same_random_states(fetching, random_states())
+    if item is not _NOTHING and differ(entry.digest, digest(item), noisy):
+        _warn_of_another_item(count + repeats_item, iterable, _ANOTHER_ORDER)
+    elif replay.differs:
+        _warn_of_another_item(replay.differs, iterable, _DEPENDS)
+    if count < place.taken:
+        expected = f"the checkpoint was saved after {place.taken} items of {name_of(iterable)}"
+        logger.warning("%s, which now has only %d: it is treated as ended", expected, count)
+    elif count and not isinstance(iterable, list | tuple):
+        secs = time.monotonic() - begun_at
+        logger.info("skipped %d items of %s in %.3f sec. %s", count, name_of(iterable), secs, _NO_NEED)
+    return itertools.chain(in_progress, _probed(place, iterable, iterator))
+
+
+def _set_random_before(before: Saved, iterable: Any) -> None:
+    """Set the random states of the first time, so that the items of ``iterable`` come in the same order."""
+    if before["persistent"] and getattr(iterable, "_iterator", None) is None:
+        iter(iterable)  # creates the persistent workers, which draws a number and had been done before
+    set_random_states(before["random"])
+    for generator, state in matched_generators(iterable, before["generators"]):
+        set_generator_state(generator, state)
+
+
+def _warn_of_another_item(number: int, iterable: object, why: str) -> None:
+    logger.warning("item %d of %s is not the one it was before. %s", number, name_of(iterable), why)
+
+
+def _probed(place: Place, iterable: Iterable[Any], iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return the items of ``iterator``, with probes if what it draws for an item may decide on later ones."""
+    return iterator if place.before is None or draws_order_first(iterable) else Probing(iterator, place)
+
+
+def draws_order_first(iterable: Iterable[Any]) -> bool:
+    """Return whether ``iterable`` is known to draw the order of its items before the first one.
+
+    A loader of torch with a sampler of torch does, which is the usual case: it has to cost nothing. A loader derived
+    from it may fetch an item ahead, as Accelerate's does.
+    """
+    if type(iterable) is not DataLoader or isinstance(iterable.dataset, IterableDataset):
+        return False
+    batches = iterable.batch_sampler
+    samplers = iterable.sampler, batches, getattr(batches, "sampler", None)
+    return all(each is None or type(each).__module__ == Sampler.__module__ for each in samplers)
+
+
+_NOTHING: Any = object()
+_ANOTHER_ORDER = (
+    "The data come in another order now, so some items will be missed and others repeated. The usual causes are a list "
+    "that is shuffled in place (shuffle a copy), and an iterable that counts its epochs (set its epoch in the body of "
+    "the outer loop). A body that changes its items in place looks the same."
+)
+_DEPENDS = (
+    "It depends on random numbers that were drawn for the items before it, in turns with the body of the loop, as in a "
+    "shuffle buffer, in a wrapper that fetches an item ahead, or in one that shuffles again when its data end. So some "
+    "items may be missed, repeated or have other values. Draw them from a generator of their own in an attribute, or "
+    "give the data a state_dict() and load_state_dict()."
+)
+_NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."

@@ -1,0 +1,298 @@
+"""How the ranks of one loop reach each other: the interface, and its implementation with gloo.
+
+Only this module uses private parts of ``torch.distributed`` to communicate. That package is not imported before it is
+needed: a process that is alone never creates a :class:`GlooTransport`.
+
+Three threads of a process can be in calls of a transport at once: the thread of the ticks, the training thread, and the
+thread that writes checkpoints. A gloo group matches the calls of its ranks by their order alone, so each of the three
+threads has a group of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import ctypes
+import datetime
+import os
+import pickle
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError, brief
+from torchhooks.common.log import logger
+
+_FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.0002, 0.005
+_TEXT_BYTES = 1000
+_MISSING_SECS = 2.0
+
+
+class ContactLostError(TorchHooksError):
+    """A tick did not arrive: a rank is gone, or does not answer. Becomes a PeerError."""
+
+
+class Transport(Protocol):
+    """How the ranks of one loop reach each other."""
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """Return the ``numbers`` of all ranks, in their order.
+
+        Raises:
+            ContactLostError: a rank did not answer.
+        """
+        ...
+
+    def exchange_text(self, text: str) -> list[str]:
+        """Return the ``text`` of all ranks, at most 1,000 bytes of it."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of all ranks; in the training thread."""
+        ...
+
+    def for_saving(self) -> Transport:
+        """Return a transport whose :meth:`gather` is for the thread that writes checkpoints; on every rank."""
+        ...
+
+    def missing(self) -> list[int]:
+        """Return the ranks that do not answer, as far as that can be found out."""
+        ...
+
+    def abort(self) -> bool:
+        """Try to make blocked communication of the training thread fail; return whether there is a way."""
+        ...
+
+
+class GlooTransport:
+    """Two gloo groups of one loop alone: for the ticks, and for the training thread.
+
+    Both survive the script's ``destroy_process_group()``, because torch does not know them. Their keys in the store are
+    new in every process, so the keys of an earlier attempt do no harm.
+
+    Args:
+        rank: the number of this process.
+        size: the number of processes.
+        join_secs: how long to wait for the other ranks to create their groups.
+        lost_after_secs: after how many seconds without an answer to a tick a rank counts as lost.
+        failure: returns why a call of :meth:`gather` is not to wait any longer; ``None`` while it is.
+
+    Raises:
+        LifecycleError: not every rank created its groups within ``join_secs``.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        join_secs: float,
+        lost_after_secs: float,
+        failure: Callable[[], TorchHooksError | None],
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._join_secs = join_secs
+        self._lost_after_secs = lost_after_secs
+        self._failure = failure
+        deadline = time.monotonic() + join_secs
+        try:
+            self._store = _own_part_of_the_store(_broadcast_token(deadline))
+            atexit.register(_park, os.getpid())
+            self._ticks = self._create_group("ticks", deadline)
+            self._training = self._create_group("training", deadline)
+        except (RuntimeError, ContactLostError) as error:
+            raise LifecycleError(
+                f"rank {rank} created a MonitoredLoop, but not every one of the {size} ranks did so within "
+                f"{join_secs:g} s: create it on every rank, or pass ranks=False for a loop of one process alone "
+                f"({brief(error)})"
+            ) from error
+
+    def exchange(self, numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        return [row.tolist() for row in self._gather(self._ticks, mine, self._check_tick)]
+
+    def exchange_text(self, text: str) -> list[str]:
+        data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        rows = self._gather(self._ticks, torch.frombuffer(bytearray(data), dtype=torch.uint8), self._check_tick)
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+    def gather(self, value: Any) -> list[Any]:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        try:
+            sizes = [int(row) for row in self._gather(self._training, torch.tensor([len(data)]), self._check_gathering)]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(data)] = data
+            rows = self._gather(self._training, padded, self._check_gathering)
+        except ContactLostError as error:
+            end = time.monotonic() + self._lost_after_secs
+            while time.monotonic() < end:
+                self._check_gathering(0.0)  # raises once the thread of the ticks has found out which rank it was
+                _pause(_LONGEST_POLL_SECS)
+            raise PeerError(f"another rank did not take part in Ranks.gather: {error}", reason=str(error)) from error
+        return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+    def for_saving(self) -> Transport:
+        another = copy.copy(self)
+        another._training = self._create_group("saving", time.monotonic() + self._join_secs)  # noqa: SLF001 - its own class
+        return another
+
+    def missing(self) -> list[int]:
+        """Write a key of this rank into the store, and return the ranks that have not written theirs after a while.
+
+        In a thread, because the store may be in a process that does not answer. Such a thread stays blocked.
+        """
+        here: list[int] = []
+
+        def ask() -> None:
+            self._store.set(f"here/{self._rank}", "1")
+            end = time.monotonic() + _MISSING_SECS
+            while time.monotonic() < end and len(here) < self._size:
+                here[:] = [rank for rank in range(self._size) if self._store.check([f"here/{rank}"])]
+                _pause(0.05)
+
+        thread = threading.Thread(target=_quietly, args=(ask,), daemon=True)
+        thread.start()
+        thread.join(2 * _MISSING_SECS)
+        if not here and self._size == 2:
+            return [1 - self._rank]
+        return [rank for rank in range(self._size) if rank not in here] if here else []
+
+    def abort(self) -> bool:
+        """Abort NCCL's groups, which frees a blocked call. Gloo has no way."""
+        distributed = sys.modules["torch.distributed"]
+        abort = getattr(distributed.distributed_c10d, "_abort_process_group", None)
+        if abort is None or not distributed.is_initialized() or "nccl" not in str(distributed.get_backend_config()):
+            return False
+        _quietly(abort)
+        return True
+
+    def _create_group(self, name: str, deadline: float) -> Any:
+        c10d = torch.distributed.distributed_c10d
+        timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+        if hasattr(c10d, "ProcessGroupGloo"):
+            return c10d.ProcessGroupGloo(c10d.PrefixStore(name, self._store), self._rank, self._size, timeout)
+        # A torch whose private names have changed.
+        return torch.distributed.new_group(backend="gloo", timeout=timeout)  # pragma: no cover
+
+    def _gather(self, group: Any, mine: torch.Tensor, check: Callable[[float], None]) -> list[torch.Tensor]:
+        """Return the tensors of all ranks. ``check(secs)`` raises if there is no point in waiting after ``secs``.
+
+        This polls and does not block: a daemon thread in a blocking call of torch would keep the interpreter from
+        exiting well, and the training thread could not be told that the rank it waits for is gone.
+        """
+        rows = [torch.zeros_like(mine) for _ in range(self._size)]
+        _pause(0.0)  # the thread of the ticks begins no call once the interpreter exits
+        try:
+            work, began = group.allgather([rows], [mine], _without_timeout()), time.monotonic()
+            pause = _FIRST_POLL_SECS
+            while not work.is_completed():
+                _pause(pause)
+                pause = min(2 * pause, _LONGEST_POLL_SECS)
+                try:
+                    check(time.monotonic() - began)
+                except BaseException:
+                    _keep_for_ever(group)
+                    raise
+            work.wait()
+        except RuntimeError as error:
+            if isinstance(error, TorchHooksError):
+                raise
+            raise ContactLostError(brief(error).partition(". This is typically")[0]) from error
+        return rows
+
+    def _check_tick(self, secs: float) -> None:
+        if secs > self._lost_after_secs:
+            raise ContactLostError(f"no answer for {self._lost_after_secs:g} s")
+
+    def _check_gathering(self, secs: float) -> None:
+        """Raise why not to wait: another rank failed, and it may be the one that this rank waits for."""
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+
+def all_gather(tensors: list[torch.Tensor], size: int, group: Any = None) -> list[list[torch.Tensor]]:
+    """Return ``tensors`` of the ``size`` ranks of ``group``, by default the default process group.
+
+    They are sent as bytes in one call, and have the same shapes and dtypes on all of its ranks.
+    """
+    pieces = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    data = torch.cat(pieces)
+    rows = [torch.empty_like(data) for _ in range(size)]
+    torch.distributed.all_gather(rows, data, group=group)
+    lengths = [piece.numel() for piece in pieces]
+
+    def read(row: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(row.split(lengths), tensors, strict=True)
+        # Cloned, because a part may begin where no element of its dtype can.
+        return [part.clone().view(each.dtype).reshape(each.shape) for part, each in parts]
+
+    return [read(row) for row in rows]
+
+
+def _keep_for_ever(group: Any) -> None:
+    """Never free ``group``, because freeing it would wait for its call in progress, which may never return."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _without_timeout() -> Any:
+    """Return options for a call whose end is decided here, and not by the timeout with which its group was created."""
+    c10d: Any = torch.distributed.distributed_c10d
+    options = c10d.AllgatherOptions()
+    options.timeout = datetime.timedelta(days=30)
+    return options
+
+
+def _broadcast_token(deadline: float) -> str:
+    """Return a text that is the same on all ranks, and new."""
+    distributed = torch.distributed
+    device = "cpu" if "cpu" in str(distributed.get_backend_config()) else torch.get_default_device()
+    if device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=device)
+    work = distributed.broadcast(token, src=0, async_op=True)
+    while not work.is_completed():
+        _pause(_FIRST_POLL_SECS)
+        if time.monotonic() > deadline:
+            raise ContactLostError("no answer")
+    work.wait()
+    return bytes(token.tolist()).hex()
+
+
+def _own_part_of_the_store(token: str) -> Any:
+    """Return a part of the default process group's store that no other loop uses, nor one of an earlier process."""
+    c10d = torch.distributed.distributed_c10d
+    return c10d.PrefixStore(f"torchhooks/{token}", c10d._get_default_store())  # noqa: SLF001 - torch's only way to it
+
+
+_exiting = threading.Event()
+
+
+def _pause(secs: float) -> None:
+    """Sleep, or forever if the interpreter is exiting.
+
+    A daemon thread that then returns from a call of torch's to Python would end the process with SIGABRT.
+    """
+    time.sleep(secs)
+    while _exiting.is_set() and threading.current_thread() is not threading.main_thread():
+        time.sleep(3600)
+
+
+def _park(pid: int) -> None:
+    """Let the threads of this process sleep before it exits. A forked process has none of them."""
+    if os.getpid() == pid and not _exiting.is_set():
+        _exiting.set()
+        time.sleep(4 * _LONGEST_POLL_SECS)
+
+
+def _quietly(function: Callable[[], object]) -> None:
+    try:
+        function()
+    except Exception as error:
+        logger.debug("while looking for the ranks that are missing", exc_info=error)
