@@ -118,6 +118,7 @@ def test_a_context_shows_what_a_hook_has_a_use_for() -> None:
     assert shown - {"caller", "finished", "void"} == {
         "after_item",
         "before_next_run",
+        "ends_epoch",
         "inputs",
         "not_reported",
         "original_args",

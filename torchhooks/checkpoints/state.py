@@ -59,6 +59,7 @@ _OWN = (
 _OF_EACH_RANK = ("gradients", "position", "random", "running_values")
 _RESERVED = ("model", "optimizer", *_OWN)
 _HOOKS = "hooks."
+_OPTIONAL = "hooks.results of "  # restored where both have it: a hook that only reports can be added and left out
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 
 
@@ -115,7 +116,9 @@ def parts_of(session: SessionLike) -> dict[str, Stateful]:
         if isinstance(part, torch.nn.Module):
             reshard(part)
         parts[name] = part
-    parts |= {f"{_HOOKS}{name}": hook for name, hook in session.hooks.items()}
+    for name, hook in session.hooks.items():
+        is_optional = getattr(hook, "state_is_optional", False)
+        parts[f"{_OPTIONAL if is_optional else _HOOKS}{name}"] = hook
     for name, part in parts.items():
         if not has_state(part):
             raise CheckpointError(
@@ -510,7 +513,8 @@ def _compare_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
 
 
 def _compare_names(own: Collection[str], saved: Collection[str], ignored: Collection[str] = ()) -> list[str]:
-    missing = [repr(name) for name in own if name not in saved]
-    surplus = [repr(name) for name in saved if name not in own and name not in ignored]
+    missing = [repr(name) for name in own if name not in saved and not name.startswith(_OPTIONAL)]
+    surplus = [name for name in saved if name not in own and name not in ignored]
+    surplus = [repr(name) for name in surplus if not name.startswith(_OPTIONAL)]
     listed = {"missing in the file": missing, "only in the file": surplus}
     return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]

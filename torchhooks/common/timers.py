@@ -476,7 +476,7 @@ class NeverTriggerTimer:
 
     >>> timer = NeverTriggerTimer()
     >>> timer.should_trigger_for_step(1), timer.next_due()
-    (False, Due(step=None, moment=None, runs=None, when=None))
+    (False, Due(step=None, moment=None, runs=None, when=None, epochs=None))
     """
 
     chief_is_due: bool | None = None
@@ -571,6 +571,12 @@ class _SharedTimer:
 
     def _missed_a_trigger(self) -> bool:
         return self._timer.last_triggered_step() != self._known
+
+
+def due_now(timer: Timer) -> Due:
+    """Return that a hook is due in the next run, and at the end of an epoch that ``timer`` is for."""
+    due = timer.next_due()
+    return NOW if due.epochs is None else due._replace(step=-1)
 
 
 GivenTimer = EverySteps | EveryEpochs | AtSteps | SecondOrStepTimer | NeverTriggerTimer

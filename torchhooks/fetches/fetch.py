@@ -58,6 +58,7 @@ import numpy as np
 import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
+from torchhooks.common.log import logger
 from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
@@ -276,6 +277,8 @@ class Evaluator:
     """Whether closures get detached outputs, as outside of a run."""
     copies = True
     """Whether what closures and objects return is copied. If it is used at once and not kept, it need not be."""
+    before_first_run: Any = _MISSING
+    """What stands for a name without a value before the first run, instead of an error."""
     _requester: Requester = UNKNOWN
 
     def __init__(
@@ -341,8 +344,16 @@ class Evaluator:
     def _find(self, name: str) -> Any:
         value = self._look_up(name)
         if value is _MISSING:
-            raise self._unknown(name, f"{self._requester} asked for {name!r}, which does not exist")
+            error = self._unknown(name, f"{self._requester} asked for {name!r}, which does not exist")
+            return self._instead_of(error)
         return value
+
+    def _instead_of(self, error: FetchError) -> Any:
+        """Return what stands for a value that only a run would have, or raise ``error``."""
+        if self.before_first_run is _MISSING or not isinstance(error, NoRunYetError):
+            raise error
+        logger.warning("%s It counts as %s.", error, self.before_first_run)
+        return self.before_first_run
 
     def _once(self, fetch: Any, value: Callable[[], Any]) -> Any:
         if id(fetch) not in self._values:
@@ -388,7 +399,8 @@ class Evaluator:
         way_out = ""
         if isinstance(closure, (types.FunctionType, type)) and f"{closure.__module__}.".startswith("torchhooks."):
             way_out = f": call it, {closure.__name__}(...)"
-        raise self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}")
+        error = self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}")
+        return self._instead_of(error)
 
     def composed(self, fetch: ComposedFetch) -> Any:
         """Return the value of ``fetch``."""

@@ -14,7 +14,7 @@ from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr
-from torchhooks.common.timers import NOW, Due, GivenTimer, given_timer, hook_timer
+from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import describe
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -236,7 +236,7 @@ class BestCheckpointHook(ReportingHook):
                     del self._in_use[folder]
 
     def next_due(self) -> Due:
-        return self._timer.next_due() if self._to_save is None else NOW
+        return self._timer.next_due() if self._to_save is None else due_now(self._timer)
 
     def _note_evaluation(self, step: int) -> None:
         """Let the next period begin at ``step``."""

@@ -12,7 +12,7 @@ import torch
 
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
-from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, given_timer, hook_timer
+from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer
 from torchhooks.device.readback import Elapsed, Moment
 from torchhooks.hooks.throughput import (
     DEVICE_MEMORY,
@@ -244,8 +244,8 @@ class StepCounterHook(ReportingHook):
         if not self.writes:
             return NEVER
         if self._token_op is not None or (self._measures_flops and self._flop_count.per_step is None):
-            return NOW
-        due: Due = NOW if self._period is None else self._timer.next_due()
+            return due_now(self._timer)
+        due: Due = due_now(self._timer) if self._period is None else self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
         # Also due after that many runs, because a step count that does not advance never reaches due.step.

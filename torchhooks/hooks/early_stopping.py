@@ -10,7 +10,7 @@ from typing import Any
 from torchhooks.common.checks import whole_number
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
-from torchhooks.common.timers import NOW, Due, EverySteps, GivenTimer, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import Due, EverySteps, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.fetches.fetch import describe
 from torchhooks.fetches.over_ranks import Evaluated
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -65,7 +65,7 @@ class _StopByMetric(ReportingHook):
             run_context.when_ready(run_values.results, functools.partial(self._look, run_context, step))
 
     def next_due(self) -> Due:
-        return self._timer.next_due() if self._looked_at_start else NOW
+        return self._timer.next_due() if self._looked_at_start else due_now(self._timer)
 
     def reason_to_stop(self, step: int, value: float) -> str | None:
         """Return why to stop, given the ``value`` of the metric at ``step``, or ``None``."""
@@ -144,7 +144,7 @@ class _StopIfNoImprovement(_StopByMetric):
         super().after_run(run_context, run_values)
 
     def next_due(self) -> Due:
-        return super().next_due() if self._reason is None else NOW
+        return super().next_due() if self._reason is None else due_now(self._timer)
 
     def reason_to_stop(self, step: int, value: float) -> str | None:
         if self._best_step is None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, did_you_mean, shortened, shown
-from torchhooks.common.timers import NOW, Due, GivenTimer, NeverTriggerTimer, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -103,6 +103,7 @@ class EvaluationHook(ReportingHook):
             the loop.
         every_n_secs: the period in seconds.
         every_n_epochs: the period in epochs, at whose end the model is evaluated; see :class:`torchhooks.EveryEpochs`.
+        name: the name of its state in checkpoints, which contain the latest results. By default, that of the function.
         output_dir: the folder of the event file to write to. A curve of the training loss needs another name there.
         summary_writer: the writer to use in place of ``output_dir``. Without either, the results are only logged.
 
@@ -112,6 +113,9 @@ class EvaluationHook(ReportingHook):
         TypeError: ``evaluate`` is not callable; from the run, a result is not a number.
         FetchError: from the run, the function returned no value of a name that a hook requested.
     """
+
+    state_is_optional = True
+    """Whether a checkpoint can be restored that has no state of this hook, or has one without the hook."""
 
     def __init__(
         self,
@@ -125,6 +129,7 @@ class EvaluationHook(ReportingHook):
         *,
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
+        name: str | None = None,
     ) -> None:
         self._arguments = {
             "every_n_steps": every_n_steps,
@@ -135,12 +140,15 @@ class EvaluationHook(ReportingHook):
             "at_end": at_end,
             "output_dir": output_dir,
             "summary_writer": summary_writer,
+            "name": name,
         }
         if not callable(evaluate):
             raise TypeError(f"evaluate={shown(evaluate)}: must be a function that returns a number or a mapping")
         self._function = evaluate
-        name = getattr(evaluate, "__name__", "")
-        self._name = name if name.isidentifier() else "evaluation"
+        function_name = getattr(evaluate, "__name__", "")
+        self._name = function_name if function_name.isidentifier() else "evaluation"
+        self.name = self._name if name is None else name
+        """The name of the state in checkpoints."""
         self.timer = _chosen(
             given_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs),
             at_start or at_end,
@@ -157,8 +165,18 @@ class EvaluationHook(ReportingHook):
         self._session: Session | None = None
         self._latest: _Result | None = None
         self._unreported: list[_Result] = []
-        self.values: dict[str, float] = {}
-        """The latest results by name, as numbers; empty before the first."""
+        self._values: dict[str, float] = {}
+        self._values_step: int | None = None
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The latest results by name, as numbers, also those of an earlier process; empty before the first.
+
+        After an epoch with ``every_n_epochs``, these are the results of that epoch. On a GPU, this waits for them.
+        """
+        if self._session is not None:
+            self._session.finish_epoch()
+        return self._values
 
     def __getitem__(self, name: str) -> EvaluationValue:
         """Return a fetch of the result ``name``."""
@@ -186,7 +204,7 @@ class EvaluationHook(ReportingHook):
         self._timer.reset()
         self._runs = 0
         self._begun = self._has_warned = False
-        self.values = {}
+        self._values, self._values_step = {}, None
         self._unreported = []
         writer = self._target.open() if self.writes else None
         if writer is not None:
@@ -234,8 +252,16 @@ class EvaluationHook(ReportingHook):
         finally:
             self._target.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the latest results and their step."""
+        return {"step": self._values_step, "values": dict(self._values)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set what :meth:`state_dict` returned."""
+        self._values_step, self._values = state_dict["step"], dict(state_dict["values"])
+
     def next_due(self) -> Due:
-        return NOW if self._runs == 0 else self._timer.next_due()
+        return due_now(self._timer) if self._runs == 0 else self._timer.next_due()
 
     def sat_out(self, runs: int) -> None:
         self._runs += runs
@@ -279,7 +305,8 @@ class EvaluationHook(ReportingHook):
 
     def _report(self, result: _Result, values: Mapping[str, Any]) -> None:
         """Log and write the results of one evaluation, whose ``values`` are on the host."""
-        self.values = {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
+        self._values = {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
+        self._values_step = result.step
         texts = {name: printable(value) for name, value in values.items()}
         if self.writes:
             logger.info("evaluation at step %d: %s", result.step, tagged_line(texts) or "no values")

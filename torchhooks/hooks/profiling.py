@@ -12,7 +12,7 @@ import torch
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr
-from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, given_timer, hook_timer
+from torchhooks.common.timers import NEVER, NOW, Due, EveryEpochs, GivenTimer, given_timer, hook_timer
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
@@ -89,6 +89,7 @@ class ProfilerHook(ReportingHook):
         )
         self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
         self._guesses_step = timer is None
+        self._every_epochs = timer.every_epochs if isinstance(timer, EveryEpochs) else None
         self._given_folder = os.fspath(folder(output_dir, "output_dir"))  # for the log
         self._folder = os.path.abspath(output_dir)  # a script may change the current directory while it trains
         self._show_dataflow, self._show_memory = show_dataflow, show_memory
@@ -100,18 +101,29 @@ class ProfilerHook(ReportingHook):
         self._timer.reset()
         self._next_step: int | None = None  # what the hook takes for the step that the next run reaches
         self._traces = False
+        self._epoch_is_due = self._every_epochs == 1
         self._has_written = self._was_in_use = False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._stop_profiler()  # the run failed, and is made again
+        self._epoch_is_due = self._every_epochs == 1 and session.epoch is None
         self._timer.start_at(session.global_step)
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._step_before = step = run_context.session.global_step
         self._traces = False
-        if self._profiler is not None or self._next_step is None:
+        if run_context.ends_epoch:
+            assert self._every_epochs is not None
+            next_number = (run_context.session.epoch or 0) + 2  # from 1 on, of the epoch that follows
+            self._epoch_is_due = next_number % self._every_epochs == 0
             return None
-        if not self._timer.should_trigger_for_step(self._next_step if self._guesses_step else step + 1):
+        if self._profiler is not None or (self._next_step is None and self._every_epochs is None):
+            return None
+        if self._every_epochs is not None:
+            is_due, self._epoch_is_due = self._epoch_is_due, False
+        else:
+            is_due = self._timer.should_trigger_for_step(self._next_step if self._guesses_step else step + 1)
+        if not is_due:
             return None
         running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - torch's only way to ask
         if running or any(self._in_use.values()) or (self._runs > 1 and self._in_use):
@@ -126,6 +138,8 @@ class ProfilerHook(ReportingHook):
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
+        if run_context.ends_epoch:
+            return
         if self._next_step is None:
             self._timer.update_last_triggered_step(self._step_before)
         self._next_step = self._step_before + 2  # TensorFlow's guess: this run and the next one count one step each
@@ -153,6 +167,8 @@ class ProfilerHook(ReportingHook):
     def next_due(self) -> Due:
         if not self.writes:
             return NEVER
+        if self._every_epochs is not None:
+            return Due(step=-1 if self._profiler is not None or self._epoch_is_due else None, epochs=1)
         if self._profiler is not None or self._next_step is None:
             return NOW
         due: Due = self._timer.next_due()
@@ -180,7 +196,8 @@ class ProfilerHook(ReportingHook):
     def _save(self, session: Session, profile: Any) -> None:
         """Write ``profile`` as the timeline of the present step."""
         step = session.global_step
-        if not self._guesses_step and not self._timer.should_trigger_for_step(step):
+        by_step = not self._guesses_step and self._every_epochs is None
+        if by_step and not self._timer.should_trigger_for_step(step):
             return  # the run counted no step: the profile is that of a later one
         self._timer.update_last_triggered_step(step)
         self._next_step = step + 1

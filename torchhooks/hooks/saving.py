@@ -14,8 +14,9 @@ from torchhooks.common.checks import folder
 from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.text import call_repr, shortened
-from torchhooks.common.timers import NEVER, NOW, Due, GivenTimer, given_timer, hook_timer, is_by_clock
+from torchhooks.common.text import call_repr, shortened, shown
+from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
+from torchhooks.fetches.fetch import describe
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues, WritingHook
@@ -66,6 +67,7 @@ class SummarySaverHook(ReportingHook):
         every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
             seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
         timer: the timer to use in place of a period, such as ``EverySteps(100)``.
+        step: what is on the x axis: a fetch of a whole number, such as ``"epoch"`` or a number of environment steps.
 
     Raises:
         ValueError: not exactly one period, not exactly one of ``scaffold`` and ``summary_op``, or both ``output_dir``
@@ -88,6 +90,7 @@ class SummarySaverHook(ReportingHook):
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
+        step: Any = "global_step",
     ) -> None:
         self._arguments = {
             "save_steps": save_steps,
@@ -101,6 +104,7 @@ class SummarySaverHook(ReportingHook):
             "every_n_epochs": every_n_epochs,
             "timer": timer,
         }
+        self._arguments["step"] = self._x = step
         timer = given_timer(
             timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
         )
@@ -137,9 +141,10 @@ class SummarySaverHook(ReportingHook):
             )[0]
         about = {"is_shared": not self.alone, "is_written": self.writes}
         ops = summary.counted(self._ops, **about) if self._takes_counts else self._ops
+        fetches = ops if self._x == "global_step" else (ops, self._x)
         # With save_steps or save_secs, the hook has TensorFlow's rule, which decides before the step.
-        self._due_ops = IfDue(ops, self._timer) if self._decides_after_step else None
-        self._request = SessionRunArgs(ops if self._due_ops is None else self._due_ops)
+        self._due_ops = IfDue(fetches, self._timer) if self._decides_after_step else None
+        self._request = SessionRunArgs(fetches if self._due_ops is None else self._due_ops)
         last_step = self._timer.last_triggered_step()
         if self._target.session_created(session.global_step, last_step, session.metadata):
             self._timer.reset()
@@ -166,9 +171,25 @@ class SummarySaverHook(ReportingHook):
             return  # no step was made since the last point, in this process or before a restore
         self._timer.update_last_triggered_step(step)
         if self.writes:
-            write = partial(summary.write_summaries, self._target.writer)
-            now = time.time()
-            run_context.when_ready(run_values.results, lambda values: write(values, step, now))
+            run_context.when_ready(run_values.results, partial(self._write, step, time.time()))
+
+    def _write(self, step: int, now: float, values: Any) -> None:
+        if self._x != "global_step":
+            values, given = values
+            step = self._whole(given)
+        summary.write_summaries(self._target.writer, values, step, now)
+
+    def _whole(self, given: Any) -> int:
+        """Return the place on the x axis, which has to be a whole number."""
+        try:
+            if float(given) == int(given) >= 0:
+                return int(given)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass
+        raise TypeError(
+            f"{describe(self._x)} is {shown(given)}: the step of a SummarySaverHook, which is what is on the x axis, "
+            "must be a whole number, 0 or more"
+        )
 
     def teardown(self) -> None:
         self._target.close()
@@ -177,7 +198,7 @@ class SummarySaverHook(ReportingHook):
         if not self._has_place:
             return NEVER
         # A START that is written later would void the points that other hooks write to the same place before it.
-        return self._timer.next_due() if self._target.start_is_written or not self.writes else NOW
+        return self._timer.next_due() if self._target.start_is_written or not self.writes else due_now(self._timer)
 
     def __repr__(self) -> str:
         return call_repr(self, **self._arguments)
@@ -387,7 +408,7 @@ class CheckpointSaverHook(WritingHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        return NOW if self._checks else self._timer.next_due()
+        return due_now(self._timer) if self._checks else self._timer.next_due()
 
     def _is_due(self, session: Session) -> bool:
         triggered, self._triggered = self._triggered, False

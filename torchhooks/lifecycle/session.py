@@ -146,6 +146,14 @@ class Session:
     def global_step(self, step: int) -> None:
         self._progress.set_step(step)
 
+    def finish_epoch(self) -> None:
+        """Make the calls of an epoch that the body left by ``break``, and all pending ``when_ready`` calls.
+
+        For a hook whose results the code after the epoch reads. This waits for the device.
+        """
+        self._items.end_epoch()
+        self._drain()
+
     @property
     def begun_at(self) -> int:
         """The global step before this session's first run, which was restored or set; otherwise 0."""
@@ -186,16 +194,12 @@ class Session:
 
     @property
     def epoch(self) -> int | None:
-        """Which pass over the data this is, from 0; ``None`` outside of ``until_stop``.
-
-        The index of the current item of the enclosing ``until_stop``. If there is none, how many times the innermost
-        one was called before at the same place in the code.
-        """
+        """The number of the epoch in progress, or of the last one, from 0 on: see ``MonitoredLoop.epoch``."""
         return None if self.position is None else self.position.epoch
 
     @property
     def batch(self) -> int | None:
-        """The index of the current item of the innermost ``until_stop``, from 0; ``None`` outside of one.
+        """The number of the current item of the innermost ``until_stop``, from 0; ``None`` outside of one.
 
         Items that earlier processes took of this pass count too.
         """

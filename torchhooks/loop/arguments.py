@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,13 +176,15 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
             saver = saver or hook
         if has_state(hook):
             name = getattr(hook, "name", None) or type(hook).__name__
+            if getattr(hook, "state_is_optional", False):
+                name = next(each for each in _numbered(name) if each not in named)
             if name in named:
                 raise ValueError(
                     f"{named[name]!r} and {hook!r} would both save their state as {name!r}: give one of them another "
                     "name, in an attribute called name"
                 )
             named[name] = hook
-            if saver is not None:
+            if saver is not None and not getattr(hook, "state_is_optional", False):
                 logger.warning(
                     "%r comes after %r, so without until_stop, checkpoints contain its state from before the run: "
                     "move it to the front",
@@ -189,6 +192,12 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
                     saver,
                 )
     return named
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """Yield ``name``, and then ``name`` with a number after it."""
+    yield name
+    yield from (f"{name} {number}" for number in itertools.count(2))
 
 
 def check_model(model: Any) -> None:

@@ -8,6 +8,7 @@ from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.ending import RUNNING, Ending
 from torchhooks.loop.peers import Peers
 from torchhooks.loop.recovery import Recovery
+from torchhooks.loop.run import Lifecycle
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.session_creator import SessionCreator
 from torchhooks.position.items import Items
@@ -47,6 +48,11 @@ class BetweenRuns:
         self._awaits_success = False  # the loop recovered, and has made no run since
         self.in_step_fn = False
         """Whether the run is one of a function passed to ``run_step_fn``, which as a whole is made again."""
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """What makes the runs of the current session."""
+        return self._sessions.lifecycle
 
     def end_run(self) -> None:
         """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
@@ -23,6 +24,10 @@ _LEFT_AT_GUARD = (
     "the body left until_stop because should_stop() was true after run %d. What else it does with an item is missing "
     "for the last one, in the checkpoint and after resuming. until_stop ends by itself: leave out the break, or put it "
     "at the end of the body"
+)
+_NOTHING_TO_REPEAT = (
+    "until_stop(..., repeat=True) got no item in a whole pass, so it ends: give it an iterable that can be iterated "
+    "again, such as a list or a DataLoader, and not an iterator"
 )
 
 
@@ -74,10 +79,11 @@ class Data:
         self._stop_is_settled = False  # the calls for it were made, and the data go no further
 
     def until_stop(
-        self, iterable: Iterable[T], resume: bool, limit: int | None, site: object
-    ) -> Generator[T, None, None]:
-        """Yield the items of ``iterable`` until the loop stops or the data end."""
+        self, iterable: Iterable[T], resume: bool, limit: int | None, site: object, start: int | None = None
+    ) -> Generator[Any, None, None]:
+        """Yield the items of ``iterable`` until the loop stops or the data end; with ``start``, numbered from it."""
         self._ending.check_not_ended("until_stop()")  # iterating over nothing would hide it
+        self._items.end_epoch()
         is_between_runs = self._ending.state is IDLE and self._ending.stop is None
         others = self._others if is_between_runs else None  # inside a run, not all iterate
         if others is not None:
@@ -125,7 +131,7 @@ class Data:
                             self._note_items(place)
                         if depth == 1:
                             ending.data_have_ended = True
-                        return
+                        break
                     place.current_item = item
                     runs = schedule.runs
                     if runs - place.runs > 1:
@@ -133,14 +139,41 @@ class Data:
                     place.runs = runs
                     place.taken += 1
                     if place.may_nest:
-                        place.begin_item()
+                        position.begin_item(place)
                     if ending.data_have_ended:
                         ending.data_have_ended = False
                 # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.
-                yield item
+                yield item if start is None else (start + place.taken - 1, item)
         finally:
             waits.depth -= 1
             self._leave(place)
+        self._end_epoch(place)
+
+    def repeated(
+        self, iterable: Iterable[T], resume: bool, site: object, start: int | None = None
+    ) -> Generator[Any, None, None]:
+        """Yield the items of ``iterable`` again and again until the loop stops: each pass is an epoch."""
+        is_first = True  # an earlier process may have been done with that pass, which then yields nothing
+        for _ in self.until_stop(range(sys.maxsize), resume, None, (site, "passes")):
+            is_empty = True
+            for item in self.until_stop(iterable, resume, None, (site, "pass"), start):
+                is_empty = False
+                yield item
+            if is_empty and not is_first and self._ending.stop is None:
+                logger.warning(_NOTHING_TO_REPEAT)
+                return
+            is_first = False
+
+    def _end_epoch(self, place: Place) -> None:
+        """Call the hooks that are due at the end of an epoch, now that the loop is out of its data."""
+        ended = self._position.end_epoch(place)
+        if ended is None:
+            return
+        due = self._schedule.due_at_end_of(ended)
+        while due and self._is_healthy():
+            # Made again after a recovery, with another session.
+            if self._between_runs.make(functools.partial(self._between_runs.lifecycle.end_epoch, due)):
+                break
 
     def _iterator(self, place: Place, iterable: Iterable[Any], resume: bool) -> Iterator[Any]:
         """Return the items to yield at ``place``; none if a signal, or exactly ``StopIteration``, prevents it."""
@@ -211,6 +244,7 @@ class Data:
             False if one of them failed and the loop recovered, so that the item has to be yielded again.
         """
         # A body that was told to stop may have left the item early.
+        self._items.end_epoch()
         place.settle(done=place.has_new_item and not self._stop_is_seen)
         due = self._items.due()
         if place.is_in_position and self._is_healthy() and due and not self._between_runs.make(self._items.make_due):
@@ -234,6 +268,10 @@ class Data:
                 logger.warning(_LEFT_AT_GUARD, self._schedule.runs)
             self._stop_is_settled = True  # the body left because of the stop
         # A body that leaves for a reason of its own has ended this loop, even if a stop was requested in its last run.
-        self._position.leave(place, stopping and (place.state.is_stopped or self._stop_is_seen))
+        is_stop = stopping and (place.state.is_stopped or self._stop_is_seen)
+        self._position.leave(place, is_stop)
+        if place.state.is_left and not is_stop and self._is_healthy():
+            self._items.owe_epoch_end(functools.partial(self._end_epoch, place))
+            self._schedule.interrupt()  # the next run makes the call first, if nothing does so before
         if self._items.waiting and not self._items.depth():
             self._schedule.set_pending()

@@ -264,13 +264,14 @@ class MonitoredLoop(Generic[R]):
 
         Raises one of ``recoverable_errors`` if a background thread reported it and the loop does not recover from it.
         """
+        self._parts.items.end_epoch()
         stopping = self._between_runs.is_to_stop()
         if stopping:
             self._parts.data.stop_is_seen()
         return stopping
 
     def until_stop(
-        self, iterable: Iterable[T], *, resume: bool = True, limit: int | None = None
+        self, iterable: Iterable[T], *, resume: bool = True, limit: int | None = None, repeat: bool = False
     ) -> Generator[T, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end. Nests: epochs around batches.
 
@@ -300,15 +301,65 @@ class MonitoredLoop(Generic[R]):
             iterable: the items.
             resume: whether to continue from the position in the checkpoint. False takes ``iterable`` as it is.
             limit: the greatest number of items to yield, including those of earlier processes.
+            repeat: whether to start over when the data end, until the loop stops. Each pass is an epoch.
 
         Raises:
             LifecycleError: the loop has failed or is closed.
-            ValueError: ``limit`` is not a whole number, 0 or more.
+            ValueError: ``limit`` is not a whole number, 0 or more, or is given with ``repeat``.
         """
+        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
+        return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti))
+
+    def enumerate(
+        self,
+        iterable: Iterable[T],
+        start: int = 0,
+        *,
+        resume: bool = True,
+        limit: int | None = None,
+        repeat: bool = False,
+    ) -> Generator[tuple[int, T], None, None]:
+        """Yield ``(number, item)`` as :func:`enumerate` does, until the loop stops. Otherwise like :meth:`until_stop`.
+
+        >>> with MonitoredLoop(step, model, optimizer) as loop:
+        ...     for i, inputs in loop.enumerate(batches):
+        ...         loss = loop.run(inputs)
+        ...         if (i + 1) % 4 == 0:
+        ...             print("after batch", i)
+        after batch 3
+        after batch 7
+
+        After a resume the numbers continue, unlike those of ``enumerate(loop.until_stop(...))``, which begin anew.
+
+        Args:
+            iterable: the items.
+            start: the number of the first item.
+            resume, limit, repeat: as in :meth:`until_stop`. With ``repeat``, the numbers begin anew in each pass.
+        """
+        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
+        number = whole_number(start, "start", 0)
+        return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti), number)
+
+    def _items_of(
+        self,
+        iterable: Iterable[Any],
+        resume: bool,
+        limit: int | None,
+        repeat: bool,
+        site: object,
+        start: int | None = None,
+    ) -> Generator[Any, None, None]:
         if limit is not None:
             whole_number(limit, "limit", 0)
-        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
-        return self._parts.data.until_stop(iterable, resume, limit, (frame, frame.f_lasti))
+            if repeat:
+                raise ValueError(
+                    f"limit={limit}, repeat=True: give one of them; to end after {limit} runs, use "
+                    f"StopAtStepHook(num_steps={limit})"
+                )
+        data = self._parts.data
+        if repeat:
+            return data.repeated(iterable, resume, site, start)
+        return data.until_stop(iterable, resume, limit, site, start)
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop the loop after the run in progress, or now if there is none. Any thread may call this.
@@ -330,6 +381,20 @@ class MonitoredLoop(Generic[R]):
     def global_step(self) -> int:
         """The number of steps made, including those of earlier processes."""
         return self._sessions.progress.global_step
+
+    @property
+    def epoch(self) -> int | None:
+        """The number of the epoch in progress, or of the last one, from 0 on; ``None`` before the first.
+
+        Epochs are counted over the whole training run. An epoch begins when an innermost ``until_stop`` yields its
+        first item. In the code after that loop, this is still the epoch that ended.
+        """
+        return self.session.epoch
+
+    @property
+    def batch(self) -> int | None:
+        """The number of the current item of the innermost ``until_stop``, from 0 on; ``None`` outside of one."""
+        return self.session.batch
 
     @property
     def stop_reason(self) -> str | None:
@@ -419,6 +484,7 @@ class MonitoredLoop(Generic[R]):
         parts, sessions, participants = self._parts, self._sessions, self._schedule.all_hooks
         attempt(parts.readback.drain)
         if self._ending.failure is None and not attempt.errors:
+            attempt(parts.items.end_epoch)
             attempt(parts.items.finish)
             parts.data.check_end()
             for scheduled in participants:

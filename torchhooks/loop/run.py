@@ -7,14 +7,14 @@ function.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
-from torchhooks.common.errors import FeedError, LifecycleError, NoRunYetError, add_note
-from torchhooks.common.log import logger
+from torchhooks.common.errors import FeedError, LifecycleError, add_note
 from torchhooks.common.text import shown
 from torchhooks.common.trees import is_fixed
 from torchhooks.fetches.fetch import check_feed_names, named_outputs, watched_names
@@ -175,8 +175,8 @@ class Lifecycle:
     def end_epoch(self, participants: list[ScheduledHook]) -> None:
         """Call the hooks in ``participants`` for the end of an epoch, with the outputs of the last run.
 
-        No step is made, and no run is counted. A hook that asks for outputs is left out, with a warning, if this
-        process has made no run.
+        No step is made, and no run is counted. An output that a hook asks for is NaN, with a warning, if this process
+        has made no run: it was resumed where an epoch ends.
         """
         schedule = self._schedule
         context = self._ending.run = SessionRunContext(self._services, None, {})
@@ -194,13 +194,17 @@ class Lifecycle:
                     _check_late(scheduled, request, None)
                     self._accumulated.declare(scheduled, request.fetches, schedule.runs)
                     requests.append((scheduled, request))
-            values = self._evaluate_between_runs(requests)
+            evaluator = self._session.evaluator_between_runs([request.fetches for _, request in requests])
+            evaluator.before_first_run = math.nan
+            values = {
+                scheduled: SessionRunValues(evaluator.evaluate(fetches, scheduled), _PLAIN.options, _PLAIN.metadata)
+                for scheduled, (fetches, _, _) in requests
+                if fetches is not None
+            }
             method = "after_run"
             for scheduled in participants:
-                results = values.get(scheduled, _NOTHING)
-                if results is not None:
-                    context.caller = scheduled
-                    scheduled.after_run(context, results)
+                context.caller = scheduled
+                scheduled.after_run(context, values.get(scheduled, _NOTHING))
         except BaseException as error:
             self._note(error, context.caller, method)
             raise
@@ -208,20 +212,6 @@ class Lifecycle:
         if self._ending.requests:
             self._ending.stop_as_requested()
         schedule.ask(participants)
-
-    def _evaluate_between_runs(self, requests: list[Request]) -> Mapping[ScheduledHook, SessionRunValues | None]:
-        """Evaluate what hooks request, once for all of them; ``None`` for a hook whose values need a run."""
-        evaluator = self._session.evaluator_between_runs([request.fetches for _, request in requests])
-        values: dict[ScheduledHook, SessionRunValues | None] = {}
-        for scheduled, (fetches, _, _) in requests:
-            try:
-                results = None if fetches is None else evaluator.evaluate(fetches, scheduled)
-            except NoRunYetError as error:
-                logger.warning("%s The hook reports nothing at the end of this epoch.", error)
-                values[scheduled] = None
-            else:
-                values[scheduled] = _new_tuple(SessionRunValues, (results, _PLAIN.options, _PLAIN.metadata))
-        return values
 
     def new_context(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> SessionRunContext:
         """Begin a run in which hooks take part."""

@@ -23,6 +23,21 @@ class Items:
         self.before_run: list[Callable[[], object]] = []
         """The calls to make when the next run begins, if it has hooks."""
         self._at_stop: dict[object, Callable[[], object]] = {}
+        self._epoch_end: Callable[[], object] | None = None
+
+    def owe_epoch_end(self, call: Callable[[], object]) -> None:
+        """Make ``call()`` in :meth:`end_epoch`: the body left an epoch by ``break``, which no code can notice then.
+
+        A generator that a ``break`` closes must not raise: Python would drop the exception.
+        """
+        self._epoch_end = call
+        self.before_run.append(self.end_epoch)
+
+    def end_epoch(self) -> None:
+        """Make the calls for the end of an epoch that the body left by ``break``, if they were not made yet."""
+        call, self._epoch_end = self._epoch_end, None
+        if call is not None:
+            call()
 
     def after_item(self, who: object, call: Callable[[], object]) -> None:
         """Make ``call()`` once the body is done with the current item; now, if there is none."""
@@ -69,6 +84,7 @@ class Items:
         self.waiting.clear()
         self.before_run.clear()
         self._at_stop.clear()
+        self._epoch_end = None
 
 
 def make_call(who: object, call: Callable[[], object]) -> None:

@@ -100,7 +100,10 @@ class Place:
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.number = 0  # how many others began before it in the same item of the outer one
         self.item = 0 if outer is None else outer.taken  # the item of the outer one in which it began
-        self.epoch = 0  # how often until_stop was called before at the same place in the code
+        self.runs_before = runs  # how many runs had been made when it began
+        self.nests = False  # whether an inner loop has begun in some item, so that this is no epoch
+        self.began_epoch = False  # whether an epoch began with its first item, as far as one could tell then
+        self.has_ended_before = False  # whether its data had ended in the checkpoint that it was resumed from
         self.limit: int | None = None  # the greatest number of items to take
         # What changes with the items. The state is not set with each of them: IN_ITEM is also that of a new item.
         self.state = State.IN_ITEM
@@ -125,7 +128,7 @@ class Place:
         """Record that ``inner`` begins in the current item."""
         inner.number = 0 if self.inner is None else self.inner.number + 1
         inner.random_between = self.random_after_inner
-        self.may_nest = True
+        self.may_nest = self.nests = True
         self._inner = inner
 
     @property
@@ -149,6 +152,11 @@ class Place:
         return self.taken > (self.resumed or 0)
 
     @property
+    def is_epoch(self) -> bool:
+        """Whether its end is the end of an epoch: the innermost loop around some runs, which has not ended before."""
+        return self.is_in_position and not self.nests and self.taken > 0 and not self.has_ended_before
+
+    @property
     def untouched(self) -> bool:
         """Whether it was resumed from a checkpoint and has not taken an item since."""
         return self.taken == self.resumed and self.state is not State.ENDED
@@ -157,6 +165,7 @@ class Place:
         """Continue ``entry``, if there is one, after ``taken`` items, with its last item again if ``repeats_item``."""
         self.resumed = taken
         if entry is not None:
+            self.has_ended_before = entry.state is State.ENDED
             self.taken = taken or 0
             self.last, self.before, self.probes = entry.last, entry.before, list(entry.probes)
             self.multiple_runs = entry.multiple_runs

@@ -5,7 +5,8 @@ Each ``until_stop`` has a :class:`Place`. The open ones, outermost first, are th
 
 * ``"path"``: the :class:`Entry` of each place, outermost first: how many items it has taken, its :class:`State`, which
   says whether the last of them is done, and the random states with which it was started;
-* ``"loaders"``: by depth and number, the state of a loader: those of its generators, and its ``state_dict()``.
+* ``"loaders"``: by depth and number, the state of a loader: those of its generators, and its ``state_dict()``;
+* ``"epochs"``: how many have ended in the whole training run, and whether one is in progress.
 
 A checkpoint is usually taken between two items, when the last one is done, however many runs it took. One that is taken
 within an item cannot know how many runs are left in it. Such an item counts as done if exactly one run was made in it,
@@ -17,7 +18,6 @@ What a resumed process does with its data is a :class:`Plan`, which :func:`plan_
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -54,7 +54,8 @@ class Position:
         self._open: list[Place] = []
         self._multiple_runs: set[str] = set()
         """The keys of the places in which some item had more than one run."""
-        self._begun: Counter[Any] = Counter()  # how often until_stop was called at each place in the code
+        self._epochs_ended = 0
+        self._is_in_epoch = False
         self._warned = False  # of places that are not inside of each other
         # From the restored checkpoint:
         self._path: list[Entry] = []
@@ -73,16 +74,36 @@ class Position:
 
     @property
     def epoch(self) -> int | None:
-        """The index of the current item of the loop around the innermost one, or how often the latter began before."""
-        if not self._open:
-            return None
-        place = self._open[-1]
-        return place.epoch if place.outer is None or place.outer is self._root else place.outer.taken - 1
+        """The number of the epoch in progress, or of the last one, in the whole training run; ``None`` before any."""
+        if self._is_in_epoch:
+            return self._epochs_ended
+        return self._epochs_ended - 1 if self._epochs_ended else None
 
     @property
     def batch(self) -> int | None:
-        """The index of the current item of the innermost loop; ``None`` if none is open."""
-        return self._open[-1].taken - 1 if self._open else None
+        """The index of the current item of the innermost loop; ``None`` if none is open, or an inner one has ended."""
+        place = self._innermost
+        return None if place is self._root or place.nests else place.taken - 1
+
+    def begin_item(self, place: Place) -> None:
+        """Record that the body begins an item of ``place`` in which an inner loop may begin, and with it an epoch."""
+        place.begin_item()
+        if not place.nests and not self._is_in_epoch:
+            self._is_in_epoch = place.began_epoch = True
+
+    def end_epoch(self, place: Place) -> int | None:
+        """Record that the data of ``place`` ended. Return how many epochs have ended if that was one."""
+        if not place.is_epoch or (self._schedule.runs == place.runs_before and not place.resumed):
+            self._take_back_epoch(place)
+            return None
+        self._epochs_ended += 1
+        self._is_in_epoch = False
+        return self._epochs_ended
+
+    def _take_back_epoch(self, place: Place) -> None:
+        """Record that no epoch began with the first item of ``place``: it is not the innermost loop around runs."""
+        if place.began_epoch:
+            self._is_in_epoch = place.began_epoch = False
 
     def begin(self, iterable: Iterable[Any], inside_run: bool, site: object = None) -> Place:
         """Return a new place: inside of those that are open or, ``inside_run``, not part of the position.
@@ -95,12 +116,9 @@ class Position:
         outer = self._innermost
         place = Place(None if is_plain_iterator(iterable) else iterable, outer, self._schedule.runs, site)
         outer.add(place)
+        self._take_back_epoch(outer)
         place.multiple_runs = place.key in self._multiple_runs
         self._open.append(place)
-        # Not of one frame: a function that iterates over one epoch is called once for each.
-        where = (site[0].f_code, site[1]) if isinstance(site, tuple) else None
-        place.epoch = self._begun[where]
-        self._begun[where] += 1
         return place
 
     def _leave_repeated(self, site: object) -> None:
@@ -209,7 +227,11 @@ class Position:
             self._warned = True
             name = name_of(self._open[-1].iterable)
             logger.warning("%s is iterated alongside another until_stop. %s", name, _USE_ONE)
-        return {"path": [entry.to_save() for entry in path], "loaders": self._loaders.state_dict(current)}
+        return {
+            "path": [entry.to_save() for entry in path],
+            "loaders": self._loaders.state_dict(current),
+            "epochs": {"ended": self._epochs_ended, "in_progress": self._is_in_epoch},
+        }
 
     def load_state_dict(
         self, state: Mapping[str, Any] | None, random: Saved, mark_state: Callable[[], Undo] | None = None
@@ -227,6 +249,8 @@ class Position:
             return
         self._path = [] if state is None else [Entry.from_saved(entry) for entry in state["path"]]
         self._loaders.load_state_dict({} if state is None else state["loaders"])
+        self._epochs_ended = 0 if state is None else state["epochs"]["ended"]
+        self._is_in_epoch = state is not None and state["epochs"]["in_progress"]
         self._random = random
         self._mark_state = mark_state
 
