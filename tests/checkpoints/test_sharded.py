@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 import torch.distributed
-import torch.distributed.fsdp
+from support.dtensors import fully_shard
 
 import torchhooks.checkpoints.per_rank
 from torchhooks import (
@@ -61,7 +61,7 @@ def make_session(number: float, shards: bool = True, **arguments: Any) -> Sessio
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, number)
     if shards:
-        model = distributed.fsdp.fully_shard(model)
+        model = fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
     if number:
         (model(torch.arange(8.0).reshape(4, 2)) * torch.arange(3.0)).square().sum().backward()
@@ -122,7 +122,7 @@ def train(folder: Path, last_step: int, reduces: tuple[str, ...], shards: bool =
     model: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     if shards:
         mesh = distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicates", "shards"))
-        model = distributed.fsdp.fully_shard(model, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def step(batch: int) -> None:
@@ -473,7 +473,7 @@ def test_score_and_metadata_are_in_the_folder(tmp_path: Path) -> None:
 
 def test_another_shape_is_a_misfit(tmp_path: Path) -> None:
     Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
-    other = Session(distributed.fsdp.fully_shard(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4))))
+    other = Session(fully_shard(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4))))
     with pytest.raises(CheckpointError, match=r"'0\.weight' \(4, 2\) instead of \(3, 2\)"):
         Saver().restore_latest(other, tmp_path)
 
@@ -482,7 +482,7 @@ def test_another_module_in_the_state_is_sharded_too(tmp_path: Path) -> None:
     def make(number: float) -> Session:
         average: Any = torch.nn.Linear(2, 1)
         torch.nn.init.constant_(average.weight, number)
-        return make_session(number, state={"average": distributed.fsdp.fully_shard(average)})
+        return make_session(number, state={"average": fully_shard(average)})
 
     Saver().save(make(2), tmp_path / "model.ckpt", 2)
     after = make(0)
@@ -495,7 +495,7 @@ def test_a_sharded_module_belongs_to_all_ranks() -> None:
     module.per_rank = True  # type: ignore[assignment]
     assert belongs_to_rank("it", module)
     assert not belongs_to_rank("model", module)
-    assert not belongs_to_rank("it", distributed.fsdp.fully_shard(module))
+    assert not belongs_to_rank("it", fully_shard(module))
 
 
 class Averages:
@@ -513,12 +513,12 @@ class Averages:
 
 
 def test_dtensors_of_an_object_are_refused_with_the_way_out_which_works(tmp_path: Path) -> None:
-    model: Any = distributed.fsdp.fully_shard(torch.nn.Linear(2, 1))
+    model: Any = fully_shard(torch.nn.Linear(2, 1))
     session = make_session(2, state={"averages": Averages(model, to_local=False)})
     with pytest.raises(CheckpointError, match=r"averages\['weight'\] is a DTensor: return its to_local\(\), and give"):
         Saver().save(session, tmp_path / "model.ckpt", 2)
     Saver().save(make_session(2, state={"averages": Averages(model, to_local=True)}), tmp_path / "model.ckpt", 2)
-    other: Any = distributed.fsdp.fully_shard(torch.nn.Linear(2, 1))
+    other: Any = fully_shard(torch.nn.Linear(2, 1))
     after = make_session(0, state={"averages": Averages(other, to_local=True)})
     Saver().restore_latest(after, tmp_path)
     assert torch.equal(after.state["averages"].state_dict()["weight"], model.weight.to_local())

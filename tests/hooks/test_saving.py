@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -225,6 +224,8 @@ def test_tensorboard_forgets_what_an_earlier_process_wrote_beyond_the_restored_s
 
 
 def test_every_kind_of_op_reaches_tensorboard_through_the_loop(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
     ops = [
         {"loss": "loss"},
         summary.histogram("weights", "weight"),

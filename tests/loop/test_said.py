@@ -297,13 +297,18 @@ def test_lr_is_suggested_only_if_there_is_one() -> None:
 # -- wrong arguments ----------------------------------------------------------------------------------------------
 
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
 MANY: Any = torch.arange(4.0)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "model": (lambda: MonitoredLoop(half, OPTIMIZER), "model=SGD(...): must be"),  # type: ignore[arg-type]
+    "model": (lambda: MonitoredLoop(half, optimizer()), "model=SGD(...): must be"),  # type: ignore[arg-type]
     "optimizer": (lambda: MonitoredLoop(half, None, MODEL), "optimizer=Sequential(...): must be"),  # type: ignore[arg-type]
     "step": (lambda: MonitoredLoop(MANY), "step=Tensor(...): must be"),
-    "hooks": (lambda: MonitoredLoop(half, hooks=OPTIMIZER), "hooks=SGD(...): pass a list"),  # type: ignore[arg-type]
+    "hooks": (lambda: MonitoredLoop(half, hooks=optimizer()), "hooks=SGD(...): pass a list"),  # type: ignore[arg-type]
     "a hook": (lambda: MonitoredLoop(half, hooks=[MODEL]), "hooks[0]=Sequential(...) is no"),  # type: ignore[list-item]
     "state": (lambda: MonitoredLoop(half, state={"x": MANY}), "state['x']=Tensor(...): must have"),
     "a scaffold": (lambda: MonitoredLoop(half, scaffold=MODEL), "scaffold=Sequential(...): must be"),  # type: ignore[arg-type]
@@ -313,11 +318,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "last_step": (lambda: StopAtStepHook(last_step=MODEL), "last_step=Sequential(...): must be a whole"),  # type: ignore[arg-type]
     "both": (
-        lambda: StopAtStepHook(MODEL, OPTIMIZER),  # type: ignore[arg-type]
+        lambda: StopAtStepHook(MODEL, optimizer()),  # type: ignore[arg-type]
         "StopAtStepHook(num_steps=Sequential(...), last_step=SGD(...)): give one",
     ),
     "periods": (
-        lambda: CheckpointSaverHook("run", MODEL, OPTIMIZER),  # type: ignore[arg-type]
+        lambda: CheckpointSaverHook("run", MODEL, optimizer()),  # type: ignore[arg-type]
         "save_secs=Sequential(...): a period is a number of seconds, 0 or more; pass arguments after the first by name",
     ),
     "seconds": (lambda: StepCounterHook(None, MODEL), "every_n_secs=Sequential(...): a period"),  # type: ignore[arg-type]
@@ -398,7 +403,7 @@ def test_a_default_period_next_to_a_given_one_is_named_as_such(secs: float) -> N
 
 def test_a_large_item_in_a_list_is_printed_as_its_type() -> None:
     with pytest.raises(TypeError, match=r"^optimizer=\[SGD\(\.\.\.\), SGD\(\.\.\.\)\]: must be"):
-        MonitoredLoop(half, MODEL, [OPTIMIZER, OPTIMIZER])  # type: ignore[arg-type]
+        MonitoredLoop(half, MODEL, [optimizer(), optimizer()])  # type: ignore[arg-type]
 
 
 def test_a_class_is_printed_as_a_class() -> None:

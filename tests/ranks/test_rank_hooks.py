@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.fsdp
+from support import dtensors
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import torchhooks.hooks.best
 import torchhooks.summary.histograms
@@ -988,22 +987,22 @@ def test_tensors_on_a_device_are_combined_without_the_host(monkeypatch: pytest.M
     assert in_threads(2, main) == [[[2, 2], 1.0]] * 2
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-def test_a_dtensor_becomes_the_full_tensor_once_in_a_run(group_of_one: None, placement: Any) -> None:
+@pytest.mark.parametrize("placement", ["Shard(0)", "Replicate()"])
+def test_a_dtensor_becomes_the_full_tensor_once_in_a_run(group_of_one: None, placement: str) -> None:
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
-    weight = distribute_tensor(torch.arange(4.0), mesh, [placement])
+    weight = dtensors.distributed(torch.arange(4.0), mesh, placement)
     evaluator = RanksEvaluator(Session(), {"weight": weight})
     one, other = (evaluator.evaluate(["weight"], "a hook")[0] for _ in range(2))
     assert type(one) is torch.Tensor
     assert torch.equal(one, torch.arange(4.0))
-    assert one is other or isinstance(placement, Replicate)
+    assert one is other or placement == "Replicate()"
 
 
 def test_a_sharded_dtensor_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
     session, hook = Session(), Wants("weight")
     session.ranks.hooks_of_some = [hook]
-    evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
+    evaluator = RanksEvaluator(session, {"weight": dtensors.distributed(torch.arange(4.0), mesh)})
     with pytest.raises(FetchError, match=r"asked for a DTensor of shape \(4,\), which all ranks have to evaluate"):
         evaluator.evaluate("weight", hook)
 
@@ -1026,7 +1025,7 @@ def sharded(rank: int) -> list[str]:
     model = torch.nn.Linear(4, 6, bias=False)
     before = model.weight.detach().clone()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    dtensors.fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     results: list[str] = []
 
@@ -1091,12 +1090,12 @@ def counted_in_shards(rank: int) -> list[str]:
         "partial": torch.tensor([2.0, 4.0]),
         "ordinary": torch.tensor([0.25]),
     }
-    parts: dict[str, Any] = {tag: distribute_tensor(whole[tag], mesh, [Shard(0)]) for tag in [*whole][:3]}
-    parts["replicated"] = DTensor.from_local(whole["replicated"], mesh, [Replicate()])
-    parts["partial"] = DTensor.from_local(whole["partial"] / 2, mesh, [Partial()])
+    parts: dict[str, Any] = {tag: dtensors.distributed(whole[tag], mesh) for tag in [*whole][:3]}
+    parts["replicated"] = dtensors.from_local(whole["replicated"], mesh, "Replicate()")
+    parts["partial"] = dtensors.from_local(whole["partial"] / 2, mesh, "Partial()")
     parts["ordinary"] = whole["ordinary"]
     model = torch.nn.Linear(4, 5)
-    torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+    dtensors.fully_shard(model, mesh=mesh)
     whole["parameter"] = model.weight.full_tensor().detach()  # type: ignore[attr-defined]
     ordinary = torch.nn.Linear(5, 1)  # not sharded
     tensors = [whole["parameter"], model.bias.full_tensor().detach(), *ordinary.parameters()]  # type: ignore[attr-defined]
@@ -1111,7 +1110,7 @@ def counted_in_shards(rank: int) -> list[str]:
     def refuse(tensor: Any) -> None:
         raise AssertionError("a full tensor was requested")
 
-    DTensor.full_tensor = refuse  # type: ignore[assignment]  # in this process
+    type(parts["replicated"]).full_tensor = refuse  # in this process
     whole_model = torch.nn.Sequential(model, ordinary)
     with MonitoredLoop(lambda: 1.0, whole_model, hooks=[hook, norm], ranks=Ranks(**QUICK)) as loop:
         loop.run()
@@ -1141,14 +1140,14 @@ def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_ha
     mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
     session, hook = Session(), Wants("weight")
     session.ranks.hooks_of_some = [hook]
-    evaluator = RanksEvaluator(session, {"weight": distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])})
+    evaluator = RanksEvaluator(session, {"weight": dtensors.distributed(torch.arange(4.0), mesh)})
     with pytest.raises(FetchError, match=r"asked for the histogram of a DTensor of shape \(4,\), which all ranks"):
         evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), hook)
 
 
 @pytest.mark.fsdp2
 def test_the_norm_of_dtensors_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
-    model: Any = torch.distributed.fsdp.fully_shard(torch.nn.Linear(1, 1))
+    model: Any = dtensors.fully_shard(torch.nn.Linear(1, 1))
     session, hook = Session(model), Wants(param_norm())
     assert float(param_norm()(model)) == float(session.run(param_norm()))
     session.ranks.hooks_of_some, session.ranks.size = [hook], 2
@@ -1188,7 +1187,7 @@ def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path, size: int) -> None
 
 def sharded_on_the_chief(rank: int) -> str:
     model = torch.nn.Linear(4, 6)
-    torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    dtensors.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
     hooks = [LoggingTensorHook(["weight"], every_n_iter=1)] if rank == 0 else []
     try:
         # After the backward pass, the parameters are sharded.

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -398,6 +397,8 @@ def test_a_value_that_is_not_a_text_is_an_error(value: Any) -> None:
 
 
 def test_a_figure_becomes_an_image(writer: TensorBoardWriter) -> None:
+    from matplotlib.figure import Figure
+
     drawn = Figure(figsize=(2, 1), dpi=50)
     figure("f", "f").write(writer, drawn, 7)
     assert pixels(writer, "f").shape == (50, 100, 3)
@@ -416,6 +417,8 @@ def test_a_figure_is_closed_after_writing_even_if_writing_fails(taker: Notebook)
 
 
 def test_a_figure_needs_no_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     drawn = Figure(figsize=(1, 1))
     assert written(figure("f", "f"), drawn) is drawn
@@ -524,25 +527,36 @@ def test_summaries_in_any_structure_are_written_in_order(shape: Any) -> None:
     assert notebook.points == [("a", 1.5, 7), ("b", 2, 7)]
 
 
-EVERY_KIND = [
-    (scalar("t", "t"), 0.5),
-    (histogram("t", "t"), torch.ones(2)),
-    (image("t", "t"), torch.ones(2, 2)),
-    (text("t", "t"), "word"),
-    (figure("t", "t"), Figure(figsize=(1, 1))),
+def drawn() -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(1, 1))
+
+
+EVERY_KIND: list[tuple[SummaryOp, Callable[[], Any]]] = [
+    (scalar("t", "t"), lambda: 0.5),
+    (histogram("t", "t"), lambda: torch.ones(2)),
+    (image("t", "t"), lambda: torch.ones(2, 2)),
+    (text("t", "t"), lambda: "word"),
+    (figure("t", "t"), drawn),
 ]
+every_kind = pytest.mark.parametrize(
+    ("op", "value"), EVERY_KIND, ids=["scalar", "histogram", "image", "text", "figure"]
+)
 
 
-@pytest.mark.parametrize(("op", "value"), EVERY_KIND, ids=lambda it: type(it).__name__)
-def test_the_wall_time_of_the_run_reaches_the_event_file(writer: TensorBoardWriter, op: SummaryOp, value: Any) -> None:
-    write_summaries(writer, op.compose(value), 7, walltime=1000.5)
+@every_kind
+def test_the_wall_time_of_the_run_reaches_the_event_file(
+    writer: TensorBoardWriter, op: SummaryOp, value: Callable[[], Any]
+) -> None:
+    write_summaries(writer, op.compose(value()), 7, walltime=1000.5)
     assert [(event.step, event.wall_time) for event in events(writer)][1:] == [(7, 1000.5)]
 
 
-@pytest.mark.parametrize(("op", "value"), EVERY_KIND, ids=lambda it: type(it).__name__)
-def test_a_users_writer_is_never_given_more_than_tag_value_and_step(op: SummaryOp, value: Any) -> None:
+@every_kind
+def test_a_users_writer_is_never_given_more_than_tag_value_and_step(op: SummaryOp, value: Callable[[], Any]) -> None:
     gallery = Gallery()
-    write_summaries(gallery, op.compose(value), 7, walltime=1000.5)
+    write_summaries(gallery, op.compose(value()), 7, walltime=1000.5)
     assert [(tag, step) for tag, _, step in gallery.points] == [("t", 7)]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from support.rank_threads import Hub, ThreadRanks, in_threads
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -259,6 +258,8 @@ def test_a_closed_writer_can_be_closed_again_but_not_written_to(run: FakeRun) ->
 
 
 def test_every_kind_of_value_reaches_the_tracker(run: FakeRun) -> None:
+    from matplotlib.figure import Figure
+
     writer = WandbWriter(run=run)
     drawn = Figure(figsize=(1, 1))
     ops: list[tuple[Any, Any]] = [
@@ -487,6 +488,8 @@ def test_wandb_gets_one_call_a_step_with_the_global_step_and_resumes_its_run(tmp
 @wandb_warns
 @pytest.mark.usefixtures("offline")
 def test_wandb_gets_nan_text_and_figures_and_a_failed_run_says_so(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
     def fail() -> None:
         with WandbWriter(tmp_path, project="p") as writer:
             writer.add_scalar("loss", NAN, 1)
@@ -564,6 +567,7 @@ def test_mlflow_gets_one_call_a_step_and_resumes_its_run(
 @mlflow_warns
 def test_mlflow_gets_images_texts_and_figures_and_a_failed_run_says_so(store: str, tmp_path: Path) -> None:
     import mlflow
+    from matplotlib.figure import Figure
 
     def fail() -> None:
         with MlflowWriter(tmp_path / "run", tracking_uri=store) as writer:

@@ -1,0 +1,28 @@
+"""DTensors and FSDP2, imported by the first call, since this takes a second of every collection otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def fully_shard(module: torch.nn.Module, **arguments: Any) -> Any:
+    """Shard the parameters of ``module`` with FSDP2, and return it."""
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(module, **arguments)
+
+
+def distributed(whole: torch.Tensor, mesh: Any, placement: str = "Shard(0)") -> Any:
+    """Return ``whole`` as a DTensor whose placement is written as in Python."""
+    from torch.distributed import tensor
+
+    return tensor.distribute_tensor(whole, mesh, [eval(placement, vars(tensor))])
+
+
+def from_local(local: torch.Tensor, mesh: Any, placement: str = "Shard(0)") -> Any:
+    """Return the DTensor of which this rank has the part ``local``."""
+    from torch.distributed import tensor
+
+    return tensor.DTensor.from_local(local, mesh, [eval(placement, vars(tensor))])
