@@ -621,7 +621,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [each.value for each in ended]
 
 
-@pytest.mark.parametrize(("async_save", "calls"), [(False, CALLS), (True, CALLS[1:6:2])], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("async_save", "calls"),
+    [pytest.param(False, CALLS, marks=pytest.mark.ranks), (True, CALLS[1:6:2])],
+    ids=["sync", "async"],
+)
 def test_a_training_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
     tmp_path: Path, uninterrupted: list[Any], async_save: bool, calls: list[Any]
 ) -> None:
@@ -663,6 +667,7 @@ def start_torchrun(folder: Path, way: str, *options: str, **environment: str) ->
     )
 
 
+@pytest.mark.ranks
 def test_torchrun_restarts_from_the_newest_checkpoint_and_ends_with_the_same_bits(
     tmp_path: Path, uninterrupted: list[Any]
 ) -> None:
@@ -673,6 +678,7 @@ def test_torchrun_restarts_from_the_newest_checkpoint_and_ends_with_the_same_bit
     assert [(tmp_path / f"result-{rank}").read_text() for rank in range(2)] == [repr(each) for each in uninterrupted]
 
 
+@pytest.mark.ranks
 def test_a_signal_to_torchrun_ends_with_a_whole_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
     agent = start_torchrun(tmp_path, "signal")
     deadline = time.monotonic() + 120
@@ -819,7 +825,9 @@ SHARDED_CALLS = [
 
 @pytest.mark.fsdp2
 @pytest.mark.parametrize(
-    ("async_save", "calls"), [(False, SHARDED_CALLS), (True, SHARDED_CALLS[1:5:3])], ids=["sync", "async"]
+    ("async_save", "calls"),
+    [pytest.param(False, SHARDED_CALLS, marks=pytest.mark.ranks), (True, SHARDED_CALLS[1:5:3])],
+    ids=["sync", "async"],
 )
 def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
     tmp_path: Path, uninterrupted_fsdp: list[Any], async_save: bool, calls: list[Any]
@@ -875,7 +883,10 @@ def chief_is_killed_in_a_save(rank: int, folder: str, wrapped: str, async_save: 
 
 
 @pytest.mark.fsdp2
-@pytest.mark.parametrize(("wrapped", "async_save"), [("ddp", False), ("fsdp", False), ("fsdp", True)])
+@pytest.mark.parametrize(
+    ("wrapped", "async_save"),
+    [("ddp", False), pytest.param("fsdp", False, marks=pytest.mark.ranks), ("fsdp", True)],
+)
 def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
     tmp_path: Path, wrapped: str, async_save: bool
 ) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.fx
 import torch.optim.swa_utils
 import torch.utils.checkpoint
@@ -736,7 +735,9 @@ def test_a_class_with_a_deepcopy_of_an_instance_keeps_it() -> None:
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
-    with torch._inductor.config.patch(compile_threads=1):  # worker processes would outlive the test
+    from torch._inductor import config  # takes a second
+
+    with config.patch(compile_threads=1):  # worker processes would outlive the test
         yield
     torch.compiler.reset()
 
@@ -864,6 +865,7 @@ def test_watching_a_compiled_step_does_not_recompile_it_each_time() -> None:
     assert len(compilations) <= 2
 
 
+@pytest.mark.compile
 @compiled
 def test_with_the_default_compiler_a_model_gives_its_parameters_outputs_and_gradients() -> None:
     model: Any = torch.compile(Net())

@@ -97,8 +97,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
     return values_of(start(tmp_path_factory.mktemp("uninterrupted")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["step", "data"])
+@pytest.mark.parametrize(
+    ("number", "where"),
+    [
+        (signal.SIGINT, "step"),
+        (signal.SIGTERM, "data"),
+        pytest.param(signal.SIGINT, "data", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGTERM, "step", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_state_is_saved_and_resumed_exactly(
     number: signal.Signals, where: str, tmp_path: Path, uninterrupted: str
 ) -> None:

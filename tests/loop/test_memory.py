@@ -101,6 +101,7 @@ def test_many_steps_with_all_hooks_leave_no_objects_behind(tmp_path: Path) -> No
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say in /proc how much it gave")
 def test_a_hundred_thousand_steps_with_all_hooks_leave_the_process_as_big_as_it_was(tmp_path: Path) -> None:

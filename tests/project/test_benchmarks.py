@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,23 +31,25 @@ class Ran(NamedTuple):
     document: dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def all_ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
-    folder = tmp_path_factory.mktemp("results")
-    processes = {
-        name: scripts.start(ROOT / "benchmarks" / f"{name}.py", folder / name, *arguments, "--results", str(folder))
-        for name, arguments in ARGUMENTS.items()
-    }
-    for process in processes.values():
+SLOW = "checkpoint", "gpu", "ranks"
+
+
+@functools.cache
+def run(name: str) -> Ran:
+    """Run a benchmark in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, name)
+        arguments = *ARGUMENTS[name], "--results", folder
+        process = scripts.start(ROOT / "benchmarks" / f"{name}.py", output, *arguments)
         process.join()
-    printed = {name: (folder / name).read_text() for name in ARGUMENTS}
-    assert {name: printed[name] for name, process in processes.items() if process.exitcode} == {}
-    return {name: Ran(out, json.loads((folder / f"{name}.json").read_text())) for name, out in printed.items()}
+        printed = output.read_text()
+        assert process.exitcode == 0, printed
+        return Ran(printed, json.loads(output.with_suffix(".json").read_text()))
 
 
-@pytest.fixture(params=ARGUMENTS)
-def ran(request: pytest.FixtureRequest, all_ran: dict[str, Ran]) -> Ran:
-    return all_ran[request.param]
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ARGUMENTS])
+def ran(request: pytest.FixtureRequest) -> Ran:
+    return run(request.param)
 
 
 def test_a_benchmark_prints_every_budget_and_whether_it_was_met(ran: Ran) -> None:
@@ -58,6 +62,7 @@ def test_a_benchmark_records_the_machine(ran: Ran) -> None:
     assert {"cpu", "cores", "python", "torch"} <= ran.document["machine"].keys()
 
 
+@pytest.mark.slow
 def test_the_first_hour_on_a_gpu_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
     parts = ["tests", "streams", "saving", "in_place", "lost"]
     command = [sys.executable, str(ROOT / "benchmarks" / "first_hour_on_a_gpu.py"), "--only", *parts]

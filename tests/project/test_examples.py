@@ -209,6 +209,7 @@ def printed_by_torchrun() -> dict[str, str]:
     return printed
 
 
+@pytest.mark.ranks
 @pytest.mark.fsdp2
 def test_ddp_logs_the_loss_of_all_ranks_once(printed_by_torchrun: dict[str, str]) -> None:
     losses = re.findall(r"^INFO:torchhooks:loss = (\S+)", printed_by_torchrun["ddp"], re.MULTILINE)
@@ -216,6 +217,7 @@ def test_ddp_logs_the_loss_of_all_ranks_once(printed_by_torchrun: dict[str, str]
     assert float(losses[-1]) < float(losses[0])
 
 
+@pytest.mark.ranks
 @pytest.mark.fsdp2
 def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: dict[str, str]) -> None:
     logged = re.findall(r"gradient norm = (\S+), loss = (\S+)", printed_by_torchrun["fsdp2"])
@@ -223,6 +225,7 @@ def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: dict
     assert float(logged[-1][1]) < float(logged[0][1])
 
 
+@pytest.mark.ranks
 @pytest.mark.fsdp2
 def test_fsdp2_has_the_same_final_values_on_all_ranks(printed_by_torchrun: dict[str, str]) -> None:
     # Not line by line: where output is not buffered, print() writes the newline by itself, and ranks print at once.
@@ -265,14 +268,17 @@ def printed_by_resume() -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_resume_is_ended_by_sigterm_and_started_again(printed_by_resume: str) -> None:
     assert re.findall("exit code (.*)", printed_by_resume) == ["0", "-15", "0"]
 
 
+@pytest.mark.slow
 def test_resume_ends_with_the_same_bits_as_an_uninterrupted_run(printed_by_resume: str) -> None:
     assert "Bit-identical: classes, global_step, model, optimizer, position, random, scheduler.\n" in printed_by_resume
 
 
+@pytest.mark.slow
 def test_resume_ends_at_the_same_loss_as_an_uninterrupted_run(printed_by_resume: str) -> None:
     assert len(set(re.findall("loss (.*) at step 300", printed_by_resume))) == 1
 

@@ -140,7 +140,9 @@ def fast_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
+@pytest.mark.parametrize(
+    "first", [0, 50, *(pytest.param(first, marks=pytest.mark.exhaustive) for first in range(100, 300, 50))]
+)
 def test_random_schedules_end_the_same_on_all_ranks(first: int, fast_switches: None) -> None:
     ends = {check(Schedule.drawn(seed)) for seed in range(first, first + 50)}
     assert ends == {"stopped", "failed"}
@@ -947,7 +949,7 @@ def with_signals_ignored(rank: int, function: Callable[..., Any], *arguments: An
     return function(rank, *arguments)
 
 
-@pytest.mark.parametrize(("size", "seed"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "seed"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.ranks)])
 def test_every_rank_makes_the_same_last_run(tmp_path: Path, size: int, seed: int) -> None:
     ended = run_ranks(tmp_path, size, with_signals_ignored, many_schedules, size, seed)
     assert [each.code for each in ended] == [0] * size, ended[0].output
@@ -997,7 +999,7 @@ def one_goes(rank: int, way: str, folder: str) -> str:
         ("raise", "1, 4: ValueError: boom", 1),
         ("kill", "1, 3: ", -signal.SIGKILL),
         ("exit", "1, 4: SystemExit: 3", 3),
-        ("exit at once", "1, 3: ", 3),
+        pytest.param("exit at once", "1, 3: ", 3, marks=pytest.mark.ranks),
         ("break", "1, 3: left the loop", 0),
         ("fewer", "1, 3: came to the end of its data", 0),
     ],
@@ -1039,6 +1041,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_frozen_rank_ends_the_others_with_code_70_where_a_collective_blocks(tmp_path: Path) -> None:
     thawer = threading.Thread(target=thaw_after, args=(tmp_path, [0]))
@@ -1115,7 +1118,7 @@ def only_on(rank: int, lonely: int, hold: str) -> str:
     return "created"
 
 
-@pytest.mark.parametrize("lonely", [0, 1])
+@pytest.mark.parametrize("lonely", [0, pytest.param(1, marks=pytest.mark.ranks)])
 def test_a_loop_on_one_rank_only_is_an_error_after_a_bounded_time(tmp_path: Path, lonely: int) -> None:
     ended = run_ranks(tmp_path, 2, only_on, lonely, str(tmp_path / "hold"))
     assert f"rank {lonely} created a MonitoredLoop, but not every one of the 2 ranks did so within 1 s" in (
@@ -1166,6 +1169,7 @@ def attempt(rank: int, port: int, dies: bool) -> int:
     return loop.global_step
 
 
+@pytest.mark.ranks
 def test_a_restart_works_with_a_store_that_keeps_its_keys(tmp_path: Path) -> None:
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for number, dies in enumerate([True, False]):
