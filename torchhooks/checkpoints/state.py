@@ -313,8 +313,8 @@ def _as_dict(value: Any) -> Any:
 
 def _check_schedulers(session: SessionLike, parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Log a warning, once, if an optimizer has a scheduler, and nothing in ``state`` is the state of one."""
-    groups = [group for part in parts.values() for group in getattr(part, "param_groups", ())]
-    if "scheduler" in session.warned or not any("initial_lr" in group for group in groups):
+    optimizers = [part for part in parts.values() if hasattr(part, "param_groups")]
+    if "scheduler" in session.warned or not any(map(_has_scheduler, optimizers)):
         return
     others = {name: part for name, part in parts.items() if name != "model" and not hasattr(part, "param_groups")}
     # A scheduler of another library, such as timm's, may have no last_epoch, but it has its optimizer.
@@ -325,6 +325,16 @@ def _check_schedulers(session: SessionLike, parts: Mapping[str, Any], state: Map
         "the optimizer has a learning-rate scheduler, whose state is not in the checkpoints: a resumed training run "
         'would start the schedule over. Give the loop state={"scheduler": scheduler}'
     )
+
+
+def _has_scheduler(optimizer: Any) -> bool:
+    """Return whether a scheduler of torch has wrapped the ``step`` of ``optimizer``.
+
+    The ``initial_lr`` of its groups would not do: it is also in the state of an optimizer that once had a scheduler.
+    """
+    while hasattr(optimizer, "optimizer"):  # a wrapper of Accelerate or Fabric
+        optimizer = optimizer.optimizer
+    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")  # torch 2.7 to 2.13
 
 
 def _has_key(value: Any, key: str) -> bool:
