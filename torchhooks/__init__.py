@@ -67,6 +67,7 @@ from torchhooks.lifecycle.hook import (
 )
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.loop.monitored_loop import MonitoredLoop, StepContext
+from torchhooks.position.variables import Variables
 from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary.json_lines import JsonLinesWriter
 from torchhooks.summary.operations import SummaryWriter, SummaryWriterCache
@@ -143,6 +144,7 @@ __all__ = [
     "SummaryWriter",
     "SummaryWriterCache",
     "TorchHooksError",
+    "Variables",
     "WandbWriter",
     "best_checkpoint",
     "grad_norm",

@@ -49,6 +49,7 @@ from torchhooks.common.random_states import random_states
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
 from torchhooks.position.position import Position
+from torchhooks.position.variables import Variables
 from torchhooks.ranks.dtensors import is_sharded, reshard
 from torchhooks.ranks.ranks import LoopRanks
 
@@ -317,6 +318,7 @@ def _check_schedulers(session: SessionLike, parts: Mapping[str, Any], state: Map
     if "scheduler" in session.warned or not any(map(_has_scheduler, optimizers)):
         return
     others = {name: part for name, part in parts.items() if name != "model" and not hasattr(part, "param_groups")}
+    others = {name: part for name, part in others.items() if not isinstance(part, Variables)}  # with names of the user
     # A scheduler of another library, such as timm's, may have no last_epoch, but it has its optimizer.
     if any(hasattr(part, "optimizer") or _has_key(state[name], "last_epoch") for name, part in others.items()):
         return
