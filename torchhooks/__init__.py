@@ -22,7 +22,14 @@ is, without what happens on errors:
 import typing
 
 from torchhooks import summary
-from torchhooks.checkpoints.saver import Saver, best_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
+from torchhooks.checkpoints.saver import (
+    Saver,
+    best_checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    load_weights,
+    read_metadata,
+)
 from torchhooks.common.errors import (
     AbortedError,
     CheckpointError,
@@ -150,6 +157,7 @@ __all__ = [
     "grad_norm",
     "latest_checkpoint",
     "list_checkpoints",
+    "load_weights",
     "over_ranks",
     "param_norm",
     "read_metadata",

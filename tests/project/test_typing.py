@@ -100,6 +100,7 @@ def newest(folder: Path) -> str | None:
     try:
         assert_type([checkpoint.step for checkpoint in list_checkpoints(folder)], list[int])
         assert_type(read_metadata(folder / "model.ckpt-3"), dict[str, Any])
+        missing: list[str] = load_weights(folder, model, strict=False).missing_keys
         return best_checkpoint(folder / "best") or latest_checkpoint(folder)
     except (DamagedCheckpointError, CheckpointError):
         return None
@@ -280,6 +281,7 @@ MonitoredLoop(step, hooks=[IsNoHook()])  # E: list-item
 MonitoredLoop(step, hooks=StopAtStepHook(3))  # E: arg-type
 MonitoredLoop(step, state={"best": 3})  # E: dict-item
 MonitoredLoop(step, metadata=[3])  # E: arg-type
+load_weights("run", {"weight": 3})  # E: arg-type
 Variables(pickled=3)  # E: arg-type
 Variables({"best": 3})  # E: call-arg
 text: str = loop.run(1.0)  # E: assignment

@@ -241,7 +241,7 @@ def compare(
             continue
         if isinstance(part, torch.nn.Module):
             saved = {**saved, name: renamed(part, saved[name])}
-            misfits += [f"{name}: {misfit}" for misfit in _compare_module(name, part, saved[name])]
+            misfits += [f"{name}: {misfit}" for misfit in compare_module(name, part, saved[name])]
         elif isinstance(part, _OF_ONE_CLASS) and (misfit := _compare_class(name, part, saved)):
             misfits.append(f"{name}: {misfit}")
             continue
@@ -429,7 +429,7 @@ def _type_of(value: object) -> str:
     return "of type " + f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def _compare_module(name: str, module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
+def compare_module(name: str, module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
     """Return what does not match, and remove from ``state`` the tensors that cannot be loaded as they are.
 
     torch does not load tensors of another shape, loads nothing into the meta device, and rounds to the module's dtype.
