@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchhooks.checkpoints.changes import StateMark
+from torchhooks.checkpoints.claim import take_back
 from torchhooks.checkpoints.files import (
     Checkpoint,
     Folder,
@@ -207,8 +208,13 @@ class Saver:
             CheckpointError: it does not match the session, or could run code.
         """
         checkpoint = os.fspath(path)
+
+        def choose() -> tuple[str, dict[str, Any]]:
+            take_back(os.path.dirname(checkpoint) or os.curdir)
+            return checkpoint, read_for(checkpoint, session)
+
         self.wait_for_all(session)
-        self._restore(session, lambda: (checkpoint, read_for(checkpoint, session)))
+        self._restore(session, choose)
 
     def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each one that is.
