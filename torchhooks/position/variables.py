@@ -131,7 +131,8 @@ class Variables:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in Variables.__slots__:
-            _check_name(name)
+            if name not in self.__dict__:
+                _check_name(name)
             if name not in self._pickled and (problem := _problem(value)) is not None:
                 raise TypeError(_message(name, problem))
         object.__setattr__(self, name, value)
