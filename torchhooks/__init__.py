@@ -22,7 +22,14 @@ is, without what happens on errors:
 import typing
 
 from torchhooks import summary
-from torchhooks.checkpoints.saver import Saver, best_checkpoint, latest_checkpoint, list_checkpoints, read_metadata
+from torchhooks.checkpoints.saver import (
+    Saver,
+    best_checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    load_weights,
+    read_metadata,
+)
 from torchhooks.common.errors import (
     AbortedError,
     CheckpointError,
@@ -67,6 +74,7 @@ from torchhooks.lifecycle.hook import (
 )
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.loop.monitored_loop import MonitoredLoop, StepContext
+from torchhooks.position.variables import Variables
 from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary.json_lines import JsonLinesWriter
 from torchhooks.summary.operations import SummaryWriter, SummaryWriterCache
@@ -145,11 +153,13 @@ __all__ = [
     "SummaryWriter",
     "SummaryWriterCache",
     "TorchHooksError",
+    "Variables",
     "WandbWriter",
     "best_checkpoint",
     "grad_norm",
     "latest_checkpoint",
     "list_checkpoints",
+    "load_weights",
     "over_ranks",
     "param_norm",
     "read_metadata",

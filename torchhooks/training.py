@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import TypeVar
 
-from torchhooks.checkpoints.files import Seals, list_again
+from torchhooks.checkpoints.files import Seals, list_again, split_checkpoint
 from torchhooks.common.checks import seconds
 from torchhooks.common.errors import CheckpointError, add_note
 from torchhooks.common.log import logger, show_lines
@@ -93,7 +93,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         step: the training step, a function. Without it, runs are made with ``loop.step()``.
         model: the module to save and restore, whose parameters and submodules hooks can fetch.
         optimizer: the optimizer to save and restore, whose learning rate hooks can fetch.
-        checkpoint_dir: the folder that checkpoints are restored from and saved to. Without it, neither is done.
+        checkpoint_dir: the folder that checkpoints are restored from and saved to. Without it, neither is done. A
+            checkpoint, such as ``"run/model.ckpt-600"``, is restored itself, and others are saved to its folder.
         hooks: the hooks to add to the default ones.
         chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints. With
             several ranks, they are due by the chief's clock, and cannot fetch what needs every rank. Those that save
@@ -141,19 +142,20 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         savers = [hook for hook in chief_only if getattr(hook, "saves_checkpoints", False)]
         chief_only = [hook for hook in chief_only if hook not in savers]
         given = [*savers, *given]
+    saved_to, chosen = (None, None) if checkpoint_dir is None else split_checkpoint(os.fspath(checkpoint_dir))
     elsewhere = () if is_chief else check_hook_states(_states_first(chief_only))
     if is_chief or ranks.size > 1:
-        folder = checkpoint_dir if summary_dir is None else summary_dir
+        folder = saved_to if summary_dir is None else summary_dir
         defaults: list[SessionRunHook] = []
         if counting:
             defaults.append(StepCounterHook(log_step_count_steps, output_dir=folder))
         if summaries and folder is not None:
             defaults.append(SummarySaverHook(**summaries, output_dir=folder, scaffold=scaffold))
-        if checkpoints and checkpoint_dir is not None:
-            defaults.append(CheckpointSaverHook(checkpoint_dir, **checkpoints, scaffold=scaffold))
+        if checkpoints and saved_to is not None:
+            defaults.append(CheckpointSaverHook(saved_to, **checkpoints, scaffold=scaffold))
         given = _states_first([*(chief_only if is_chief else ()), *defaults, *given])
-    elif checkpoint_dir is not None:
-        _wait_for_chief(os.fspath(checkpoint_dir), longest_wait)
+    elif saved_to is not None and chosen is None:
+        _wait_for_chief(saved_to, longest_wait)
     return _Loop(
         elsewhere,
         chief_only,

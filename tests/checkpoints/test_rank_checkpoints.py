@@ -325,7 +325,7 @@ def test_another_number_of_ranks_restores_what_all_have_in_common(
     by = "1 process" if saved_by == 1 else f"{saved_by} ranks"
     assert [text for level, text in lines if level == "WARNING"] == [
         f"{tmp_path}/model.ckpt-3 was saved by {by} and is restored by {restored_by} ranks: random states, gradients, "
-        "the position in the data, and the states of hooks and loaders start as the script set them"
+        "the position in the data, and the states of hooks, loaders and Variables start as the script set them"
     ]
 
 

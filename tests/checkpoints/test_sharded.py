@@ -31,6 +31,7 @@ from torchhooks import (
     grad_norm,
     latest_checkpoint,
     list_checkpoints,
+    load_weights,
     read_metadata,
 )
 from torchhooks.__main__ import main
@@ -105,6 +106,17 @@ def test_a_state_is_restored_sharded_or_whole(
     assert contents(after) == contents(before)
     assert after.global_step == 3
     assert contents(after)["optimizer"]["0"]["step"] == 1
+
+
+@pytest.mark.parametrize("from_shards", [True, False])
+@pytest.mark.parametrize("to_shards", [True, False])
+def test_weights_are_loaded_sharded_or_whole(tmp_path: Path, from_shards: bool, to_shards: bool) -> None:
+    before, after = make_session(3, from_shards), make_session(0, to_shards)
+    path = Saver().save(before, tmp_path / "model.ckpt", 3)
+    assert after.model is not None
+    for given in (path, tmp_path):
+        load_weights(given, after.model)
+        assert contents(after)["model"] == contents(before)["model"]
 
 
 def train(folder: Path, last_step: int, reduces: tuple[str, ...], shards: bool = True, async_save: bool = False) -> Any:

@@ -105,8 +105,7 @@ class OtherLibrarys:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
+        lr_scheduler.StepLR(optimizer, 1)  # which it uses inside
 
     def state_dict(self) -> dict[str, Any]:
         return {"metric": 0.5}
@@ -139,7 +138,7 @@ def test_a_scheduler_in_the_state_is_no_warning(
 ) -> None:
     optimizer = make_optimizer()
     part = make(optimizer)
-    assert "initial_lr" in optimizer.param_groups[0]
+    assert hasattr(optimizer.step, "_wrapped_by_lr_sched")
     train(tmp_path, optimizer, state={"any name": part})
     assert forgotten(lines) == []
 
@@ -164,6 +163,36 @@ def test_reduce_on_plateau_and_no_scheduler_are_no_warning(tmp_path: Path, lines
     lr_scheduler.ReduceLROnPlateau(optimizer)
     train(tmp_path / "c", optimizer)
     assert forgotten(lines) == []
+
+
+def test_an_optimizer_that_once_had_a_scheduler_is_no_warning(tmp_path: Path, lines: Lines) -> None:
+    earlier, optimizer = make_optimizer(), make_optimizer()
+    lr_scheduler.StepLR(earlier, 1)
+    optimizer.load_state_dict(earlier.state_dict())
+    assert "initial_lr" in optimizer.param_groups[0]
+    train(tmp_path, optimizer)
+    assert forgotten(lines) == []
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Passes everything on to another optimizer, like Accelerate's wrapper."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_the_scheduler_of_a_wrapped_optimizer_counts(tmp_path: Path, lines: Lines) -> None:
+    optimizer = make_optimizer()
+    lr_scheduler.StepLR(optimizer, 1)
+    train(tmp_path, Wrapped(optimizer))
+    assert forgotten(lines) == [FORGOTTEN]
 
 
 def test_without_checkpoints_there_is_no_warning(lines: Lines) -> None:

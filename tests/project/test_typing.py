@@ -100,6 +100,7 @@ def newest(folder: Path) -> str | None:
     try:
         assert_type([checkpoint.step for checkpoint in list_checkpoints(folder)], list[int])
         assert_type(read_metadata(folder / "model.ckpt-3"), dict[str, Any])
+        missing: list[str] = load_weights(folder, model, strict=False).missing_keys
         return best_checkpoint(folder / "best") or latest_checkpoint(folder)
     except (DamagedCheckpointError, CheckpointError):
         return None
@@ -123,6 +124,7 @@ wandb_writer: SummaryWriter = WandbWriter(Path("run"), project="mnist")
 mlflow_writer: SummaryWriter = MlflowWriter("run", tracking_uri="sqlite:///mlflow.db", experiment="mnist")
 norms = StepCounterHook(tokens_per_step="tokens", flops_per_step="measure", summary_writer=[wandb_writer, curves])
 norm_ops = {"grad": grad_norm(), "param": param_norm()}
+variables: Stateful = Variables(best=0.5, hidden=None, pickled=["envs"])
 
 
 def step(inputs: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> Outputs:
@@ -174,6 +176,14 @@ def step_fn(step_context: StepContext[Outputs]) -> int:
     assert_type(step_context.run_with_hooks(torch.ones(2), torch.ones(1)), Outputs)
     assert_type(step_context.session, Session)
     return 3
+
+
+def remember(best: float) -> float:
+    own = Variables(best=best)
+    own.later = [torch.ones(1)]
+    assert_type(own.best, Any)
+    lowest: float = own.best
+    return lowest
 
 
 def stopping(step_context: StepContext[Outputs]) -> int:
@@ -271,6 +281,9 @@ MonitoredLoop(step, hooks=[IsNoHook()])  # E: list-item
 MonitoredLoop(step, hooks=StopAtStepHook(3))  # E: arg-type
 MonitoredLoop(step, state={"best": 3})  # E: dict-item
 MonitoredLoop(step, metadata=[3])  # E: arg-type
+load_weights("run", {"weight": 3})  # E: arg-type
+Variables(pickled=3)  # E: arg-type
+Variables({"best": 3})  # E: call-arg
 text: str = loop.run(1.0)  # E: assignment
 loop.until_stop(3)  # E: arg-type
 for item in loop.until_stop([1, 2]):

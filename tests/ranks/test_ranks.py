@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import math
 import os
@@ -860,6 +861,7 @@ def test_a_rank_logs_as_such_until_its_last_loop_is_closed(
 def test_one_of_several_ranks_that_is_alone_in_its_loop_makes_no_tensor_whole(
     group_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    importlib.import_module("torch.distributed.tensor")  # without it, there are no DTensors
     assert Ranks().may_have_dtensors
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     assert Ranks().may_have_dtensors

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -56,6 +57,7 @@ from torchhooks import (
     SessionRunValues,
     StepContext,
     StopAtStepHook,
+    Variables,
 )
 from torchhooks.common.files import Disk
 from torchhooks.testing import plain
@@ -932,6 +934,21 @@ def scheduler_on_a_loss_in_a_variable(job: Job) -> None:
             job.saw(total)
 
 
+@pattern()
+def scheduler_on_a_loss_in_variables(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
+    variables = Variables(best=math.inf)
+    with job.loop(state={"plateau": plateau, "vars": variables}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            variables.total = 0.0
+            for batch in loop.until_stop(loader):
+                variables.total += loop.run(batch).item()
+            plateau.step(variables.total)
+            variables.best = min(variables.best, variables.total)
+            job.saw(variables.best)
+
+
 # -- what else the body does ------------------------------------------------------------------------------------------
 
 
@@ -1113,6 +1130,26 @@ def replay_buffer(job: Job) -> None:
         for _ in loop.until_stop(range(STEPS)):
             buffer.values.append(torch.randn(1))
             loop.run(torch.stack([random.choice(buffer.values) for _ in range(2)]))
+
+
+class Environment:
+    """Moves a point by random numbers of a generator of its own, and by what a policy says."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator, self.place = np.random.default_rng(seed), 0.0
+
+    def move(self, action: float) -> Tensor:
+        self.place += 0.1 * action + float(self.generator.standard_normal())
+        return torch.tensor([[self.place]])
+
+
+@pattern()
+def environment_in_variables(job: Job) -> None:
+    variables = Variables(env=Environment(job.seed), seen=torch.zeros(1, 1), pickled=["env"])
+    with job.loop(state={"vars": variables}) as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            loss = loop.run(variables.seen)
+            variables.seen = variables.env.move(loss.item())
 
 
 @pattern()

@@ -65,6 +65,7 @@ _CHECKSUM_LENGTH = len(b"00000000\n")
 _HEADER = struct.Struct("<26xHH")  # of a zip record; it ends in the lengths of the name and the extra field after it
 _MAGIC = b"PK\x03\x04"  # of a zip record
 _FIRST_RECORD = b"archive/data.pkl"  # torch.save names it after the file, but a Saver's has no name
+_OF_SHARDS = "rank-0.pt"  # in every folder that is a checkpoint
 _MOST_WARNINGS = 8  # in one look at a folder, which may have thousands of files that others have named like checkpoints
 
 
@@ -531,6 +532,33 @@ def list_again(folder: str, seals: Seals) -> list[Checkpoint]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}. Make it readable.") from error
+
+
+def split_checkpoint(path: str) -> tuple[str, str | None]:
+    """Return a folder of checkpoints, and the name of the one in it that ``path`` is; ``None`` if it is the folder.
+
+    What does not exist is a checkpoint if its name ends like ``.ckpt-700``, or if others of its name are there.
+    """
+    folder, name = os.path.split(path.rstrip(os.sep))
+    folder = folder or (os.sep if path.startswith(os.sep) else os.curdir)
+    if os.path.isdir(path):
+        is_one = has_manifest(path) or (bool(_NAME.fullmatch(name)) and os.path.exists(os.path.join(path, _OF_SHARDS)))
+    elif os.path.lexists(path):
+        is_one = True
+    else:
+        prefix, _, step = name.rpartition("-")
+        others = _names(folder) if os.path.isdir(folder) and bool(_NAME.fullmatch(name)) else []
+        named_alike = (os.path.join(folder, other) for other in others if other.rpartition("-")[0] == prefix)
+        is_one = (prefix.endswith(".ckpt") and step.isdecimal()) or any(map(_is_sealed, named_alike))
+    return (folder, name) if is_one else (path, None)
+
+
+def _is_sealed(path: str) -> bool:
+    try:
+        read_seal(path)
+    except DamagedCheckpointError:
+        return False
+    return True
 
 
 def is_checkpoint_name(prefix: str) -> bool:

@@ -279,7 +279,7 @@ def read_for_all(
     if not is_whole and leads(ranks):
         logger.warning(
             "%s was saved by %s and is restored by %s: random states,%s the position in the data, and the states of "
-            "hooks and loaders start as the script set them",
+            "hooks, loaders and Variables start as the script set them",
             path,
             _number(1 + len(saved.get("ranks", []))),
             _number(ranks.size),

@@ -1,18 +1,26 @@
-"""Reading checkpoints without a Saver: the newest, the best, the metadata of one, all of its contents."""
+"""Reading checkpoints without a Saver: the newest, the best, the metadata or weights of one, all of its contents."""
 
 from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
-from torchhooks.checkpoints.files import Checkpoint, list_checkpoints, verify
+from torchhooks.checkpoints.claim import take_back
+from torchhooks.checkpoints.files import Checkpoint, has_checkpoints, list_checkpoints, verify
+from torchhooks.checkpoints.manifest import has_manifest
 from torchhooks.checkpoints.per_rank import load_part, read_folder
-from torchhooks.checkpoints.state import SessionLike
+from torchhooks.checkpoints.rollback import Rollback
+from torchhooks.checkpoints.sharded import like_own, renamed
+from torchhooks.checkpoints.state import SessionLike, compare_module
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, brief, interrupt_in
 from torchhooks.common.log import logger
+from torchhooks.common.text import shortened, shown
+from torchhooks.ranks.dtensors import reshard
 
 _Path = str | os.PathLike[str]
 
@@ -90,6 +98,109 @@ def read_metadata(path: _Path) -> dict[str, Any]:
     return cast("dict[str, Any]", saved.get("metadata", {}))
 
 
+def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _IncompatibleKeys:
+    """Load the weights of a checkpoint into ``model``, without a loop, and return what ``model.load_state_dict`` does.
+
+    >>> with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run") as loop:
+    ...     loss = loop.run(batches[0])
+    saving a checkpoint of step 0 into run
+    saving a checkpoint of step 1 into run
+    >>> for_inference = torch.nn.Linear(4, 1)
+    >>> load_weights("run", for_inference)
+    loaded the weights of step 1 from run/model.ckpt-1
+    <All keys matched successfully>
+    >>> torch.equal(for_inference.weight, model.weight)
+    True
+
+    ``path`` is a checkpoint, or a folder of checkpoints, whose newest undamaged one is used. To load the best, pass
+    ``best_checkpoint("run/best")``.
+
+    The names of the weights are compared without what DistributedDataParallel and ``torch.compile`` put before them.
+    The checkpoint may have been written by one process or by several ranks, and ``model`` may have DTensors, as FSDP2
+    makes them: each rank calls this then. Weights are loaded to the devices of those in the model. Everything is
+    checked before anything is loaded.
+
+    Args:
+        path: the checkpoint, ``"run/model.ckpt-700"``, or the folder.
+        model: the model. Its mode, :meth:`~torch.nn.Module.train` or :meth:`~torch.nn.Module.eval`, stays.
+        strict: whether weights that only the model or only the checkpoint has, or that have another shape or a dtype
+            which cannot hold the values, are an error. Otherwise those that match are loaded, and a warning names the
+            others, which are also in the ``missing_keys`` and ``unexpected_keys`` of what is returned.
+
+    Raises:
+        TypeError: ``path`` is not a path, or ``model`` not a module.
+        DamagedCheckpointError: the checkpoint is missing or damaged.
+        CheckpointError: the folder has no checkpoint, the checkpoint has no model, or it does not match.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"load_weights({shown(path)}, {shown(model)}): pass the path of a checkpoint or of a folder of them, and "
+            "a torch.nn.Module"
+        )
+    found, saved = _at(os.fspath(path))
+    if "model" not in saved:
+        raise CheckpointError(
+            f"{found} has no model, only {shortened([repr(name) for name in saved])}: the loop that wrote it was not "
+            "given one. Give the loop the model, or read other entries with torch.load(path, weights_only=True)"
+        )
+    reshard(model)
+    state = renamed(model, saved["model"])
+    misfits = compare_module("model", model, state)
+    if misfits:
+        report = "\n  ".join([f"{found} does not match the model:", *misfits])
+        if strict:
+            raise CheckpointError(f"{report}\nMake them match, or load what matches with strict=False.")
+        logger.warning("%s\nThe rest is loaded.", report)
+    rollback = Rollback({"model": model}, None)
+    try:
+        result: _IncompatibleKeys = model.load_state_dict(like_own(model, state), strict=strict)
+    except BaseException as error:
+        rollback.put_back(error)
+        raise
+    logger.info("loaded the weights of step %d from %s", saved["global_step"], found)
+    return result
+
+
+def _at(path: str) -> tuple[str, dict[str, Any]]:
+    """Return the path and the contents of the checkpoint at ``path``, or of the newest one in the folder ``path``."""
+    if not os.path.isdir(path) or has_manifest(path):
+        try:
+            verify(path)
+        except DamagedCheckpointError as error:
+            raise DamagedCheckpointError(
+                f"{error} Pass an undamaged checkpoint, or its folder for the newest one. A file of "
+                "torch.save(model.state_dict()) is loaded with model.load_state_dict(torch.load(path))"
+            ) from error
+        return path, load_file(path, mmap=True)
+    found = read_newest(path, load=lambda path: load_file(path, mmap=True))
+    if found is None:
+        raise CheckpointError(f"{path} has no checkpoint: pass a folder that a Saver has written to, or a checkpoint")
+    return found
+
+
+def read_newest(directory: _Path, load: Callable[[str], dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
+    """Return the path of the newest checkpoint that is not damaged, and what ``load(path)`` returns for it.
+
+    Logs a warning for each one that is damaged. Returns ``None`` if there is none at all.
+
+    Raises:
+        CheckpointError: all of them are damaged.
+    """
+    take_back(os.fspath(directory))
+    for checkpoint in reversed(list_checkpoints(directory)):
+        try:
+            verify(checkpoint.path)
+            return checkpoint.path, load(checkpoint.path)
+        except DamagedCheckpointError as error:
+            logger.warning("%s It is skipped.", error)
+    if has_checkpoints(directory):
+        raise CheckpointError(
+            f"{os.fspath(directory)} has checkpoints, but all of them are damaged; the log says how. To start over,"
+            " move them away, or choose another folder."
+        )
+    return None
+
+
 def read_checkpoint(path: _Path) -> dict[str, Any]:
     """Return the contents of the checkpoint at ``path``, a file or a folder, with whole tensors on the CPU.
 
@@ -128,12 +239,15 @@ def read_for(path: str, session: SessionLike | None = None) -> dict[str, Any]:
     return load_file(path, session)
 
 
-def load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
-    """Return what :func:`read_for` does, without a check of the checksum."""
+def load_file(path: str, session: SessionLike | None = None, *, mmap: bool = False) -> dict[str, Any]:
+    """Return what :func:`read_for` does, without a check of the checksum.
+
+    With ``mmap``, a tensor of a file is read from it when it is used.
+    """
     try:
         if os.path.isdir(path):
             return read_folder(session, path)
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except DamagedCheckpointError:
         raise
     except OSError as error:

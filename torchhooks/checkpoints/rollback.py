@@ -12,6 +12,7 @@ import torch
 from torchhooks.common.errors import add_note, brief
 from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.stateful import Stateful
+from torchhooks.position.variables import Variables
 
 _Undo = Callable[[], object]
 
@@ -59,7 +60,9 @@ def _undo(part: Any) -> Iterable[_Undo]:
             yield _undo_module(part)
         elif isinstance(part, torch.optim.Optimizer):
             yield _undo_optimizer(part)
-        elif not isinstance(part, Iterable):  # torchdata's loader starts its workers to tell its state
+        # torchdata's loader starts its workers to tell its state. What Variables have is replaced, so putting their
+        # attributes back is enough, and leaves the script the objects that it had.
+        elif not isinstance(part, (Iterable, Variables)):
             yield _undo_state(part)
     except Exception:  # the state cannot be read or copied, such as that of a hook before its first session
         pass

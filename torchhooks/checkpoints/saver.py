@@ -23,7 +23,6 @@ from torchhooks.checkpoints.files import (
     Checkpoint,
     Folder,
     Retention,
-    has_checkpoints,
     is_checkpoint_name,
     list_checkpoints,
 )
@@ -42,9 +41,11 @@ from torchhooks.checkpoints.reading import (
     best_checkpoint,
     latest_checkpoint,
     load_file,
+    load_weights,
     read_checkpoint,
     read_for,
     read_metadata,
+    read_newest,
     scored_checkpoints,
 )
 from torchhooks.checkpoints.rollback import Rollback
@@ -52,7 +53,7 @@ from torchhooks.checkpoints.sharded import like_own, sharded_parts
 from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, of_rank, parts_of
 from torchhooks.checkpoints.torch_save import save
 from torchhooks.common.checks import seconds, whole_number
-from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, PeerError, add_note, brief, interrupt_in
+from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import set_random_states
@@ -66,6 +67,7 @@ __all__ = [
     "best_checkpoint",
     "latest_checkpoint",
     "list_checkpoints",
+    "load_weights",
     "read_checkpoint",
     "read_metadata",
     "scored_checkpoints",
@@ -206,8 +208,13 @@ class Saver:
             CheckpointError: it does not match the session, or could run code.
         """
         checkpoint = os.fspath(path)
+
+        def choose() -> tuple[str, dict[str, Any]]:
+            take_back(os.path.dirname(checkpoint) or os.curdir)
+            return checkpoint, read_for(checkpoint, session)
+
         self.wait_for_all(session)
-        self._restore(session, lambda: (checkpoint, read_for(checkpoint, session)))
+        self._restore(session, choose)
 
     def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each one that is.
@@ -219,7 +226,7 @@ class Saver:
             CheckpointError: there are checkpoints and all are damaged, or the newest undamaged one does not match.
         """
         self.wait_for_all(session)
-        return self._restore(session, partial(_newest, directory, session))
+        return self._restore(session, partial(read_newest, directory, partial(load_file, session=session)))
 
     def wait_for_all(self, session: SessionLike) -> None:
         """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
@@ -497,19 +504,3 @@ _WAYS_OUT = {
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
-
-
-def _newest(directory: _Path, session: SessionLike) -> tuple[str, dict[str, Any]] | None:
-    """Return the path and the contents of the newest checkpoint that is not damaged, ``None`` if there is none."""
-    take_back(os.fspath(directory))
-    for checkpoint in reversed(list_checkpoints(directory)):
-        try:
-            return checkpoint.path, read_for(checkpoint.path, session)
-        except DamagedCheckpointError as error:
-            logger.warning("%s It is skipped.", error)
-    if has_checkpoints(directory):
-        raise CheckpointError(
-            f"{os.fspath(directory)} has checkpoints, but all of them are damaged; the log says how. To start over,"
-            " move them away, or choose another folder."
-        )
-    return None

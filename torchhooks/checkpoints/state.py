@@ -49,6 +49,7 @@ from torchhooks.common.random_states import random_states
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
 from torchhooks.position.position import Position
+from torchhooks.position.variables import Variables
 from torchhooks.ranks.dtensors import is_sharded, reshard
 from torchhooks.ranks.ranks import LoopRanks
 
@@ -243,7 +244,7 @@ def compare(
             continue
         if isinstance(part, torch.nn.Module):
             saved = {**saved, name: renamed(part, saved[name])}
-            misfits += [f"{name}: {misfit}" for misfit in _compare_module(name, part, saved[name])]
+            misfits += [f"{name}: {misfit}" for misfit in compare_module(name, part, saved[name])]
         elif isinstance(part, _OF_ONE_CLASS) and (misfit := _compare_class(name, part, saved)):
             misfits.append(f"{name}: {misfit}")
             continue
@@ -316,10 +317,11 @@ def _as_dict(value: Any) -> Any:
 
 def _check_schedulers(session: SessionLike, parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Log a warning, once, if an optimizer has a scheduler, and nothing in ``state`` is the state of one."""
-    groups = [group for part in parts.values() for group in getattr(part, "param_groups", ())]
-    if "scheduler" in session.warned or not any("initial_lr" in group for group in groups):
+    optimizers = [part for part in parts.values() if hasattr(part, "param_groups")]
+    if "scheduler" in session.warned or not any(map(_has_scheduler, optimizers)):
         return
     others = {name: part for name, part in parts.items() if name != "model" and not hasattr(part, "param_groups")}
+    others = {name: part for name, part in others.items() if not isinstance(part, Variables)}  # with names of the user
     # A scheduler of another library, such as timm's, may have no last_epoch, but it has its optimizer.
     if any(hasattr(part, "optimizer") or _has_key(state[name], "last_epoch") for name, part in others.items()):
         return
@@ -328,6 +330,16 @@ def _check_schedulers(session: SessionLike, parts: Mapping[str, Any], state: Map
         "the optimizer has a learning-rate scheduler, whose state is not in the checkpoints: a resumed training run "
         'would start the schedule over. Give the loop state={"scheduler": scheduler}'
     )
+
+
+def _has_scheduler(optimizer: Any) -> bool:
+    """Return whether a scheduler of torch has wrapped the ``step`` of ``optimizer``.
+
+    The ``initial_lr`` of its groups would not do: it is also in the state of an optimizer that once had a scheduler.
+    """
+    while hasattr(optimizer, "optimizer"):  # a wrapper of Accelerate or Fabric
+        optimizer = optimizer.optimizer
+    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")  # torch 2.7 to 2.13
 
 
 def _has_key(value: Any, key: str) -> bool:
@@ -420,7 +432,7 @@ def _type_of(value: object) -> str:
     return "of type " + f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def _compare_module(name: str, module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
+def compare_module(name: str, module: torch.nn.Module, state: dict[str, Any]) -> list[str]:
     """Return what does not match, and remove from ``state`` the tensors that cannot be loaded as they are.
 
     torch does not load tensors of another shape, loads nothing into the meta device, and rounds to the module's dtype.

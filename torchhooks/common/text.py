@@ -11,7 +11,7 @@ from typing import Any
 _OTHER_NAMES = {"learning_rate": "lr"}
 
 
-def call_repr(instance: object, *args: Any, **kwargs: Any) -> str:
+def call_repr(instance: object, /, *args: Any, **kwargs: Any) -> str:
     """Return the call that creates ``instance`` again, without keyword arguments that have their default value."""
     parameters = inspect.signature(type(instance)).parameters
     arguments = [shown(value) for value in args]

@@ -343,10 +343,10 @@ class CheckpointSaverHook(WritingHook):
                 f"{self._checkpoint_dir} again: give a name without '/' and 'tfevents', that does not begin with a dot"
             )
         # The folder as it was given is for messages. A script may change the current directory while it trains.
-        absolute = os.path.abspath(self._checkpoint_dir)
-        self._path = os.path.join(absolute, checkpoint_basename)
+        self.checkpoint_dir = os.path.abspath(self._checkpoint_dir)
+        self._path = os.path.join(self.checkpoint_dir, checkpoint_basename)
         self._listeners = tuple(listeners or ())
-        self._target = WriterTarget(absolute, None)
+        self._target = WriterTarget(self.checkpoint_dir, None)
 
     def begin(self) -> None:
         self._timer.reset()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from torchhooks.checkpoints.files import split_checkpoint
 from torchhooks.checkpoints.state import plain_metadata
 from torchhooks.common.checks import exception_types, seconds, whole_number
 from torchhooks.common.log import logger
@@ -43,6 +44,9 @@ class LoopArguments:
     scaffold: Scaffold
     state: Mapping[str, Stateful]
     checkpoint_dir: str | None
+    """The folder of checkpoints. If a checkpoint was given instead, the one that it is in."""
+    checkpoint: str | None
+    """The name of the checkpoint in ``checkpoint_dir`` that was given, ``None`` for the newest."""
     step_unit: str
     recoverable_errors: tuple[type[BaseException], ...]
     max_recoveries: int
@@ -56,6 +60,12 @@ class LoopArguments:
     def steps_per_run(self) -> int:
         """How many global steps one run counts; 0 if the optimizer's steps are counted."""
         return 1 if self.step_unit == "run" else 0
+
+    @property
+    def saved_to(self) -> str | None:
+        """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
+        hooks = [hook for hook in self.hooks if getattr(hook, "saves_checkpoints", False)]
+        return next((hook.checkpoint_dir for hook in hooks if hasattr(hook, "checkpoint_dir")), None)
 
     @property
     def has_saver(self) -> bool:
@@ -98,6 +108,7 @@ def checked_arguments(
     checked_metadata, used_ranks = plain_metadata(metadata), checked_ranks(ranks)
     check_methods(copied_hooks)
     check_collective_hooks(copied_hooks, used_ranks)
+    folder, checkpoint = (None, None) if checkpoint_dir is None else split_checkpoint(os.fspath(checkpoint_dir))
     return LoopArguments(
         step=checked_step,
         model=model,
@@ -108,7 +119,8 @@ def checked_arguments(
         chief_only=chief_only,
         scaffold=Scaffold() if scaffold is None else scaffold,
         state=checked_state,
-        checkpoint_dir=None if checkpoint_dir is None else os.fspath(checkpoint_dir),
+        checkpoint_dir=folder,
+        checkpoint=checkpoint,
         step_unit=step_unit,
         recoverable_errors=exception_types(recoverable_errors, "recoverable_errors", "(AbortedError,)"),
         max_recoveries=whole_number(max_recoveries, "max_recoveries", 0),

@@ -67,7 +67,8 @@ class MonitoredLoop(Generic[R]):
         step_unit: what one global step is: ``"run"``, a run whose step returned, or ``"optimizer_step"``, a completed
             ``optimizer.step()``, so that one run counts zero, one or several.
         checkpoint_dir: the folder whose newest undamaged checkpoint is restored, here and when recovering. The loop
-            does not write to it: a :class:`torchhooks.CheckpointSaverHook` does.
+            does not write to it: a :class:`torchhooks.CheckpointSaverHook` does. A checkpoint, such as
+            ``"run/model.ckpt-600"``, is restored itself. A recovery then restores the newest one that was saved since.
         recoverable_errors: exceptions, of a run or a background thread, after which the loop restores the newest
             checkpoint and makes the failed run again. Without a checkpoint to restore, they propagate.
         max_recoveries: the limit within an hour. The first recovery is made at once, later ones after growing pauses.
@@ -84,6 +85,7 @@ class MonitoredLoop(Generic[R]):
     Raises:
         TypeError, ValueError: an item of ``hooks`` is not a hook, or another argument is not valid.
         CheckpointError: every checkpoint in ``checkpoint_dir`` is damaged, or the newest one does not match the loop.
+        DamagedCheckpointError: ``checkpoint_dir`` is a checkpoint that is missing or damaged.
     """
 
     _hooks_elsewhere: Collection[str] = ()  # of a worker: the names of hooks that only another process has

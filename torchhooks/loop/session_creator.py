@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torchhooks.checkpoints.files import Checkpoint, Seals, list_again
 from torchhooks.checkpoints.gradients import Gradients
-from torchhooks.checkpoints.saver import latest_checkpoint
-from torchhooks.common.errors import add_note
+from torchhooks.checkpoints.saver import latest_checkpoint, list_checkpoints
+from torchhooks.common.errors import DamagedCheckpointError, add_note
 from torchhooks.common.log import logger
+from torchhooks.common.text import shortened
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.ending import Ending, State, StoppedBy
@@ -58,6 +60,12 @@ class SessionCreator:
         self._arguments = arguments
         # A script may change the current directory while it trains.
         self._folder = None if arguments.checkpoint_dir is None else os.path.abspath(arguments.checkpoint_dir)
+        self._chosen: str | None = None  # the checkpoint that the caller gave instead of a folder
+        if self._folder is not None and arguments.checkpoint is not None:
+            self._chosen = os.path.join(self._folder, arguments.checkpoint)
+        self._saved_to = arguments.saved_to or self._folder
+        self._seals: Seals = {}
+        self._order_before: int | None = None  # of the newest checkpoint there when the loop began
         self._schedule = schedule
         self._readback = readback
         self._position = position
@@ -87,9 +95,7 @@ class SessionCreator:
 
     def create(self, recovers: bool = False) -> None:
         """Restore or initialize the current session, and call every hook's ``after_create_session``."""
-        session, restored = self.session, None
-        if self._folder is not None:
-            restored = session.saver.restore_latest(session, self._folder)
+        session, restored = self.session, self._restore()
         if restored is not None:
             path = self._as_given(restored)
             logger.info("restored step %d from %s", session.global_step, path)
@@ -102,6 +108,54 @@ class SessionCreator:
         for scheduled in self._schedule.all_hooks:
             self.call(scheduled, "after_create_session", scheduled.hook.after_create_session, session, self.coord)
         self._schedule.start()
+
+    def _restore(self) -> str | None:
+        """Restore the newest checkpoint, or the one that the caller chose unless this loop has saved since.
+
+        Returns:
+            The path of the checkpoint, ``None`` if there is none.
+        """
+        session = self.session
+        if self._chosen is None:
+            return None if self._folder is None else session.saver.restore_latest(session, self._folder)
+        for path in self._saved_since():
+            try:
+                session.saver.restore(session, path)
+            except DamagedCheckpointError as error:
+                logger.warning("%s It is skipped.", error)
+            else:
+                return path
+        try:
+            session.saver.restore(session, self._chosen)
+        except DamagedCheckpointError as error:
+            given = self._arguments.checkpoint_dir
+            others = [checkpoint.name for checkpoint in list_checkpoints(os.path.dirname(self._chosen))]
+            listed = f"{shortened(others)}; checkpoint_dir={given!r} restores the newest that is undamaged"
+            raise DamagedCheckpointError(f"{error} {given} has {listed if others else 'no checkpoint'}.") from error
+        return self._chosen
+
+    def _saved_since(self) -> list[str]:
+        """Return the paths of the checkpoints that were saved since the first call of this method, newest first."""
+        assert self._saved_to is not None
+        checkpoints = list_again(self._saved_to, self._seals)
+        if self._order_before is None:
+            self._order_before = checkpoints[-1].order if checkpoints else 0
+            self._tell_of_later(checkpoints)
+        return [checkpoint.path for checkpoint in reversed(checkpoints) if checkpoint.order > self._order_before]
+
+    def _tell_of_later(self, checkpoints: list[Checkpoint]) -> None:
+        """Log which of ``checkpoints`` were saved after the chosen one, from which another history begins."""
+        orders = [checkpoint.order for checkpoint in checkpoints if checkpoint.path == self._chosen]
+        later = [checkpoint.name for checkpoint in checkpoints if orders and checkpoint.order > orders[0]]
+        if later and self._arguments.has_saver and self._arguments.ranks.is_chief:
+            logger.info(
+                "%s has checkpoints that were saved after %s: %s. They stay until newer ones replace them. To continue "
+                "later from what this loop saves, give the next one checkpoint_dir=%r",
+                self._arguments.checkpoint_dir,
+                self._arguments.checkpoint,
+                shortened(later),
+                self._arguments.checkpoint_dir,
+            )
 
     def _warn_if_nothing_saves(self) -> None:
         """Warn on the chief that this training run cannot be resumed, though the caller named a folder for it."""
@@ -129,7 +183,7 @@ class SessionCreator:
             add_note(error, f"torchhooks: not recovered from, because signal {self._ending.signal} arrived")
             return False
         self.session.wait_for_savers()  # the newest checkpoint may still be being written
-        if self._folder is None or latest_checkpoint(self._folder) is None:
+        if self._chosen is None and (self._folder is None or latest_checkpoint(self._folder) is None):
             add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
             return False
         return True
