@@ -102,7 +102,7 @@ def test_an_evaluation_in_a_run_leaves_the_save_for_the_stop_to_the_item(tmp_pat
             for _ in loop.until_stop(range(5)):
                 loop.run()
             epochs.append(epoch)
-    assert (epochs, after) == ([0], [0, 0]), "saved at creation, and at the item: before the end of the epoch"
+    assert (epochs, after) == ([], [0, 0]), "saved at creation, and at the item, where the signal leaves the loop"
     assert delivered == ["SIGTERM"]
 
 
@@ -230,8 +230,9 @@ PROGRAM = """
     with MonitoredLoop(lambda: 0.5, hooks=[Failing()], signals=["SIGTERM"]) as loop:
         for step in loop.until_stop(range(9)):
             loop.run()
+            print("printed", step)
             os.kill(os.getpid(), signal.SIGTERM)
-        print("printed", loop.stop_reason)
+        print("not reached")
     print("not reached")
 """
 
@@ -239,8 +240,66 @@ PROGRAM = """
 def test_the_process_ends_by_the_signal_and_loses_neither_errors_nor_output() -> None:
     ran = run_program(PROGRAM)
     assert ran.returncode == -signal.SIGTERM
-    assert ran.stdout == "printed signal SIGTERM\n"
+    assert ran.stdout == "printed 0\n"
     assert "ValueError: the end failed" in ran.stderr
+
+
+def test_a_signal_leaves_the_with_block_from_the_middle_of_an_epoch(
+    delivered: list[str], lines: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    epochs, cleaned = [], []
+    saver = CheckpointSaverHook(tmp_path, save_steps=100)
+    with MonitoredLoop(lambda: None, MODEL, hooks=[saver], checkpoint_dir=tmp_path, signals=["SIGTERM"]) as loop:
+        try:
+            for epoch in loop.until_stop(range(3)):
+                for number in loop.until_stop(range(5)):
+                    loop.run()
+                    if (epoch, number) == (1, 2):
+                        signal.raise_signal(signal.SIGTERM)
+                epochs.append(epoch)
+        except Exception:
+            epochs.append(-1)
+        finally:
+            cleaned.append(True)
+        epochs.append(-2)
+    assert (epochs, cleaned, delivered) == ([0], [True], ["SIGTERM"])
+    assert ("INFO", "stopped by signal SIGTERM at step 8: the newest checkpoint is that of step 8") in lines
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "model.ckpt-8")
+
+
+def test_a_signal_in_the_code_after_an_epoch_leaves_with_the_next_item(delivered: list[str]) -> None:
+    epochs = []
+    with MonitoredLoop(lambda: None, signals=["SIGTERM"]) as loop:
+        for epoch in loop.until_stop(range(3)):
+            for _ in loop.until_stop(range(2)):
+                loop.run()
+            signal.raise_signal(signal.SIGTERM)
+            epochs.append(epoch)
+        epochs.append(-1)
+    assert (epochs, loop.global_step, delivered) == ([0], 2, ["SIGTERM"])
+
+
+def test_a_loop_that_no_with_block_closes_ends_as_by_a_hook(delivered: list[str]) -> None:
+    loop = MonitoredLoop(lambda: signal.raise_signal(signal.SIGTERM), signals=["SIGTERM"])
+    for _ in loop.until_stop(range(9)):
+        loop.run()
+    loop.close()
+    assert (loop.global_step, delivered) == (1, ["SIGTERM"])
+
+
+def test_a_ctrl_c_prints_six_lines_of_traceback() -> None:
+    ran = run_program("""
+        import signal
+        from torchhooks import MonitoredLoop
+        with MonitoredLoop(lambda: signal.raise_signal(signal.SIGINT), signals=["SIGINT"]) as loop:
+            for epoch in loop.until_stop(range(2)):
+                for item in loop.until_stop(range(9)):
+                    loop.run()
+    """)
+    _, _, printed = ran.stderr.partition("Traceback")
+    assert ran.returncode == 130 or ran.returncode == -signal.SIGINT
+    assert len(printed.splitlines()) <= 6
+    assert "stopped by signal SIGINT at step 1: no checkpoint was saved" in ran.stderr
 
 
 def test_an_item_that_was_taken_when_the_signal_arrived_is_still_used(delivered: list[str]) -> None:

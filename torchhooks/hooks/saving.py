@@ -448,7 +448,7 @@ class CheckpointSaverHook(WritingHook):
             # Other savers than those that write later need not have the argument.
             options = {"refusals": later} if later else {}
             path = self._saver.save(session, self._path, step, **options)
-            self._handled_step = step
+            self._handled_step = session.saved_step = step
             if session.ranks.is_chief:
                 summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
             # A list, not a generator for any(): every listener is called, even after one asked to stop.

@@ -73,6 +73,13 @@ class Stop(NamedTuple):
         return cls(reason, StoppedBy(by))
 
 
+class LeftBySignalError(BaseException):
+    """Leaves the ``with`` block of a loop that a signal has stopped, which swallows it.
+
+    Not an ``Exception``, so that ``except Exception`` in the script does not keep it.
+    """
+
+
 class Run(Protocol):
     """A run in which a stop can be requested: a ``SessionRunContext``."""
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending, State
+from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending, LeftBySignalError, State
 from torchhooks.loop.between_runs import BetweenRuns
 from torchhooks.loop.schedule import Schedule
 from torchhooks.position.items import Items
@@ -77,6 +77,8 @@ class Data:
         self._stop_is_seen = False  # by the body of a loop, through should_stop()
         self._items_without_run = 0
         self._stop_is_settled = False  # the calls for it were made, and the data go no further
+        self.is_in_with_block = False
+        """Whether the loop was entered with ``with``, which an exception can leave."""
 
     def until_stop(
         self, iterable: Iterable[T], resume: bool, limit: int | None, site: object, start: int | None = None
@@ -90,6 +92,7 @@ class Data:
             limit = others.enter(iterable, limit)
         if self._is_halted():  # before iter(), which may draw random numbers
             self._cut_short()
+            self._leave_at_signal()
             return
         schedule, position, ending, waits, items = (
             self._schedule,
@@ -108,7 +111,7 @@ class Data:
                 again = (items.waiting or schedule.pending or ending.stop) and not self._settle(place)
                 if ending.stop is not None:
                     position.stop(place)
-                    return
+                    break
                 if not again:
                     try:
                         if limit is not None and place.taken >= limit:
@@ -147,7 +150,18 @@ class Data:
         finally:
             waits.depth -= 1
             self._leave(place)
-        self._end_epoch(place)
+        if ending.stop is not None and place.state.is_stopped:
+            self._leave_at_signal()
+        else:
+            self._end_epoch(place)
+
+    def _leave_at_signal(self) -> None:
+        """Leave the ``with`` block of the loop if a signal has stopped it: the grace period is short.
+
+        Code after the loops, such as a validation, would run with a part of an epoch.
+        """
+        if self.is_in_with_block and self._ending.by_signal and self._ending.state is State.STOPPING:
+            raise LeftBySignalError
 
     def repeated(
         self, iterable: Iterable[T], resume: bool, site: object, start: int | None = None

@@ -32,7 +32,7 @@ from torchhooks.common.log import logger, show_lines
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shown
 from torchhooks.fetches.step import takes_one_argument
-from torchhooks.lifecycle.ending import IDLE, RUNNING, State
+from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.loop.arguments import LoopArguments, checked_arguments
@@ -415,14 +415,33 @@ class MonitoredLoop(Generic[R]):
         self._close(None)
 
     def __enter__(self) -> Self:
+        self._parts.data.is_in_with_block = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if isinstance(error, LeftBySignalError):
+            interrupt = self._close_at_signal()
+            if interrupt is not None:  # how the loop was left is of no interest, and would fill the screen
+                raise interrupt.with_traceback(None) from None
+            return True
         unfinished = self._body.abandon(error)
         self._close(error if unfinished is None else unfinished)
         if unfinished is not None:
             raise unfinished
         return kind is StopIteration
+
+    def _close_at_signal(self) -> KeyboardInterrupt | None:
+        """Close the loop, whose ``with`` block a signal has left. Return the Ctrl-C, if it was one."""
+        saved = self.session.saved_step
+        what = "no checkpoint was saved" if saved is None else f"the newest checkpoint is that of step {saved}"
+        logger.info("stopped by %s at step %d: %s", self.stop_reason, self.global_step, what)
+        try:
+            self._close(None)
+        except KeyboardInterrupt as interrupt:
+            if interrupt.__cause__ is not None:  # other errors
+                raise
+            return interrupt
+        return None
 
     # -- start --------------------------------------------------------------------------------------------------------
 
