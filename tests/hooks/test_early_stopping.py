@@ -173,7 +173,7 @@ def test_the_state_of_a_device_is_that_of_the_step_of_the_checkpoint(tmp_path: P
 
 
 @pytest.mark.parametrize("saver_first", [False, True], ids=["saver last", "saver first"])
-def test_a_training_run_that_it_ended_makes_one_run_when_it_is_started_again(tmp_path: Path, saver_first: bool) -> None:
+def test_a_training_run_that_it_ended_makes_no_run_when_it_is_started_again(tmp_path: Path, saver_first: bool) -> None:
     ends: list[int] = []
     for _ in range(3):
         evaluation = EvaluationHook(lambda: {"error": 0.5}, every_n_steps=10)
@@ -181,11 +181,11 @@ def test_a_training_run_that_it_ended_makes_one_run_when_it_is_started_again(tmp
         saver = CheckpointSaverHook(tmp_path, save_steps=10)
         hooks = [saver, evaluation, patience] if saver_first else [evaluation, patience, saver]
         ran = trace(*hooks, losses=[0.1] * 100, checkpoint_dir=tmp_path)
-        line = f"{patience!r}: the metric has not decreased for 20 steps already, so the loop makes one run"
+        line = f"{patience!r}: the metric has not decreased for 20 steps already"
         assert ran.lines.count(("INFO", line)) == (1 if ends else 0)
         assert str(ran.stop_reason).startswith('StopIfNoDecreaseHook: No decrease in metric "error" for 20 steps, ')
         ends.append(ran.global_step)
-    assert ends == [30, 31, 32]
+    assert ends == [30, 30, 30]
 
 
 def resumed(
@@ -201,14 +201,14 @@ def resumed(
 @pytest.mark.parametrize(
     ("create", "first", "end"),
     [
-        # Where it looks in every run: the second process stops, even if its first value is the best one.
-        (lambda process: StopIfNoDecreaseHook("loss", 2), [0.5] * 9, 4),
-        (lambda process: StopIfNoIncreaseHook("loss", 2, min_delta=0.5), [0.5] * 9, 4),
-        (lambda process: StopIfNoDecreaseHook("loss", 2, min_steps=5), [0.5] * 9, 8),
-        (lambda process: StopIfNoDecreaseHook("loss", [4, 2][process]), [0.5] * 3, 4),  # the patience was reduced
+        # The second process makes no run, even if its first value would be the best one.
+        (lambda process: StopIfNoDecreaseHook("loss", 2), [0.5] * 9, 3),
+        (lambda process: StopIfNoIncreaseHook("loss", 2, min_delta=0.5), [0.5] * 9, 3),
+        (lambda process: StopIfNoDecreaseHook("loss", 2, min_steps=5), [0.5] * 9, 7),
+        (lambda process: StopIfNoDecreaseHook("loss", [4, 2][process]), [0.5] * 3, 3),  # the patience was reduced
     ],
 )
-def test_a_patience_that_is_used_up_in_the_checkpoint_stops_in_the_first_run(
+def test_a_patience_that_is_used_up_in_the_checkpoint_stops_before_the_first_run(
     tmp_path: Path, create: Callable[[int], SessionRunHook], first: list[float], end: int
 ) -> None:
     step, lines = resumed(tmp_path, create, first, [0.1] * 9)

@@ -769,3 +769,30 @@ def test_running_values_are_added_up_in_every_body(lines: list[tuple[str, str]])
             with loop.step() as outputs:
                 outputs["loss"] = loss
     assert [text.split(" (")[0] for _, text in lines if text.startswith("mean")] == ["mean = 1.0", f"mean = {11 / 3}"]
+
+
+# -- StopIteration ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_iteration_of_the_body_reaches_the_try_of_the_caller_and_the_loop_goes_on() -> None:
+    data, passes, hook = iter([1.0, 2.0]), 0, RecordingHook("loss")
+    with MonitoredLoop(hooks=[hook, StopAtStepHook(last_step=5)]) as loop:
+        while not loop.should_stop():
+            try:
+                with loop.step() as outputs:
+                    outputs["loss"] = next(data)
+            except StopIteration:
+                data, passes = iter([1.0, 2.0]), passes + 1
+    assert (loop.global_step, passes, loop.stop_reason) == (5, 2, "StopAtStepHook: step 5")
+    assert [call[0] for call in hook.calls].count("after_run") == 5
+    assert [call[0] for call in hook.calls].count("end") == 1
+
+
+def test_a_stop_iteration_of_the_step_function_is_a_clean_end_with_a_warning(lines: list[tuple[str, str]]) -> None:
+    data = iter([1.0])
+    with MonitoredLoop(lambda: next(data)) as loop:
+        for _ in range(3):
+            loop.run()
+    assert loop.global_step == 1
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert warning.startswith("the step raised StopIteration (test_body.py:")

@@ -264,9 +264,9 @@ def test_where_the_data_continue_is_logged_once_and_that_variables_do_not(tmp_pa
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_finished_loop_that_the_script_skips_by_hand_is_reported(nested: bool, tmp_path: Path, lines: Lines) -> None:
     """The second loop counts as the first, so it yields nothing."""
-    for _ in range(2):
+    for stop in (4, 5):
         lines.clear()
-        job = Job(tmp_path, stop=4)
+        job = Job(tmp_path, stop=stop)
         with job.loop() as loop:
             for _ in loop.until_stop(range(2) if nested else [0]):
                 if loop.global_step < 3:
@@ -283,7 +283,7 @@ def test_a_finished_loop_that_the_script_skips_by_hand_is_reported(nested: bool,
 
 def test_a_stop_before_the_loop_that_is_to_be_resumed_is_not_reported(tmp_path: Path, lines: Lines) -> None:
     for stops_between in (False, True):
-        job = Job(tmp_path, stop=4)
+        job = Job(tmp_path, stop=9 if stops_between else 4)
         with job.loop() as loop:
             for value in loop.until_stop([1.0, 2.0, 3.0]):
                 loop.run(value)

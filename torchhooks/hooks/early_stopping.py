@@ -133,9 +133,12 @@ class _StopIfNoImprovement(_StopByMetric):
         self._reason = None if step is None or step < self._min_steps else self._reason_at(step)
         if step is not None and self._reason is not None:
             logger.info(
-                "%r: the metric has not %sd for %d steps already, so the loop makes one run",
+                "%r: the metric has not %sd for %d steps already",
                 *(self, self._change, step - (self._best_step or 0)),
             )
+
+    def why_finished(self, session: Session) -> str | None:
+        return self._reason
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         if self._reason is not None:
@@ -200,8 +203,8 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
 
     The loop stops if a value is not less than the least value so far, which is at least ``max_steps_without_decrease``
     steps old. The least value and its step are in the checkpoints, so that a training run that is resumed does not
-    start to count again. A training run that the hook has ended makes one run if it is started again, as with a
-    :class:`torchhooks.StopAtStepHook`. On a GPU, the host does not wait for the value, and the loop stops a few runs
+    start to count again. A training run that the hook has ended makes no run if it is started again, as with
+    a :class:`torchhooks.StopAtStepHook`. On a GPU, the host does not wait for the value, and the loop stops a few runs
     later. Unlike TensorFlow, NaN is never the least value.
 
     Args:

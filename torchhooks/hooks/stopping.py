@@ -53,7 +53,8 @@ class StopAtStepHook(SessionRunHook):
     (3, 'StopAtStepHook: step 3')
 
     Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, even
-    if a run counts no step or several. A loop that starts at or after its last step makes one run, as in TensorFlow.
+    if a run counts no step or several. A loop that is restored at or after its last step makes no run with
+    ``until_stop``, and one with ``should_stop`` and ``run``, as in TensorFlow.
 
     Args:
         num_steps: the number of steps to make, counted from the step at which the first session starts. A recovery does
@@ -81,7 +82,12 @@ class StopAtStepHook(SessionRunHook):
         if self._num_steps is not None and self._last_step is None:  # a recovery must not move it
             self._last_step = session.global_step + self._num_steps
         if self._last_step is not None and session.global_step >= self._last_step:
-            logger.info("%r: the global step is %d already, so the loop makes one run", self, session.global_step)
+            logger.info("%r: the global step is %d already", self, session.global_step)
+
+    def why_finished(self, session: Session) -> str | None:
+        if self._last_step is None or session.global_step < self._last_step:
+            return None
+        return f"step {session.global_step}, with last_step={self._last_step}"
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         step = run_context.session.global_step

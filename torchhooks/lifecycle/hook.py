@@ -385,6 +385,14 @@ class SessionRunHook:
         ``session.global_step`` already counts this run, and parameters have their updated values.
         """
 
+    def why_finished(self, session: Session) -> str | None:
+        """Return why the training run is finished already, if it is, before the first run of a restored session.
+
+        The first ``until_stop`` of a loop asks, and then yields nothing. ``should_stop`` and ``run`` keep TensorFlow's
+        rule: a training run that is started again makes one more run.
+        """
+        return None
+
     def end(self, session: Session) -> None:
         """Called once, after the loop ended without an error. The session still works; a stop has no effect."""
 

@@ -135,6 +135,8 @@ class Session:
         self._created, self._paused_secs = time.monotonic(), 0.0
         self.steps_per_sec: float | None = None
         """The rate that a StepCounterHook reported last; NaN before the first one, ``None`` without such a hook."""
+        self.was_restored = False
+        """Whether this session began with a checkpoint."""
         self.saved_step: int | None = None
         """The step of the checkpoint that a CheckpointSaverHook saved last; ``None`` if there is none."""
         self._closed = False

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
+from torchhooks.common.log import logger
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.ending import RUNNING, Ending
+from torchhooks.lifecycle.session import Session
 from torchhooks.loop.peers import Peers
 from torchhooks.loop.recovery import Recovery
 from torchhooks.loop.run import Lifecycle
@@ -48,6 +51,11 @@ class BetweenRuns:
         self._awaits_success = False  # the loop recovered, and has made no run since
         self.in_step_fn = False
         """Whether the run is one of a function passed to ``run_step_fn``, which as a whole is made again."""
+
+    @property
+    def session(self) -> Session:
+        """The current session."""
+        return self._sessions.session
 
     @property
     def lifecycle(self) -> Lifecycle:
@@ -103,6 +111,20 @@ class BetweenRuns:
             self.run_failed(error)
         self._ending.run_is_over()
         return False
+
+    def warn_of_stop_iteration(self, error: BaseException) -> None:
+        """Log where the step raised ``error``, if it is one that ends the loop without an error, as in TensorFlow."""
+        if type(error) is not StopIteration or getattr(error, "__notes__", None):  # a hook's has a note
+            return
+        tb = error.__traceback__
+        while tb is not None and tb.tb_next is not None:
+            tb = tb.tb_next
+        where = "" if tb is None else f" ({os.path.basename(tb.tb_frame.f_code.co_filename)}:{tb.tb_lineno})"
+        logger.warning(
+            "the step raised StopIteration%s, which ends the loop. If the data ended, iterate over them with "
+            "until_stop, which starts over with repeat=True",
+            where,
+        )
 
     def recovered_for_next_run(self, error: BaseException) -> bool:
         """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""

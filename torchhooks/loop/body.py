@@ -156,6 +156,11 @@ class Body:
                 "a body of step() was not finished, because the generator that contains it was closed: the run failed, "
                 "and the loop has ended"
             )
+        if type(error) is StopIteration:  # of the caller's own next(), for the caller's own try
+            self._ending.void_run()
+            self._sessions.lifecycle.abandon()
+            self._ending.run_is_over()
+            return False
         return self._recovered(error)
 
     def _recovered(self, error: BaseException) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending, LeftBySignalError, State
+from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending, LeftBySignalError, State, StoppedBy
 from torchhooks.loop.between_runs import BetweenRuns
 from torchhooks.loop.schedule import Schedule
 from torchhooks.position.items import Items
@@ -77,6 +77,7 @@ class Data:
         self._stop_is_seen = False  # by the body of a loop, through should_stop()
         self._items_without_run = 0
         self._stop_is_settled = False  # the calls for it were made, and the data go no further
+        self._asked_if_finished = False
         self.is_in_with_block = False
         """Whether the loop was entered with ``with``, which an exception can leave."""
 
@@ -86,6 +87,7 @@ class Data:
         """Yield the items of ``iterable`` until the loop stops or the data end; with ``start``, numbered from it."""
         self._ending.check_not_ended("until_stop()")  # iterating over nothing would hide it
         self._items.end_epoch()
+        self._stop_if_finished()
         is_between_runs = self._ending.state is IDLE and self._ending.stop is None
         others = self._others if is_between_runs else None  # inside a run, not all iterate
         if others is not None:
@@ -154,6 +156,25 @@ class Data:
             self._leave_at_signal()
         else:
             self._end_epoch(place)
+
+    def _stop_if_finished(self) -> None:
+        """Stop before the first run if a hook finds that the restored training run is finished."""
+        if self._asked_if_finished or self._ending.state is not IDLE:
+            return
+        self._asked_if_finished = True
+        session = self._between_runs.session
+        if self._schedule.runs or not session.was_restored:
+            return
+        for scheduled in self._schedule.all_hooks:
+            reason = scheduled.hook.why_finished(session)
+            if reason is not None:
+                self._ending.propose_stop(f"{type(scheduled.hook).__name__}: {reason}", StoppedBy.HOOK)
+                logger.warning(
+                    "%s: this training run is finished, so until_stop yields nothing, and no run is made. To train on, "
+                    "change the hook, or give another checkpoint_dir for a new training run",
+                    scheduled,
+                )
+                return
 
     def _leave_at_signal(self) -> None:
         """Leave the ``with`` block of the loop if a signal has stopped it: the grace period is short.

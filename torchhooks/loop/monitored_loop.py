@@ -191,6 +191,7 @@ class MonitoredLoop(Generic[R]):
                 return outputs
             self._between_runs.end_run()
         except BaseException as error:
+            self._between_runs.warn_of_stop_iteration(error)
             if not self._between_runs.recovered_from(error):
                 raise
         else:

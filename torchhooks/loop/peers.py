@@ -564,6 +564,9 @@ class _LifecycleOverRanks(Lifecycle):
         self._peers.begin_run(self._schedule.runs + 1)
         return super().new_context(args, kwargs)
 
+    def abandon(self) -> None:
+        self._peers.run_number = 0
+
     def complete(self, *run: Any) -> None:
         super().complete(*run)
         self._peers.run_number = 0  # not after an error: the run was not made

@@ -213,6 +213,9 @@ class Lifecycle:
             self._ending.stop_as_requested()
         schedule.ask(participants)
 
+    def abandon(self) -> None:
+        """Forget the run in progress, which does not count."""
+
     def new_context(self, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> SessionRunContext:
         """Begin a run in which hooks take part."""
         context = self._ending.run = SessionRunContext(self._services, args, kwargs)

@@ -103,7 +103,8 @@ class SessionCreator:
                 logger.info("%s has no position in the data: what is not in the loop's state starts over", path)
         elif self._folder is not None:
             self._warn_if_nothing_saves()
-        self._arguments.scaffold.prepare(session, restored is not None)
+        session.was_restored = restored is not None
+        self._arguments.scaffold.prepare(session, session.was_restored)
         self.coord.on_stop(functools.partial(self._thread_stopped, self.coord))
         for scheduled in self._schedule.all_hooks:
             self.call(scheduled, "after_create_session", scheduled.hook.after_create_session, session, self.coord)
