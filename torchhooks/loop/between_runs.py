@@ -103,6 +103,7 @@ class BetweenRuns:
             if not self.in_step_fn and self._sessions.may_recover(error):
                 self._sessions.recover(error)
                 self._ending.run_is_over()
+                self._items.end_epoch()  # if the error came from its hooks, before the run
                 return True
         except BaseException as another:
             self.run_failed(another)

@@ -155,7 +155,7 @@ class Data:
         if ending.stop is not None and place.state.is_stopped:
             self._leave_at_signal()
         else:
-            self._end_epoch(place)
+            self._end_epoch(self._position.end_epoch(place))
 
     def _stop_if_finished(self) -> None:
         """Stop before the first run if a hook finds that the restored training run is finished."""
@@ -199,12 +199,13 @@ class Data:
                 return
             is_first = False
 
-    def _end_epoch(self, place: Place) -> None:
-        """Call the hooks that are due at the end of an epoch, now that the loop is out of its data."""
-        ended = self._position.end_epoch(place)
-        if ended is None:
+    def _end_epoch(self, ended: int | None) -> None:
+        """Call the hooks that are due at the end of an epoch, after which ``ended`` epochs have; ``None`` is no end."""
+        due = [] if ended is None else self._schedule.due_at_end_of(ended)
+        if due and self._ending.state in (RUNNING, State.CLOSED):
+            # The body left by a break, and the next run begins, or the loop closes: an error is that of the run.
+            self._between_runs.lifecycle.end_epoch(due)
             return
-        due = self._schedule.due_at_end_of(ended)
         while due and self._is_healthy():
             # Made again after a recovery, with another session.
             if self._between_runs.make(functools.partial(self._between_runs.lifecycle.end_epoch, due)):
@@ -306,7 +307,9 @@ class Data:
         is_stop = stopping and (place.state.is_stopped or self._stop_is_seen)
         self._position.leave(place, is_stop)
         if place.state.is_left and not is_stop and self._is_healthy():
-            self._items.owe_epoch_end(functools.partial(self._end_epoch, place))
-            self._schedule.interrupt()  # the next run makes the call first, if nothing does so before
+            ended = self._position.end_epoch(place)
+            if ended is not None:  # a break may leave several loops, of which the innermost is the epoch
+                self._items.owe_epoch_end(functools.partial(self._end_epoch, ended))
+                self._schedule.interrupt()  # the next run makes the call first, if nothing does so before
         if self._items.waiting and not self._items.depth():
             self._schedule.set_pending()

@@ -179,6 +179,7 @@ class Lifecycle:
         has made no run: it was resumed where an epoch ends.
         """
         schedule = self._schedule
+        enclosing = self._ending.run  # the run that begins, if an epoch was left by a break before it
         context = self._ending.run = SessionRunContext(self._services, None, {})
         context.ends_epoch = True
         requests: list[Request] = []
@@ -208,7 +209,7 @@ class Lifecycle:
         except BaseException as error:
             self._note(error, context.caller, method)
             raise
-        self._ending.run = None
+        self._ending.run = enclosing
         if self._ending.requests:
             self._ending.stop_as_requested()
         schedule.ask(participants)

@@ -31,13 +31,19 @@ class Items:
         A generator that a ``break`` closes must not raise: Python would drop the exception.
         """
         self._epoch_end = call
-        self.before_run.append(self.end_epoch)
+        self.before_run.append(self.end_epoch)  # if nothing makes the call before the next run
 
     def end_epoch(self) -> None:
         """Make the calls for the end of an epoch that the body left by ``break``, if they were not made yet."""
-        call, self._epoch_end = self._epoch_end, None
-        if call is not None:
+        call, self._epoch_end = self._epoch_end, None  # a hook may come here again, as by evaluation.values
+        if call is None:
+            return
+        try:
             call()
+        except Exception as error:
+            if type(error) is not StopIteration:
+                self._epoch_end = call  # for the session that recovers from the error
+            raise
 
     def after_item(self, who: object, call: Callable[[], object]) -> None:
         """Make ``call()`` once the body is done with the current item; now, if there is none."""
@@ -80,11 +86,10 @@ class Items:
                 make_call(who, self.waiting.pop(who)[1])
 
     def clear(self) -> None:
-        """Forget every call: their session is closed."""
+        """Forget every call: their session is closed. The end of an epoch is that of the data, which continue."""
         self.waiting.clear()
         self.before_run.clear()
         self._at_stop.clear()
-        self._epoch_end = None
 
 
 def make_call(who: object, call: Callable[[], object]) -> None:
