@@ -169,11 +169,14 @@ class Data:
         ended = self._position.end_epoch(place)
         if ended is None:
             return
+        accumulated = self._schedule.accumulated
+        accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
         due = self._schedule.due_at_end_of(ended)
         while due and self._is_healthy():
             # Made again after a recovery, with another session.
             if self._between_runs.make(functools.partial(self._between_runs.lifecycle.end_epoch, due)):
                 break
+            accumulated.epoch_ended()  # of what the recovery restored
 
     def _iterator(self, place: Place, iterable: Iterable[Any], resume: bool) -> Iterator[Any]:
         """Return the items to yield at ``place``; none if a signal, or exactly ``StopIteration``, prevents it."""
