@@ -44,7 +44,7 @@ from torchhooks.common.errors import (
 )
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.timers import AtSteps, Due, EveryEpochs, EverySteps, NeverTriggerTimer, SecondOrStepTimer
-from torchhooks.fetches.accumulated import running_max, running_mean, running_sum
+from torchhooks.fetches.accumulated import latest, running_max, running_mean, running_min, running_sum
 from torchhooks.fetches.norms import grad_norm, param_norm
 from torchhooks.fetches.over_ranks import over_ranks
 from torchhooks.hooks.best import BestCheckpointHook
@@ -157,6 +157,7 @@ __all__ = [
     "WandbWriter",
     "best_checkpoint",
     "grad_norm",
+    "latest",
     "latest_checkpoint",
     "list_checkpoints",
     "load_weights",
@@ -165,6 +166,7 @@ __all__ = [
     "read_metadata",
     "running_max",
     "running_mean",
+    "running_min",
     "running_sum",
     "summary",
 ]

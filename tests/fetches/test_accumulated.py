@@ -19,6 +19,7 @@ from torchhooks import (
     BestCheckpointHook,
     CheckpointSaverHook,
     Due,
+    EveryEpochs,
     EverySteps,
     FeedFnHook,
     FetchError,
@@ -36,9 +37,11 @@ from torchhooks import (
     StopIfHigherHook,
     SummarySaverHook,
     best_checkpoint,
+    latest,
     latest_checkpoint,
     running_max,
     running_mean,
+    running_min,
     running_sum,
     summary,
 )
@@ -272,6 +275,229 @@ def test_what_a_hook_feeds_is_what_is_accumulated() -> None:
         for _ in range(3):
             loop.run()
     assert hook.reports == [3.0]
+
+
+# -- minima, weights, epochs, the latest value ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_minimum(device: bool) -> None:
+    fetches = (running_min("x"), running_max("x"), running_mean("x"))
+    with fake_device(device):
+        numbers = report(fetches, [{"x": tensor(x)} for x in (3.0, 1.0, 2.0, 5.0, 4.0, math.nan)], 3)
+        tensors = report(running_min("x"), [{"x": tensor(x)} for x in ([3, 1], [2, 2], [5, 0])])
+    assert numbers[0] == (1.0, 3.0, 2.0)
+    assert all(map(math.isnan, numbers[1]))
+    assert tensors == [[2, 0]]
+    assert report(running_min("x"), [{"x": x} for x in (3, 1, 2, 5)], 2) == [1, 2]
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize(
+    ("values", "weights", "mean", "total"),
+    [
+        ([1.0, 4.0], [2, 1], 2.0, 6.0),
+        ([1, 4], [tensor(2), tensor(1)], tensor(2.0), tensor(6)),
+        ([tensor(1.0), tensor(4.0)], [2, 1], tensor(2.0), tensor(6.0)),
+        ([tensor([1.0]), tensor([4.0])], [2.0, 1.0], tensor([2.0]), tensor([6.0])),
+        ([half(1.0), half(40000.0)], [2, 2], tensor(20000.5), tensor(80002.0)),
+        ([tensor(200, dtype=torch.uint8), tensor(2, dtype=torch.uint8)], [2, 2], tensor(101.0), tensor(404)),
+        ([tensor(True), tensor(False)], [tensor(True), tensor(True)], tensor(0.5), tensor(1)),
+        ([np.float64(1.0), np.float64(4.0)], [np.int64(2), np.int64(1)], double(2.0), double(6.0)),
+        ([tensor([1.0, 2.0]), tensor([4.0, 2.0])], [tensor([2]), tensor([1])], tensor([2.0, 2.0]), tensor([6.0, 6.0])),
+        ([tensor([1.0, 2.0]), tensor([4.0, 4.0])], [tensor([2, 1])] * 2, tensor([2.5, 3.0]), tensor([10.0, 6.0])),
+    ],
+    ids=str,
+)
+def test_weights(device: bool, values: list[Any], weights: list[Any], mean: Any, total: Any) -> None:
+    hook = EveryRuns((running_mean("x", weight="n"), running_sum("x", weight="n")), 2)
+    with fake_device(device):
+        trace(hook, losses=[{"x": x, "n": n} for x, n in zip(values, weights, strict=True)])
+    for value, expected in zip(hook.values[0], (mean, total), strict=True):
+        assert type(value) is type(expected)
+        assert plain(value) == plain(expected)
+        if isinstance(value, torch.Tensor):
+            assert (value.dtype, value.shape) == (expected.dtype, expected.shape)
+
+
+def test_a_weight_can_be_a_closure_and_has_no_gradient() -> None:
+    hook = EveryRuns([running_mean("loss", weight=lambda batch: len(batch)), running_mean("loss")], 2)
+    weight = torch.ones((), requires_grad=True)
+    with MonitoredLoop(lambda batch: weight * sum(batch) / len(batch), hooks=[hook]) as loop:
+        for batch in ([3.0, 1.0, 2.0], [6.0]):
+            loop.run(batch)
+    assert hook.reports == [[3.0, 4.0]]
+    assert not hook.values[0][0].requires_grad
+
+
+@pytest.mark.parametrize("weight", [0, tensor(0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("value", [1.0, tensor(1.0)], ids=["number", "tensor"])
+def test_a_mean_without_a_weight_that_counts_is_nan(value: Any, weight: Any) -> None:
+    assert math.isnan(report(running_mean("x", weight="n"), [{"x": value, "n": weight}] * 2)[0])
+
+
+def test_a_weight_that_does_not_fit() -> None:
+    error = error_of([{"x": 1.0, "n": "many"}], running_mean("x", weight="n"))
+    assert "multiplies 'many'" in str(error) or "over 'many'" in str(error)
+    assert "running_mean(x, weight=n)" in str(error) + str(getattr(error, "__notes__", ""))
+    error = error_of([{"x": tensor([1.0, 2.0]), "n": torch.ones(3)}], running_sum("x", weight="n"))
+    assert "values of shape (2,) with weights of shape (3,)" in str(error)
+    with pytest.raises(TypeError, match="give one fetch"):
+        running_mean("loss", weight=["n"])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weight'"):
+        running_max("loss", weight="n")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weight'"):
+        running_min("loss", weight="n")  # type: ignore[call-arg]
+
+
+def test_what_is_reported_of_a_weighted_mean_can_be_taken_back() -> None:
+    class Later(EveryRun):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            super().after_run(run_context, run_values)
+            if self.runs == 1:
+                run_context.not_reported()
+
+    hook = Later(running_mean("x", weight="n"), 1)
+    trace(hook, losses=[{"x": 1.0, "n": 3}, {"x": 5.0, "n": 1}, {"x": 7.0, "n": 2}])
+    assert hook.reports == [1.0, 2.0, 7.0]
+
+
+def in_epochs(folder: Path | None, fetch: Any, epochs: list[list[Any]], stop: int | None = None) -> list[Any]:
+    """Return what ``fetch`` is in each run, and in a list after each epoch."""
+    hook = EveryRun(fetch, 1)
+    reports: list[Any] = hook.reports
+    saver = [CheckpointSaverHook(folder, save_steps=1)] if folder is not None else []
+    with MonitoredLoop(lambda x: {"x": x, "n": int(x)}, hooks=[hook, *saver], checkpoint_dir=folder) as loop:
+        for epoch in loop.until_stop(range(len(epochs))):
+            for value in loop.until_stop(epochs[epoch]):
+                loop.run(value)
+                if loop.session.global_step == stop:
+                    loop.request_stop()
+            if not loop.should_stop():
+                reports.append([plain(loop.session.run(fetch, who=hook))])
+    return reports
+
+
+EPOCHS = [[1.0, 3.0, 5.0], [2.0, 4.0], [7.0]]
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize(
+    ("fetch", "expected"),
+    [
+        (running_mean("x", reset="epoch"), [1.0, 2.0, 3.0, [3.0], 2.0, 3.0, [3.0], 7.0, [7.0]]),
+        (running_sum("x", reset="epoch"), [1.0, 4.0, 9.0, [9.0], 2.0, 6.0, [6.0], 7.0, [7.0]]),
+        (running_max("x", reset="epoch"), [1.0, 3.0, 5.0, [5.0], 2.0, 4.0, [4.0], 7.0, [7.0]]),
+        (running_min("x", reset="epoch"), [1.0, 1.0, 1.0, [1.0], 2.0, 2.0, [2.0], 7.0, [7.0]]),
+        (running_mean("x", weight="n", reset="epoch"), [1.0, 2.5, 35 / 9, [35 / 9], 2.0, 20 / 6, [20 / 6], 7.0, [7.0]]),
+    ],
+    ids=repr,
+)
+def test_over_the_epoch_so_far(device: bool, fetch: Any, expected: list[Any]) -> None:
+    epochs: list[list[Any]] = [[tensor(x) if device else x for x in epoch] for epoch in EPOCHS]
+    with fake_device(device):
+        values = in_epochs(None, fetch, epochs)
+    flat = [value[0] if isinstance(value, list) else value for value in values]
+    assert flat == pytest.approx([value[0] if isinstance(value, list) else value for value in expected])
+    assert [type(value) for value in values] == [type(value) for value in expected]
+
+
+@pytest.mark.parametrize("stop", range(1, 6))
+@pytest.mark.parametrize("weight", [None, "n"])
+def test_an_epoch_goes_on_after_a_resume(tmp_path: Path, stop: int, weight: Any) -> None:
+    fetch = running_mean("x", weight=weight, reset="epoch")
+    parts = in_epochs(tmp_path, fetch, EPOCHS, stop) + in_epochs(tmp_path, fetch, EPOCHS)
+    assert parts == in_epochs(None, fetch, EPOCHS)
+
+
+def test_a_hook_at_the_end_of_an_epoch_and_one_of_a_broken_epoch() -> None:
+    writer = RecordingWriter()
+    hook = SummarySaverHook(
+        timer=EveryEpochs(),
+        summary_writer=writer,
+        summary_op={"epoch": running_sum("loss", reset="epoch"), "report": running_sum("loss")},
+    )
+    with MonitoredLoop(lambda loss: loss, hooks=[hook]) as loop:
+        for _ in loop.until_stop(range(3)):
+            for value in loop.until_stop([1.0, 2.0, 4.0]):
+                loop.run(value)
+                if value == 2.0:
+                    break
+    assert [dict(curve).keys() for curve in writer.scalars.values()] == [{2, 4, 6}] * 2
+    assert [[*dict(curve).values()] for curve in writer.scalars.values()] == [[3.0] * 3] * 2
+
+
+def test_at_the_end_of_an_epoch_of_which_nothing_is_known_it_is_nan(tmp_path: Path, lines: Lines) -> None:
+    in_epochs(tmp_path, "x", [[1.0, 2.0]], stop=2)
+    writer = RecordingWriter()
+    hook = SummarySaverHook(timer=EveryEpochs(), summary_writer=writer, summary_op={"x": running_mean("x")})
+    with MonitoredLoop(lambda x: {"x": x}, hooks=[hook], checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(1)):
+            for value in loop.until_stop([1.0, 2.0]):
+                loop.run(value)
+    assert str(writer.scalars) == "{'x': [(2, nan)]}"
+    assert any("asked for running_mean('x'), but no run was made. It counts as nan" in text for _, text in lines)
+
+
+def test_an_epoch_that_is_made_again_after_a_recovery_is_counted_once(tmp_path: Path) -> None:
+    hook = EveryRun(running_sum("x", reset="epoch"), 1)
+    recovered(tmp_path, hook, save_steps=2, fails_at=3, last=4)
+    assert hook.reports == [1.0, 2.0, 3.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("create", [running_mean, running_sum, running_max, running_min])
+def test_a_wrong_reset_names_the_right_ones(create: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"reset='step'\): reset is 'report' or 'epoch'"):
+        create("loss", reset="step")
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_the_latest_value(device: bool) -> None:
+    hook = EveryRun((latest("g"), latest(lambda g: g * 2), running_mean("loss")), 1)
+    outputs = [{"loss": 1.0}, {"loss": 1.0, "g": tensor(3.0)}, {"loss": 1.0, "g": None}, {"loss": 1.0}]
+    with fake_device(device):
+        trace(hook, losses=outputs[:2] + outputs[3:])
+        assert [tuple(map(repr, each)) for each in hook.reports] == [("nan", "nan", "1.0")] + [
+            ("3.0", "6.0", "1.0")
+        ] * 2
+        assert str(report(latest("g"), outputs, 1)) == "[nan, 3.0, 3.0, 3.0]"
+
+
+def test_the_latest_value_is_a_copy() -> None:
+    static = torch.zeros(2)
+    hook = EveryRuns((latest("x"), latest(static)), 3)
+
+    def step(number: float) -> dict[str, Any]:
+        static.fill_(number)
+        return {"x": static} if number < 2 else {}
+
+    with MonitoredLoop(step, hooks=[hook]) as loop:
+        for number in (0.0, 1.0, 2.0):
+            loop.run(number)
+    assert hook.reports == [([1.0, 1.0], [2.0, 2.0])]
+
+
+def test_the_latest_value_is_there_before_the_first_run_and_after_a_resume(tmp_path: Path) -> None:
+    def run(outputs: list[Any]) -> list[Any]:
+        hook = EveryRun(latest("g"), 1)
+        with MonitoredLoop(
+            lambda value: value, hooks=[hook, CheckpointSaverHook(tmp_path, save_steps=1)], checkpoint_dir=tmp_path
+        ) as loop:
+            values = [plain(loop.session.run(latest("g"), who=hook))]
+            for value in outputs:
+                loop.run(value)
+        return values + hook.reports
+
+    assert str(run([{"loss": 1.0}, {"loss": 2.0, "g": tensor([2.0, 3.0])}])) == "[nan, nan, [2.0, 3.0]]"
+    assert run([{"loss": 3.0}, {"loss": 4.0, "g": np.ones(2)}]) == [[2.0, 3.0], [2.0, 3.0], [1.0, 1.0]]
+    assert run([{"loss": 3.0}]) == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_the_latest_value_is_one_value() -> None:
+    error = error_of([{"x": [1.0]}], latest("x"))
+    assert "latest(x) is over [1.0]: give one number or tensor" in str(error)
+    with pytest.raises(TypeError, match="give one fetch"):
+        latest(["x"])
 
 
 # -- hooks --------------------------------------------------------------------------------------------------------
@@ -740,9 +966,9 @@ def test_points_that_are_removed_by_a_recovery_are_written_again(tmp_path: Path)
 def test_a_saver_that_does_not_know_running_fetches_starts_them_over(tmp_path: Path) -> None:
     class StepOnly(Saver):
         def restore_latest(self, session: Any, directory: Any) -> str | None:
-            latest = latest_checkpoint(directory)
-            session.global_step = 0 if latest is None else int(latest.rpartition("-")[2])
-            return latest
+            path = latest_checkpoint(directory)
+            session.global_step = 0 if path is None else int(path.rpartition("-")[2])
+            return path
 
     final = FinalOpsHook(running_sum("x"))
     hooks = [final, CheckpointSaverHook(tmp_path, save_steps=2), FailsOnce(3)]
@@ -787,6 +1013,25 @@ def test_one_launch_in_a_run_however_many_means_of_one_dtype(number: int, dtype:
     assert len(launches.names) == 10, launches.names
 
 
+@pytest.mark.parametrize(
+    ("fetches", "expected"),
+    [
+        ((running_min("x"), running_mean("x", reset="epoch"), running_max("x")), ["copy_"]),
+        ((running_mean("x", weight="n"), running_sum("x", weight="n")), ["mul", "copy_"]),
+        ((latest("x"),), ["clone"]),
+        ((latest("y"),), []),
+    ],
+    ids=repr,
+)
+def test_what_is_launched_in_a_run(fetches: Any, expected: list[str]) -> None:
+    outputs = {"x": torch.ones(()), "n": 2}
+    with FakeDevice(), MonitoredLoop(lambda: outputs, hooks=[EveryRuns(fetches, 10**6)]) as loop:
+        loop.run()
+        with Launches() as launches:
+            loop.run()
+    assert launches.names == expected
+
+
 def test_one_launch_in_a_run_for_several_large_tensors() -> None:
     outputs = {str(index): torch.ones(5) for index in range(4)}
     hook = EveryRuns({name: running_mean(name) for name in outputs}, 10**6)
@@ -800,8 +1045,10 @@ def test_one_launch_in_a_run_for_several_large_tensors() -> None:
 
 def test_the_host_never_waits() -> None:
     outputs = {"a": tensor(1.0), "b": tensor(2), "c": torch.ones(3)}
-    fetches = {name: fetch(name) for name in outputs for fetch in (running_mean,)}
+    fetches: dict[str, Any] = {name: fetch(name) for name in outputs for fetch in (running_mean,)}
     fetches |= {f"{name} max": running_max(name) for name in outputs}
+    fetches |= {f"{name} of the epoch": running_mean(name, weight="b", reset="epoch") for name in outputs}
+    fetches |= {f"{name} latest": latest(name) for name in outputs}
     fetches["closure"] = running_mean(lambda a: a * 2)
     hooks = [
         EveryRuns(fetches, 3),
@@ -844,7 +1091,7 @@ def test_a_hook_that_asks_later_changes_what_is_copied_on_a_device() -> None:
 def test_a_restored_tensor_moves_to_the_device_of_the_values() -> None:
     accumulator = Accumulator("sum", Source("x", UNKNOWN), "x")
     accumulator.load_state_dict({"total": torch.ones(2), "count": 1, "dtype": torch.float32, "shape": [2]}, 0)
-    accumulator.add((torch.ones(2, device="meta"), None, 1))
+    accumulator.add((torch.ones(2, device="meta"), None, None, 1))
     assert accumulator.total.device.type == "meta"
     assert accumulator.count == 2
 
@@ -859,6 +1106,10 @@ def test_loops_without_running_fetches_accumulate_nothing() -> None:
 def test_the_repr_can_be_pasted_back() -> None:
     assert repr(running_mean("loss")) == "running_mean('loss')"
     assert eval(repr(running_max("loss"))) == running_max("loss")
+    assert eval(repr(latest("loss"))) == latest("loss") != running_max("loss")
+    weighted = running_mean("loss", weight="n", reset="epoch")
+    assert repr(weighted) == "running_mean('loss', weight='n', reset='epoch')"
+    assert eval(repr(weighted)) == weighted != running_mean("loss", weight="n")
     assert running_mean("loss") != running_max("loss")
     assert running_mean("loss") != "loss"
 

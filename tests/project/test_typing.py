@@ -149,6 +149,8 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield SummarySaverHook(save_secs=1.0, summary_writer=curves, summary_op=[summary.histogram("w", "weight")])
     yield LoggingTensorHook(["loss"], every_n_iter=1)
     yield LoggingTensorHook({"mean": running_mean("loss"), "all": [running_sum("loss"), running_max("loss")]}, 10)
+    yield LoggingTensorHook({"weighted": running_mean("loss", weight="n", reset="epoch"), "last": latest("g_loss")}, 10)
+    yield LoggingTensorHook({"least": running_min("loss")}, every_n_iter=10)
     yield LoggingTensorHook({"loss": over_ranks("loss", "mean")}, every_n_secs=60)
     yield LoggingTensorHook({"loss": lambda loss: loss * 2}, at_end=True, formatter=lambda values: str(values["loss"]))
     yield NanTensorHook("loss", fail_on_nan_loss=False)

@@ -1,4 +1,6 @@
-"""Running fetches: the mean, the sum or the maximum of a fetch over all runs since a hook's last report.
+"""Running fetches: the mean, the sum, the maximum or the minimum of a fetch over all runs since a hook's last report.
+
+They can also be over the epoch so far. :func:`latest` is the value of the last run that had one.
 
 The loop adds the value of every run to an accumulator, without calling the hook. A value on a device stays there: it is
 copied into the row of a buffer, one launch in a run for all numbers of one dtype, and the rows are added up when a hook
@@ -13,8 +15,9 @@ a tensor, one element   float64 (int64, complex128)      a tensor of its shape; 
 a tensor, more of them  float32 or its own, if wider     a tensor of its shape; float32 for half precision
 ======================  ===============================  =======================================================
 
-The mean of integers is float32, their sum int64. A maximum has the dtype of the value. NumPy values count as tensors.
-A device without float64, such as ``mps``, uses float32. NaN in one run makes the mean, the sum and the maximum NaN.
+The mean of integers is float32, their sum int64. A maximum or minimum has the dtype of the value. NumPy values count as
+tensors. A device without float64, such as ``mps``, uses float32. NaN in one run makes each of the four NaN. A weight is
+multiplied with the value where the value is, and the weights of a mean are added up like any value.
 """
 
 from __future__ import annotations
@@ -30,7 +33,17 @@ from torchhooks.common.log import logger
 from torchhooks.common.requester import Requester
 from torchhooks.device.host import host
 from torchhooks.device.readback import is_remote
-from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Rows, Source, add_tensors
+from torchhooks.fetches.accumulators import (
+    KEPT,
+    MOST_NUMBERS,
+    Accumulator,
+    LatestSource,
+    LatestValue,
+    Rows,
+    Source,
+    WeightedSource,
+    add_tensors,
+)
 from torchhooks.fetches.fetch import ComposedFetch, Evaluator, accumulated_parts, watched_names
 from torchhooks.fetches.step import Step
 from torchhooks.position.progress import Progress
@@ -39,20 +52,25 @@ _MOST_ITEMS = 256  # a longer container in an attribute of a hook is data, not f
 _DEPTH = 4
 
 
-class RunningFetch(ComposedFetch):
-    """What :func:`running_mean`, :func:`running_sum` and :func:`running_max` return. Equal ones are the same fetch."""
+class AccumulatedFetch(ComposedFetch):
+    """A fetch that is evaluated in every run. Equal ones are the same fetch."""
 
     accumulates = True
 
-    def __init__(self, op: str, fetch: Any) -> None:
-        self.op = op
+    def __init__(self, function: str, fetch: Any, *options: Any, shown_options: str = "") -> None:
+        self._function = function
         self._fetch = fetch
-        self._key = op, _identity(fetch)
+        self._shown_options = shown_options
+        self._key = function, _identity(fetch), *options
         self.accumulated_parts = [self]
+        self._check(fetch)
+        self.__name__ = f"{function}({getattr(fetch, '__name__', fetch)}{shown_options})"
+
+    def _check(self, fetch: Any) -> None:
         if isinstance(fetch, ComposedFetch) and not fetch.fits_every_run:
             raise TypeError(
                 f"{self!r}: {fetch!r} cannot be evaluated in every run; give what it is composed of, and compose the "
-                f"result: scalar('loss', running_{op}('loss'))"
+                f"result: scalar('loss', {self._function}('loss'))"
             )
         if isinstance(fetch, (Mapping, list, tuple, set)) or not _is_fetch(fetch):
             raise TypeError(f"{self!r}: give one fetch, such as 'loss'; for several values, create several of these")
@@ -61,23 +79,42 @@ class RunningFetch(ComposedFetch):
                 f"{self!r}: {name!r} would have to be caught by a module hook in every run; return it from the step "
                 "instead, under a name that does not end in :output, :input or :grad"
             )
-        self.__name__ = f"running_{op}({getattr(fetch, '__name__', fetch)})"
 
     @property
     def fetch(self) -> Any:
         return self._fetch
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RunningFetch) and self._key == other._key
+        return isinstance(other, AccumulatedFetch) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"running_{self.op}({self._fetch!r})"
+        return f"{self._function}({self._fetch!r}{self._shown_options})"
 
 
-def running_mean(fetch: Any) -> RunningFetch:
+class RunningFetch(AccumulatedFetch):
+    """What :func:`running_mean` and its siblings return."""
+
+    def __init__(self, op: str, fetch: Any, reset: str, weight: Any = None) -> None:
+        self.op = op
+        self.weight = weight
+        self.of_epoch = reset == "epoch"
+        shown_options = "" if weight is None else f", weight={weight!r}"
+        shown_options += "" if reset == "report" else f", reset={reset!r}"
+        if reset not in ("report", "epoch"):
+            raise ValueError(f"running_{op}({fetch!r}{shown_options}): reset is 'report' or 'epoch'")
+        super().__init__(f"running_{op}", fetch, _identity(weight), reset, shown_options=shown_options)
+        if weight is not None:
+            self._check(weight)
+
+
+class LatestFetch(AccumulatedFetch):
+    """What :func:`latest` returns."""
+
+
+def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> RunningFetch:
     """Return a fetch: the mean of ``fetch`` over all runs since the hook that requests it last did so.
 
     >>> hook = LoggingTensorHook({"last": "loss", "mean": running_mean("loss")}, timer=EverySteps(2))
@@ -95,6 +132,19 @@ def running_mean(fetch: Any) -> RunningFetch:
     fetches that are in attributes of a hook, also in lists, tuples, dicts and ``SessionRunArgs``. One that it first
     sees in a request counts from that run.
 
+    Batches of different sizes need a ``weight``, and a mean over the epoch so far ``reset="epoch"``:
+
+    >>> mean = running_mean("loss", weight=lambda inputs: len(inputs), reset="epoch")
+    >>> hook = LoggingTensorHook({"epoch": "epoch", "mean": mean}, timer=EverySteps(1))
+    >>> with MonitoredLoop(lambda inputs: sum(inputs) / len(inputs), hooks=[hook]) as loop:
+    ...     for epoch in loop.until_stop(range(2)):
+    ...         for inputs in loop.until_stop([[3.0, 1.0, 2.0], [6.0]]):
+    ...             loss = loop.run(inputs)
+    epoch = 0, mean = 2.0
+    epoch = 0, mean = 3.0 (... sec)
+    epoch = 1, mean = 2.0 (... sec)
+    epoch = 1, mean = 3.0 (... sec)
+
     Means are kept in checkpoints, so that a resumed training run reports the same. After a recovery, runs that are made
     again are not counted twice. In ``end``, ``session.run_available(fetch, who=self)`` returns the mean since the last
     report, or the last report if no run was made since.
@@ -102,6 +152,12 @@ def running_mean(fetch: Any) -> RunningFetch:
     Args:
         fetch: a name, a closure, an object with ``compute()`` or a tensor, whose value is a number or a tensor. It is
             evaluated in every run.
+        weight: a fetch, such as the number of examples in the batch, whose value is a number, or a tensor with the
+            shape of the value. The mean is the sum of the products of weight and value, divided by the sum of the
+            weights. It is NaN if that is 0.
+        reset: ``"report"``, or ``"epoch"`` for the epoch so far. A report does not reset the latter: it starts over
+            with the first run after the end of the epoch, so that the code after the loop over the data still gets the
+            mean of the epoch.
 
     Returns:
         A fetch. Its value is a Python number if those of ``fetch`` are, and otherwise a tensor of their shape, which is
@@ -109,13 +165,13 @@ def running_mean(fetch: Any) -> RunningFetch:
 
     Raises:
         TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
-        ValueError: ``fetch`` is the name of what a submodule receives or returns.
+        ValueError: ``fetch`` is the name of what a submodule receives or returns; ``reset`` is neither of the two.
         NoRunYetError: from ``session.run``, no run was made.
     """
-    return RunningFetch("mean", fetch)
+    return RunningFetch("mean", fetch, reset, weight)
 
 
-def running_sum(fetch: Any) -> RunningFetch:
+def running_sum(fetch: Any, weight: Any = None, reset: str = "report") -> RunningFetch:
     """Return a fetch: the sum of ``fetch`` over all runs since the last report.
 
     >>> hook = LoggingTensorHook({"examples": running_sum(lambda inputs: len(inputs))}, timer=EverySteps(4))
@@ -129,15 +185,17 @@ def running_sum(fetch: Any) -> RunningFetch:
 
     Args:
         fetch: one fetch, whose value is a number or a tensor. It is evaluated in every run.
+        weight: a fetch. The sum is that of the products of weight and value.
+        reset: ``"report"``, or ``"epoch"`` for the epoch so far.
 
     Raises:
         TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
-        ValueError: ``fetch`` is the name of what a submodule receives or returns.
+        ValueError: ``fetch`` is the name of what a submodule receives or returns; ``reset`` is neither of the two.
     """
-    return RunningFetch("sum", fetch)
+    return RunningFetch("sum", fetch, reset, weight)
 
 
-def running_max(fetch: Any) -> RunningFetch:
+def running_max(fetch: Any, reset: str = "report") -> RunningFetch:
     """Return a fetch: the maximum of ``fetch`` over all runs since the last report.
 
     >>> hook = LoggingTensorHook({"highest loss": running_max("loss")}, timer=EverySteps(2))
@@ -147,17 +205,71 @@ def running_max(fetch: Any) -> RunningFetch:
     highest loss = 3.0
     highest loss = 1.0 (... sec)
 
-    It is like :func:`torchhooks.running_mean` in everything else. The maximum of tensors with several elements is taken
-    element by element, and has their dtype. If a value is NaN, so is the maximum.
+    It is like :func:`torchhooks.running_mean` in everything else, but has no weight. The maximum of tensors with
+    several elements is taken element by element, and has their dtype. If a value is NaN, so is the maximum.
 
     Args:
         fetch: one fetch, whose value is a real number or a tensor of them. It is evaluated in every run.
+        reset: ``"report"``, or ``"epoch"`` for the epoch so far.
 
     Raises:
         TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
+        ValueError: ``fetch`` is the name of what a submodule receives or returns; ``reset`` is neither of the two.
+    """
+    return RunningFetch("max", fetch, reset)
+
+
+def running_min(fetch: Any, reset: str = "report") -> RunningFetch:
+    """Return a fetch: the minimum of ``fetch`` over all runs since the last report.
+
+    >>> hook = LoggingTensorHook({"lowest loss": running_min("loss")}, timer=EverySteps(2))
+    >>> with MonitoredLoop(lambda loss: loss, hooks=[hook]) as loop:  # a step that returns the loss it is given
+    ...     for loss in loop.until_stop([2.0, 3.0, 1.0, 0.5]):
+    ...         loss = loop.run(loss)
+    lowest loss = 2.0
+    lowest loss = 0.5 (... sec)
+
+    It is like :func:`torchhooks.running_max` in everything else.
+
+    Args:
+        fetch: one fetch, whose value is a real number or a tensor of them. It is evaluated in every run.
+        reset: ``"report"``, or ``"epoch"`` for the epoch so far.
+
+    Raises:
+        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
+        ValueError: ``fetch`` is the name of what a submodule receives or returns; ``reset`` is neither of the two.
+    """
+    return RunningFetch("min", fetch, reset)
+
+
+def latest(fetch: Any) -> LatestFetch:
+    """Return a fetch: the value of ``fetch`` in the last run that had one, or NaN before there was one.
+
+    It is for what the step returns in some runs only, such as the loss of a GAN's generator, which is trained in every
+    fifth run. A name that does not exist in a run, and a value that is ``None``, leave the last value as it is.
+
+    >>> def step(number):
+    ...     return {"loss": number, "g_loss": number / 2} if number % 2 == 0 else {"loss": number}
+    >>> hook = LoggingTensorHook({"loss": "loss", "g_loss": latest("g_loss")}, timer=EverySteps(1))
+    >>> with MonitoredLoop(step, hooks=[hook]) as loop:
+    ...     for number in loop.until_stop([1.0, 2.0, 3.0]):
+    ...         outputs = loop.run(number)
+    g_loss = nan, loss = 1.0
+    g_loss = 1.0, loss = 2.0 (... sec)
+    g_loss = 1.0, loss = 3.0 (... sec)
+
+    Like :func:`torchhooks.running_mean`, it is evaluated in every run, without calling the hook, and is found in the
+    attributes of the hook. The value is a copy, which stays on its device, and is kept in checkpoints.
+
+    Args:
+        fetch: a name, a closure, an object with ``compute()`` or a tensor, whose value is a number, a tensor or a
+            string. NumPy values become tensors. A closure has no value in a run in which one of its names has none.
+
+    Raises:
+        TypeError: ``fetch`` is not one fetch; from the run, its value is none of these.
         ValueError: ``fetch`` is the name of what a submodule receives or returns.
     """
-    return RunningFetch("max", fetch)
+    return LatestFetch("latest", fetch)
 
 
 def _is_fetch(value: Any) -> bool:
@@ -175,13 +287,18 @@ def _identity(fetch: Any) -> Any:
     return fetch
 
 
+def _name(fetch: Any) -> str:
+    """Return what stands for ``fetch`` in a checkpoint."""
+    return str(getattr(fetch, "__qualname__", None) or (fetch if isinstance(fetch, str) else type(fetch).__name__))
+
+
 class _Owner:
     """A hook and its accumulators."""
 
     def __init__(self, requester: Requester, name: str) -> None:
         self.requester = requester
         self.name = name
-        self.accumulators: dict[RunningFetch, Accumulator] = {}
+        self.accumulators: dict[AccumulatedFetch, Accumulator | LatestValue] = {}
 
 
 class AccumulatedValues:
@@ -197,7 +314,7 @@ class AccumulatedValues:
         self._rows: dict[tuple[torch.device, torch.dtype], Rows] = {}
         self._names: set[str] = set()
         self._restored: Mapping[str, Any] = {}
-        self._made_again = False  # whether an accumulator may have to start over; only after a recovery
+        self._starts_over = False  # whether an accumulator may have to, after a recovery or the end of an epoch
 
     def begin_session(self, session: object, progress: Progress, step: Step) -> None:
         """Forget what was accumulated, and evaluate fetches in ``session`` from now on."""
@@ -215,7 +332,7 @@ class AccumulatedValues:
     def find_in(self, requesters: Iterable[Requester]) -> None:
         """Accumulate the running fetches that are in the attributes of the hooks of ``requesters``."""
         for owner in [self._owner(requester) for requester in requesters]:
-            found: list[RunningFetch] = []
+            found: list[AccumulatedFetch] = []
             for value in self._attributes(owner.requester.hook):
                 if isinstance(value, ComposedFetch):
                     found += value.accumulated_parts
@@ -264,23 +381,50 @@ class AccumulatedValues:
             owner = self._owners[id(hook)] = _Owner(requester, self._unused(str(name)))
         return owner
 
-    def _accumulate(self, owner: _Owner, running: list[RunningFetch]) -> list[RunningFetch]:
+    def _accumulate(self, owner: _Owner, wanted: list[AccumulatedFetch]) -> list[AccumulatedFetch]:
         """Create the accumulators that ``owner`` does not have yet, and return their fetches."""
-        added = [fetch for fetch in dict.fromkeys(running) if fetch not in owner.accumulators]
+        added = [fetch for fetch in dict.fromkeys(wanted) if fetch not in owner.accumulators]
         if added:
             self._take()  # what is waiting does not belong to the new ones
         for fetch in added:
-            key = _identity(fetch.fetch)
-            if key not in self._by_fetch:
-                self._by_fetch[key] = Source(fetch.fetch, owner.requester)
-                self.sources.append(self._by_fetch[key])
-            source = self._by_fetch[key]
-            name = getattr(fetch.fetch, "__qualname__", None) or (source.name or type(fetch.fetch).__name__)
-            accumulator = Accumulator(fetch.op, source, self._unused(f"{owner.name}: running_{fetch.op}({name})"))
-            source.accumulators.append(accumulator)
-            owner.accumulators[fetch] = accumulator
-            accumulator.load_state_dict(self._restored.get(accumulator.name), self._progress.global_step)
+            owner.accumulators[fetch] = self._new_accumulator(fetch, owner)
         return added
+
+    def _new_accumulator(self, fetch: AccumulatedFetch, owner: _Owner) -> Accumulator | LatestValue:
+        value, requester = fetch.fetch, owner.requester
+        if not isinstance(fetch, RunningFetch):
+            source = self._source(("latest", _identity(value)), partial(LatestSource, value, requester))
+            latest_value = LatestValue(source, self._unused(f"{owner.name}: latest({_name(value)})"))
+            self._begin(latest_value)
+            return latest_value
+        name = f"running_{fetch.op}({_name(value)}"
+        if fetch.weight is None:
+            source = self._source(_identity(value), partial(Source, value, requester))
+        else:
+            name += f", weight={_name(fetch.weight)}"
+            key = "weighted", _identity(value), _identity(fetch.weight)
+            source = self._source(key, partial(WeightedSource, value, fetch.weight, requester))
+        name = f"{owner.name}: {name}{', of the epoch' if fetch.of_epoch else ''})"
+        weights = None
+        if fetch.op == "mean" and fetch.weight is not None:
+            of_weights = self._source(_identity(fetch.weight), partial(Source, fetch.weight, requester))
+            weights = Accumulator("sum", of_weights, self._unused(f"{name}: weights"), of_epoch=fetch.of_epoch)
+            self._begin(weights)
+        accumulator = Accumulator(fetch.op, source, self._unused(name), weights=weights, of_epoch=fetch.of_epoch)
+        self._begin(accumulator)
+        return accumulator
+
+    def _source(self, key: Any, new: Callable[[], Any]) -> Any:
+        if key not in self._by_fetch:
+            self._by_fetch[key] = new()
+            self.sources.append(self._by_fetch[key])
+        return self._by_fetch[key]
+
+    def _begin(self, accumulator: Any) -> None:
+        """Add ``accumulator`` to its source, with its state out of the checkpoint."""
+        accumulator.source.accumulators.append(accumulator)
+        accumulator.load_state_dict(self._restored.get(accumulator.name), self._progress.global_step)
+        self._starts_over = self._starts_over or accumulator.ended
 
     def _unused(self, name: str) -> str:
         """Return ``name``, or with a number after it if it is taken."""
@@ -298,8 +442,8 @@ class AccumulatedValues:
 
         Returns false: no hook has to be called because of them.
         """
-        if self._made_again:
-            self._forget_reported()
+        if self._starts_over:
+            self._start_over()
         others: list[tuple[Source, Any]] | None = None
         is_on_host = host.holds
         is_loss = is_dict = False
@@ -315,7 +459,7 @@ class AccumulatedValues:
             else:
                 if evaluator is None:
                     evaluator = self._evaluator(outputs, args, kwargs)
-                value = evaluator.evaluate_uncopied(source.fetch, source.requester)
+                value = source.evaluate(evaluator)
             if source.is_number:
                 kind = type(value)
                 if kind is torch.Tensor and is_on_host(value) and value.numel() == 1:
@@ -346,6 +490,8 @@ class AccumulatedValues:
             for source, value in others:
                 value = source.checked(value)
                 if not isinstance(value, torch.Tensor):
+                    if value is KEPT:
+                        continue
                     source.numbers.append(value)
                 elif value.numel() != 1:
                     large.setdefault((value.device, value.dtype), []).append((source, value))
@@ -370,16 +516,22 @@ class AccumulatedValues:
         for pairs in large.values():
             add_tensors(pairs)
 
-    def _forget_reported(self) -> None:
-        """Start over where the loop has made all runs again that a hook reported before a recovery."""
+    def epoch_ended(self) -> None:
+        """Let what is over the epoch so far start over with the next run. Until then, it is over the whole epoch."""
+        for accumulator in self._accumulators():
+            if accumulator.of_epoch:
+                accumulator.ended = self._starts_over = True
+
+    def _start_over(self) -> None:
+        """Start over where an epoch has ended, or the loop has made all runs again that were reported."""
         step = self._progress.global_step
-        again = [accumulator for accumulator in self._accumulators() if accumulator.made_again]
-        if any(step > accumulator.reported_at for accumulator in again):
+        waiting = [accumulator for accumulator in self._accumulators() if accumulator.made_again or accumulator.ended]
+        over = [accumulator for accumulator in waiting if accumulator.ended or step > accumulator.reported_at]
+        if over:
             self._take()
-        for accumulator in again:
-            if step > accumulator.reported_at:
-                accumulator.reset()
-        self._made_again = any(accumulator.made_again for accumulator in again)
+        for accumulator in over:
+            accumulator.reset()
+        self._starts_over = any(accumulator.made_again for accumulator in waiting)
 
     def _take(self) -> None:
         for rows in self._rows.values():
@@ -403,7 +555,8 @@ class AccumulatedValues:
                 f"{requester} asked for {fetch!r}, which is accumulated for a hook, from run to run: request it in "
                 "before_run, with SessionRunArgs, or pass the hook that has it in an attribute as who="
             )
-        self._take()
+        if not isinstance(accumulator, LatestValue):
+            self._take()
         value = accumulator.report(self._progress.global_step)
         if value is None:
             raise NoRunYetError(f"{requester} asked for {fetch!r}, but no run was made.")
@@ -428,8 +581,8 @@ class AccumulatedValues:
             source.drop()
         for accumulator in self._accumulators():
             accumulator.load_state_dict(self._restored.get(accumulator.name), self._progress.global_step)
-        self._made_again = any(accumulator.made_again for accumulator in self._accumulators())
+        self._starts_over = any(accumulator.made_again or accumulator.ended for accumulator in self._accumulators())
 
-    def _accumulators(self) -> Iterator[Accumulator]:
+    def _accumulators(self) -> Iterator[Any]:
         for source in self.sources:
             yield from source.accumulators

@@ -16,8 +16,9 @@ fetch                                     value
 a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
 an object with ``compute()``              what ``compute()`` returns: a torchmetrics metric, for example
 a tensor                                  its value after this run
-``running_mean("loss")``                  the mean over all runs since the hook's last report; also ``running_sum`` and
-                                          ``running_max``
+``running_mean("loss")``                  the mean over all runs since the hook's last report, or over the epoch so far;
+                                          also ``running_sum``, ``running_max`` and ``running_min``
+``latest("g_loss")``                      the value in the last run that had one; NaN before
 ``over_ranks("loss", "mean")``            the mean of what the fetch is on all ranks, or the ``sum``, ``min``, ``max``
 a :class:`ComposedFetch`                  a value computed from another fetch: a summary op, for example
 a list, tuple, dict, dataclass of these   the same structure, with values in place of fetches
@@ -266,6 +267,10 @@ _NOT_VALUES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, 
 """What no closure returns as its value, but a function that creates a fetch does, such as ``grad_norm``."""
 
 
+class _NotThereError(Exception):
+    """A name has no value, in a fetch that need not have one."""
+
+
 class Evaluator:
     """Evaluates the fetches of one run, each distinct one once."""
 
@@ -279,6 +284,7 @@ class Evaluator:
     """Whether what closures and objects return is copied. If it is used at once and not kept, it need not be."""
     before_first_run: Any = _MISSING
     """What stands for a name without a value before the first run, instead of an error."""
+    _may_be_missing = False
     _requester: Requester = UNKNOWN
 
     def __init__(
@@ -310,6 +316,16 @@ class Evaluator:
         """Return the value of ``fetch`` for a use in which it is neither kept nor changed."""
         self._requester = requester
         return self._leaf_uncopied(fetch)
+
+    def evaluate_if_there(self, fetch: Any, requester: Requester) -> Any:
+        """Return the value of ``fetch``, not copied, or ``None`` if a name in it has no value in this run."""
+        self._requester, self._may_be_missing = requester, True
+        try:
+            return self._leaf_uncopied(fetch)
+        except _NotThereError:
+            return None
+        finally:
+            self._may_be_missing = False
 
     def is_given(self, name: str) -> bool:
         """Return whether ``name`` is that of a feed or of an output of the step."""
@@ -344,6 +360,8 @@ class Evaluator:
     def _find(self, name: str) -> Any:
         value = self._look_up(name)
         if value is _MISSING:
+            if self._may_be_missing:
+                raise _NotThereError(name)
             error = self._unknown(name, f"{self._requester} asked for {name!r}, which does not exist")
             return self._instead_of(error)
         return value
@@ -395,6 +413,8 @@ class Evaluator:
         value = session if name == "session" else parameter.default
         if value is not inspect.Parameter.empty:
             return value
+        if self._may_be_missing:
+            raise _NotThereError(name)
         asked = f"{self._requester} asked for {describe(closure)}"
         way_out = ""
         if isinstance(closure, (types.FunctionType, type)) and f"{closure.__module__}.".startswith("torchhooks."):
@@ -405,7 +425,10 @@ class Evaluator:
     def composed(self, fetch: ComposedFetch) -> Any:
         """Return the value of ``fetch``."""
         if fetch.accumulates:
-            return self.session.accumulated.report(fetch, self._requester)
+            try:
+                return self.session.accumulated.report(fetch, self._requester)
+            except NoRunYetError as error:
+                return self._instead_of(error)
         evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch
         value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
         try:

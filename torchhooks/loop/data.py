@@ -201,7 +201,10 @@ class Data:
 
     def _end_epoch(self, ended: int | None) -> None:
         """Call the hooks that are due at the end of an epoch, after which ``ended`` epochs have; ``None`` is no end."""
-        due = [] if ended is None else self._schedule.due_at_end_of(ended)
+        if ended is None:
+            return
+        accumulated, due = self._schedule.accumulated, self._schedule.due_at_end_of(ended)
+        accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
         if due and self._ending.state in (RUNNING, State.CLOSED):
             # The body left by a break, and the next run begins, or the loop closes: an error is that of the run.
             self._between_runs.lifecycle.end_epoch(due)
@@ -210,6 +213,7 @@ class Data:
             # Made again after a recovery, with another session.
             if self._between_runs.make(functools.partial(self._between_runs.lifecycle.end_epoch, due)):
                 break
+            accumulated.epoch_ended()  # of what the recovery restored
 
     def _iterator(self, place: Place, iterable: Iterable[Any], resume: bool) -> Iterator[Any]:
         """Return the items to yield at ``place``; none if a signal, or exactly ``StopIteration``, prevents it."""
