@@ -169,6 +169,8 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=100, min_steps=5)
     yield StopIfHigherHook(evaluation["accuracy"], 0.99)
     yield StopIfLowerHook("loss", 0.1, timer=EverySteps(10))
+    yield StopIfHigherHook("loss", 0.1, timer=EveryEpochs(2))
+    yield ProfilerHook(timer=AtSteps([100, 200]), runs=5)
     yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
     yield BestCheckpointHook(folder, lambda accuracy: accuracy, save_steps=5, mode="max", keep=3)
     yield from (Watching(), Narrowed(), Silent(), RecordingHook("loss"))
