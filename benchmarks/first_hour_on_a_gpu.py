@@ -58,7 +58,7 @@ from torchhooks import (
     summary,
 )
 from torchhooks.device.readback import MAX_BYTES, Readback
-from torchhooks.loop.recovery import is_poisoned
+from torchhooks.lifecycle.recovery import is_poisoned
 from torchhooks.testing import FakeDevice, RecordingWriter, sync_audit
 
 from common import RESULTS, describe, machine, table
@@ -452,7 +452,7 @@ def compare(name: str, seen: dict[str, list[Any]], expected: dict[str, list[Any]
 LOST = """
 import sys, torch
 from torchhooks import MonitoredLoop
-from torchhooks.loop.recovery import is_poisoned
+from torchhooks.lifecycle.recovery import is_poisoned
 
 def step():
     index = torch.tensor([5], device="cuda")

@@ -594,7 +594,7 @@ def test_a_body_that_succeeds_resets_the_pause_between_recoveries(tmp_path: Path
 
 
 def test_recoveries_of_bodies_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchhooks.loop.recovery._FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr("torchhooks.lifecycle.recovery._FIRST_PAUSE_SECS", 1e-4)
     with recoverable(tmp_path, Count(), max_recoveries=2) as loop:
         for _ in range(2):
             with loop.step():

@@ -40,7 +40,7 @@ from torchhooks import (
     list_checkpoints,
 )
 from torchhooks.common.files import Disk
-from torchhooks.loop.recovery import Recovery, is_poisoned
+from torchhooks.lifecycle.recovery import Recovery, is_poisoned
 from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter, trace
 
 Lines = list[tuple[str, str]]
@@ -49,8 +49,8 @@ Calls = list[tuple[Any, ...]]
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchhooks.loop.recovery._FIRST_PAUSE_SECS", 1e-4)
-    monkeypatch.setattr("torchhooks.loop.recovery._LONGEST_PAUSE_SECS", 1e-3)
+    monkeypatch.setattr("torchhooks.lifecycle.recovery._FIRST_PAUSE_SECS", 1e-4)
+    monkeypatch.setattr("torchhooks.lifecycle.recovery._LONGEST_PAUSE_SECS", 1e-3)
 
 
 class Model(torch.nn.Module):
@@ -705,7 +705,7 @@ class CodedError(RuntimeError):
 def test_the_code_of_an_error_says_whether_the_context_is_lost(
     code: int, poisoned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchhooks.loop.recovery._CODED", (CodedError,))
+    monkeypatch.setattr("torchhooks.lifecycle.recovery._CODED", (CodedError,))
     assert is_poisoned(CodedError(code)) is poisoned
 
 

@@ -440,6 +440,17 @@ def test_a_resume_in_the_last_item_ends_the_epoch_with_the_restored_running_valu
     assert [text.split(" (")[0] for text in means] == ["mean = 2.0", "mean = 2.0"]
 
 
+@pytest.mark.parametrize("stops", [[2, 2], [1, 3, 1], [3, 1, 2]])
+def test_running_values_survive_several_resumes(tmp_path: Path, stops: list[int], lines: list[tuple[str, str]]) -> None:
+    for runs in [*stops, 0]:
+        mean = LoggingTensorHook({"mean": running_mean("loss")}, every_n_epochs=1)
+        hooks = [mean, saving(tmp_path), *([StopsAfter(runs)] if runs else [])]
+        with MonitoredLoop(same, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+            epochs_of([], range(2), loop, [1.0, 2.0, 3.0, 4.0, 5.0])
+    means = [text.split(" (")[0] for _, text in lines if text.startswith("mean")]
+    assert means == ["mean = 3.0", "mean = 3.0"]
+
+
 def test_the_values_of_an_evaluation_are_those_of_the_checkpoint_in_the_code_behind_an_epoch(tmp_path: Path) -> None:
     seen = []
     for stop in (StopsAfter(2), None):

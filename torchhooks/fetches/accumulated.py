@@ -315,6 +315,7 @@ class AccumulatedValues:
         self._names: set[str] = set()
         self._restored: Mapping[str, Any] = {}
         self._starts_over = False  # whether an accumulator may have to, after a recovery or the end of an epoch
+        self._has_looked = False  # whether the fetches of hooks were looked for
 
     def begin_session(self, session: object, progress: Progress, step: Step) -> None:
         """Forget what was accumulated, and evaluate fetches in ``session`` from now on."""
@@ -331,6 +332,7 @@ class AccumulatedValues:
 
     def find_in(self, requesters: Iterable[Requester]) -> None:
         """Accumulate the running fetches that are in the attributes of the hooks of ``requesters``."""
+        self._has_looked = True
         for owner in [self._owner(requester) for requester in requesters]:
             found: list[AccumulatedFetch] = []
             for value in self._attributes(owner.requester.hook):
@@ -571,7 +573,9 @@ class AccumulatedValues:
     def state_dict(self) -> dict[str, Any] | None:
         """Return what has been accumulated since the reports, by hook and fetch; ``None`` if there is nothing."""
         self._take()
-        return {accumulator.name: accumulator.state_dict() for accumulator in self._accumulators()} or None
+        # A saver saves a restored session before the hooks are looked at: what was restored is not lost then.
+        state = {} if self._has_looked else dict(self._restored)
+        return {**state, **{each.name: each.state_dict() for each in self._accumulators()}} or None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from ``state``, which belongs to the current global step. What it does not have starts over."""

@@ -1,5 +1,6 @@
 """The contract between a loop and its hooks.
 
 Read ``hook`` first: its docstring describes the order of calls, what stops a loop, and what an exception does.
-``session`` is what hooks receive, ``coordinator`` what their threads use, and ``ending`` keeps why and how a loop ends.
+``session`` is what hooks receive, ``coordinator`` what their threads use, ``ending`` keeps the state of a loop, and
+``recovery`` decides after which errors it continues.
 """

@@ -6,7 +6,7 @@ No other object knows. Only the training thread changes the state:
 change                         where
 =============================  ========================================================================================
 ``IDLE`` to ``RUNNING``        a run begins, or calls are made between two items, which must not begin a run
-``RUNNING`` to ``IDLE``        the run is over, and nobody has decided to stop
+``RUNNING`` to ``IDLE``        the run is over, and no stop is decided
 any to ``STOPPING``            no run is in progress, and a hook, the caller, a thread or a signal has decided to stop
 any to ``FAILED``              a run, or the iteration over the data, raised an error that is not recovered from
 any to ``CLOSED``              the loop is closed

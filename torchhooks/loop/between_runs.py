@@ -8,9 +8,9 @@ from collections.abc import Callable
 from torchhooks.common.log import logger
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.ending import RUNNING, Ending
+from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Session
 from torchhooks.loop.peers import Peers
-from torchhooks.loop.recovery import Recovery
 from torchhooks.loop.run import Lifecycle
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.session_creator import SessionCreator

@@ -332,12 +332,12 @@ class MonitoredLoop(Generic[R]):
         after batch 3
         after batch 7
 
-        After a resume the numbers continue, unlike those of ``enumerate(loop.until_stop(...))``, which begin anew.
+        After a resume the numbers continue, unlike those of ``enumerate(loop.until_stop(...))``, which begin at 0.
 
         Args:
             iterable: the items.
             start: the number of the first item.
-            resume, limit, repeat: as in :meth:`until_stop`. With ``repeat``, the numbers begin anew in each pass.
+            resume, limit, repeat: as in :meth:`until_stop`. With ``repeat``, each pass begins with ``start``.
         """
         frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
         number = whole_number(start, "start", 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torchhooks.checkpoints.gradients import Gradients
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.ending import Ending
+from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.signals import SignalWatch
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.between_runs import BetweenRuns
@@ -14,7 +15,6 @@ from torchhooks.loop.body import Body
 from torchhooks.loop.costs import HookCosts
 from torchhooks.loop.data import Data
 from torchhooks.loop.peers import Peers
-from torchhooks.loop.recovery import Recovery
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.session_creator import SessionCreator
 from torchhooks.position.items import Items

@@ -18,11 +18,11 @@ from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.ending import Ending, State, StoppedBy
 from torchhooks.lifecycle.hook import RunServices
+from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Session
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.costs import HookCosts
 from torchhooks.loop.peers import Peers
-from torchhooks.loop.recovery import Recovery
 from torchhooks.loop.run import Lifecycle, note_hook
 from torchhooks.loop.schedule import Schedule, ScheduledHook
 from torchhooks.position.items import Items

@@ -78,7 +78,7 @@ def plan_resume(
     Args:
         entry: what the checkpoint contains of a place in this item of the outer loop.
         random: the random states of the checkpoint.
-        resume: False to begin anew, whatever the checkpoint contains.
+        resume: False to begin at the start, whatever the checkpoint contains.
         innermost: whether the checkpoint contains no place inside of ``entry``.
         has_own_state: whether the checkpoint contains the state of ``iterable`` itself.
     """

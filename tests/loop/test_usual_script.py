@@ -1,0 +1,208 @@
+"""The usual training script, killed at random moments and resumed: the same bits and lines as if it had not been."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+from support import processes
+from torch import nn
+
+from torchhooks import (
+    BestCheckpointHook,
+    CheckpointSaverHook,
+    EvaluationHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    Saver,
+    StopIfNoDecreaseHook,
+    Variables,
+    latest_checkpoint,
+    load_weights,
+    running_mean,
+)
+from torchhooks.common.files import Disk
+
+EPOCHS, ITEMS, BATCH = 12, 11, 2
+BATCHES = math.ceil(ITEMS / BATCH)
+SAVERS = {"epochs": {"every_n_epochs": 1}, "steps": {"every_n_steps": 4}, "both": {"every_n_steps": BATCHES}}
+
+
+class Moments:
+    """The moments of a process, counted, in one of which it is killed."""
+
+    def __init__(self, kill_at: int) -> None:
+        self.kill_at, self.count = kill_at, 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillingDisk(Disk):
+    """A disk on which a save consists of moments."""
+
+    def __init__(self, moment: Moments) -> None:
+        self._moment = moment
+
+    @contextlib.contextmanager
+    def _moments(self) -> Iterator[None]:
+        self._moment()
+        yield
+        self._moment()
+
+    def create(self, path: str) -> BinaryIO:
+        with self._moments():
+            return super().create(path)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        with self._moments():
+            super().write(file, data)
+
+    def rename(self, path: str, new_path: str) -> None:
+        with self._moments():
+            super().rename(path, new_path)
+
+    def remove(self, path: str) -> None:
+        with self._moments():
+            super().remove(path)
+
+
+def train(folder: str, seed: int, saves: str, leaves: bool, kill_at: int = 0, kill_after_secs: float = 0.0) -> None:
+    """Train from the newest checkpoint in ``folder`` to the end, print a line for each epoch, and the final bits.
+
+    With ``leaves``, the script leaves the inner loop by ``break`` in its last batch.
+    """
+    moment = Moments(kill_at)
+    if kill_after_secs:
+        timer = threading.Timer(kill_after_secs, os.kill, [os.getpid(), signal.SIGKILL])
+        timer.daemon = True
+        timer.start()
+    torch.manual_seed(1 if latest_checkpoint(folder) is None else seed)  # another one: only the checkpoint can help
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    inputs = torch.arange(ITEMS * 3, dtype=torch.float32).reshape(ITEMS, 3) / ITEMS
+    loader: Any = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=BATCH, shuffle=True
+    )
+    variables = Variables(best=math.inf, seen=0)
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        moment()
+        optimizer.zero_grad()
+        loss: torch.Tensor = (model(inputs) - targets).square().mean()
+        loss.backward()
+        moment()
+        optimizer.step()
+        return loss.detach()
+
+    def evaluate(model: nn.Module) -> dict[str, torch.Tensor]:
+        moment()
+        error = (model(inputs) - inputs.sum(dim=1, keepdim=True)).abs().mean() + torch.rand(()) / 10
+        moment()
+        return {"val": error}
+
+    def line(values: Any) -> str:
+        return f"LINE mean {values['epoch']} {float(values['mean'])!r}"
+
+    saver = Saver()
+    saver.disk = KillingDisk(moment)
+    evaluation = EvaluationHook(evaluate, every_n_epochs=1, name="validation")
+    hooks = [
+        LoggingTensorHook({"epoch": "epoch", "mean": running_mean("loss")}, every_n_epochs=1, formatter=line),
+        evaluation,
+        StopIfNoDecreaseHook(evaluation["val"], 2 * BATCHES, every_n_epochs=1),
+        BestCheckpointHook(folder, evaluation["val"], mode="min", every_n_epochs=1),
+        CheckpointSaverHook(folder, saver=saver, **SAVERS[saves]),  # type: ignore[arg-type]
+    ]
+    state: dict[str, Any] = {"scheduler": scheduler, "variables": variables}
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, state=state, checkpoint_dir=folder) as loop:
+        for epoch in loop.until_stop(range(EPOCHS)):
+            for i, (batch, targets) in loop.enumerate(loader):
+                loop.run(batch, targets)
+                variables.seen += len(batch)
+                if leaves and i == BATCHES - 1:
+                    break
+            moment()
+            value = evaluation.values["val"]
+            scheduler.step(value)
+            moment()
+            variables.best = min(variables.best, value)
+            lr = optimizer.param_groups[0]["lr"]
+            print(f"LINE {epoch} {loop.epoch} {loop.batch} {value!r} {variables.best!r} {variables.seen} {lr!r}")
+            moment()
+    model_of_best = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+    load_weights(f"{folder}/best", model_of_best)
+    bits = [*model.parameters(), *(each["momentum_buffer"] for each in optimizer.state.values())]
+    bits += [*model_of_best.parameters(), torch.get_rng_state()]
+    digest = hashlib.sha256(b"".join(bytes(str(each.tolist()), "ascii") for each in bits)).hexdigest()
+    print(f"END {moment.count} {loop.global_step} {loop.stop_reason} {variables.best!r} {digest}")
+
+
+def attempt(*arguments: Any) -> tuple[int | None, list[str]]:
+    """Call :func:`train` in a process of its own, and return its exit code and its lines."""
+    ended = processes.call(train, *arguments, ignored=("Detected call of `lr_scheduler.step()`",))
+    texts = [text[text.find("LINE") :] for text in ended.output.splitlines() if "LINE" in text]
+    texts += [text for text in ended.output.splitlines() if text.startswith("END")]
+    assert ended.code in (0, -signal.SIGKILL), ended.output
+    return ended.code, texts
+
+
+def check(folder: Path, saves: str, leaves: bool, kills: int, seed: int, by_clock: bool = False) -> None:
+    """Kill the script ``kills`` times, at drawn moments or ``by_clock``, and compare it with one that is not killed.
+
+    A training run that is finished, as its newest checkpoint says, is not started again.
+    """
+    code, expected = attempt(str(folder / "whole"), 1, saves, leaves)
+    assert code == 0
+    moments = int(expected[-1].split()[1])
+    final_step = expected[-1].split()[2]
+    rng = random.Random(seed)
+    number = killed = finished = 0
+    seen: set[str] = set()
+    while killed < kills or not finished:
+        number += 1
+        kill_at = 0 if by_clock else rng.randint(1, rng.choice([20, moments]))
+        kill_after = rng.random() * 0.4 if by_clock else 0.0
+        if killed >= kills:
+            kill_at, kill_after = 0, 0.0
+        parts = folder / f"parts-{finished}"
+        code, lines = attempt(str(parts), 1 + number, saves, leaves, kill_at, kill_after)
+        wrong = [line for line in lines if line.startswith("LINE") and line not in expected]
+        assert not wrong, (number, kill_at, kill_after, wrong, lines, expected)
+        seen |= set(lines)
+        if code == 0:
+            assert lines[-1].split(" ", 2)[2] == expected[-1].split(" ", 2)[2], (number, lines, expected)
+        killed += code != 0
+        finished += code == 0 or (latest_checkpoint(parts) or "").endswith(f"-{final_step}")  # and begin another one
+    assert {line for line in seen if line.startswith("LINE")} == set(expected[:-1])
+
+
+@pytest.mark.parametrize("saves", ["epochs", "steps"])
+def test_the_usual_script_that_is_killed_a_few_times(tmp_path: Path, saves: str) -> None:
+    check(tmp_path, saves, leaves=False, kills=4, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("saves", SAVERS)
+def test_the_usual_script_that_is_killed_at_random_moments(tmp_path: Path, saves: str, leaves: bool) -> None:
+    check(tmp_path, saves, leaves, kills=25, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", SAVERS)
+def test_the_usual_script_that_is_killed_at_random_times(tmp_path: Path, saves: str) -> None:
+    check(tmp_path, saves, leaves=False, kills=25, seed=3, by_clock=True)
