@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from support.paths import TRACES
 
 from torchhooks import (
+    AtSteps,
     CheckpointSaverHook,
+    EveryEpochs,
     LoggingTensorHook,
     NeverTriggerTimer,
     SecondOrStepTimer,
@@ -235,3 +237,62 @@ def test_never_trigger_timer_is_never_due_even_after_an_update() -> None:
     timer = NeverTriggerTimer()
     timer.update_last_triggered_step(1)
     assert (timer.should_trigger_for_step(99), timer.next_due()) == (False, NEVER)
+
+
+# -- at steps, and at the end of epochs -------------------------------------------------------------------------------
+
+
+def test_at_steps_triggers_once_at_each_step_also_if_a_run_passes_it() -> None:
+    timer, triggered = AtSteps([7, 2, 2]), []
+    for step in (1, 2, 3, 6, 9, 10):
+        if timer.should_trigger_for_step(step):
+            triggered.append((step, timer.update_last_triggered_step(step)[1]))
+    assert triggered == [(2, None), (9, 7)]
+    assert (timer.next_due(), timer.last_triggered_step()) == (NEVER, 9)
+
+
+def test_at_steps_does_not_trigger_again_after_a_resume_and_does_after_a_recovery() -> None:
+    timer = AtSteps([2, 5])
+    timer.start_at(3)
+    assert timer.next_due() == Due(step=5)
+    timer.update_last_triggered_step(5)
+    timer.start_at(1)
+    assert (timer.next_due(), timer.last_triggered_step()) == (Due(step=2), None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "error", "message"),
+    [
+        ([], ValueError, r"AtSteps\(\[\]\): give at least one global step, such as \[100, 200\]"),
+        ([0], ValueError, "a step of AtSteps=0: must be a whole number, 1 or more"),
+        (100, TypeError, r"steps=100: give a list of global steps, such as \[100, 200\]"),
+        ("100", TypeError, "steps='100': give a list"),
+    ],
+)
+def test_at_steps_refuses_what_is_not_a_list_of_steps(steps: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        AtSteps(steps)
+
+
+def test_timers_of_steps_and_epochs_can_be_pasted_back() -> None:
+    assert [repr(timer) for timer in (AtSteps([5, 2]), EveryEpochs(3))] == ["AtSteps([2, 5])", "EveryEpochs(3)"]
+
+
+def test_a_timer_of_epochs_measures_from_one_trigger_to_the_next(clock: FakeClock) -> None:
+    timer = EveryEpochs()
+    timer.trigger()
+    assert timer.should_trigger_for_step(4)
+    assert timer.update_last_triggered_step(4) == (None, None)
+    assert not timer.should_trigger_for_step(5)
+    clock.advance(2.0)
+    assert timer.update_last_triggered_step(8) == (2.0, 4)
+    assert timer.last_triggered_step() == 8
+
+
+def test_every_hook_gets_a_copy_of_a_timer_of_steps() -> None:
+    timer = AtSteps([1])
+    hooks = [LoggingTensorHook(["global_step"], timer=timer) for _ in range(2)]
+    assert [hook.next_due() for hook in hooks] == [Due(step=1)] * 2
+    assert timer.last_triggered_step() is None
+    timer.trigger()  # without effect
+    assert not timer.should_trigger_for_step(0)

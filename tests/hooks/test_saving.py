@@ -409,3 +409,24 @@ def test_refuses_two_ops_with_one_tag_at_construction() -> None:
 )
 def test_a_repr_can_be_pasted_back(text: str) -> None:
     assert repr(eval(text)) == text
+
+
+@pytest.mark.parametrize("given", [0.5, -1, float("nan"), "two", torch.tensor([1, 2])])
+def test_what_is_on_the_x_axis_has_to_be_a_whole_number(given: Any, tmp_path: Path) -> None:
+    hook = SummarySaverHook(every_n_steps=1, output_dir=tmp_path, summary_op={"loss": "loss"}, step="x")
+    with (
+        pytest.raises(
+            TypeError, match=r"x is .*: the step of a SummarySaverHook, which is what is on the x axis, must"
+        ),
+        MonitoredLoop(lambda: {"loss": 0.5, "x": given}, hooks=[hook]) as loop,
+    ):
+        loop.run()
+
+
+def test_curves_can_be_over_a_number_of_the_step(tmp_path: Path) -> None:
+    hook = SummarySaverHook(save_steps=1, output_dir=tmp_path, summary_op={"loss": "loss"}, step=lambda frames: frames)
+    frames = iter([100, 250])
+    with MonitoredLoop(lambda: {"loss": 0.5, "frames": torch.tensor(next(frames))}, hooks=[hook]) as loop:
+        loop.run()
+        loop.run()
+    assert [point.step for point in read(tmp_path).Scalars("loss")] == [100, 250]

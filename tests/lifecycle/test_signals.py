@@ -287,6 +287,30 @@ def test_a_loop_that_no_with_block_closes_ends_as_by_a_hook(delivered: list[str]
     assert (loop.global_step, delivered) == (1, ["SIGTERM"])
 
 
+def interrupted(hook: SessionRunHook) -> KeyboardInterrupt:
+    """Return the Ctrl-C that comes out of a loop whose second run got it."""
+
+    def run() -> None:
+        with MonitoredLoop(lambda: signal.raise_signal(signal.SIGINT), hooks=[hook], signals=["SIGINT"]) as loop:
+            for _ in loop.until_stop(range(9)):
+                loop.run()
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run()
+    return raised.value
+
+
+def test_a_ctrl_c_comes_out_of_the_with_block_alone() -> None:
+    interrupt = interrupted(RecordingHook())
+    assert (interrupt.__cause__, interrupt.__suppress_context__) == (None, True)
+
+
+def test_an_error_of_the_end_is_the_cause_of_a_ctrl_c() -> None:
+    interrupt = interrupted(RecordingHook(raises={"end": ValueError("the end failed")}))
+    assert isinstance(interrupt.__cause__, BaseExceptionGroup)
+    assert "the end failed" in str(interrupt.__cause__.exceptions)
+
+
 def test_a_ctrl_c_prints_six_lines_of_traceback() -> None:
     ran = run_program("""
         import signal
