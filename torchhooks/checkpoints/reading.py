@@ -122,7 +122,7 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
 
     Args:
         path: the checkpoint, ``"run/model.ckpt-700"``, or the folder.
-        model: the model. Its mode, :meth:`~torch.nn.Module.train` or :meth:`~torch.nn.Module.eval`, stays.
+        model: the model. Its mode, ``train()`` or ``eval()``, stays.
         strict: whether weights that only the model or only the checkpoint has, or that have another shape or a dtype
             which cannot hold the values, are an error. Otherwise those that match are loaded, and a warning names the
             others, which are also in the ``missing_keys`` and ``unexpected_keys`` of what is returned.

@@ -198,7 +198,7 @@ class Session:
 
     @property
     def epoch(self) -> int | None:
-        """The number of the epoch in progress, or of the last one, from 0 on: see ``MonitoredLoop.epoch``."""
+        """The number of the epoch in progress, or of the last one, from 0 on. See ``MonitoredLoop.epoch``."""
         return None if self.position is None else self.position.epoch
 
     @property
