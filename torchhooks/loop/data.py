@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending, LeftBySignalError, State, StoppedBy
+from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending, LeftBySignalError, State, Stop, StoppedBy
 from torchhooks.loop.between_runs import BetweenRuns
 from torchhooks.loop.schedule import Schedule
 from torchhooks.position.items import Items
@@ -165,16 +165,18 @@ class Data:
         session = self._between_runs.session
         if self._schedule.runs or not session.was_restored:
             return
-        for scheduled in self._schedule.all_hooks:
-            reason = scheduled.hook.why_finished(session)
-            if reason is not None:
-                self._ending.propose_stop(f"{type(scheduled.hook).__name__}: {reason}", StoppedBy.HOOK)
+        hooks = self._schedule.all_hooks
+        found = [(str(each), type(each.hook).__name__, each.hook.why_finished(session)) for each in hooks]
+        # Decided here by all ranks, and not proposed: a stop that is proposed may let one more run be made.
+        rows = session.ranks.gather([row for row in found if row[2] is not None], "whether the run is finished")
+        for hook, name, reason in [row for rows_of_rank in rows for row in rows_of_rank][:1]:
+            self._ending.decide(Stop(f"{name}: {reason}", StoppedBy.HOOK))
+            if session.ranks.is_chief:
                 logger.warning(
                     "%s: this training run is finished, so until_stop yields nothing, and no run is made. To train on, "
                     "change the hook, or give another checkpoint_dir for a new training run",
-                    scheduled,
+                    hook,
                 )
-                return
 
     def _leave_at_signal(self) -> None:
         """Leave the ``with`` block of the loop if a signal has stopped it: the grace period is short.
