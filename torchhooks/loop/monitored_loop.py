@@ -72,8 +72,9 @@ class MonitoredLoop(Generic[R]):
         recoverable_errors: exceptions, of a run or a background thread, after which the loop restores the newest
             checkpoint and makes the failed run again. Without a checkpoint to restore, they propagate.
         max_recoveries: the limit within an hour. The first recovery is made at once, later ones after growing pauses.
-        signals: signals after which the loop stops at the end of the run, so that a CheckpointSaverHook saves once
-            more, such as ``["SIGTERM", "SIGINT"]``. When it closes, they are delivered to their previous handlers.
+        signals: signals after which the loop stops, such as ``["SIGTERM", "SIGINT"]``. At the end of the item, a
+            CheckpointSaverHook saves once more, and ``until_stop`` leaves the ``with`` block at once. When the loop
+            closes, the signals are delivered to their previous handlers.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
         metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
