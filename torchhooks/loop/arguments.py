@@ -27,7 +27,7 @@ from torchhooks.ranks.ranks import LoopRanks, Ranks, checked_ranks
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # each generated method takes time on import
 class LoopArguments:
     """What the constructor of a loop was given, checked and copied. Nothing of it changes later."""
 

@@ -22,7 +22,7 @@ from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # each generated method takes time on import
 class LoopParts:
     """What one loop consists of."""
 
