@@ -10,6 +10,7 @@ import torch
 from support.rank_threads import Hub, ThreadRanks, in_threads
 from support.torch_state import is_profiling
 from torch import nn
+from torch.utils.data import DataLoader
 
 from torchhooks import (
     AbortedError,
@@ -595,6 +596,56 @@ def test_a_checkpoint_of_the_end_of_an_epoch_begins_with_the_next_one(tmp_path: 
         assert (loop.global_step, loop.epoch) == (2, 0)
         epochs_of(calls, range(3), loop, [1.0, 2.0])
     assert calls == [("end", 2, 2.0), ("end", 4, 2.0), "behind", ("end", 6, 2.0), "behind"]
+
+
+def batches(kind: str) -> Any:
+    if kind in ("loader", "limit"):
+        return DataLoader([1.0, 2.0, 3.0][: 2 if kind == "loader" else 3])  # type: ignore[arg-type]
+    return {"tuple": (1.0, 2.0), "range": range(1, 3), "list": [1.0, 2.0]}[kind]
+
+
+@pytest.mark.parametrize(("kind", "saved"), [("tuple", 2), ("range", 2), ("loader", 2), ("list", 0), ("limit", 2)])
+def test_a_save_at_the_last_item_of_an_inner_loop_waits_for_the_outer_item(
+    tmp_path: Path, kind: str, saved: int
+) -> None:
+    behind = Value()
+    with MonitoredLoop(
+        float, hooks=[saving(tmp_path, every_n_steps=2)], state={"behind": behind}, checkpoint_dir=tmp_path
+    ) as loop:
+        for _ in loop.until_stop(range(2)):
+            for item in loop.until_stop(batches(kind), limit=2 if kind == "limit" else None):
+                loop.run(item)
+            behind.value = loop.global_step
+    assert saved_steps(tmp_path) == [0, 2, 4]
+    later = Value()
+    with MonitoredLoop(float, state={"behind": later}, checkpoint_dir=tmp_path / "model.ckpt-2") as loop:
+        assert later.value == saved
+        for _ in loop.until_stop(range(2)):
+            limit = 2 if kind == "limit" else None
+            total = [loop.run(item) for item in loop.until_stop(batches(kind), limit=limit)]
+            assert bool(total) == (later.value != 0 or loop.global_step > 2)
+            later.value = 1
+
+
+def test_a_save_that_waits_is_not_made_twice_at_a_stop_in_the_last_item(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    hooks = [StopAtStepHook(last_step=4), saving(tmp_path, every_n_steps=2)]
+    with MonitoredLoop(float, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(3)):
+            for item in loop.until_stop(range(2)):
+                loop.run(item)
+    saves = [line for _, line in lines if line.startswith("saving")]
+    assert len(saves) == 3, saves  # at steps 0, 2 and 4
+
+
+def test_runs_after_the_inner_loop_are_saved_with_the_outer_item(tmp_path: Path) -> None:
+    with MonitoredLoop(float, hooks=[saving(tmp_path, every_n_steps=1)], checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(2)):
+            for item in loop.until_stop(range(2)):
+                loop.run(item)
+            loop.run(3.0)
+    assert saved_steps(tmp_path) == [0, 1, 3, 4, 6]
 
 
 def test_the_best_checkpoint_has_the_metric_of_the_end_and_the_state_behind_the_epoch(tmp_path: Path) -> None:

@@ -365,7 +365,7 @@ class CheckpointSaverHook(WritingHook):
         given = self._given_saver if self._scaffold is None else self._scaffold.saver
         self._saver = session.saver if given is None else given
         session.savers.append(self._saver)
-        self._waits = self._checks = False
+        self._checks = False
         session.at_stop(self, lambda: self._save_for_stop(session))
         self._save(session)
         self._timer.start_at(session.global_step)
@@ -379,11 +379,10 @@ class CheckpointSaverHook(WritingHook):
         session = run_context.session
         if self._is_due(session):
             self._timer.update_last_triggered_step(session.global_step)
-            if self._waits:  # for a whole period already: the item is a long one, so save in the middle of it too
+            if run_context.waits_for_item:  # for a whole period: the item is a long one, so save in its middle too
                 self._save_due(run_context)
-            self._waits = True
             run_context.after_item(lambda: self._save_due(run_context))
-            if not self._waits and "body" not in session.warned:  # saved in the run, not between two items
+            if not run_context.waits_for_item and "body" not in session.warned:  # saved in the run
                 self._checks = True
                 run_context.before_next_run(partial(self._check_unchanged, session, StateMark(_trained(session))))
 
@@ -419,7 +418,6 @@ class CheckpointSaverHook(WritingHook):
 
     def _save_due(self, run_context: SessionRunContext) -> None:
         session = run_context.session
-        self._waits = False
         self._timer.update_last_triggered_step(session.global_step)
         if self._save(session):
             run_context.request_stop(f"a checkpoint listener asked to at step {session.global_step}")

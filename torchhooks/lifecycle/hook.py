@@ -287,9 +287,11 @@ class SessionRunContext:
     def after_item(self, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when the body of the ``for`` loop is done with the current item of ``until_stop``.
 
-        That is when the next item is requested, when the data end, or when the loop closes. Outside of ``until_stop``,
-        the callback is called at once. A callback that the same hook requested earlier in this item is replaced. An
-        exception from ``callback`` counts as one of the run. If the loop recovers from it, the item is yielded again.
+        That is when the next item is requested, when the data end, or when the loop closes. At the last item of an
+        inner loop it is when the item of the outer loop is done, if the loop can know that the data end there. Outside
+        of ``until_stop``, the callback is called at once. A callback that the same hook requested earlier is replaced.
+        An exception from ``callback`` counts as one of the run. If the loop recovers from it, the item is yielded
+        again.
         """
         caller = self.caller
 
@@ -298,6 +300,11 @@ class SessionRunContext:
             callback()
 
         self._services.items.after_item(callback if caller.hook is None else caller.hook, call)
+
+    @property
+    def waits_for_item(self) -> bool:
+        """Whether a callback that this hook gave to :meth:`after_item` waits since an earlier run of the same item."""
+        return self._services.items.waits(self.caller.hook)
 
     def not_reported(self) -> None:
         """Do not count this run as a report of this hook: its running fetches continue as if it had not asked for them.

@@ -16,6 +16,7 @@ from torchhooks.position.items import Items
 from torchhooks.position.place import Place
 from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits
+from torchhooks.position.starting import ends_with_item
 
 T = TypeVar("T")
 
@@ -288,6 +289,8 @@ class Data:
         # A body that was told to stop may have left the item early.
         self._items.end_epoch()
         place.settle(done=place.has_new_item and not self._stop_is_seen)
+        if self._items.waiting and ends_with_item(place, knows_length=self._others is None):
+            self._items.wait_for_outer()
         due = self._items.due()
         if place.is_in_position and self._is_healthy() and due and not self._between_runs.make(self._items.make_due):
             place.settle(done=False)

@@ -20,6 +20,8 @@ class Items:
         """Returns how many ``until_stop`` loops are open."""
         self.waiting: dict[object, tuple[int, Callable[[], object]]] = {}
         """By who asked, the depth of the item that the call waits for, and the call. A hook's last one counts."""
+        self._waits_on: set[object] = set()
+        """Whose waiting call may already have been made, and waits for the item of the outer loop."""
         self.before_run: list[Callable[[], object]] = []
         """The calls to make when the next run begins, if it has hooks."""
         self._at_stop: dict[object, Callable[[], object]] = {}
@@ -49,8 +51,13 @@ class Items:
         """Make ``call()`` once the body is done with the current item; now, if there is none."""
         if depth := self.depth():
             self.waiting[who] = depth, call
+            self._waits_on.discard(who)
         else:
             call()
+
+    def waits(self, who: object) -> bool:
+        """Return whether a call of ``who`` waits since an earlier run of the current item."""
+        return who in self.waiting and who not in self._waits_on
 
     def at_stop(self, who: object, call: Callable[[], object]) -> None:
         """Make ``call()`` at the item in which a stop is noticed."""
@@ -66,6 +73,12 @@ class Items:
         """Return whose waiting calls are due: not those that wait for an item in which another loop now begins."""
         return [who for who, (depth, _) in self.waiting.items() if depth >= self.depth()]
 
+    def wait_for_outer(self) -> None:
+        """Let the calls that are due wait for the item of the outer loop."""
+        depth, due = self.depth() - 1, self.due()
+        self.waiting |= {who: (depth, self.waiting[who][1]) for who in due}
+        self._waits_on.update(due)
+
     def make_due(self) -> None:
         """Make the waiting calls that are due."""
         self._make(self.due())
@@ -78,6 +91,7 @@ class Items:
         """Make the calls for a stop, except of those in ``made``, who have just been called."""
         for who, call in self._at_stop.items():
             if who not in made:
+                self.waiting.pop(who, None)  # for the outer item: the loop stops in this one
                 make_call(who, call)
 
     def _make(self, asked: list[object]) -> None:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
+from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.position.generators import find_generators, generator_states, matched_generators, set_generator_state
 from torchhooks.position.place import Saved
@@ -50,7 +51,7 @@ class Loaders:
         """Keep a reference to ``iterable``, if it has something to save, under the last of its keys."""
         live = {other: loader for other, loader in self._live.items() if loader() is not None}
         self._live = {other: loader for other, loader in live.items() if loader() is not iterable}
-        if has_state(iterable) or find_generators(iterable):
+        if has_state(iterable) or _keeps_workers(iterable) or find_generators(iterable):
             try:
                 self._live[key] = weakref.ref(iterable)
             except TypeError:  # no weak references to classes with __slots__
@@ -66,6 +67,8 @@ class Loaders:
         Generators that were restored already are restored only if ``again``.
         """
         accepted = True
+        if saved.get("has_workers"):
+            create_workers(loader)
         if "state" in saved and has_state(loader):
             try:
                 loader.load_state_dict(saved.pop("state"))
@@ -81,6 +84,8 @@ class Loaders:
 
     def _state_of(self, loader: Any, current: bool) -> Saved:
         state: Saved = {"generators": generator_states(loader)}
+        if has_workers(loader):
+            state["has_workers"] = True
         # The state of a DataLoader is a position within an epoch. Between epochs its generators are enough.
         if has_state(loader) and not self._is_in_state(loader) and (current or not isinstance(loader, DataLoader)):
             state |= self._own_state(loader)
@@ -101,6 +106,29 @@ class Loaders:
 
     def _is_in_state(self, loader: object) -> bool:
         return any(loader is part for part in self._state.values())
+
+
+def _keeps_workers(loader: object) -> bool:
+    return getattr(loader, "persistent_workers", False) is True
+
+
+def has_workers(loader: object) -> bool:
+    """Return whether ``loader`` has persistent workers, which exist since it was first iterated."""
+    return _keeps_workers(loader) and getattr(loader, "_iterator", None) is not None
+
+
+def create_workers(loader: Any) -> None:
+    """Create the persistent workers that an earlier process had by now, without changing the random states.
+
+    A loader of torch draws a number when it creates them, and not when it is iterated again.
+    """
+    if _keeps_workers(loader) and not has_workers(loader):
+        random, generators = random_states(), find_generators(loader)
+        states = generator_states(loader)
+        iter(loader)
+        set_random_states(random)
+        for path, generator in generators.items():
+            set_generator_state(generator, states[path])
 
 
 _AS_PLAIN = "So it is treated as a loader without a state, and is resumed by skipping the items that are done."

@@ -185,12 +185,17 @@ def _is_at_end(limit: int | None, iterable: Iterable[Any], entry: Entry) -> bool
         return True
     if isinstance(iterable, range):
         return entry.last is not None and not rest_of_range(iterable, entry.last, True)
+    return isinstance(iterable, (*MAY_HAVE_GROWN, DataLoader)) and known_length(iterable) == entry.taken
+
+
+def known_length(iterable: Any) -> int | None:
+    """Return ``len(iterable)``; ``None`` if it has none, or one that it may exceed."""
     if isinstance(iterable, DataLoader) and isinstance(iterable.dataset, IterableDataset):
-        return False  # asking for its length makes torch warn if it yields more items than that
+        return None  # asking for its length makes torch warn if it yields more items than that
     try:
-        return isinstance(iterable, (*MAY_HAVE_GROWN, DataLoader)) and len(iterable) == entry.taken
+        return len(iterable)
     except Exception:  # a sampler need not have a length
-        return False
+        return None
 
 
 def is_plain_iterator(iterable: object) -> bool:

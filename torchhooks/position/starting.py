@@ -13,9 +13,10 @@ from torchhooks.common.digests import differ, digest
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states, same_random_states, set_random_states
 from torchhooks.position.generators import generator_states, matched_generators, set_generator_state
+from torchhooks.position.loaders import create_workers, has_workers
 from torchhooks.position.place import Entry, Place, Saved
 from torchhooks.position.probe import Probing, Replay
-from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, name_of
+from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, known_length, name_of
 
 
 def started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
@@ -25,8 +26,7 @@ def started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
         place.before = {
             "random": random_states(),
             "generators": generator_states(iterable),
-            "persistent": getattr(iterable, "persistent_workers", False) is True
-            and getattr(iterable, "_iterator", None) is not None,
+            "persistent": has_workers(iterable),
         }
     return _probed(place, iterable, iter(iterable))
 
@@ -80,8 +80,8 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
 
 def _set_random_before(before: Saved, iterable: Any) -> None:
     """Set the random states of the first time, so that the items of ``iterable`` come in the same order."""
-    if before["persistent"] and getattr(iterable, "_iterator", None) is None:
-        iter(iterable)  # creates the persistent workers, which draws a number and had been done before
+    if before["persistent"]:
+        create_workers(iterable)
     set_random_states(before["random"])
     for generator, state in matched_generators(iterable, before["generators"]):
         set_generator_state(generator, state)
@@ -96,7 +96,7 @@ def _probed(place: Place, iterable: Iterable[Any], iterator: Iterator[Any]) -> I
     return iterator if place.before is None or draws_order_first(iterable) else Probing(iterator, place)
 
 
-def draws_order_first(iterable: Iterable[Any]) -> bool:
+def draws_order_first(iterable: object) -> bool:
     """Return whether ``iterable`` is known to draw the order of its items before the first one.
 
     A loader of torch with a sampler of torch does, which is the usual case: it has to cost nothing. A loader derived
@@ -107,6 +107,25 @@ def draws_order_first(iterable: Iterable[Any]) -> bool:
     batches = iterable.batch_sampler
     samplers = iterable.sampler, batches, getattr(batches, "sampler", None)
     return all(each is None or type(each).__module__ == Sampler.__module__ for each in samplers)
+
+
+def ends_with_item(place: Place, knows_length: bool) -> bool:
+    """Return whether the data of an inner loop are known to end with the current item, and to start over as they are.
+
+    A save that comes due at such an item may wait for the item of the outer loop: the process that resumes there does
+    not iterate these data again. Other data may need that. A list may have been shuffled in place, and an iterable may
+    count its epochs, which shows only when the same items are taken again.
+
+    ``knows_length`` is False if the end was agreed on with other ranks, so that only ``place.limit`` says where it is.
+    """
+    data = place.iterable
+    if place.depth < 2 or not (isinstance(data, range | tuple) or draws_order_first(data)):
+        return False
+    if place.limit is not None and place.taken >= place.limit:
+        return True
+    # After a resume, a range is only what was left of it.
+    taken = place.taken - (place.resumed or 0) if isinstance(data, range) else place.taken
+    return knows_length and known_length(data) == taken
 
 
 _NOTHING: Any = object()
