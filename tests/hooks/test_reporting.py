@@ -358,22 +358,31 @@ def test_at_end_does_not_log_after_an_error() -> None:
     assert seen.lines == []
 
 
+NO_RUN = (
+    "WARNING",
+    "no run was made, because until_stop's generator yielded no item: check that its data are not empty, and not an "
+    "iterator that is used up",
+)
+
+
 def test_at_end_of_a_loop_without_runs_logs_what_is_available() -> None:
     hook = LoggingTensorHook(["global_step", "bias"], at_end=True)
     model = torch.nn.Linear(1, 1)
     torch.nn.init.zeros_(model.bias)
-    assert lines_of(hook, model=model) == ["global_step = 0, bias = [0.]"]
+    assert lines_of(hook, model=model) == [NO_RUN[1], "global_step = 0, bias = [0.]"]
 
 
 def test_at_end_of_a_loop_without_runs_omits_what_needs_a_run_and_warns() -> None:
-    warning, line = trace(LoggingTensorHook(["loss", "global_step"], at_end=True), losses=[]).lines
+    no_run, warning, line = trace(LoggingTensorHook(["loss", "global_step"], at_end=True), losses=[]).lines
+    assert no_run == NO_RUN
     assert line == ("INFO", "global_step = 0")
     assert warning[0] == "WARNING"
     assert "asked for 'loss'" in warning[1]
 
 
 def test_at_end_of_a_loop_without_runs_there_may_be_nothing_to_log() -> None:
-    assert [level for level, _ in trace(LoggingTensorHook(["loss"], at_end=True), losses=[]).lines] == ["WARNING"]
+    no_run, warning = trace(LoggingTensorHook(["loss"], at_end=True), losses=[]).lines
+    assert (warning[0], no_run) == ("WARNING", NO_RUN)
 
 
 def test_a_reused_logger_starts_from_scratch() -> None:
@@ -451,7 +460,8 @@ def test_final_ops_can_be_none() -> None:
 
 def test_without_a_run_omits_what_needs_a_run() -> None:
     hook = FinalOpsHook({"loss": "loss", "step": "global_step"})
-    (warning,) = trace(hook, losses=[]).lines
+    no_run, warning = trace(hook, losses=[]).lines
+    assert no_run == NO_RUN
     assert hook.final_ops_values == {"step": 0}
     assert "'loss'" in warning[1]
 

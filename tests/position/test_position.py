@@ -430,6 +430,13 @@ def test_nothing_is_logged_where_nothing_was_skipped(tmp_path: Path, lines: Line
     assert [text.split(" in ")[0] for _, text in logged(lines)] == ["skipped 2 items of until_stop's DataLoader"] * 2
 
 
+def none_left(name: str) -> str:
+    return (
+        f"no run was made, because until_stop's {name} has no item after the last one of the checkpoint. To train on, "
+        "give it more items, or use until_stop(..., resume=False)"
+    )
+
+
 @pytest.mark.parametrize("make", [list, lambda values: dict.fromkeys(values)])
 def test_data_that_have_become_fewer_are_warned_of(make: Any, tmp_path: Path, lines: Lines) -> None:
     assert in_two(tmp_path, 4, make(range(5)), make(range(3))) == []
@@ -437,7 +444,7 @@ def test_data_that_have_become_fewer_are_warned_of(make: Any, tmp_path: Path, li
     text = (
         f"the checkpoint was saved after 4 items of until_stop's {name}, which now has only 3: it is treated as ended"
     )
-    assert logged(lines) == [("WARNING", text)]
+    assert logged(lines) == [("WARNING", text), ("WARNING", none_left(name))]
 
 
 class Interrupted:
@@ -688,7 +695,7 @@ def test_an_iterator_continues_where_it_is_which_is_logged(tmp_path: Path, lines
     assert in_two(tmp_path, 2, iter([0, 1, 2, 3]), iter("ab")) == ["a", "b"]
     assert logged(lines) == [
         (
-            "INFO",
+            "WARNING",
             "until_stop's str_ascii_iterator is an iterator, so it continues where it is. To have it resumed, pass "
             "until_stop an iterable, such as the loader itself or a list, and write epochs as until_stop(range(...)) "
             "around it.",
@@ -703,8 +710,35 @@ def test_an_iterator_that_had_ended_yields_nothing(tmp_path: Path, lines: Lines)
         (
             "INFO",
             "until_stop's list_iterator had already ended. To iterate it again, use until_stop(..., resume=False).",
+        ),
+        ("WARNING", none_left("list_iterator")),
+    ]
+
+
+@pytest.mark.parametrize("make", [list, lambda values: DataLoader(values, batch_size=1)])  # type: ignore[arg-type]
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_a_loop_without_items_says_so(make: Any, epochs: int, lines: Lines) -> None:
+    data = make([])
+    with MonitoredLoop(lambda: None) as loop:
+        for _ in loop.until_stop(range(epochs)) if epochs else [0]:
+            for _ in loop.until_stop(data):
+                loop.run()
+    assert logged(lines) == [
+        (
+            "WARNING",
+            f"no run was made, because until_stop's {type(data).__name__} yielded no item: check that its data are not "
+            "empty, and not an iterator that is used up",
         )
     ]
+
+
+@pytest.mark.parametrize("way", ["nothing", "stop"])
+def test_a_loop_that_is_not_meant_to_run_is_not_warned_of(way: str, lines: Lines) -> None:
+    with MonitoredLoop(lambda: None) as loop:
+        if way == "stop":
+            loop.request_stop("enough")
+            assert list(loop.until_stop([])) == []
+    assert logged(lines) == []
 
 
 def test_epochs_that_are_an_iterator_leave_the_batches_where_they_were(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torchhooks.position.items import Items
 from torchhooks.position.place import Place
 from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits
+from torchhooks.position.resuming import name_of
 from torchhooks.position.starting import ends_with_item
 
 T = TypeVar("T")
@@ -30,6 +31,11 @@ _NOTHING_TO_REPEAT = (
     "until_stop(..., repeat=True) got no item in a whole pass, so it ends: give it an iterable that can be iterated "
     "again, such as a list or a DataLoader, and not an iterator"
 )
+_NONE_LEFT = (
+    "%s has no item after the last one of the checkpoint. To train on, give it more items, or use "
+    "until_stop(..., resume=False)"
+)
+_EMPTY = "%s yielded no item: check that its data are not empty, and not an iterator that is used up"
 
 
 class OtherRanks(Protocol):
@@ -77,6 +83,7 @@ class Data:
         self._others = others
         self._stop_is_seen = False  # by the body of a loop, through should_stop()
         self._items_without_run = 0
+        self._why_no_run: str | None = None
         self._stop_is_settled = False  # the calls for it were made, and the data go no further
         self._asked_if_finished = False
         self.is_in_with_block = False
@@ -132,9 +139,9 @@ class Data:
                     if item is _DATA_ENDED:
                         if others is not None:
                             others.data_ended()
-                        place.end()
                         if not schedule.runs:
-                            self._note_items(place)
+                            self._note_items(place, iterable)
+                        place.end()
                         if depth == 1:
                             ending.data_have_ended = True
                         break
@@ -250,21 +257,28 @@ class Data:
                 raise
             return True
 
-    def _note_items(self, place: Place) -> None:
-        """Note that ``place`` yielded items until its data ended, and that none of them was run."""
-        if place.is_in_position and place.inner is None and place.has_new_item:
-            self._items_without_run = place.taken
+    def _note_items(self, place: Place, iterable: object) -> None:
+        """Note that no run was made until the data of ``place``, an ``iterable``, ended."""
+        if not place.is_in_position:
+            return
+        if place.has_new_item:
+            self._items_without_run = place.taken if place.inner is None else self._items_without_run
+        else:
+            self._why_no_run = (_NONE_LEFT if place.resumed else _EMPTY) % name_of(iterable)
 
     def check_end(self) -> None:
         """Log warnings when the loop is closed: the data ended without a run, or were not resumed where they should."""
-        if self._ending.reason in ("data ended", "closed"):  # a stop may come before the loop that is to be resumed
-            self._position.check_reached()
+        # A stop may come before the loop that is to be resumed.
+        had_time = self._ending.reason in ("data ended", "closed")
+        is_explained = not had_time or not self._position.check_reached()
         if self._items_without_run and not self._schedule.runs:
             logger.warning(
                 "until_stop yielded %d items until the data ended, but there was no run, so no hook was called and no "
                 "step was counted: call loop.run(...) instead of the step, or put the step into with loop.step()",
                 self._items_without_run,
             )
+        elif self._why_no_run and not self._schedule.runs and not is_explained:
+            logger.warning("no run was made, because %s", self._why_no_run)
 
     def stop_is_seen(self) -> None:
         """Note that the body of a loop was told to stop, and make the calls for a stop: the body may leave the loop."""

@@ -185,11 +185,12 @@ class Position:
         if place in self._open:
             place.stop(self._schedule.runs)
 
-    def check_reached(self) -> None:
-        """Log a warning if the ``until_stop`` in which the checkpoint was saved should have begun by now."""
-        if self._unreached is not None:
-            logger.warning("%s yielded nothing. %s", self._unreached, _NOT_REACHED)
-            self._unreached = None
+    def check_reached(self) -> bool:
+        """Return whether the ``until_stop`` in which the checkpoint was saved began in time; if not, log a warning."""
+        unreached, self._unreached = self._unreached, None
+        if unreached is not None:
+            logger.warning("%s yielded nothing. %s", unreached, _NOT_REACHED)
+        return unreached is None
 
     def skip_inner(self) -> None:
         """Record that an ``until_stop`` in the current item yields nothing because the loop stops."""

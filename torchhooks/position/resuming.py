@@ -137,7 +137,8 @@ def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line
         return
     if plan.way is Way.AS_IT_IS:
         hint = _NOT_AN_ITERATOR + (_NOT_A_SLICE if isinstance(iterable, itertools.islice) else "")
-        yield Line(logging.INFO, "%s is an iterator, so it continues where it is. %s", (name, hint))
+        level = logging.WARNING if entry.taken else logging.INFO
+        yield Line(level, "%s is an iterator, so it continues where it is. %s", (name, hint))
         return
     in_progress = not entry.state.item_is_done
     if in_progress and entry.runs and plan.innermost:
