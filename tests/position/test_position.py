@@ -715,7 +715,7 @@ def test_an_iterator_that_had_ended_yields_nothing(tmp_path: Path, lines: Lines)
     ]
 
 
-@pytest.mark.parametrize("make", [list, lambda values: DataLoader(values, batch_size=1)])  # type: ignore[arg-type]
+@pytest.mark.parametrize("make", [list, lambda values: DataLoader(values, batch_size=1)])
 @pytest.mark.parametrize("epochs", [0, 2])
 def test_a_loop_without_items_says_so(make: Any, epochs: int, lines: Lines) -> None:
     data = make([])
