@@ -382,7 +382,8 @@ class CheckpointSaverHook(WritingHook):
             if self._waits:  # for a whole period already: the item is a long one, so save in the middle of it too
                 self._save_due(run_context)
             self._waits = True
-            run_context.after_item(lambda: self._save_due(run_context))
+            # Last: a process that is killed and resumes from here would not keep the best checkpoint of this item.
+            run_context.after_item(lambda: self._save_due(run_context), last=True)
             if not self._waits and "body" not in session.warned:  # saved in the run, not between two items
                 self._checks = True
                 run_context.before_next_run(partial(self._check_unchanged, session, StateMark(_trained(session))))

@@ -284,12 +284,15 @@ class SessionRunContext:
             self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self.caller
             self._services.ending.request(self)
 
-    def after_item(self, callback: Callable[[], object]) -> None:
+    def after_item(self, callback: Callable[[], object], last: bool = False) -> None:
         """Call ``callback()`` when the body of the ``for`` loop is done with the current item of ``until_stop``.
 
         That is when the next item is requested, when the data end, or when the loop closes. Outside of ``until_stop``,
         the callback is called at once. A callback that the same hook requested earlier in this item is replaced. An
         exception from ``callback`` counts as one of the run. If the loop recovers from it, the item is yielded again.
+
+        With ``last``, the callback is called after the callbacks of the other hooks, wherever those are in the list. A
+        checkpoint from which a process resumes is saved in such a callback, so that no other callback is missed.
         """
         caller = self.caller
 
@@ -297,7 +300,7 @@ class SessionRunContext:
             self.caller = caller
             callback()
 
-        self._services.items.after_item(callback if caller.hook is None else caller.hook, call)
+        self._services.items.after_item(callback if caller.hook is None else caller.hook, call, last)
 
     def not_reported(self) -> None:
         """Do not count this run as a report of this hook: its running fetches continue as if it had not asked for them.
