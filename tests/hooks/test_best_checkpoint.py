@@ -21,6 +21,7 @@ from torchhooks import (
     BestCheckpointHook,
     CheckpointError,
     CheckpointSaverHook,
+    CheckpointSaverListener,
     Coordinator,
     EvaluationHook,
     FetchError,
@@ -689,6 +690,27 @@ def test_an_error_in_the_background_is_raised_at_the_end(tmp_path: Path, full_di
     full_disk.full = True
     with pytest.raises(CheckpointError, match="No space left"):
         trace(best_hook(tmp_path, async_save=True), RecordingHook(), losses=[0.5])
+
+
+@pytest.mark.parametrize("best_is_first", [True, False])
+@pytest.mark.parametrize("saves", [{"every_n_steps": 2}, {"every_n_epochs": 1}], ids=["steps", "epochs"])
+def test_the_best_is_saved_before_the_checkpoint_from_which_a_killed_process_resumes(
+    tmp_path: Path, saves: dict[str, Any], best_is_first: bool
+) -> None:
+    seen: list[tuple[int, list[int]]] = []
+
+    class Listener(CheckpointSaverListener):
+        def before_save(self, session: Session, step: int) -> None:
+            seen.append((step, kept(tmp_path)))
+
+    best = BestCheckpointHook(tmp_path, "loss", mode="min", **saves)
+    saver = CheckpointSaverHook(tmp_path, listeners=[Listener()], **saves)
+    hooks: list[SessionRunHook] = [best, saver] if best_is_first else [saver, best]
+    with MonitoredLoop(lambda loss: loss, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for epoch in loop.until_stop(range(2)):
+            for batch in loop.until_stop(range(2)):
+                loop.run(1.0 - 0.1 * (2 * epoch + batch))
+    assert seen == [(0, []), (2, [2]), (4, [4])]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

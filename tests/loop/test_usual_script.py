@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import math
 import os
 import random
+import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import FrameType
+from typing import Any, BinaryIO, NamedTuple
 
 import pytest
 import torch
 from support import processes
+from support.scripts import example
 from torch import nn
 
 from torchhooks import (
@@ -199,10 +204,134 @@ def test_the_usual_script_that_is_killed_a_few_times(tmp_path: Path, saves: str)
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("saves", SAVERS)
 def test_the_usual_script_that_is_killed_at_random_moments(tmp_path: Path, saves: str, leaves: bool) -> None:
-    check(tmp_path, saves, leaves, kills=25, seed=2)
+    check(tmp_path, saves, leaves, kills=10, seed=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saves", SAVERS)
 def test_the_usual_script_that_is_killed_at_random_times(tmp_path: Path, saves: str) -> None:
-    check(tmp_path, saves, leaves=False, kills=25, seed=3, by_clock=True)
+    check(tmp_path, saves, leaves=False, kills=10, seed=3, by_clock=True)
+
+
+# -- examples/usual.py ------------------------------------------------------------------------------------------------
+
+PLACES = {  # where a signal arrives: in a call of one of these functions
+    "anywhere": None,
+    "in the validation": "main.<locals>.validate",
+    "after the inner loop": "ReduceLROnPlateau.step",
+    "while saving": "Items.make_due",  # by both savers, one after the other
+}
+
+
+class SignalAt:
+    """A profiler that sends a signal to its own process when an event of a place is the one with a given number.
+
+    The events are the beginnings and ends of all calls, also of functions in C, such as those that write a file.
+    """
+
+    def __init__(self, place: str = "", number: int = 0, number_of_signal: int = 0) -> None:
+        self._target, self._signal = (place, number), number_of_signal
+        self.counts = dict.fromkeys(PLACES, 0)
+        self._places = {function: place for place, function in PLACES.items()}
+        self._inside: tuple[str, FrameType] | None = None
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        self._count("anywhere")
+        if self._inside is None and event == "call" and frame.f_code.co_qualname in self._places:
+            self._inside = self._places[frame.f_code.co_qualname], frame
+        if self._inside is not None:
+            self._count(self._inside[0])
+            if event == "return" and frame is self._inside[1]:
+                self._inside = None
+
+    def _count(self, place: str) -> None:
+        self.counts[place] = count = self.counts[place] + 1
+        if count == self._target[1] and place == self._target[0]:
+            os.kill(os.getpid(), self._signal)
+
+
+def run_example(folder: str, *signal_at: Any) -> None:
+    """Run ``examples/usual.py`` for a few epochs, with a signal, and print a digest of what it has trained."""
+    script = example("usual")
+    vars(script).update(EPOCHS=12, PATIENCE=3)
+    profiler = SignalAt(*signal_at)
+    sys.setprofile(profiler)
+    best_model = script.main(folder)
+    sys.setprofile(None)
+    path = latest_checkpoint(folder)
+    assert path is not None
+    saved = torch.load(path, weights_only=True)
+    tensors = [*best_model.state_dict().values(), *saved["model"].values(), torch.get_rng_state()]
+    tensors += [value for of_parameter in saved["optimizer"]["state"].values() for value in of_parameter.values()]
+    bits = "".join(str(each.tolist()) for each in tensors) + str(saved["scheduler"])
+    print(f"END {hashlib.sha256(bits.encode()).hexdigest()}")
+    print(f"COUNTS {profiler.counts}")
+
+
+class Example(NamedTuple):
+    """What a process with the example printed, and its exit code."""
+
+    code: int | None
+    lines: list[str]
+    digest: str | None
+    output: str
+
+
+def example_in_process(folder: Path, *signal_at: Any) -> Example:
+    ended = processes.call(run_example, str(folder), *signal_at, ignored=("Detected call of `lr_scheduler.step()`",))
+    lines = re.findall("^INFO:torchhooks:(epoch .*)$", ended.output, re.MULTILINE)
+    digest = re.search("^END (.*)$", ended.output, re.MULTILINE)
+    return Example(ended.code, lines, digest and digest[1], ended.output)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Example:
+    """The example without a signal."""
+    whole = example_in_process(tmp_path_factory.mktemp("whole"))
+    assert whole.code == 0, whole.output
+    return whole
+
+
+def check_example(folder: Path, whole: Example, place: str, number_of_signal: int, times: int, seed: int) -> None:
+    """Send the example the signal ``times`` times, each time in a process that resumes, and compare it with ``whole``.
+
+    When it is finished, it is begun again in another folder. In the end, it is finished.
+    """
+    counts = ast.literal_eval(re.findall("^COUNTS (.*)$", whole.output, re.MULTILINE)[0])
+    rng = random.Random(seed)
+    sent = reported = 0
+    is_finished = True
+    while sent < times or not is_finished:
+        if is_finished:
+            run, reported = folder / str(sent), 0
+        number = rng.randint(1, counts[place] // 6) if sent < times else 0
+        ended = example_in_process(run, place, number, number_of_signal)
+        context = f"seed {seed}, process {sent + 1}, {number} of {place!r}:\n{ended.output}"
+        assert ended.code in (0, -number_of_signal), context
+        # The line of an epoch whose checkpoint was not written is reported again, and no other.
+        firsts = (reported - 1, reported) if number_of_signal == signal.SIGKILL else (reported,)
+        assert ended.lines in [whole.lines[max(first, 0) :][: len(ended.lines)] for first in firsts], context
+        reported = whole.lines.index(ended.lines[-1]) + 1 if ended.lines else reported
+        is_finished = ended.code == 0
+        if is_finished:
+            assert (reported, ended.digest) == (len(whole.lines), whole.digest), context
+        else:
+            sent += 1
+
+
+@pytest.mark.parametrize("place", ["anywhere", "while saving"])
+@pytest.mark.parametrize("number_of_signal", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_the_example_that_gets_a_few_signals(tmp_path: Path, whole: Example, place: str, number_of_signal: int) -> None:
+    check_example(tmp_path, whole, place, number_of_signal, times=2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_the_example_that_is_killed_at_50_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
+    check_example(tmp_path, whole, place, signal.SIGKILL, times=50, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_the_example_that_is_terminated_at_13_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
+    check_example(tmp_path, whole, place, signal.SIGTERM, times=13, seed=3)

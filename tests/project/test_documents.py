@@ -9,7 +9,7 @@ In README.md, CONTRIBUTING.md and the pages in docs/:
 * A ``text`` block that follows a ``python`` block, with at most one line between them that ends in a colon, is what the
   block prints, including log lines. ``...`` matches anything within a line, or any number of lines if it is alone.
 * A ``diff`` block is the output of ``diff -u examples/plain.py examples/wrapped.py``, or of ``ddp_plain.py`` and
-  ``ddp.py`` there, without the names of the files.
+  ``ddp.py`` or ``usual_plain.py`` and ``usual.py`` there, without the names of the files.
 * No other block is skipped, and there is no block in a language that is not checked here.
 * A relative link leads to a file that exists, and to one of its headings.
 * The rows of the tables under "What it costs" in README.md and docs/cost.md are rows of benchmarks/RESULTS.md, word for
@@ -128,12 +128,18 @@ def test_every_block_prints_the_output_shown(document: Path) -> None:
         assert matches(block.body, printed[index]), f"{document.name}:{block.line} prints\n{printed[index]}"
 
 
+DIFFS = {  # by a word that only this diff has
+    "DistributedSampler": ["ddp_plain.py", "ddp.py"],
+    "EvaluationHook": ["usual_plain.py", "usual.py"],
+    "": ["plain.py", "wrapped.py"],
+}
+
+
 @each_document
 def test_every_diff_shown_is_the_real_one(document: Path) -> None:
     for block in blocks(document.read_text(encoding="utf-8")):
         if block.language == "diff":
-            over_ranks = "DistributedSampler" in block.body
-            files = ["ddp_plain.py", "ddp.py"] if over_ranks else ["plain.py", "wrapped.py"]
+            files = next(files for word, files in DIFFS.items() if word in block.body)
             command = ["diff", "-u", *(f"examples/{file}" for file in files)]
             real = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
             assert block.body.splitlines() == real.splitlines()[2:], f"{document.name}:{block.line}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import io
 import itertools
 import os
@@ -23,20 +22,12 @@ from support import paths
 from support.events import read
 from support.paths import ROOT
 from support.rank_processes import run_ranks
+from support.scripts import example
 
 from torchhooks import latest_checkpoint
 from torchhooks.testing import log_lines
 
 STEPS = 150
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def source(name: str) -> str:
@@ -155,6 +146,42 @@ def test_the_wrapped_script_logs_what_the_plain_one_prints(
     example("wrapped").main()
     printed = [float(line.removeprefix("loss = ")) for line in capsys.readouterr().out.splitlines()]
     assert [float(line.split()[2]) for _, line in lines] == pytest.approx(printed, abs=1e-4)
+
+
+# -- usual_plain.py and usual.py ------------------------------------------------------------------------------------
+
+
+class Usual(NamedTuple):
+    weights: dict[str, torch.Tensor]
+    lines: list[str]  # of the epochs
+
+
+@pytest.fixture(scope="module")
+def usual_scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Usual]:
+    """What each of the two scripts trains, and what it prints or logs."""
+    usual = {}
+    for name in ("usual_plain", "usual"):
+        with contextlib.redirect_stdout(io.StringIO()) as printed, log_lines() as logged:
+            model = example(name).main(str(tmp_path_factory.mktemp(name)))
+        lines = [*printed.getvalue().splitlines(), *(text for _, text in logged)]
+        usual[name] = Usual(model.state_dict(), [line for line in lines if line.startswith("epoch ")])
+    return usual
+
+
+def test_the_usual_script_ends_with_the_same_bits(usual_scripts: dict[str, Usual]) -> None:
+    plain, wrapped = (usual_scripts[name].weights for name in ("usual_plain", "usual"))
+    assert plain.keys() == wrapped.keys()
+    assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
+
+
+def test_the_usual_script_reports_the_same_lines(usual_scripts: dict[str, Usual]) -> None:
+    assert usual_scripts["usual"].lines == usual_scripts["usual_plain"].lines
+
+
+def test_the_usual_script_lowers_the_learning_rate_and_stops_early(usual_scripts: dict[str, Usual]) -> None:
+    lines = usual_scripts["usual"].lines
+    assert len({line.rpartition("lr ")[2] for line in lines}) > 1
+    assert len(lines) < example("usual").EPOCHS
 
 
 # -- ddp.py and fsdp2.py --------------------------------------------------------------------------------------------

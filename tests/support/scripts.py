@@ -1,7 +1,8 @@
-"""Scripts that run in processes of their own, forked from one that has imported torch, which takes seconds."""
+"""Scripts: those in examples/ as modules, and any others in processes forked from one that has imported torch."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import signal
@@ -9,8 +10,20 @@ import sys
 import warnings
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 
+from support.paths import ROOT
 from support.processes import begin, context
+
+
+def example(name: str) -> ModuleType:
+    """Return the script ``examples/name.py`` as a module of its own."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def start(script: Path, output: Path, *arguments: str) -> BaseProcess:

@@ -381,7 +381,8 @@ class CheckpointSaverHook(WritingHook):
             self._timer.update_last_triggered_step(session.global_step)
             if run_context.waits_for_item:  # for a whole period: the item is a long one, so save in its middle too
                 self._save_due(run_context)
-            run_context.after_item(lambda: self._save_due(run_context))
+            # Last: a process that is killed and resumes from here would not keep the best checkpoint of this item.
+            run_context.after_item(lambda: self._save_due(run_context), last=True)
             if not run_context.waits_for_item and "body" not in session.warned:  # saved in the run
                 self._checks = True
                 run_context.before_next_run(partial(self._check_unchanged, session, StateMark(_trained(session))))

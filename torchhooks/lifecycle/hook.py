@@ -284,7 +284,7 @@ class SessionRunContext:
             self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self.caller
             self._services.ending.request(self)
 
-    def after_item(self, callback: Callable[[], object]) -> None:
+    def after_item(self, callback: Callable[[], object], last: bool = False) -> None:
         """Call ``callback()`` when the body of the ``for`` loop is done with the current item of ``until_stop``.
 
         That is when the next item is requested, when the data end, or when the loop closes. At the last item of an
@@ -292,6 +292,9 @@ class SessionRunContext:
         of ``until_stop``, the callback is called at once. A callback that the same hook requested earlier is replaced.
         An exception from ``callback`` counts as one of the run. If the loop recovers from it, the item is yielded
         again.
+
+        With ``last``, the callback is called after the callbacks of the other hooks, wherever those are in the list. A
+        checkpoint from which a process resumes is saved in such a callback, so that no other callback is missed.
         """
         caller = self.caller
 
@@ -299,7 +302,7 @@ class SessionRunContext:
             self.caller = caller
             callback()
 
-        self._services.items.after_item(callback if caller.hook is None else caller.hook, call)
+        self._services.items.after_item(callback if caller.hook is None else caller.hook, call, last)
 
     @property
     def waits_for_item(self) -> bool:

@@ -8,8 +8,21 @@ item is taken when the body is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from typing import NamedTuple
 
 from torchhooks.common.errors import add_note
+
+
+class _Waiting(NamedTuple):
+    """A call that waits for the end of an item."""
+
+    depth: int
+    """The depth of the item."""
+    call: Callable[[], object]
+    last: bool
+    """Whether to make it after the others."""
+    waits_on: bool = False
+    """Whether it may already have been made, and waits for the item of the outer loop."""
 
 
 class Items:
@@ -18,10 +31,8 @@ class Items:
     def __init__(self, depth: Callable[[], int] = int) -> None:
         self.depth = depth
         """Returns how many ``until_stop`` loops are open."""
-        self.waiting: dict[object, tuple[int, Callable[[], object]]] = {}
-        """By who asked, the depth of the item that the call waits for, and the call. A hook's last one counts."""
-        self._waits_on: set[object] = set()
-        """Whose waiting call may already have been made, and waits for the item of the outer loop."""
+        self.waiting: dict[object, _Waiting] = {}
+        """The calls, by who asked. A hook's latest one counts."""
         self.before_run: list[Callable[[], object]] = []
         """The calls to make when the next run begins, if it has hooks."""
         self._at_stop: dict[object, Callable[[], object]] = {}
@@ -47,17 +58,16 @@ class Items:
                 self._epoch_end = call  # for the session that recovers from the error
             raise
 
-    def after_item(self, who: object, call: Callable[[], object]) -> None:
+    def after_item(self, who: object, call: Callable[[], object], last: bool = False) -> None:
         """Make ``call()`` once the body is done with the current item; now, if there is none."""
         if depth := self.depth():
-            self.waiting[who] = depth, call
-            self._waits_on.discard(who)
+            self.waiting[who] = _Waiting(depth, call, last)
         else:
             call()
 
     def waits(self, who: object) -> bool:
         """Return whether a call of ``who`` waits since an earlier run of the current item."""
-        return who in self.waiting and who not in self._waits_on
+        return who in self.waiting and not self.waiting[who].waits_on
 
     def at_stop(self, who: object, call: Callable[[], object]) -> None:
         """Make ``call()`` at the item in which a stop is noticed."""
@@ -71,13 +81,12 @@ class Items:
 
     def due(self) -> list[object]:
         """Return whose waiting calls are due: not those that wait for an item in which another loop now begins."""
-        return [who for who, (depth, _) in self.waiting.items() if depth >= self.depth()]
+        return [who for who, waiting in self.waiting.items() if waiting.depth >= self.depth()]
 
     def wait_for_outer(self) -> None:
         """Let the calls that are due wait for the item of the outer loop."""
-        depth, due = self.depth() - 1, self.due()
-        self.waiting |= {who: (depth, self.waiting[who][1]) for who in due}
-        self._waits_on.update(due)
+        depth = self.depth() - 1
+        self.waiting |= {who: self.waiting[who]._replace(depth=depth, waits_on=True) for who in self.due()}
 
     def make_due(self) -> None:
         """Make the waiting calls that are due."""
@@ -95,9 +104,9 @@ class Items:
                 make_call(who, call)
 
     def _make(self, asked: list[object]) -> None:
-        for who in asked:  # a call may ask again, for the next item
+        for who in sorted(asked, key=lambda who: self.waiting[who].last):  # a call may ask again, for the next item
             if who in self.waiting:
-                make_call(who, self.waiting.pop(who)[1])
+                make_call(who, self.waiting.pop(who).call)
 
     def clear(self) -> None:
         """Forget every call: their session is closed. The end of an epoch is that of the data, which continue."""
