@@ -56,6 +56,10 @@ class Loaders:
             except TypeError:  # no weak references to classes with __slots__
                 self._live[key] = lambda: iterable
 
+    def kept(self) -> list[object]:
+        """Return what checkpoints have: the loop's state, and the loaders."""
+        return [*self._state.values(), *(reference() for reference in self._live.values())]
+
     def has_own_state(self, loader: object, saved: Saved) -> bool:
         """Return whether the checkpoint has the state of ``loader`` itself, in ``saved`` or elsewhere."""
         return has_state(loader) and ("state" in saved or self._is_in_state(loader))

@@ -62,6 +62,11 @@ class Plan:
         """Whether the item in progress is yielded again."""
         return self.entry is not None and not self.entry.state.item_is_done and not self.gives_up_item
 
+    @property
+    def continues(self) -> bool:
+        """Whether items are done, in whose bodies the script may have changed its variables."""
+        return self.entry is not None and self.entry.taken > (not self.entry.state.item_is_done)
+
 
 def plan_resume(
     place: Place,
