@@ -69,7 +69,7 @@ NOT_CARRIED = [
     "for x in until_stop(data):\n    y = x + 1\n    y += 1",
     "for x in until_stop(data):\n    if x:\n        y = 1\n    else:\n        y = 2\n    run(y)\n    y = 3",
     "for x in until_stop(data):\n    if x < 0:\n        continue\n    else:\n        y = 2\n    run(y)",
-    "for x in until_stop(data):\n    with open(__file__) as file:\n        run(len(file.read()))",
+    "for x in until_stop(data):\n    with open('/dev/null') as file:\n        run(len(file.read()))",
     "for x in until_stop(data):\n    out = []\n    out.append(x)",
     "for x in until_stop(data):\n    i = 0\n    while i < 2:\n        i += 1",
     "for x in until_stop(data):\n    run(random.random() + np.random.rand() + float(torch.rand(1)))",

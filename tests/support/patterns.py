@@ -2019,15 +2019,15 @@ def total_in_a_function(job: Job) -> None:
             job.saw(train_epoch(loop))
 
 
-@pattern(START_OVER)
+@pattern(START_OVER, last=STEPS + BATCHES)
 def best_in_a_variable(job: Job) -> None:
     loader = job.loader(shuffle=True)
     best, worse = math.inf, 0
     with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS + 1), limit=EPOCHS + 1):
+        for epoch in loop.until_stop(range(EPOCHS + 1)):
             for batch in loop.until_stop(loader):
                 loop.run(batch)
-            value = job.validate()
+            value = job.validate() * (epoch + 1)
             if value < best:
                 best = value
             else:
@@ -2040,10 +2040,10 @@ def best_in_variables(job: Job) -> None:
     loader = job.loader(shuffle=True)
     variables = Variables(best=math.inf, worse=0)
     with job.loop(state={"vars": variables}) as loop:
-        for _ in loop.until_stop(range(EPOCHS + 1)):
+        for epoch in loop.until_stop(range(EPOCHS + 1)):
             for batch in loop.until_stop(loader):
                 loop.run(batch)
-            value = job.validate()
+            value = job.validate() * (epoch + 1)
             if value < variables.best:
                 variables.best = value
             else:
@@ -2219,14 +2219,19 @@ def sometimes_returned_and_fetched(job: Job) -> None:
     adversarial(job, saying(job, {"g": "g_loss"}, every_n_steps=3))
 
 
-def plateau(job: Job, metric: Callable[[Loop], float], *hooks: SessionRunHook, **state: Any) -> None:
+def plateau(
+    job: Job, metric: Callable[[], float], *hooks: SessionRunHook, guard: bool = False, **state: Any
+) -> None:
+    """Step the scheduler with the metric of the epoch. Without the guard, also after the part of an epoch."""
     loader = job.loader(shuffle=True)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
     with job.loop(before=hooks, state={"plateau": scheduler, **state}) as loop:
         for _ in loop.until_stop(range(EPOCHS)):
             for batch in loop.until_stop(loader):
                 loop.run(batch)
-            scheduler.step(metric(loop))
+            if guard and loop.should_stop():
+                break
+            scheduler.step(metric())
             job.saw(scheduler.best)
 
 
@@ -2237,20 +2242,26 @@ def evaluating(job: Job, **period: Any) -> EvaluationHook:
 @pattern()
 def plateau_by_an_evaluation_of_each_epoch(job: Job) -> None:
     evaluation = evaluating(job, every_n_epochs=1)
-    plateau(job, lambda loop: evaluation.values["val_loss"], evaluation)
+    plateau(job, lambda: evaluation.values["val_loss"], evaluation, guard=True)
+
+
+@pattern(steps=(5, 7))
+def plateau_by_an_evaluation_without_a_guard(job: Job) -> None:
+    evaluation = evaluating(job, every_n_epochs=1)
+    plateau(job, lambda: evaluation.values["val_loss"], evaluation)
 
 
 @pattern()
 def plateau_by_an_evaluation_every_n_steps(job: Job) -> None:
     evaluation = evaluating(job, every_n_steps=2)
-    plateau(job, lambda loop: evaluation.values["val_loss"], evaluation)
+    plateau(job, lambda: evaluation.values["val_loss"], evaluation)
 
 
 @pattern()
 def plateau_by_a_variable(job: Job) -> None:
     variables = Variables(metric=math.inf)
 
-    def metric(loop: Loop) -> float:
+    def metric() -> float:
         variables.metric = min(variables.metric, job.validate())
         return variables.metric
 
@@ -2268,6 +2279,8 @@ def plateau_by_an_evaluation_in_epochs_left_by_break(job: Job) -> None:
                 loop.run(batch)
                 if i == 3:
                     break
+            if loop.should_stop():
+                break
             scheduler.step(evaluation.values["val_loss"])
 
 
@@ -2280,7 +2293,7 @@ def stopped_by_a_metric_of_the_epoch(job: Job) -> None:
         for _ in loop.until_stop(range(EPOCHS)):
             for batch in loop.until_stop(loader):
                 loop.run(batch)
-            job.saw(evaluation.values["val_loss"])
+            job.saw(evaluation.values.get("val_loss"))
 
 
 # -- how long epochs are, and how they are left -----------------------------------------------------------------------
@@ -2329,7 +2342,7 @@ def growing_epochs(job: Job) -> None:
             job.validate()
 
 
-@pattern("come in another order", "now has only", "of each epoch", steps=(1, 2, 3, 5), last=9)
+@pattern("come in another order", "items now, and had", steps=(1, 2, 3, 5), last=9)
 def growing_epochs_counted_by_the_sampler(job: Job) -> None:
     loader = job.loader(sampler=GrowingByItself())
     with job.loop() as loop:
@@ -2511,11 +2524,12 @@ class TorchEnvironment:
 class PickledEnvironment(TorchEnvironment):
     """The same, with what Python needs to pickle it."""
 
-    __getstate__ = TorchEnvironment.state_dict
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "generator": self.generator.get_state().tolist()}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.generator = torch.Generator()
-        self.load_state_dict(state)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "generator": torch.Generator()}
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
 
 
 def rollouts(job: Job, move: Callable[[float], Tensor], **state: Any) -> None:

@@ -58,7 +58,8 @@ class Loaders:
 
     def kept(self) -> list[object]:
         """Return what checkpoints have: the loop's state, and the loaders."""
-        return [*self._state.values(), *(reference() for reference in self._live.values())]
+        loaders = [loader for reference in self._live.values() if (loader := reference()) is not None]
+        return [*self._state.values(), *loaders]
 
     def has_own_state(self, loader: object, saved: Saved) -> bool:
         """Return whether the checkpoint has the state of ``loader`` itself, in ``saved`` or elsewhere."""

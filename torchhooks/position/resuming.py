@@ -153,7 +153,8 @@ def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line
             yield Line(logging.INFO, _AGAIN, (name,))
     elif done and plan.innermost:
         hint = _AFTER_A_BREAK if entry.state.is_left else VARIABLES
-        yield Line(logging.INFO, "%s continues after item %d%s", (name, done, _LAST if plan.reminds else f". {hint}"))
+        level = logging.WARNING if entry.state.is_left else logging.INFO
+        yield Line(level, "%s continues after item %d%s", (name, done, _LAST if plan.reminds else f". {hint}"))
 
 
 _RUNS_BEFORE = (
@@ -190,12 +191,17 @@ def _is_at_end(limit: int | None, iterable: Iterable[Any], entry: Entry) -> bool
         return True
     if isinstance(iterable, range):
         return entry.last is not None and not rest_of_range(iterable, entry.last, True)
+    return isinstance(iterable, (*MAY_HAVE_GROWN, DataLoader)) and length_of(iterable) == entry.taken
+
+
+def length_of(iterable: Any) -> int | None:
+    """Return how many items ``iterable`` says it has; ``None`` if it does not."""
     if isinstance(iterable, DataLoader) and isinstance(iterable.dataset, IterableDataset):
-        return False  # asking for its length makes torch warn if it yields more items than that
+        return None  # asking for its length makes torch warn if it yields more items than that
     try:
-        return isinstance(iterable, (*MAY_HAVE_GROWN, DataLoader)) and len(iterable) == entry.taken
+        return len(iterable)
     except Exception:  # a sampler need not have a length
-        return False
+        return None
 
 
 def is_plain_iterator(iterable: object) -> bool:

@@ -116,9 +116,12 @@ def _of_loop(loop: ast.AST, expression: ast.AST, frame: FrameType, owned: Contai
     else:
         yield "what the comprehension has collected"
         reading.visit(loop)
-    for path in sorted(reading.read & reading.set | reading.taken | reading.changed):
+    is_over = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}  # a generator in a variable
+    certainly = reading.read & reading.set | reading.taken - is_over
+    for path in sorted(certainly | reading.changed):
         holders = list(_objects(path, frame))
-        is_changed = path not in reading.changed or (holders and isinstance(holders[-1], _CHANGED))
+        is_known = len(holders) > path.count(".")
+        is_changed = path in certainly or (is_known and isinstance(holders[-1], _CHANGED))
         if is_changed and not any(id(each) in owned for each in holders):
             yield path
     for path in sorted(reading.read):

@@ -15,7 +15,7 @@ from torchhooks.common.random_states import random_states, same_random_states, s
 from torchhooks.position.generators import generator_states, matched_generators, set_generator_state
 from torchhooks.position.place import Entry, Place, Saved
 from torchhooks.position.probe import Probing, Replay
-from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, name_of
+from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, length_of, name_of
 
 
 def started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
@@ -27,6 +27,7 @@ def started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
             "generators": generator_states(iterable),
             "persistent": getattr(iterable, "persistent_workers", False) is True
             and getattr(iterable, "_iterator", None) is not None,
+            "length": length_of(iterable),
         }
     return _probed(place, iterable, iter(iterable))
 
@@ -40,6 +41,9 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
     repeats_item = not entry.state.item_is_done
     if place.before is not None:
         _set_random_before(place.before, iterable)
+        length, before = length_of(iterable), place.before.get("length")
+        if None not in (length, before) and length != before:
+            logger.warning("%s has %d items now, and had %d before. %s", name_of(iterable), length, before, _LENGTH)
     iterator = iter(iterable)
     replay = Replay(iterator, place.probes, place.taken + repeats_item)
     count, item = 0, _NOTHING
@@ -110,6 +114,10 @@ def draws_order_first(iterable: Iterable[Any]) -> bool:
 
 
 _NOTHING: Any = object()
+_LENGTH = (
+    "So the epoch that continues ends earlier or later than it would have. If its length depends on the epoch, set the "
+    "epoch in the body of the outer loop, as with sampler.set_epoch(epoch)."
+)
 _ANOTHER_ORDER = (
     "The data come in another order now, so some items will be missed and others repeated. The usual causes are a list "
     "that is shuffled in place (shuffle a copy), and an iterable that counts its epochs (set its epoch in the body of "
