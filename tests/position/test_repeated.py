@@ -356,7 +356,7 @@ def test_a_loop_that_was_left_by_a_break_continues_and_says_so(tmp_path: Path, l
                 if loop.global_step == 2:
                     break
     assert taken == [1.0, 2.0, 3.0]
-    (line,) = [text for _, text in lines if "continues" in text]
+    (line,) = [f"{level} {text}" for level, text in lines if "continues after" in text]
     assert line.startswith(
-        "until_stop's list continues after item 2. The process that saved the checkpoint left it with"
+        "WARNING until_stop's list continues after item 2. The process that saved the checkpoint left it with"
     )

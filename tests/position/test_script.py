@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchhooks.position.script import carried
+from torchhooks.position.script import Kept, carried
 
 NAMES = {"random": random, "np": np, "torch": torch, "data": [1, 2, 3], "run": float}
 
 
-def names_in(folder: Path, source: str, kept: list[Any] | None = None, step: object = None, **values: Any) -> list[str]:
+def names_in(folder: Path, source: str, kept: list[Any] | None = None, step: object = None, paths: tuple[str, ...] = (), **values: Any) -> list[str]:
     """Return what is carried in a script that calls ``until_stop`` once; ``kept`` are names of it."""
     found: list[str] = []
 
@@ -27,7 +27,8 @@ def names_in(folder: Path, source: str, kept: list[Any] | None = None, step: obj
         return begin(items, (frame, frame.f_lasti))
 
     def begin(items: Any, site: Any) -> Iterator[Any]:
-        found.extend(carried(site, step, [{**site[0].f_globals, **site[0].f_locals}[name] for name in kept or []]))
+        names = {**site[0].f_globals, **site[0].f_locals}
+        found.extend(carried(site, step, Kept.of([names[name] for name in kept or []], paths)))
         yield from items
 
     path = folder / "script.py"
@@ -64,6 +65,8 @@ CARRIED = {
 }
 
 NOT_CARRIED = [
+    "for i, x in until_stop(enumerate(data)):\n    run(x)",
+    "for x in until_stop(list(zip(data, data))):\n    run(x[0])",
     "for x in until_stop(data):\n    run(x)",
     "for x in until_stop(data):\n    x += 1\n    run(x)",
     "for x in until_stop(data):\n    y = x + 1\n    y += 1",
@@ -136,9 +139,16 @@ def test_a_generator_of_the_step_function_is_named(tmp_path: Path) -> None:
         return rng.random()
 
     source = "for x in until_stop(data):\n    run(x)"
-    (name,) = names_in(tmp_path, source, step=step)
-    assert name.startswith("a generator of the step function")
+    assert names_in(tmp_path, source, step=step) == ["a random generator of the step function"]
     assert names_in(tmp_path, source, ["rng"], step=step, rng=rng) == []
+
+
+def test_the_generator_of_a_loader_that_is_iterated_later_is_not_named(tmp_path: Path) -> None:
+    loader = torch.utils.data.DataLoader([1, 2], shuffle=True, generator=torch.Generator())  # type: ignore[arg-type, var-annotated]
+    source = "for x in until_stop(data):\n    for y in loader:\n        run(y)"
+    generators = ["the generator loader.generator"]
+    assert names_in(tmp_path, source, loader=loader) == generators
+    assert names_in(tmp_path, source, loader=loader, paths=(".generator",)) == []
 
 
 def test_properties_of_the_script_are_not_called(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torchhooks.common.text import shortened
 from torchhooks.position.loaders import Loaders
 from torchhooks.position.place import Entry, Place, Saved, State
 from torchhooks.position.resuming import VARIABLES, Plan, Way, is_plain_iterator, lines_of, name_of, plan_resume
-from torchhooks.position.script import carried
+from torchhooks.position.script import Kept, carried
 from torchhooks.position.starting import skipped, started
 
 Undo = Callable[[], object]
@@ -170,13 +170,15 @@ class Position:
             self._undo_repeated()
         for line in lines_of(plan, place, iterable):
             logger.log(line.level, line.message, *line.arguments)
-        if plan.continues:
+        is_over = plan.reminds or (plan.way is Way.NOTHING and place.depth == 1)
+        if plan.continues and not is_over:
             self._warn_of_carried(place, iterable)
         return self._carry_out(plan, place, iterable, saved if resume else {}, halted)
 
     def _warn_of_carried(self, place: Place, iterable: Iterable[Any]) -> None:
         """Log a warning if the script's loop over ``place`` carries something from item to item, once for each name."""
-        names = [each for each in carried(place.site, self._step, self._loaders.kept()) if each not in self._carried]
+        kept = Kept.of(self._loaders.kept(), self._loaders.kept_later())
+        names = [each for each in carried(place.site, self._step, kept) if each not in self._carried]
         self._carried += names
         if names:
             logger.warning(

@@ -12,43 +12,65 @@ import itertools
 import linecache
 import random
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchhooks.position.generators import find_generators
 
-_LOOPS = ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+_COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 _COUNTS = "enumerate", "zip", "islice"
+_OF_THE_STEP = "a random generator of the step function"
 _CHANGES = "add", "append", "appendleft", "extend", "insert", "pop", "popleft", "setdefault", "update"
 _CHANGED = list, set, deque, MutableMapping, np.ndarray, torch.Tensor
 _GLOBAL_GENERATORS = random.random.__self__, np.random.mtrand._rand, torch.default_generator  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def carried(site: Any, step: object, kept: Iterable[object]) -> list[str]:
+class Kept(NamedTuple):
+    """What checkpoints have."""
+
+    ids: frozenset[int]
+    """Of objects, and of the generators that they hold."""
+    paths: tuple[str, ...] = ()
+    """How the paths of other generators end: those of loaders that have not been iterated yet."""
+
+    @classmethod
+    def of(cls, objects: Iterable[object], paths: tuple[str, ...] = ()) -> Kept:
+        """Return what is kept with ``objects``, which includes the global generators."""
+        holders = [*objects, *_GLOBAL_GENERATORS]
+        return cls(frozenset(id(each) for one in holders for each in (one, *find_generators(one).values())), paths)
+
+    def has(self, value: object) -> bool:
+        return id(value) in self.ids
+
+    def lacks(self, holder: object, name: str = "") -> list[str]:
+        """Return the names of the generators of ``holder``, which is called ``name``, that are not kept."""
+        found = ((f"{name}{path}", each) for path, each in find_generators(holder).items())
+        return [path for path, each in found if not self.has(each) and not path.endswith(self.paths)]
+
+
+def carried(site: Any, step: object, kept: Kept) -> list[str]:
     """Return what the loop over the ``until_stop`` that was called at ``site`` carries from item to item, as text.
 
     Args:
         site: the frame of the call, and its position in the code; with ``repeat=True`` in a pair.
         step: the step function, whose generators are carried too.
-        kept: the objects that checkpoints have.
+        kept: what checkpoints have.
     """
     while isinstance(site, tuple) and not isinstance(site[0], FrameType):
         site = site[0]
-    owned = [*kept, *_GLOBAL_GENERATORS]
-    owned = {id(each) for one in owned for each in (one, *find_generators(one).values())}
     try:
-        found = _of_site(*site, owned)
+        found = _of_site(*site, kept)
     except (SyntaxError, ValueError, TypeError, RecursionError):  # no source, or another one by now
         found = []
-    own = (name for name, each in find_generators(step).items() if id(each) not in owned)
-    return list(dict.fromkeys([*found, *(f"a generator of the step function ({name})" for name in own)]))
+    own = [_OF_THE_STEP] if kept.lacks(step) else []
+    return list(dict.fromkeys([*found, *own]))
 
 
-def _of_site(frame: FrameType, instruction: int, owned: Container[int]) -> list[str]:
+def _of_site(frame: FrameType, instruction: int, kept: Kept) -> list[str]:
     line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), instruction // 2, None))
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
     tree = ast.parse(source)
@@ -57,7 +79,7 @@ def _of_site(frame: FrameType, instruction: int, owned: Container[int]) -> list[
     if not found:
         return []
     call, scope = found[0], min((node for node in within if isinstance(node, _SCOPES)), key=_length, default=tree)
-    return list(itertools.chain(*(_of_loop(*each, frame, owned) for each in _loops_over(call, scope))))
+    return list(itertools.chain(*(_of_loop(*each, frame, kept) for each in _loops_over(call, scope))))
 
 
 _SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
@@ -78,37 +100,48 @@ def _length(node: Any) -> int:
     return int(node.end_lineno - node.lineno)
 
 
-def _loops_over(call: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yield each loop over the ``call`` or over a variable that holds it, and the expression that it iterates."""
+def _loops_over(call: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, Callable[[ast.AST], bool]]]:
+    """Yield each loop over the ``call`` or over a variable that holds it.
+
+    With it, the expression that it iterates, and a function that says whether an expression contains the call.
+    """
     names = {
         target.id
         for node in ast.walk(scope)
-        if isinstance(node, ast.Assign) and any(each is call for each in ast.walk(node.value))
+        if isinstance(node, ast.Assign) and _contains(node.value, call)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
 
     def iterates(node: ast.AST) -> bool:
-        return any(each is call or (isinstance(each, ast.Name) and each.id in names) for each in ast.walk(node))
+        return _contains(node, call) or any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
 
     for node in ast.walk(scope):
-        if isinstance(node, ast.For) and iterates(node.iter):
-            yield node, node.iter
-        elif isinstance(node, ast.While) and names and iterates(node) and not any(e is call for e in ast.walk(node)):
-            yield node, node.test
-        elif isinstance(node, _LOOPS) and (expression := _iterated(node)) is not None and iterates(expression):
-            yield node, expression
+        if isinstance(node, ast.While):
+            if iterates(node) and not _contains(node, call):
+                yield node, node.test, iterates
+        elif (expression := _iterated(node)) is not None and iterates(expression):
+            yield node, expression, iterates
 
 
-def _iterated(node: ast.AST) -> ast.AST | None:
-    generators = getattr(node, "generators", None)
-    return generators[0].iter if generators else None
+def _contains(node: ast.AST, other: ast.AST) -> bool:
+    return any(each is other for each in ast.walk(node))
 
 
-def _of_loop(loop: ast.AST, expression: ast.AST, frame: FrameType, owned: Container[int]) -> Iterator[str]:
+def _iterated(node: Any) -> ast.AST | None:
+    """Return what ``node`` iterates, if it is a loop or a comprehension."""
+    if isinstance(node, ast.For):
+        return node.iter
+    return node.generators[0].iter if isinstance(node, _COMPREHENSIONS) else None
+
+
+def _of_loop(
+    loop: ast.AST, expression: ast.AST, iterates: Callable[[ast.AST], bool], frame: FrameType, kept: Kept
+) -> Iterator[str]:
     for node in ast.walk(expression):
         if isinstance(node, ast.Call) and (name := _path(node.func).rpartition(".")[2]) in _COUNTS:
-            yield f"{name}(...)"
+            if any(map(iterates, node.args)):
+                yield f"{name}(...)"
     reading = _Reading()
     if isinstance(loop, (ast.For, ast.While)):
         reading.visit(loop.target if isinstance(loop, ast.For) else loop.test)
@@ -122,13 +155,13 @@ def _of_loop(loop: ast.AST, expression: ast.AST, frame: FrameType, owned: Contai
         holders = list(_objects(path, frame))
         is_known = len(holders) > path.count(".")
         is_changed = path in certainly or (is_known and isinstance(holders[-1], _CHANGED))
-        if is_changed and not any(id(each) in owned for each in holders):
+        if is_changed and not any(map(kept.has, holders)):
             yield path
     for path in sorted(reading.read):
         holders = list(_objects(path, frame))
-        if holders and not any(id(each) in owned or _is_library(each) for each in holders):
-            names = [name for name, each in find_generators(holders[-1]).items() if id(each) not in owned]
-            yield from (f"the generator {'.'.join(path.split('.')[: len(holders)])}{name}" for name in names)
+        if holders and not any(kept.has(each) or _is_library(each) for each in holders):
+            known = ".".join(path.split(".")[: len(holders)])
+            yield from (f"the generator {name}" for name in kept.lacks(holders[-1], known))
 
 
 def _is_library(value: object) -> bool:

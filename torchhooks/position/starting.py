@@ -41,9 +41,6 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
     repeats_item = not entry.state.item_is_done
     if place.before is not None:
         _set_random_before(place.before, iterable)
-        length, before = length_of(iterable), place.before.get("length")
-        if None not in (length, before) and length != before:
-            logger.warning("%s has %d items now, and had %d before. %s", name_of(iterable), length, before, _LENGTH)
     iterator = iter(iterable)
     replay = Replay(iterator, place.probes, place.taken + repeats_item)
     count, item = 0, _NOTHING
@@ -73,6 +70,10 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
         _warn_of_another_item(count + repeats_item, iterable, _ANOTHER_ORDER)
     elif replay.differs:
         _warn_of_another_item(replay.differs, iterable, _DEPENDS)
+    elif count == place.taken and place.before is not None:
+        length, before = length_of(iterable), place.before.get("length")
+        if None not in (length, before) and length != before:
+            logger.warning("%s has %d items now, and had %d before. %s", name_of(iterable), length, before, _LENGTH)
     if count < place.taken:
         expected = f"the checkpoint was saved after {place.taken} items of {name_of(iterable)}"
         logger.warning("%s, which now has only %d: it is treated as ended", expected, count)
