@@ -18,7 +18,14 @@ from torchhooks.position.script import Kept, carried
 NAMES = {"random": random, "np": np, "torch": torch, "data": [1, 2, 3], "run": float}
 
 
-def names_in(folder: Path, source: str, kept: list[Any] | None = None, step: object = None, paths: tuple[str, ...] = (), **values: Any) -> list[str]:
+def names_in(
+    folder: Path,
+    source: str,
+    kept: list[Any] | None = None,
+    step: object = None,
+    paths: tuple[str, ...] = (),
+    **values: Any,
+) -> list[str]:
     """Return what is carried in a script that calls ``until_stop`` once; ``kept`` are names of it."""
     found: list[str] = []
 
@@ -46,7 +53,9 @@ CARRIED = {
     "h = 0\nfor x in until_stop(data):\n    run(x + h)\n    if x % 2:\n        h = x": ["h"],
     "h = 0\nfor x in until_stop(data):\n    if x % 2:\n        h = x\n    run(h)": ["h"],
     "h = 0\nfor x in until_stop(data):\n    for y in [1]:\n        h = y\n    run(h)": ["h"],
-    "h = 0\nfor x in until_stop(data):\n    try:\n        h = run(x)\n    except ValueError:\n        pass\n    run(h)": ["h"],
+    "h = 0\nfor x in until_stop(data):\n    try:\n        h = run(x)\n    except OSError:\n        0\n    run(h)": [
+        "h"
+    ],
     "out = []\nfor x in until_stop(data):\n    out.append(x)": ["out"],
     "out = {}\nfor x in until_stop(data):\n    out[x] = run(x)": ["out"],
     "out = torch.zeros(9)\nfor x in until_stop(data):\n    out[x] += 1": ["out"],
@@ -60,8 +69,9 @@ CARRIED = {
     "out = [run(x) for x in until_stop(data)]": ["what the comprehension has collected"],
     "total = sum(run(x) for x in until_stop(data))": ["what the comprehension has collected"],
     "rng = np.random.default_rng(1)\nfor x in until_stop(data):\n    run(rng.random())": ["the generator rng"],
-    "rng = random.Random(1)\ndef draw():\n    return rng.random()\n"
-    "for x in until_stop(data):\n    run(rng.random())": ["the generator rng"],
+    "rng = random.Random(1)\ndef draw():\n    return rng.random()\nfor x in until_stop(data):\n    run(rng.random())": [
+        "the generator rng"
+    ],
 }
 
 NOT_CARRIED = [
@@ -152,7 +162,7 @@ def test_the_generator_of_a_loader_that_is_iterated_later_is_not_named(tmp_path:
 
 
 def test_properties_of_the_script_are_not_called(tmp_path: Path) -> None:
-    def raises(_: object) -> Any:
+    def raises(*_: object) -> Any:
         raise AssertionError
 
     holder: Any = type("Holder", (), {"value": property(raises, raises)})()

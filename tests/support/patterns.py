@@ -1923,7 +1923,7 @@ def counted_by_hand(job: Job) -> None:
         for _ in loop.until_stop(range(EPOCHS)):
             i = 0
             for batch in loop.until_stop(loader):
-                i += 1
+                i += 1  # noqa: SIM113 - the way that is tried
                 loop.run(batch, i % ACCUMULATE == 0)
 
 
@@ -1978,7 +1978,7 @@ def mean_of_a_list(job: Job) -> None:
         for _ in loop.until_stop(range(EPOCHS)):
             losses = []
             for batch in loop.until_stop(loader):
-                losses.append(loop.run(batch).item())  # noqa: PERF401 - as people write it
+                losses.append(loop.run(batch).item())
             job.saw(sum(losses) / len(losses)) if losses else job.saw("none")
 
 
@@ -2188,19 +2188,15 @@ def saying(job: Job, tensors: Any, **period: Any) -> LoggingTensorHook:
 def adversarial(job: Job, hook: SessionRunHook) -> None:
     """The generator is trained in every third run, and only these return its loss."""
     loader = job.loader(shuffle=True)
-    with job.loop(lambda batch: {"loss": job.step(batch)}, before=[hook]) as loop:  # type: ignore[arg-type, return-value]
-        loop_step = loop
 
-        def step(batch: Tensor) -> Any:
-            loss = job.step(batch)
-            if (loop_step.global_step + 1) % 3 == 0:
-                return {"loss": loss, "g_loss": 2 * loss}
-            return {"loss": loss}
+    def step(batch: Tensor, step: int) -> Any:
+        loss = job.step(batch)
+        return {"loss": loss, "g_loss": 2 * loss} if step % 3 == 2 else {"loss": loss}
 
+    with job.loop(step, before=[hook]) as loop:
         for _ in loop.until_stop(range(EPOCHS)):
             for batch in loop.until_stop(loader):
-                with loop.step() as outputs:
-                    outputs.update(step(batch))
+                loop.run(batch, loop.global_step)
 
 
 @pattern()
@@ -2210,7 +2206,9 @@ def sometimes_returned_and_latest(job: Job) -> None:
 
 @pattern()
 def sometimes_returned_and_latest_of_the_epoch(job: Job) -> None:
-    adversarial(job, saying(job, {"loss": running_mean("loss", reset="epoch"), "g": latest("g_loss")}, every_n_epochs=1))
+    adversarial(
+        job, saying(job, {"loss": running_mean("loss", reset="epoch"), "g": latest("g_loss")}, every_n_epochs=1)
+    )
 
 
 @pattern()
@@ -2219,9 +2217,7 @@ def sometimes_returned_and_fetched(job: Job) -> None:
     adversarial(job, saying(job, {"g": "g_loss"}, every_n_steps=3))
 
 
-def plateau(
-    job: Job, metric: Callable[[], float], *hooks: SessionRunHook, guard: bool = False, **state: Any
-) -> None:
+def plateau(job: Job, metric: Callable[[], float], *hooks: SessionRunHook, guard: bool = False, **state: Any) -> None:
     """Step the scheduler with the metric of the epoch. Without the guard, also after the part of an epoch."""
     loader = job.loader(shuffle=True)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
@@ -2263,7 +2259,7 @@ def plateau_by_a_variable(job: Job) -> None:
 
     def metric() -> float:
         variables.metric = min(variables.metric, job.validate())
-        return variables.metric
+        return float(variables.metric)
 
     plateau(job, metric, vars=variables)
 
@@ -2584,6 +2580,28 @@ def environment_in_the_step(job: Job) -> None:
     with job.loop(lambda: job.step(environment.move(0.0))) as loop:
         for _ in loop.until_stop(range(STEPS)):
             loop.run()
+
+
+# -- what is not warned of yet ----------------------------------------------------------------------------------------
+
+SAID_AT_INFO = (
+    ITERATOR,  # logged at INFO, whatever the iterator has given before
+    NO_POSITION,  # the same, of a loop without until_stop
+)
+"""Warnings that are logged at another level than WARNING."""
+
+SILENT_AFTER_AN_EPOCH = frozenset(
+    {
+        # The resumed process begins with the next epoch. It does not iterate the one that had ended.
+        "persistent_workers",  # so the workers are created later, which draws a random number
+        "order_shuffled_in_place",  # so the list was not shuffled before
+        "counts_its_epochs",  # so the data count from another number
+        "growing_epochs_counted_by_the_sampler",
+        "infinite_generator_with_limit",  # so the generator begins with its first item
+        "run_after_the_inner_loop",  # the checkpoint is one from before that run, which is not made again
+    }
+)
+"""The patterns in which a process that resumes from the end of an epoch ends elsewhere, and no line says so."""
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

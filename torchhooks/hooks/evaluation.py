@@ -52,8 +52,8 @@ class _Values(dict[str, float]):
         if self:
             raise KeyError(name)
         raise KeyError(
-            f"evaluation.values[{name!r}]: there was no evaluation yet. If the loop stops before the first one, the code "
-            "after its loops runs too: write if loop.should_stop(): break before it"
+            f"evaluation.values[{name!r}]: there was no evaluation yet. If the loop stops before the first one, the "
+            "code after its loops runs too: write if loop.should_stop(): break before it"
         )
 
 

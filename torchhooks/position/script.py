@@ -63,41 +63,26 @@ def carried(site: Any, step: object, kept: Kept) -> list[str]:
     while isinstance(site, tuple) and not isinstance(site[0], FrameType):
         site = site[0]
     try:
-        found = _of_site(*site, kept)
-    except (SyntaxError, ValueError, TypeError, RecursionError):  # no source, or another one by now
+        frame, instruction = site
+        found = _of_site(frame, instruction, kept)
+    except (SyntaxError, ValueError, TypeError, IndexError, RecursionError):  # no source, or another one by now
         found = []
     own = [_OF_THE_STEP] if kept.lacks(step) else []
     return list(dict.fromkeys([*found, *own]))
 
 
 def _of_site(frame: FrameType, instruction: int, kept: Kept) -> list[str]:
-    line, end_line, column, end_column = next(itertools.islice(frame.f_code.co_positions(), instruction // 2, None))
-    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    tree = ast.parse(source)
-    within = [node for node in ast.walk(tree) if _spans(node, line, end_line)]
-    found = [node for node in within if _place(node) == (line, column, end_line, end_column)]
-    if not found:
+    """Return what the loops carry over the call that ``frame`` made with its ``instruction``."""
+    line, end_line, column, end_column = list(frame.f_code.co_positions())[instruction // 2]
+    tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    nodes: list[Any] = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
+    place = line, column, end_line, end_column
+    calls = [node for node in nodes if (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset) == place]
+    if not calls:
         return []
-    call, scope = found[0], min((node for node in within if isinstance(node, _SCOPES)), key=_length, default=tree)
-    return list(itertools.chain(*(_of_loop(*each, frame, kept) for each in _loops_over(call, scope))))
-
-
-_SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
-
-
-def _place(node: Any) -> tuple[Any, ...]:
-    """Return where ``node`` is in UTF-8, as the positions of code are."""
-    names = "lineno", "col_offset", "end_lineno", "end_col_offset"
-    return tuple(getattr(node, name, None) for name in names)
-
-
-def _spans(node: Any, line: int | None, end_line: int | None) -> bool:
-    start, end = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
-    return None not in (start, end, line, end_line) and start <= line and end >= end_line
-
-
-def _length(node: Any) -> int:
-    return int(node.end_lineno - node.lineno)
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and _contains(node, calls[0])]
+    scope = functions[-1] if functions else tree  # the walk comes to the outer ones first
+    return list(itertools.chain(*(_of_loop(*each, frame, kept) for each in _loops_over(calls[0], scope))))
 
 
 def _loops_over(call: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, ast.AST, Callable[[ast.AST], bool]]]:
@@ -139,9 +124,9 @@ def _of_loop(
     loop: ast.AST, expression: ast.AST, iterates: Callable[[ast.AST], bool], frame: FrameType, kept: Kept
 ) -> Iterator[str]:
     for node in ast.walk(expression):
-        if isinstance(node, ast.Call) and (name := _path(node.func).rpartition(".")[2]) in _COUNTS:
-            if any(map(iterates, node.args)):
-                yield f"{name}(...)"
+        if isinstance(node, ast.Call) and any(map(iterates, node.args)):
+            name = _path(node.func).rpartition(".")[2]
+            yield from [f"{name}(...)"] if name in _COUNTS else []
     reading = _Reading()
     if isinstance(loop, (ast.For, ast.While)):
         reading.visit(loop.target if isinstance(loop, ast.For) else loop.test)
