@@ -337,6 +337,7 @@ def pattern(
 
 
 REPEATED = "runs when the checkpoint was saved. It is yielded again"
+RUNS_AFTER = "had ended, and the checkpoint contains them"
 MADE_TWICE = "runs were made before until_stop's DataLoader continued"
 ITERATOR = "is an iterator, so it continues where it is"
 START_OVER = "but these start over: "
@@ -1592,7 +1593,7 @@ def run_after_the_inner_loop(job: Job) -> None:
                 loop.run(torch.randn(2, 1))
 
 
-@pattern(steps=(2, 4, 5, 6), last=10)
+@pattern(RUNS_AFTER, MADE_TWICE, steps=(2, 4, 5, 6), last=10)
 def run_after_an_epoch_of_a_plain_for(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:

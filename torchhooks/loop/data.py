@@ -131,7 +131,7 @@ class Data:
                     if item is _DATA_ENDED:
                         if others is not None:
                             others.data_ended()
-                        place.end()
+                        place.end(schedule.runs)
                         if not schedule.runs:
                             self._note_items(place)
                         if depth == 1:

@@ -148,6 +148,8 @@ def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line
     if in_progress and entry.runs and plan.innermost:
         yield Line(logging.WARNING, _REPEATED, (name, entry.runs))
     done = entry.taken - in_progress
+    if entry.state is State.ENDED and entry.runs:
+        yield Line(logging.WARNING, _RUNS_AFTER, (entry.runs, name))
     if plan.way is Way.NOTHING:
         if place.depth == 1:  # a loop inside of another one ends with each of its items
             yield Line(logging.INFO, _AGAIN, (name,))
@@ -160,6 +162,10 @@ def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line
 _RUNS_BEFORE = (
     "%d runs were made before %s continued. The checkpoint contains them already: make them in an until_stop of their "
     "own."
+)
+_RUNS_AFTER = (
+    "%d runs were made after %s had ended, and the checkpoint contains them. They are made again if the script makes "
+    "them: make them in an until_stop of their own, or write epochs as until_stop(range(...))."
 )
 _REPEATED = (
     "the last item of %s had %d runs when the checkpoint was saved. It is yielded again, so these runs are made twice. "
