@@ -31,6 +31,7 @@ from torchhooks import (
     SecondOrStepTimer,
     SessionRunHook,
     StepCounterHook,
+    StopAtStepHook,
     StopIfHigherHook,
     SummarySaverHook,
     list_checkpoints,
