@@ -31,6 +31,7 @@ from torchhooks import (
     SecondOrStepTimer,
     SessionRunHook,
     StepCounterHook,
+    StopAtStepHook,
     StopIfHigherHook,
     SummarySaverHook,
     list_checkpoints,
@@ -539,3 +540,12 @@ def test_a_note_on_an_error_of_the_function_names_the_function(requested: bool) 
     asking = "LoggingTensorHook" if requested else "EvaluationHook"
     assert re.search(rf"in the evaluation failing \({re.escape(Path(__file__).name)}:\d+\), which {asking}\(", notes)
     assert "EvaluationHook.current" not in notes
+
+
+def test_a_value_before_the_first_evaluation_is_an_error_that_names_the_guard() -> None:
+    evaluation = EvaluationHook(lambda: {"error": 1.0}, every_n_epochs=1)
+    with MonitoredLoop(lambda: None, hooks=[evaluation, StopAtStepHook(last_step=1)]) as loop:
+        for _ in loop.until_stop(range(3)):
+            loop.run()
+        with pytest.raises(KeyError, match=r"no evaluation yet.* if loop\.should_stop\(\): break"):
+            evaluation.values["error"]

@@ -15,8 +15,19 @@ from typing import Any
 
 import pytest
 from support.paths import ROOT
-from support.patterns import PATTERNS, Job, try_pattern
+from support.patterns import (
+    AFTER_AN_EPOCH,
+    PATTERNS,
+    SAID_AT_INFO,
+    SILENT_AFTER_AN_EPOCH,
+    START_OVER,
+    Job,
+    try_pattern,
+)
 from support.processes import start
+
+FOR_DISPLAY = {"enumerate_outside"}
+"""Exact patterns that count or collect something, on which nothing depends."""
 
 TABLE = ROOT / "docs" / "loops.md"
 
@@ -78,6 +89,13 @@ FIRST_OF_EACH_ROW = {names[0] for names, _ in rows()}
 CASES = [pytest.param(name, marks=[] if name in FIRST_OF_EACH_ROW else [pytest.mark.exhaustive]) for name in PATTERNS]
 
 
+def warned(logged: str) -> str:
+    """Return the warnings among the lines of a log."""
+    lines = logged.splitlines()
+    levels = {line: "WARNING" if any(text in line for text in SAID_AT_INFO) else line.split(":")[0] for line in lines}
+    return "\n".join(line for line in lines if levels[line] == "WARNING")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_training_run_ends_as_an_uninterrupted_one_or_a_warning_says_why_not(
     name: str, attempts: Attempts
@@ -94,12 +112,16 @@ def test_a_resumed_training_run_ends_as_an_uninterrupted_one_or_a_warning_says_w
     silent = {
         scenario: parts
         for scenario, parts in differ.items()
-        if not any(warning in results[scenario]["logged"] for warning in warnings)
+        if not any(warning in warned(results[scenario]["logged"]) for warning in warnings)
     }
-    assert silent == {}
+    known = {AFTER_AN_EPOCH} if name in SILENT_AFTER_AN_EPOCH else set()
+    assert {scenario: parts for scenario, parts in silent.items() if scenario not in known} == {}
+    assert known <= set(silent), "it is no longer silent: remove it from the list"
     if not warnings:
         assert [scenario for scenario, result in results.items() if "in another order" in result["logged"]] == []
-    assert bool(differ) == bool(warnings), "a pattern that is exact needs no warning"
+        start_over = [scenario for scenario, result in results.items() if START_OVER in result["logged"]]
+        assert name in FOR_DISPLAY or start_over == []
+    assert bool(differ.keys() - known) == bool(warnings), "a pattern that is exact needs no warning"
 
 
 def test_another_seed_ends_elsewhere_in_everything_but_the_schedule() -> None:

@@ -49,7 +49,6 @@ IN_ITEM = replace(DONE, state=State.IN_ITEM, runs=2, random_at_item=AT_ITEM)
 RANGE_DONE = Entry(number=0, taken=3, state=State.ITEM_DONE, last=2)
 RANGE_IN_ITEM = replace(RANGE_DONE, state=State.IN_ITEM, random_at_item=AT_ITEM)
 
-VARIABLES = "Variables of the script outside the loop's state"
 REPEATED = "the last item of until_stop's Loader had 2 runs when the checkpoint was saved. It is yielded again"
 
 
@@ -78,7 +77,7 @@ def continued(way: Way, entry: Entry, taken: int, **attributes: Any) -> Plan:
     return Plan(**{"way": way, "entry": entry, "taken": taken, "random": AT_SAVE, "innermost": True, **attributes})
 
 
-def after(item: int, name: str, hint: str = ". " + VARIABLES) -> str:
+def after(item: int, name: str, hint: str = "") -> str:
     return f"until_stop's {name} continues after item {item}{hint}"
 
 

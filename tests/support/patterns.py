@@ -48,6 +48,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import torchhooks.summary.event_files
 from torchhooks import (
     CheckpointSaverHook,
+    EvaluationHook,
+    LoggingTensorHook,
     MonitoredLoop,
     MonitoredTrainingLoop,
     Saver,
@@ -57,7 +59,10 @@ from torchhooks import (
     SessionRunValues,
     StepContext,
     StopAtStepHook,
+    StopIfNoDecreaseHook,
     Variables,
+    latest,
+    running_mean,
 )
 from torchhooks.common.files import Disk
 from torchhooks.testing import plain
@@ -133,6 +138,8 @@ class AfterRun(SessionRunHook):
         self.action(run_context.session.global_step)
 
 
+AFTER_AN_EPOCH = "kill after an epoch"
+"""The scenario in which the newest checkpoint is one that was saved at the end of an epoch."""
 SIGNALS = {"kill": signal.SIGKILL, "signal": signal.SIGTERM}
 END = Interruption("end")
 
@@ -145,7 +152,7 @@ class Job:
         folder: Path | None = None,
         seed: int = 1,
         interruption: Interruption = END,
-        save_steps: int = NEVER,
+        save_steps: int | None = NEVER,
         after_run: Callable[[int], object] | None = None,
     ) -> None:
         self.folder, self.seed, self.interruption, self.save_steps = folder, seed, interruption, save_steps
@@ -231,7 +238,12 @@ class Job:
         )
 
     def saving(self) -> list[SessionRunHook]:
-        return [] if self.folder is None else [CheckpointSaverHook(self.folder, save_steps=self.save_steps)]
+        """Return a saver, at the end of each epoch if ``save_steps`` is ``None``."""
+        if self.folder is None:
+            return []
+        if self.save_steps is None:
+            return [CheckpointSaverHook(self.folder, every_n_epochs=1)]
+        return [CheckpointSaverHook(self.folder, save_steps=self.save_steps)]
 
     def stopping(self) -> list[SessionRunHook]:
         way, step = self.interruption
@@ -325,9 +337,10 @@ def pattern(
 
 
 REPEATED = "runs when the checkpoint was saved. It is yielded again"
+RUNS_AFTER = "had ended, and the checkpoint contains them"
 MADE_TWICE = "runs were made before until_stop's DataLoader continued"
 ITERATOR = "is an iterator, so it continues where it is"
-VARIABLES = "such as a counter or another iterator, start over"
+START_OVER = "but these start over: "
 GUARD = "the body left until_stop because should_stop() was true"
 LEFT_WITH_BREAK = "left it with a break"
 NOT_REACHED = "the checkpoint was saved in a later one, which this process has not begun"
@@ -600,7 +613,7 @@ def enumerate_outside(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(VARIABLES)
+@pattern(START_OVER)
 def enumerate_outside_counter(job: Job) -> None:
     """The counter decides what happens."""
     loader = job.loader(shuffle=True)
@@ -612,7 +625,7 @@ def enumerate_outside_counter(job: Job) -> None:
                     job.validate()
 
 
-@pattern(VARIABLES, steps=(2, 3, 4), last=6)
+@pattern(START_OVER, steps=(2, 3, 4), last=6)
 def enumerate_outside_limit(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -632,7 +645,7 @@ def limit(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(VARIABLES, steps=(2, 4), last=6)
+@pattern(START_OVER, steps=(2, 4), last=6)
 def sliced_outside(job: Job) -> None:
     loader = job.loader(shuffle=True)
     with job.loop() as loop:
@@ -641,7 +654,7 @@ def sliced_outside(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(VARIABLES)
+@pattern(START_OVER)
 def zip_outside(job: Job) -> None:
     """Only one of the two loaders goes through until_stop."""
     one, other = job.loader(shuffle=True), job.loader(shuffle=True)
@@ -659,7 +672,7 @@ def chained_outside(job: Job) -> None:
             loop.run(batch)
 
 
-@pattern(VARIABLES)
+@pattern(START_OVER)
 def iterator_in_a_variable(job: Job) -> None:
     """A number of steps goes through until_stop, and the batches come from an iterator that is started again."""
     loader = job.loader(shuffle=True)
@@ -921,7 +934,7 @@ def rate_by_global_step(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(VARIABLES)
+@pattern(START_OVER)
 def scheduler_on_a_loss_in_a_variable(job: Job) -> None:
     loader = job.loader(shuffle=True)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
@@ -1580,6 +1593,17 @@ def run_after_the_inner_loop(job: Job) -> None:
                 loop.run(torch.randn(2, 1))
 
 
+@pattern(RUNS_AFTER, MADE_TWICE, steps=(2, 4, 5, 6), last=10)
+def run_after_an_epoch_of_a_plain_for(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in range(EPOCHS):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            if not loop.should_stop():
+                loop.run(torch.randn(2, 1))
+
+
 @pattern(REPEATED, MADE_TWICE, steps=(1, 2, 3, 5, 6, 7), last=10)
 def run_before_the_inner_loop(job: Job) -> None:
     loader = job.loader(shuffle=True)
@@ -1804,6 +1828,791 @@ def stopped_by_a_hook_in_an_epoch(job: Job) -> None:
             job.scheduler.step()
 
 
+# -- counting batches, and the script's own variables -----------------------------------------------------------------
+
+STEPS_OF_COUNTED = 2, 3, 8, 9
+ACCUMULATE = 3
+
+
+def counted(job: Job, **arguments: Any) -> tuple[Iterable[Tensor], Loop]:
+    """Return a loader of eight batches, and a loop that runs ``(batch, whether the optimizer steps)``."""
+
+    def step(batch: Tensor, steps: bool) -> Tensor:
+        job.saw(batch, steps)
+        loss = job.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        if steps:
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        return loss
+
+    return DataLoader(Points(), 1, shuffle=True), job.loop(step, **arguments)
+
+
+@pattern(steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_the_loop(job: Job) -> None:
+    loader, loop = counted(job)
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for i, batch in loop.enumerate(loader):
+                loop.run(batch, (i + 1) % ACCUMULATE == 0)
+
+
+@pattern(steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_the_loop_from_one(job: Job) -> None:
+    loader, loop = counted(job)
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for i, batch in loop.enumerate(loader, 1):
+                loop.run(batch, i % ACCUMULATE == 0)
+                if i == 7:
+                    break
+
+
+@pattern(steps=(2, 3, 8, 9), last=None)
+def counted_by_the_loop_repeating(job: Job) -> None:
+    loader, loop = counted(job, after=[StopAtStepHook(last_step=2 * STEPS)])
+    with loop:
+        for i, batch in loop.enumerate(loader, repeat=True):
+            loop.run(batch, (i + 1) % ACCUMULATE == 0)
+
+
+@pattern(steps=(1, 2, 3), last=4)
+def counted_by_the_loop_in_body(job: Job) -> None:
+    with job.loop(step_unit="optimizer_step") as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for i, batch in loop.enumerate(job.loader(shuffle=True)):
+                with loop.step() as outputs:
+                    job.saw(batch)
+                    outputs["loss"] = loss = job.loss(batch) / 2
+                    loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+                    if (i + 1) % 2 == 0:
+                        job.optimizer.step()
+                        job.optimizer.zero_grad()
+
+
+@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_enumerate(job: Job) -> None:
+    loader, loop = counted(job)
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for i, batch in enumerate(loop.until_stop(loader)):
+                loop.run(batch, (i + 1) % ACCUMULATE == 0)
+
+
+@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_enumerate_in_a_bar(job: Job) -> None:
+    loader, loop = counted(job)
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for i, batch in Bar(enumerate(loop.until_stop(loader))):
+                loop.run(batch, (i + 1) % ACCUMULATE == 0)
+
+
+@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_zip(job: Job) -> None:
+    loader, loop = counted(job)
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for i, batch in zip(itertools.count(), loop.until_stop(loader), strict=False):
+                loop.run(batch, (i + 1) % ACCUMULATE == 0)
+
+
+@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_enumerate_of_a_variable(job: Job) -> None:
+    loader, loop = counted(job)
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            batches = loop.until_stop(loader)
+            for i, batch in enumerate(batches):
+                loop.run(batch, (i + 1) % ACCUMULATE == 0)
+
+
+@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_hand(job: Job) -> None:
+    loader, loop = counted(job)
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            i = 0
+            for batch in loop.until_stop(loader):
+                i += 1  # noqa: SIM113 - the way that is tried
+                loop.run(batch, i % ACCUMULATE == 0)
+
+
+@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_hand_over_epochs(job: Job) -> None:
+    loader, loop = counted(job)
+    i = 0
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                i = i + 1
+                loop.run(batch, i % ACCUMULATE == 0)
+
+
+@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_by_next(job: Job) -> None:
+    loader, loop = counted(job)
+    numbers = itertools.count(1)
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch, next(numbers) % ACCUMULATE == 0)
+
+
+@pattern(steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_in_variables(job: Job) -> None:
+    variables = Variables(i=0)
+    loader, loop = counted(job, state={"vars": variables})
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                variables.i += 1
+                loop.run(batch, variables.i % ACCUMULATE == 0)
+
+
+@pattern(steps=STEPS_OF_COUNTED, last=2 * STEPS)
+def counted_in_variables_of_each_epoch(job: Job) -> None:
+    variables = Variables()
+    loader, loop = counted(job, state={"vars": variables})
+    with loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            variables.i = 0
+            for batch in loop.until_stop(loader):
+                loop.run(batch, (variables.i + 1) % ACCUMULATE == 0)
+                variables.i += 1
+
+
+@pattern(START_OVER)
+def mean_of_a_list(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            losses = []
+            for batch in loop.until_stop(loader):
+                losses.append(loop.run(batch).item())
+            job.saw(sum(losses) / len(losses)) if losses else job.saw("none")
+
+
+@pattern(START_OVER)
+def mean_of_a_comprehension(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            losses = [loop.run(batch).item() for batch in loop.until_stop(loader)]
+            job.saw(sum(losses))
+
+
+@pattern(START_OVER)
+def total_in_a_dict(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            totals = {"loss": 0.0}
+            for batch in loop.until_stop(loader):
+                totals["loss"] += loop.run(batch).item()
+            job.saw(totals["loss"])
+
+
+@pattern(START_OVER)
+def total_in_a_function(job: Job) -> None:
+    """A function trains one epoch and returns the mean loss."""
+    loader = job.loader(shuffle=True)
+
+    def train_epoch(loop: Loop) -> float:
+        total, count = 0.0, 0
+        for batch in loop.until_stop(loader):
+            total += loop.run(batch).item()
+            count += 1
+        return total / max(count, 1)
+
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            job.saw(train_epoch(loop))
+
+
+@pattern(START_OVER, last=STEPS + BATCHES)
+def best_in_a_variable(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    best, worse = math.inf, 0
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(EPOCHS + 1)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            value = job.validate() * (epoch + 1)
+            if value < best:
+                best = value
+            else:
+                worse += 1
+            job.saw(best, worse)
+
+
+@pattern(last=STEPS + BATCHES)
+def best_in_variables(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    variables = Variables(best=math.inf, worse=0)
+    with job.loop(state={"vars": variables}) as loop:
+        for epoch in loop.until_stop(range(EPOCHS + 1)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            value = job.validate() * (epoch + 1)
+            if value < variables.best:
+                variables.best = value
+            else:
+                variables.worse += 1
+            job.saw(variables.best, variables.worse)
+
+
+@pattern(START_OVER)
+def hidden_state_in_a_variable(job: Job) -> None:
+    """As truncated backpropagation through time does."""
+    loader, hidden = job.loader(shuffle=True), torch.zeros(2, 1)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch + hidden)
+                hidden = 0.5 * hidden + batch
+
+
+@pattern()
+def hidden_state_in_variables(job: Job) -> None:
+    loader, variables = job.loader(shuffle=True), Variables(hidden=torch.zeros(2, 1))
+    with job.loop(state={"vars": variables}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch + variables.hidden)
+                variables.hidden = 0.5 * variables.hidden + batch
+
+
+# -- an iterator that starts again when the data end ------------------------------------------------------------------
+
+
+@pattern(NO_POSITION, last=None)
+def next_around_the_run(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    batches = iter(loader)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        while not loop.should_stop():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                batch = next(batches)
+            loop.run(batch)
+
+
+@pattern(NO_POSITION, last=None)
+def next_in_the_body_of_step(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    batches = iter(loader)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        while not loop.should_stop():
+            try:
+                with loop.step() as outputs:
+                    outputs["loss"] = job.step(next(batches))
+            except StopIteration:
+                batches = iter(loader)
+
+
+@pattern(NO_POSITION, last=None)
+def next_within_the_body_of_step(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    batches = iter(loader)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        while not loop.should_stop():
+            with loop.step() as outputs:
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    batches = iter(loader)
+                    batch = next(batches)
+                outputs["loss"] = job.step(batch)
+
+
+@pattern(START_OVER)
+def next_in_the_body_of_step_and_until_stop(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        batches = iter(loader)
+        for _ in loop.until_stop(range(STEPS)):
+            try:
+                with loop.step() as outputs:
+                    outputs["loss"] = job.step(next(batches))
+            except StopIteration:
+                batches = iter(loader)
+                with loop.step() as outputs:
+                    outputs["loss"] = job.step(next(batches))
+
+
+@pattern(last=None)
+def repeated(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        for batch in loop.until_stop(loader, repeat=True):
+            loop.run(batch)
+
+
+@pattern(last=None)
+def repeated_in_the_body_of_step(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        for batch in loop.until_stop(loader, repeat=True):
+            with loop.step() as outputs:
+                outputs["loss"] = job.step(batch)
+            job.scheduler.step()
+
+
+@pattern(last=None)
+def repeated_and_left_by_break(job: Job) -> None:
+    """An epoch is a number of steps, not a pass over the data."""
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader, repeat=True):
+                loop.run(batch)
+                if loop.global_step % 5 == 0:
+                    break
+            job.validate()
+
+
+@pattern(last=None)
+def repeated_by_next(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        batches = loop.until_stop(loader, repeat=True)
+        while (batch := next(batches, None)) is not None:
+            loop.run(batch)
+
+
+# -- what the step returns in some runs only, and metrics at the end of an epoch --------------------------------------
+
+
+def saying(job: Job, tensors: Any, **period: Any) -> LoggingTensorHook:
+    """Return a hook whose lines are in the history."""
+
+    def line(values: dict[str, Any]) -> str:
+        job.saw(*(f"{name} = {value}" for name, value in values.items()))
+        return "said"
+
+    return LoggingTensorHook(tensors, formatter=line, **period)
+
+
+def adversarial(job: Job, hook: SessionRunHook) -> None:
+    """The generator is trained in every third run, and only these return its loss."""
+    loader = job.loader(shuffle=True)
+
+    def step(batch: Tensor, step: int) -> Any:
+        loss = job.step(batch)
+        return {"loss": loss, "g_loss": 2 * loss} if step % 3 == 2 else {"loss": loss}
+
+    with job.loop(step, before=[hook]) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch, loop.global_step)
+
+
+@pattern()
+def sometimes_returned_and_latest(job: Job) -> None:
+    adversarial(job, saying(job, {"loss": "loss", "g": latest("g_loss")}, every_n_steps=2))
+
+
+@pattern()
+def sometimes_returned_and_latest_of_the_epoch(job: Job) -> None:
+    adversarial(
+        job, saying(job, {"loss": running_mean("loss", reset="epoch"), "g": latest("g_loss")}, every_n_epochs=1)
+    )
+
+
+@pattern()
+def sometimes_returned_and_fetched(job: Job) -> None:
+    """The period is that of the runs that return it."""
+    adversarial(job, saying(job, {"g": "g_loss"}, every_n_steps=3))
+
+
+def plateau(job: Job, metric: Callable[[], float], *hooks: SessionRunHook, guard: bool = False, **state: Any) -> None:
+    """Step the scheduler with the metric of the epoch. Without the guard, also after the part of an epoch."""
+    loader = job.loader(shuffle=True)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
+    with job.loop(before=hooks, state={"plateau": scheduler, **state}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            if guard and loop.should_stop():
+                break
+            scheduler.step(metric())
+            job.saw(scheduler.best)
+
+
+def evaluating(job: Job, **period: Any) -> EvaluationHook:
+    return EvaluationHook(lambda: {"val_loss": job.loss(torch.ones(2, 1)).item()}, **period)
+
+
+@pattern()
+def plateau_by_an_evaluation_of_each_epoch(job: Job) -> None:
+    evaluation = evaluating(job, every_n_epochs=1)
+    plateau(job, lambda: evaluation.values["val_loss"], evaluation, guard=True)
+
+
+@pattern(steps=(5, 7))
+def plateau_by_an_evaluation_without_a_guard(job: Job) -> None:
+    evaluation = evaluating(job, every_n_epochs=1)
+    plateau(job, lambda: evaluation.values["val_loss"], evaluation)
+
+
+@pattern()
+def plateau_by_an_evaluation_every_n_steps(job: Job) -> None:
+    evaluation = evaluating(job, every_n_steps=2)
+    plateau(job, lambda: evaluation.values["val_loss"], evaluation)
+
+
+@pattern()
+def plateau_by_a_variable(job: Job) -> None:
+    variables = Variables(metric=math.inf)
+
+    def metric() -> float:
+        variables.metric = min(variables.metric, job.validate())
+        return float(variables.metric)
+
+    plateau(job, metric, vars=variables)
+
+
+@pattern()
+def plateau_by_an_evaluation_in_epochs_left_by_break(job: Job) -> None:
+    evaluation = evaluating(job, every_n_epochs=1)
+    loader = job.loader(shuffle=True)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
+    with job.loop(before=[evaluation], state={"plateau": scheduler}) as loop:
+        for _ in loop.until_stop(range(EPOCHS + 1)):
+            for i, batch in loop.enumerate(loader, 1):
+                loop.run(batch)
+                if i == 3:
+                    break
+            if loop.should_stop():
+                break
+            scheduler.step(evaluation.values["val_loss"])
+
+
+@pattern(last=None)
+def stopped_by_a_metric_of_the_epoch(job: Job) -> None:
+    evaluation = evaluating(job, every_n_epochs=1)
+    loader = job.loader(shuffle=True)
+    hooks = [evaluation, StopIfNoDecreaseHook(evaluation["val_loss"], max_steps_without_decrease=6)]
+    with job.loop(before=hooks) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.saw(evaluation.values.get("val_loss"))
+
+
+# -- how long epochs are, and how they are left -----------------------------------------------------------------------
+
+
+class Growing:
+    """A sampler that yields more points in each later epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 4 + 2 * self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(BATCHES * BATCH)[: len(self)].tolist()
+
+
+class GrowingByItself(Growing):
+    """The same, and it counts its epochs."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+class RandomlyLong(Growing):
+    """A sampler that draws how many points it yields."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(BATCHES * BATCH)[: int(torch.randint(4, 8, ()))].tolist()
+
+
+@pattern(steps=(1, 2, 3, 5), last=9)
+def growing_epochs(job: Job) -> None:
+    sampler = Growing()
+    loader = job.loader(sampler=sampler)
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(3)):
+            sampler.set_epoch(epoch)
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.validate()
+
+
+@pattern("come in another order", "items now, and had", "which now has only", steps=(1, 2, 3, 5), last=9)
+def growing_epochs_counted_by_the_sampler(job: Job) -> None:
+    loader = job.loader(sampler=GrowingByItself())
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(3)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.validate()
+
+
+@pattern(steps=(1, 2, 3, 5), last=None)
+def epochs_of_random_length(job: Job) -> None:
+    loader = job.loader(sampler=RandomlyLong())
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(3)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+            job.validate()
+
+
+@pattern(steps=(1, 2, 3, 5), last=9)
+def growing_limit(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+    with job.loop() as loop:
+        for epoch in loop.until_stop(range(3)):
+            for batch in loop.until_stop(loader, limit=2 + epoch):
+                loop.run(batch)
+            job.scheduler.step()
+
+
+@pattern(steps=(2, 3, 4), last=6)
+def returned_from_an_epoch(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+
+    def train_epoch(loop: Loop) -> float:
+        for i, batch in loop.enumerate(loader, 1):
+            loss = loop.run(batch)
+            if i == 3:
+                return loss.item()
+        return 0.0
+
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            train_epoch(loop)
+            job.scheduler.step()
+            job.validate()
+
+
+@pattern(LEFT_WITH_BREAK, steps=(2, 3, 4), last=5)
+def returned_from_the_training_run(job: Job) -> None:
+    loader = job.loader(shuffle=True)
+
+    def train(loop: Loop) -> None:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                loop.run(batch)
+                if loop.global_step == 5:
+                    job.saw("returned")
+                    return
+
+    with job.loop() as loop:
+        train(loop)
+
+
+@pattern()
+def continue_in_an_enumeration(job: Job) -> None:
+    loader = DataLoader(Points(), 1, shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for i, number in loop.enumerate(loader):
+                if i % 2:
+                    job.saw("skipped", number)
+                    continue
+                loop.run(number)
+
+
+# -- data without an end ----------------------------------------------------------------------------------------------
+
+
+class Chain:
+    """An infinite iterator with a state: each point depends on the one before."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator, self.point = torch.Generator().manual_seed(seed), torch.zeros(2, 1)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        self.point = 0.5 * self.point + torch.randn(2, 1, generator=self.generator)
+        return self.point
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "point": self.point.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.point = state["point"].clone()
+
+
+@pattern(last=None)
+def infinite_with_a_state(job: Job) -> None:
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
+        for batch in loop.until_stop(Chain(job.seed)):
+            loop.run(batch)
+
+
+@pattern(last=None)
+def infinite_in_state(job: Job) -> None:
+    data = Chain(job.seed)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)], state={"data": data}) as loop:
+        for batch in loop.until_stop(data):
+            loop.run(batch)
+
+
+@pattern()
+def infinite_in_state_with_limit(job: Job) -> None:
+    data = Chain(job.seed)
+    with job.loop(state={"data": data}) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(data, limit=BATCHES):
+                loop.run(batch)
+            job.validate()
+
+
+@pattern()
+def infinite_in_state_by_next(job: Job) -> None:
+    data = Chain(job.seed)
+    with job.loop(state={"data": data}) as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            loop.run(next(data))
+
+
+@pattern(last=None)
+def infinite_in_state_without_until_stop(job: Job) -> None:
+    data = Chain(job.seed)
+    with job.loop(after=[StopAtStepHook(last_step=STEPS)], state={"data": data}) as loop:
+        while not loop.should_stop():
+            loop.run(next(data))
+
+
+@pattern(START_OVER)
+def infinite_by_next(job: Job) -> None:
+    batches = endless(job.loader(shuffle=True))
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            loop.run(next(batches))
+
+
+@pattern(ITERATOR)
+def infinite_generator_with_limit(job: Job) -> None:
+    batches = endless(job.loader(shuffle=True))
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(batches, limit=3):
+                loop.run(batch)
+
+
+# -- an environment of reinforcement learning -------------------------------------------------------------------------
+
+
+class TorchEnvironment:
+    """The same with a generator of torch, which cannot be pickled, and a state."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator, self.place = torch.Generator().manual_seed(seed), 0.0
+
+    def move(self, action: float) -> Tensor:
+        self.place += 0.1 * action + float(torch.randn(1, generator=self.generator))
+        return torch.tensor([[self.place]])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state(), "place": self.place}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+        self.place = state["place"]
+
+
+class PickledEnvironment(TorchEnvironment):
+    """The same, with what Python needs to pickle it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "generator": self.generator.get_state().tolist()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = {**state, "generator": torch.Generator()}
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+def rollouts(job: Job, move: Callable[[float], Tensor], **state: Any) -> None:
+    """Collect a rollout in each item, and train with it."""
+    with job.loop(state=state) as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            rollout = torch.cat([move(action) for action in (0.0, 1.0)])
+            loop.run(rollout)
+
+
+@pattern()
+def torch_environment_in_variables(job: Job) -> None:
+    variables = Variables(env=PickledEnvironment(job.seed), pickled=["env"])
+    rollouts(job, lambda action: variables.env.move(action), vars=variables)
+
+
+@pattern()
+def environment_in_state(job: Job) -> None:
+    environment = TorchEnvironment(job.seed)
+    rollouts(job, environment.move, environment=environment)
+
+
+@pattern(START_OVER)
+def environment_in_nothing(job: Job) -> None:
+    environment = Environment(job.seed)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            rollout = torch.cat([environment.move(action) for action in (0.0, 1.0)])
+            loop.run(rollout)
+
+
+@pattern(START_OVER)
+def torch_environment_in_nothing(job: Job) -> None:
+    environment = TorchEnvironment(job.seed)
+    seen = environment.move(0.0)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            loss = loop.run(seen)
+            seen = environment.move(loss.item())
+
+
+@pattern(START_OVER)
+def environment_in_a_function(job: Job) -> None:
+    """The environment is used by a function that the body calls."""
+    rollouts(job, Environment(job.seed).move)
+
+
+@pattern(START_OVER)
+def environment_in_the_step(job: Job) -> None:
+    """The environment is used by the step function."""
+    environment = Environment(job.seed)
+    with job.loop(lambda: job.step(environment.move(0.0))) as loop:
+        for _ in loop.until_stop(range(STEPS)):
+            loop.run()
+
+
+# -- what is not warned of yet ----------------------------------------------------------------------------------------
+
+SAID_AT_INFO = (
+    NO_POSITION,  # of a loop without until_stop, whose data are not known
+)
+"""Warnings that are logged at another level than WARNING."""
+
+SILENT_AFTER_AN_EPOCH = frozenset(
+    {
+        # The resumed process begins with the next epoch. It does not iterate the one that had ended.
+        "order_shuffled_in_place",  # so the list was not shuffled before
+        "counts_its_epochs",  # so the data count from another number
+        "growing_epochs_counted_by_the_sampler",
+        "infinite_generator_with_limit",  # so the generator begins with its first item
+    }
+)
+"""The patterns in which a process that resumes from the end of an epoch ends elsewhere, and no line says so."""
+
+
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
@@ -1817,22 +2626,33 @@ def make_originals(folder: Path, name: str) -> None:
 
     While it saves in every step, copy what is in the folder after the runs in which it is to be killed.
     """
-    steps, saving = PATTERNS[name].kills, folder / "saving"
+    steps, saving, epochs = PATTERNS[name].kills, folder / "saving", folder / "epochs"
 
-    def copy(step: int) -> None:
-        copied = folder / f"kill {step}"
-        while step in steps and not copied.exists():
+    def copy(source: Path, copied: Path) -> None:
+        while not copied.exists():
             try:
-                shutil.copytree(saving, copied, copy_function=os.link)
+                shutil.copytree(source, copied, copy_function=os.link)
             except shutil.Error:  # a thread that saves has renamed or removed a file meanwhile
                 shutil.rmtree(copied)
+
+    def copy_at(step: int) -> None:
+        if step in steps:
+            copy(saving, folder / f"kill {step}")
+
+    def copy_epoch(step: int) -> None:
+        """Copy in the first run after the first checkpoint of an epoch."""
+        if {each.name for each in epochs.glob("model.ckpt-*")} - {"model.ckpt-0"}:
+            copy(epochs, folder / AFTER_AN_EPOCH)
 
     with logging_to(io.StringIO()) as lines:
         outcomes = {
             "whole": trained(name, Job()),
-            "saving": trained(name, Job(saving, save_steps=1, after_run=copy)),
+            "saving": trained(name, Job(saving, save_steps=1, after_run=copy_at)),
         }
     logged = {f"kill {step}": lines.getvalue() for step in steps}
+    with logging_to(io.StringIO()) as lines:
+        outcomes["saving epochs"] = trained(name, Job(epochs, save_steps=None, after_run=copy_epoch))
+    logged[AFTER_AN_EPOCH] = lines.getvalue()
     for step in PATTERNS[name].stops:
         with logging_to(io.StringIO()) as lines:
             trained(name, Job(folder / f"stop {step}", interruption=Interruption("stop", step)))
@@ -1844,6 +2664,7 @@ def make_originals(folder: Path, name: str) -> None:
 def logging_to(lines: io.StringIO) -> Iterator[io.StringIO]:
     """Write what torchhooks logs to ``lines``."""
     handler = logging.StreamHandler(lines)
+    handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     logger = logging.getLogger("torchhooks")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
@@ -1857,7 +2678,8 @@ def resume_all(folder: Path, name: str) -> None:
     """Resume each training run that was stopped or killed. None of them was made in this process."""
     pattern, results = PATTERNS[name], {}
     before = json.loads((folder / "originals").read_text())["logged"]
-    for number, scenario in enumerate(pattern.scenarios, start=1):
+    after_epoch = [AFTER_AN_EPOCH] if (folder / AFTER_AN_EPOCH).exists() else []
+    for number, scenario in enumerate([*pattern.scenarios, *after_epoch], start=1):
         try:
             with logging_to(io.StringIO(before.get(scenario, ""))) as logged:
                 logged.seek(0, io.SEEK_END)
@@ -1919,7 +2741,7 @@ def try_pattern(directory: Path, name: str) -> None:
             break
     else:
         originals, resumed = (json.loads((folder / part).read_text()) for part in ("originals", "resumed"))
-        saving = {"outcome": originals["saving"], "logged": ""}
-        results = {"whole": originals["whole"], "saving": saving, **resumed, "often": often(folder / "often", name)}
+        saving = {each: {"outcome": originals[each], "logged": ""} for each in ("saving", "saving epochs")}
+        results = {"whole": originals["whole"], **saving, **resumed, "often": often(folder / "often", name)}
     shutil.rmtree(folder)
     (directory / f"{name}.json").write_text(json.dumps(results))

@@ -45,6 +45,18 @@ class _Results:
         return f"the evaluation {describe(self._function)}"
 
 
+class _Values(dict[str, float]):
+    """The latest results by name."""
+
+    def __missing__(self, name: str) -> float:
+        if self:
+            raise KeyError(name)
+        raise KeyError(
+            f"evaluation.values[{name!r}]: there was no evaluation yet. If the loop stops before the first one, the "
+            "code after its loops runs too: write if loop.should_stop(): break before it"
+        )
+
+
 class _LatestResults:
     """The closure whose value is the latest results of ``hook``, or ``None``. It evaluates nothing."""
 
@@ -165,7 +177,7 @@ class EvaluationHook(ReportingHook):
         self._session: Session | None = None
         self._latest: _Result | None = None
         self._unreported: list[_Result] = []
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float] = _Values()
         self._values_step: int | None = None
 
     @property
@@ -204,7 +216,7 @@ class EvaluationHook(ReportingHook):
         self._timer.reset()
         self._runs = 0
         self._begun = self._has_warned = False
-        self._values, self._values_step = {}, None
+        self._values, self._values_step = _Values(), None
         self._unreported = []
         writer = self._target.open() if self.writes else None
         if writer is not None:
@@ -258,7 +270,7 @@ class EvaluationHook(ReportingHook):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set what :meth:`state_dict` returned."""
-        self._values_step, self._values = state_dict["step"], dict(state_dict["values"])
+        self._values_step, self._values = state_dict["step"], _Values(state_dict["values"])
 
     def next_due(self) -> Due:
         return due_now(self._timer) if self._runs == 0 else self._timer.next_due()
@@ -305,7 +317,9 @@ class EvaluationHook(ReportingHook):
 
     def _report(self, result: _Result, values: Mapping[str, Any]) -> None:
         """Log and write the results of one evaluation, whose ``values`` are on the host."""
-        self._values = {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
+        self._values = _Values(
+            {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
+        )
         self._values_step = result.step
         texts = {name: printable(value) for name, value in values.items()}
         if self.writes:

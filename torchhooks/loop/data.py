@@ -139,9 +139,9 @@ class Data:
                     if item is _DATA_ENDED:
                         if others is not None:
                             others.data_ended()
+                        place.end(schedule.runs)
                         if not schedule.runs:
                             self._note_items(place, iterable)
-                        place.end()
                         if depth == 1:
                             ending.data_have_ended = True
                         break
@@ -303,7 +303,8 @@ class Data:
         # A body that was told to stop may have left the item early.
         self._items.end_epoch()
         place.settle(done=place.has_new_item and not self._stop_is_seen)
-        if self._items.waiting and ends_with_item(place, knows_length=self._others is None):
+        continues = self._items.waiting and self._ending.stop is None
+        if continues and ends_with_item(place, knows_length=self._others is None):
             self._items.wait_for_outer()
         due = self._items.due()
         if place.is_in_position and self._is_healthy() and due and not self._between_runs.make(self._items.make_due):

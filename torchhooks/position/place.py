@@ -60,7 +60,7 @@ class Entry:
     """How many items were taken, the last of which may be in progress."""
     state: State
     runs: int = 0
-    """How many runs were made in the item in progress; they are made again."""
+    """How many runs were made in the item in progress, or after the data ended; they are made again."""
     multiple_runs: bool = False
     """Whether some item had several runs, so that one run is not known to be the whole item."""
     last: Any = None
@@ -100,6 +100,7 @@ class Place:
         self.depth: int = 0 if outer is None else outer.depth + 1
         self.number = 0  # how many others began before it in the same item of the outer one
         self.item = 0 if outer is None else outer.taken  # the item of the outer one in which it began
+        self.runs_at_end = runs  # how many runs had been made when its data ended
         self.runs_before = runs  # how many runs had been made when it began
         self.nests = False  # whether an inner loop has begun in some item, so that this is no epoch
         self.began_epoch = False  # whether an epoch began with its first item, as far as one could tell then
@@ -186,9 +187,10 @@ class Place:
         if self.state.is_open:  # a generator that a variable still holds may go on after it was left
             self.state = State.ITEM_DONE if done else State.IN_ITEM
 
-    def end(self) -> None:
-        """Record that the data ended."""
+    def end(self, runs: int) -> None:
+        """Record that the data ended after ``runs`` runs."""
         self.state = State.ENDED
+        self.runs_at_end = runs
         self.note_last()
         self.iterable = self.current_item = None
 
@@ -228,11 +230,14 @@ class Place:
             state = State.ITEM_DONE if one_run or not self.taken else State.IN_ITEM
         elif state.is_left and self.outer is not None and self.outer.state.is_open:
             state = State.ENDED  # the outer loop went on without the items that are left
+        runs_since = 0 if state.item_is_done else runs - self.runs
+        if self.state is State.ENDED and self.depth == 1:  # inside of another loop, that one has the runs in its item
+            runs_since = runs - self.runs_at_end
         return Entry(
             number=self.number,
             taken=self.taken,
             state=state,
-            runs=0 if state.item_is_done else runs - self.runs,
+            runs=runs_since,
             multiple_runs=self.multiple_runs,
             last=self.last,
             digest=digest(self.current_item) if state.is_open else self.last_digest,

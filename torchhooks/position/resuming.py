@@ -62,6 +62,11 @@ class Plan:
         """Whether the item in progress is yielded again."""
         return self.entry is not None and not self.entry.state.item_is_done and not self.gives_up_item
 
+    @property
+    def continues(self) -> bool:
+        """Whether items are done, in whose bodies the script may have changed its variables."""
+        return self.entry is not None and self.entry.taken > (not self.entry.state.item_is_done)
+
 
 def plan_resume(
     place: Place,
@@ -144,17 +149,25 @@ def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line
     if in_progress and entry.runs and plan.innermost:
         yield Line(logging.WARNING, _REPEATED, (name, entry.runs))
     done = entry.taken - in_progress
+    if entry.state is State.ENDED and entry.runs:
+        yield Line(logging.WARNING, _RUNS_AFTER, (entry.runs, name))
     if plan.way is Way.NOTHING:
         if place.depth == 1:  # a loop inside of another one ends with each of its items
             yield Line(logging.INFO, _AGAIN, (name,))
     elif done and plan.innermost:
-        hint = _AFTER_A_BREAK if entry.state.is_left else VARIABLES
-        yield Line(logging.INFO, "%s continues after item %d%s", (name, done, _LAST if plan.reminds else f". {hint}"))
+        if entry.state.is_left:
+            yield Line(logging.WARNING, "%s continues after item %d. %s", (name, done, _AFTER_A_BREAK))
+        else:
+            yield Line(logging.INFO, "%s continues after item %d%s", (name, done, _LAST if plan.reminds else ""))
 
 
 _RUNS_BEFORE = (
     "%d runs were made before %s continued. The checkpoint contains them already: make them in an until_stop of their "
     "own."
+)
+_RUNS_AFTER = (
+    "%d runs were made after %s had ended, and the checkpoint contains them. They are made again if the script makes "
+    "them: make them in an until_stop of their own, or write epochs as until_stop(range(...))."
 )
 _REPEATED = (
     "the last item of %s had %d runs when the checkpoint was saved. It is yielded again, so these runs are made twice. "
@@ -186,11 +199,11 @@ def _is_at_end(limit: int | None, iterable: Iterable[Any], entry: Entry) -> bool
         return True
     if isinstance(iterable, range):
         return entry.last is not None and not rest_of_range(iterable, entry.last, True)
-    return isinstance(iterable, (*MAY_HAVE_GROWN, DataLoader)) and known_length(iterable) == entry.taken
+    return isinstance(iterable, (*MAY_HAVE_GROWN, DataLoader)) and length_of(iterable) == entry.taken
 
 
-def known_length(iterable: Any) -> int | None:
-    """Return ``len(iterable)``; ``None`` if it has none, or one that it may exceed."""
+def length_of(iterable: Any) -> int | None:
+    """Return how many items ``iterable`` says it has; ``None`` if it does not, or may yield more."""
     if isinstance(iterable, DataLoader) and isinstance(iterable.dataset, IterableDataset):
         return None  # asking for its length makes torch warn if it yields more items than that
     try:

@@ -16,7 +16,7 @@ from torchhooks.position.generators import generator_states, matched_generators,
 from torchhooks.position.loaders import create_workers, has_workers
 from torchhooks.position.place import Entry, Place, Saved
 from torchhooks.position.probe import Probing, Replay
-from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, known_length, name_of
+from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, length_of, name_of
 
 
 def started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
@@ -27,6 +27,7 @@ def started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
             "random": random_states(),
             "generators": generator_states(iterable),
             "persistent": has_workers(iterable),
+            "length": length_of(iterable),
         }
     return _probed(place, iterable, iter(iterable))
 
@@ -69,6 +70,10 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
         _warn_of_another_item(count + repeats_item, iterable, _ANOTHER_ORDER)
     elif replay.differs:
         _warn_of_another_item(replay.differs, iterable, _DEPENDS)
+    elif count == place.taken and place.before is not None:
+        length, before = length_of(iterable), place.before.get("length")
+        if None not in (length, before) and length != before:
+            logger.warning("%s has %d items now, and had %d before. %s", name_of(iterable), length, before, _LENGTH)
     if count < place.taken:
         expected = f"the checkpoint was saved after {place.taken} items of {name_of(iterable)}"
         logger.warning("%s, which now has only %d: it is treated as ended", expected, count)
@@ -125,10 +130,14 @@ def ends_with_item(place: Place, knows_length: bool) -> bool:
         return True
     # After a resume, a range is only what was left of it.
     taken = place.taken - (place.resumed or 0) if isinstance(data, range) else place.taken
-    return knows_length and known_length(data) == taken
+    return knows_length and length_of(data) == taken
 
 
 _NOTHING: Any = object()
+_LENGTH = (
+    "So the epoch that continues ends earlier or later than it would have. If its length depends on the epoch, set the "
+    "epoch in the body of the outer loop, as with sampler.set_epoch(epoch)."
+)
 _ANOTHER_ORDER = (
     "The data come in another order now, so some items will be missed and others repeated. The usual causes are a list "
     "that is shuffled in place (shuffle a copy), and an iterable that counts its epochs (set its epoch in the body of "
