@@ -178,7 +178,7 @@ def test_hooks_are_copied() -> None:
         ([RecordingHook(), "loss"], r"hooks\[1\]='loss' is not a hook: .*instance of SessionRunHook"),
         ([half], r"hooks\[0\]=<function half.*is not a hook"),
         ([RecordingHook], r"hooks\[0\] is the class RecordingHook: pass an instance, RecordingHook\(\.\.\.\)"),
-        (RecordingHook(), r"pass a list of hooks, \[RecordingHook\(\)\]"),
+        (RecordingHook(), r"pass a list of hooks, such as \[RecordingHook\(\)\]"),
         (None, "hooks=None"),
         (RecordingHook, "hooks=.*RecordingHook"),
     ],
