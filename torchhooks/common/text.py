@@ -14,7 +14,6 @@ _OTHER_NAMES = {
     "learning_rate": {"lr"},
     "log_dir": {"output_dir"},
     "logdir": {"output_dir"},
-    "max_epochs": {"hooks"},
     "max_steps": {"hooks", "last_step"},
     "max_to_keep": {"saver"},
     "monitor": {"metric"},

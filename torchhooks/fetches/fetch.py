@@ -63,7 +63,7 @@ from torchhooks.common.log import logger
 from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
-from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, tensor_names
+from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, submodule_names, tensor_names
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
@@ -254,7 +254,7 @@ def _read_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ..
 
 def describe(fetch: Any) -> str:
     """Return a description of ``fetch`` for errors and log lines: of a function, its name, file and line."""
-    code = getattr(fetch, "__code__", None)
+    code = getattr(getattr(fetch, "__wrapped__", fetch), "__code__", None)
     if code is not None:
         # Without the folders of the file, which would make up most of a log line.
         return f"{fetch.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
@@ -477,6 +477,8 @@ class Evaluator:
             if optimizer is None:
                 return " The loop has no optimizer: pass it, MonitoredLoop(step, model, optimizer)."
             return f" Not every parameter group of {type(optimizer).__name__} has a learning rate."
+        if self.session.model is not None and name in submodule_names(self.session.model):
+            return f" It is a submodule: to fetch what it returns, write '{name}:output'."
         evaluations = [hook for hook in self.session.hooks.values() if hasattr(hook, "may_return")]
         if any(hook.may_return(name) for hook in evaluations):
             return f" If it is a result of an EvaluationHook, fetch evaluation[{name!r}]."

@@ -270,7 +270,9 @@ def check_optimizer(optimizer: Any, step_unit: str) -> None:
         raise ValueError(f'step_unit={step_unit!r}: must be "run" or "optimizer_step"')
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         way_out = 'Of several, pass the one whose steps count, and the others in state={"name": optimizer}'
-        if has_state(optimizer):
+        if isinstance(optimizer, type):
+            way_out = f"Pass an instance, {optimizer.__name__}(model.parameters(), lr=...)"
+        elif has_state(optimizer):
             way_out = 'Pass another object with a state, such as a scheduler, in state={"scheduler": scheduler}'
         raise TypeError(f"optimizer={shown(optimizer)}: must be a torch.optim.Optimizer. {way_out}")
     if step_unit == "optimizer_step" and not hasattr(optimizer, "register_step_post_hook"):
@@ -289,6 +291,8 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
         )
     copied = dict(state or {})
     for name, part in copied.items():
+        if isinstance(part, type):
+            raise TypeError(f"state[{name!r}] is the class {part.__name__}: pass an instance, {part.__name__}(...)")
         if not has_state(part):
             raise TypeError(
                 f"state[{name!r}]={shown(part)}: must have state_dict() and load_state_dict(). Numbers and other plain "
