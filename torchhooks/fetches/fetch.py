@@ -417,10 +417,10 @@ class Evaluator:
         if self._may_be_missing:
             raise _NotThereError(name)
         asked = f"{self._requester} asked for {describe(closure)}"
-        way_out = ": give it a default, or bind it with functools.partial"
+        way_out, hint = "", " Give another parameter a default, or bind it with functools.partial."
         if isinstance(closure, (types.FunctionType, type)) and f"{closure.__module__}.".startswith("torchhooks."):
-            way_out = f": call it, {closure.__name__}(...)"
-        error = self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}")
+            way_out, hint = f": call it, {closure.__name__}(...)", ""
+        error = self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}", hint)
         return self._instead_of(error)
 
     def composed(self, fetch: ComposedFetch) -> Any:
@@ -482,7 +482,7 @@ class Evaluator:
         evaluations = [hook for hook in self.session.hooks.values() if hasattr(hook, "may_return")]
         if any(hook.may_return(name) for hook in evaluations):
             return f" If it is a result of an EvaluationHook, fetch evaluation[{name!r}]."
-        if isinstance(self.outputs, Mapping) and self.outputs:
+        if name.isidentifier() and isinstance(self.outputs, Mapping) and self.outputs:
             return f" If the step returns it in some runs only, fetch latest({name!r})."
         return ""
 
