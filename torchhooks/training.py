@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ import torch
 from typing_extensions import TypeVar
 
 from torchhooks.checkpoints.files import Seals, list_again, split_checkpoint
-from torchhooks.common.checks import seconds
+from torchhooks.common.checks import check_keywords, explains_wrong_calls, seconds
 from torchhooks.common.errors import CheckpointError, add_note
 from torchhooks.common.log import logger, show_lines
 from torchhooks.common.stateful import Stateful, has_state
@@ -42,6 +43,7 @@ USE_DEFAULT: Any = _UseDefault()
 """The default of a period. It differs from None, which disables a hook."""
 
 
+@explains_wrong_calls
 def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTrainingSession, which it replaces)
     step: Callable[..., R] | None = None,
     model: torch.nn.Module | None = None,
@@ -122,6 +124,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         ValueError: both periods are given for one hook, or a period is not valid.
         CheckpointError: no checkpoint of the chief appeared within ``max_wait_secs``.
     """
+    check_keywords("MonitoredTrainingLoop", loop_arguments, _KEYWORDS)
     given, chief_only = _checked(hooks, "hooks"), _checked(chief_only_hooks, "chief_only_hooks")
     scaffold = Scaffold() if scaffold is None else scaffold
     counting = _period({}, log_step_count_steps=log_step_count_steps)
@@ -169,6 +172,10 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         stop_grace_period_secs=stop_grace_period_secs,
         **loop_arguments,
     )
+
+
+_KEYWORDS = {**inspect.signature(MonitoredTrainingLoop).parameters, **inspect.signature(MonitoredLoop).parameters}
+del _KEYWORDS["loop_arguments"]
 
 
 class _Loop(MonitoredLoop[R]):

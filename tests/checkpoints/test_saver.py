@@ -605,7 +605,7 @@ def test_all_keys_of_a_model_that_do_not_match_are_listed(tmp_path: Path) -> Non
         "  model: missing in the file: '2.weight'",
         "  model: only in the file: '0.bias', '1.weight'",
         "  model: of another shape than in the file: '0.weight' (4, 2) instead of (3, 2)",
-        "Make them match, or load what matches with Saver(strict=False).",
+        "Make them match, or load what matches: MonitoredLoop(..., scaffold=Scaffold(saver=Saver(strict=False)))",
     ]
 
 

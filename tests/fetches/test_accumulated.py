@@ -344,9 +344,9 @@ def test_a_weight_that_does_not_fit() -> None:
     assert "values of shape (2,) with weights of shape (3,)" in str(error)
     with pytest.raises(TypeError, match="give one fetch"):
         running_mean("loss", weight=["n"])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'weight'"):
+    with pytest.raises(TypeError, match="takes no weight="):
         running_max("loss", weight="n")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'weight'"):
+    with pytest.raises(TypeError, match="takes no weight="):
         running_min("loss", weight="n")  # type: ignore[call-arg]
 
 
@@ -808,9 +808,7 @@ def test_a_name_that_does_not_exist_names_the_hook() -> None:
 def test_session_run_cannot_know_whose_accumulation_is_meant() -> None:
     with MonitoredLoop(lambda: 1.0, hooks=[EveryRuns(running_mean("loss"), 2)]) as loop:
         loop.run()
-        with pytest.raises(
-            FetchError, match=r"Session.run asked for running_mean\('loss'\), which is accumulated for a"
-        ):
+        with pytest.raises(FetchError, match=r"Session.run asked for running_mean\('loss'\), which is accumulated"):
             loop.session.run(running_mean("loss"))
 
 

@@ -721,7 +721,7 @@ def test_the_best_is_saved_before_the_checkpoint_from_which_a_killed_process_res
     [
         ({"save_steps": 1, "mode": "least"}, """mode='least': must be "max" or "min\""""),
         ({"save_steps": 1, "mode": "max", "keep": 0}, "keep=0: must be a whole number, 1 or more"),
-        ({"mode": "max"}, "save_secs=None, save_steps=None: give exactly one of them"),
+        ({"mode": "max"}, "has no period: give one of save_secs=, save_steps=, every_n_steps="),
         ({"save_steps": 1, "save_secs": 2.5, "mode": "max"}, "save_secs=2.5, save_steps=1: give exactly one of them"),
     ],
 )

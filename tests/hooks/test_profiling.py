@@ -313,7 +313,7 @@ def test_nothing_waits_for_a_device_but_the_profiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "save_steps=None, save_secs=None: give exactly one of them"),
+        ({}, "has no period: give one of save_steps=, save_secs=, every_n_steps="),
         ({"save_steps": 1, "save_secs": 1}, "save_steps=1, save_secs=1: give exactly one of them"),
         ({"save_steps": 1, "timer": EverySteps(2)}, "save_steps=1, timer=EverySteps(2): give a period or a timer"),
         ({"save_steps": 1, "runs": 0}, "runs=0: must be a whole number, 1 or more"),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.programs import run_program
 
 from torchhooks import (
     AbortedError,
@@ -332,3 +333,25 @@ def test_lines_are_not_logged_while_there_is_a_bar() -> None:
     with log_lines() as lines:
         shown(0.1, 0.1)
     assert lines == []
+
+
+NOTEBOOK_WITHOUT_WIDGETS = """
+import sys, types, warnings
+warnings.simplefilter("always")
+sys.modules["ipykernel.zmqshell"] = types.ModuleType("ipykernel.zmqshell")
+sys.modules["IPython"] = types.ModuleType("IPython")
+sys.modules["IPython"].get_ipython = lambda: None
+sys.modules["ipywidgets"] = None
+from torchhooks import MonitoredLoop, ProgressBarHook
+with MonitoredLoop(lambda: 0.5, hooks=[ProgressBarHook(2, ["loss"])]) as loop:
+    for _ in loop.until_stop(range(2)):
+        loop.run()
+"""
+
+
+def test_a_notebook_without_ipywidgets_gets_lines_and_no_warning() -> None:
+    program = run_program(NOTEBOOK_WITHOUT_WIDGETS)
+    assert program.returncode == 0
+    first, last = program.stderr.splitlines()
+    assert first == "INFO:torchhooks:step 1/2: loss = 0.5"
+    assert last.startswith("INFO:torchhooks:step 2/2")

@@ -382,7 +382,7 @@ def test_refuses_an_invalid_period(save_secs: Any) -> None:
     [
         ({"save_steps": 1}, "scaffold=None, summary_op=None: give SummarySaverHook exactly one"),
         ({"save_steps": 1, "scaffold": Scaffold(), "summary_op": LOSS}, "give SummarySaverHook exactly one"),
-        ({"summary_op": LOSS}, "save_steps=None, save_secs=None: give exactly one of them"),
+        ({"summary_op": LOSS}, "has no period: give one of save_steps=, save_secs=, every_n_steps="),
         ({"save_steps": 1, "save_secs": 2.5, "summary_op": LOSS}, "save_steps=1, save_secs=2.5: give"),
         (
             {"save_steps": 1, "output_dir": "d", "summary_writer": 5, "summary_op": LOSS},

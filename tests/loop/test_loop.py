@@ -32,6 +32,7 @@ from torchhooks import (
     SessionRunValues,
     StepContext,
     StopAtStepHook,
+    Variables,
 )
 from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, trace
 
@@ -178,7 +179,7 @@ def test_hooks_are_copied() -> None:
         ([RecordingHook(), "loss"], r"hooks\[1\]='loss' is not a hook: .*instance of SessionRunHook"),
         ([half], r"hooks\[0\]=<function half.*is not a hook"),
         ([RecordingHook], r"hooks\[0\] is the class RecordingHook: pass an instance, RecordingHook\(\.\.\.\)"),
-        (RecordingHook(), r"pass a list of hooks, \[RecordingHook\(\)\]"),
+        (RecordingHook(), r"pass a list of hooks, such as \[RecordingHook\(\)\]"),
         (None, "hooks=None"),
         (RecordingHook, "hooks=.*RecordingHook"),
     ],
@@ -1414,3 +1415,39 @@ def test_a_stop_asked_for_in_a_callback_takes_effect_when_the_callback_is_called
         seen = trace(LowEnough(), losses=[0.5, 0.2, *[0.9] * 9], model=torch.nn.Linear(1, 1))
     assert seen.stop_reason == "LowEnough: low enough"
     assert seen.global_step <= last_step
+
+
+def test_the_repr_says_the_step_the_state_the_hooks_and_the_reason() -> None:
+    hooks = [StopAtStepHook(last_step=2), RecordingHook()]
+    with MonitoredLoop(half, hooks=hooks) as loop:
+        assert repr(loop) == "<MonitoredLoop at step 0, running, 2 hooks: StopAtStepHook, RecordingHook>"
+        loop.run()
+        loop.run()
+        reason = "(StopAtStepHook: step 2)"
+        assert repr(loop) == f"<MonitoredLoop at step 2, stopped {reason}, 2 hooks: StopAtStepHook, RecordingHook>"
+    assert repr(loop) == f"<MonitoredLoop at step 2, closed {reason}, 2 hooks: StopAtStepHook, RecordingHook>"
+
+
+def test_the_repr_says_that_a_run_failed_and_shortens_a_long_list_of_hooks() -> None:
+    loop = MonitoredLoop(lambda: 1 / 0, hooks=[RecordingHook() for _ in range(10)])
+    with pytest.raises(ZeroDivisionError):
+        loop.run()
+    assert repr(loop).startswith("<MonitoredLoop at step 0, failed (ZeroDivisionError: division by zero), 10 hooks: ")
+    assert repr(loop).endswith("RecordingHook and 2 more>")
+    with contextlib.suppress(ZeroDivisionError):
+        loop.close()
+
+
+def test_the_repr_of_a_session_says_the_step_and_what_it_holds() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with MonitoredLoop(half, model, optimizer, state={"vars": Variables(best=0.0)}) as loop:
+        loop.run()
+        assert repr(loop.session) == "<Session at step 1, open: Linear, SGD, vars>"
+    assert repr(loop.session) == "<Session at step 1, closed: Linear, SGD, vars>"
+
+
+def test_the_repr_of_a_loop_without_anything() -> None:
+    with MonitoredLoop() as loop:
+        assert repr(loop) == "<MonitoredLoop at step 0, running, 0 hooks>"
+        assert repr(loop.session) == "<Session at step 0, open>"

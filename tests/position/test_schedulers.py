@@ -224,7 +224,7 @@ def test_the_error_about_a_scheduler_that_only_the_checkpoint_has_says_how_to_na
     only = ", ".join(map(repr, names))
     assert str(raised.value) == (
         f"{path} does not match this session:\n  only in the file: {only}. Give the loop state={{{entries}}}\n"
-        "Make them match, or load what matches with Saver(strict=False)."
+        "Make them match, or load what matches: MonitoredLoop(..., scaffold=Scaffold(saver=Saver(strict=False)))"
     )
 
 

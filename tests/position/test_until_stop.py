@@ -343,7 +343,10 @@ def test_after_an_error_in_the_data_that_was_caught_the_next_is_outermost_again(
 
 
 def test_what_cannot_be_iterated_is_a_type_error() -> None:
-    with MonitoredLoop(half) as loop, pytest.raises(TypeError, match="not iterable"):
+    with (
+        MonitoredLoop(half) as loop,
+        pytest.raises(TypeError, match=r"until_stop\(3\): give what the items come from.*until_stop\(range\(3\)\)"),
+    ):
         next(loop.until_stop(3))  # type: ignore[arg-type]
 
 

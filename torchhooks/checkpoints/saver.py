@@ -52,7 +52,7 @@ from torchhooks.checkpoints.rollback import Rollback
 from torchhooks.checkpoints.sharded import like_own, sharded_parts
 from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, of_rank, parts_of
 from torchhooks.checkpoints.torch_save import save
-from torchhooks.common.checks import seconds, whole_number
+from torchhooks.common.checks import explains_wrong_calls, seconds, whole_number
 from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
@@ -74,6 +74,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_NOT_STRICT = "MonitoredLoop(..., scaffold=Scaffold(saver=Saver(strict=False)))"
 _Path = str | os.PathLike[str]
 
 
@@ -116,6 +117,7 @@ class Saver:
         ValueError: an argument is not a whole number, or not a number of hours.
     """
 
+    @explains_wrong_calls
     def __init__(
         self,
         max_to_keep: int | None = 5,
@@ -403,7 +405,7 @@ class Saver:
         if misfits:
             report = "\n  ".join([f"{path} does not match this session:", *misfits])
             if self._strict:
-                raise CheckpointError(f"{report}\nMake them match, or load what matches with Saver(strict=False).")
+                raise CheckpointError(f"{report}\nMake them match, or load what matches: {_NOT_STRICT}")
             logger.warning("%s\nThe rest is loaded.", report)
         return pairs
 

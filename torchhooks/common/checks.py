@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
 import os
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
-from torchhooks.common.text import shown
+from torchhooks.common.errors import hide_internal_frames
+from torchhooks.common.text import did_you_mean, shortened, shown
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
@@ -24,7 +29,8 @@ def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
         number = None
     if number is None or (at_least is not None and number < at_least):
         limit = "" if at_least is None else f", {at_least} or more"
-        raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}{', not a bool' if a_bool else ''}")
+        as_int = f", such as {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+        raise ValueError(f"{name}={shown(value)}: must be a whole number{limit}{as_int}{', not a bool' * a_bool}")
     if number >= 1 << 63:  # event files and checkpoints hold steps of 64 bits
         raise ValueError(f"{name}={shown(number)}: must be less than 2**63, as every global step is")
     return number
@@ -57,10 +63,12 @@ def period(value: float, name: str) -> float:
 
 
 def folder(value: Any, name: str) -> Any:
-    """Return ``value``; raise TypeError if it is not a path."""
-    if isinstance(value, (str, bytes, os.PathLike)):
-        return value
-    raise TypeError(f"{name}={shown(value)}: must be the path of a folder, a str or os.PathLike{by_name(value)}")
+    """Return ``value``; raise TypeError if it is not a path, and ValueError if it is that of a file."""
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"{name}={shown(value)}: must be the path of a folder, a str or os.PathLike{by_name(value)}")
+    if os.path.isfile(value):
+        raise ValueError(f"{name}={shown(value)}: this is a file: give a folder, which is created if necessary")
+    return value
 
 
 def by_name(value: Any) -> str:
@@ -75,3 +83,75 @@ def exception_types(value: Any, name: str, example: str) -> tuple[type[BaseExcep
     if all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in types):
         return types
     raise TypeError(f"{name}={shown(value)}: give exception types, such as {example}")
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+def explains_wrong_calls(function: _Function) -> _Function:
+    """Decorate a function that users call: a wrong call of it gets an error that says what it takes, at their line.
+
+    An error that ``function`` raises about its arguments has no frames of torchhooks either.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            hide_internal_frames(error, lambda: _wrong_call(function, args, kwargs))
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a TypeError if the call ``name()`` was ``given`` a keyword that is not ``known``."""
+    names = list(known)
+    for keyword in given:
+        if keyword not in names:
+            takes = shortened([f"{each}=" for each in names])
+            raise TypeError(f"{name} takes no {keyword}=.{did_you_mean(keyword, names)} It takes {takes}")
+
+
+def _wrong_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with ``function(*args, **kwargs)``, whose arguments do not fit the signature."""
+    parameters = list(inspect.signature(function).parameters.values())
+    name = function.__name__
+    if name == "__init__":
+        name, parameters, args = type(args[0]).__name__, parameters[1:], args[1:]
+    elif parameters and parameters[0].name == "self":
+        name, parameters, args = f"{type(args[0]).__name__}.{name}", parameters[1:], args[1:]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    parameters = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    names = [each.name for each in parameters]
+    if not takes_any:
+        try:
+            check_keywords(name, kwargs, names)
+        except TypeError as error:
+            return str(error)
+    by_position = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    if len(args) > len(by_position):
+        first = f"only {shortened(by_position)} can be" if by_position else "no argument can be"
+        others = [f"{each}=" for each in names if each not in by_position]
+        by_keyword = f": give the others by name, {shortened(others)}" if others else ""
+        return f"{name}(..., {shown(args[len(by_position)])}): {first} given by position{by_keyword}"
+    for given in by_position[: len(args)]:
+        if given in kwargs:
+            return f"{name} got {given}= by name, and the value of {given} by position too: give one of them"
+    given_names = {*by_position[: len(args)], *kwargs}
+    missing = [each for each in parameters if each.default is each.empty and each.name not in given_names]
+    if not missing:
+        return None
+    example = _choices(missing[0])
+    return f"{name} needs {shortened([f'{each.name}=' for each in missing])}: give it{example}. It takes " + shortened(
+        [f"{each}=" for each in names]
+    )
+
+
+def _choices(parameter: inspect.Parameter) -> str:
+    """Return the values that ``parameter`` can have, if its annotation, which is text, lists them."""
+    kind, _, listed = str(parameter.annotation).removesuffix("]").partition("[")
+    if kind != "Literal":
+        return ""
+    return ", " + " or ".join(f"{parameter.name}={value.strip()}" for value in listed.split(","))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, Self
 
-from torchhooks.common.checks import by_name, period, whole_number
+from torchhooks.common.checks import by_name, explains_wrong_calls, period, whole_number
 from torchhooks.common.text import shown
 
 
@@ -137,6 +137,7 @@ class SecondOrStepTimer:
     ``None``, the default, means that the timer looks at its own clock.
     """
 
+    @explains_wrong_calls
     def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
         if (every_secs is None) == (every_steps is None):
             raise ValueError(
@@ -255,6 +256,7 @@ class EverySteps:
         ValueError: ``n`` is invalid.
     """
 
+    @explains_wrong_calls
     def __init__(self, n: int) -> None:
         self.chief_is_due: bool | None = None
         """Without effect, as steps are the same on all ranks; see :attr:`SecondOrStepTimer.chief_is_due`."""
@@ -338,6 +340,7 @@ class AtSteps:
     every_steps = None
     """``None``, because there is no period."""
 
+    @explains_wrong_calls
     def __init__(self, steps: Iterable[int]) -> None:
         if not isinstance(steps, Iterable) or isinstance(steps, str):
             raise TypeError(f"steps={shown(steps)}: give a list of global steps, such as [100, 200]")
@@ -425,6 +428,7 @@ class EveryEpochs:
     every_steps = None
     """``None``, because the period is not one in steps."""
 
+    @explains_wrong_calls
     def __init__(self, n: int = 1) -> None:
         self.every_epochs = whole_number(n, "n", 1)
         """The period in epochs."""
@@ -622,8 +626,8 @@ def given_timer(
     return timer
 
 
-def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **periods: Any) -> Timer:
-    """Return the timer of a hook that was given either ``timer`` or one of ``periods``, the others being ``None``.
+def hook_timer(hook: object, timer: GivenTimer | None, *, at_multiples: bool = False, **periods: Any) -> Timer:
+    """Return the timer of ``hook``, which was given ``timer`` or one of ``periods``, the others being ``None``.
 
     A period in steps starts at the last trigger, or, with ``at_multiples``, at a multiple of it.
 
@@ -632,6 +636,10 @@ def hook_timer(timer: GivenTimer | None, *, at_multiples: bool = False, **period
     """
     given = {name: value for name, value in periods.items() if value is not None}
     if timer is None:
+        if not given:
+            names = dict.fromkeys([*periods, "every_n_steps", "every_n_secs", "every_n_epochs"])
+            listed = ", ".join(f"{name}=" for name in names)
+            raise ValueError(f"{type(hook).__name__} has no period: give one of {listed} and timer=")
         chosen = SecondOrStepTimer.named(**periods)
         return chosen if chosen.every_steps is None or not at_multiples else EverySteps(chosen.every_steps)
     if given:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
 from torchhooks.common.log import logger
 from torchhooks.common.requester import Requester
@@ -114,6 +115,7 @@ class LatestFetch(AccumulatedFetch):
     """What :func:`latest` returns."""
 
 
+@explains_wrong_calls
 def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> RunningFetch:
     """Return a fetch: the mean of ``fetch`` over all runs since the hook that requests it last did so.
 
@@ -171,6 +173,7 @@ def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> Runni
     return RunningFetch("mean", fetch, reset, weight)
 
 
+@explains_wrong_calls
 def running_sum(fetch: Any, weight: Any = None, reset: str = "report") -> RunningFetch:
     """Return a fetch: the sum of ``fetch`` over all runs since the last report.
 
@@ -195,6 +198,7 @@ def running_sum(fetch: Any, weight: Any = None, reset: str = "report") -> Runnin
     return RunningFetch("sum", fetch, reset, weight)
 
 
+@explains_wrong_calls
 def running_max(fetch: Any, reset: str = "report") -> RunningFetch:
     """Return a fetch: the maximum of ``fetch`` over all runs since the last report.
 
@@ -219,6 +223,7 @@ def running_max(fetch: Any, reset: str = "report") -> RunningFetch:
     return RunningFetch("max", fetch, reset)
 
 
+@explains_wrong_calls
 def running_min(fetch: Any, reset: str = "report") -> RunningFetch:
     """Return a fetch: the minimum of ``fetch`` over all runs since the last report.
 
@@ -242,6 +247,7 @@ def running_min(fetch: Any, reset: str = "report") -> RunningFetch:
     return RunningFetch("min", fetch, reset)
 
 
+@explains_wrong_calls
 def latest(fetch: Any) -> LatestFetch:
     """Return a fetch: the value of ``fetch`` in the last run that had one, or NaN before there was one.
 
@@ -554,8 +560,9 @@ class AccumulatedValues:
         accumulator = None if owner is None else owner.accumulators.get(fetch)
         if accumulator is None:
             raise FetchError(
-                f"{requester} asked for {fetch!r}, which is accumulated for a hook, from run to run: request it in "
-                "before_run, with SessionRunArgs, or pass the hook that has it in an attribute as who="
+                f"{requester} asked for {fetch!r}, which is accumulated from run to run for a hook: give it to one, "
+                f"such as LoggingTensorHook([{fetch!r}], every_n_steps=100). A hook of your own requests it in "
+                "before_run, with SessionRunArgs, or has it in an attribute and passes itself, who=self"
             )
         if not isinstance(accumulator, LatestValue):
             self._take()

@@ -63,7 +63,7 @@ from torchhooks.common.log import logger
 from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
-from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, tensor_names
+from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, submodule_names, tensor_names
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
@@ -254,7 +254,7 @@ def _read_parameters(closure: Callable[..., Any]) -> tuple[inspect.Parameter, ..
 
 def describe(fetch: Any) -> str:
     """Return a description of ``fetch`` for errors and log lines: of a function, its name, file and line."""
-    code = getattr(fetch, "__code__", None)
+    code = getattr(getattr(fetch, "__wrapped__", fetch), "__code__", None)
     if code is not None:
         # Without the folders of the file, which would make up most of a log line.
         return f"{fetch.__qualname__} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
@@ -362,7 +362,8 @@ class Evaluator:
         if value is _MISSING:
             if self._may_be_missing:
                 raise _NotThereError(name)
-            error = self._unknown(name, f"{self._requester} asked for {name!r}, which does not exist")
+            message = f"{self._requester} asked for {name!r}, which does not exist"
+            error = self._unknown(name, message, self._elsewhere(name))
             return self._instead_of(error)
         return value
 
@@ -416,10 +417,10 @@ class Evaluator:
         if self._may_be_missing:
             raise _NotThereError(name)
         asked = f"{self._requester} asked for {describe(closure)}"
-        way_out = ""
+        way_out, hint = "", " Give another parameter a default, or bind it with functools.partial."
         if isinstance(closure, (types.FunctionType, type)) and f"{closure.__module__}.".startswith("torchhooks."):
-            way_out = f": call it, {closure.__name__}(...)"
-        error = self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}")
+            way_out, hint = f": call it, {closure.__name__}(...)", ""
+        error = self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}", hint)
         return self._instead_of(error)
 
     def composed(self, fetch: ComposedFetch) -> Any:
@@ -458,16 +459,32 @@ class Evaluator:
             where = f"in {describe(fetch)}, which {self._requester} asked for"
             add_note(error, f"torchhooks: {where}; available names: {names}")
 
-    def _unknown(self, name: str, message: str) -> FetchError:
+    def _unknown(self, name: str, message: str, hint: str = "") -> FetchError:
         if name in self.gone:
             return NoRunYetError(f"{message} outside of a run: it is an argument of the step.")
         if self.session.model is not None and is_property(self.session.model, name):
             message += f". It is a property, and a fetch runs no code of the model: fetch lambda model: model.{name}"
         names = self._all_names()
-        message += f".{did_you_mean(name, names)} Available: {shortened(names)}."
+        message += f".{did_you_mean(name, names)}{hint} Available: {shortened(names)}."
         if self.ran:
             return FetchError(message + self._unnamed_outputs())
         return NoRunYetError(f"{message} The outputs of the step exist only after a run in which it returned.")
+
+    def _elsewhere(self, name: str) -> str:
+        """Return how to get a value that is not fetched by its name, after a space; ``""`` if nothing is known."""
+        if name == "lr":
+            optimizer = self.session.optimizer
+            if optimizer is None:
+                return " The loop has no optimizer: pass it, MonitoredLoop(step, model, optimizer)."
+            return f" Not every parameter group of {type(optimizer).__name__} has a learning rate."
+        if self.session.model is not None and name in submodule_names(self.session.model):
+            return f" It is a submodule: to fetch what it returns, write '{name}:output'."
+        evaluations = [hook for hook in self.session.hooks.values() if hasattr(hook, "may_return")]
+        if any(hook.may_return(name) for hook in evaluations):
+            return f" If it is a result of an EvaluationHook, fetch evaluation[{name!r}]."
+        if name.isidentifier() and isinstance(self.outputs, Mapping) and self.outputs:
+            return f" If the step returns it in some runs only, fetch latest({name!r})."
+        return ""
 
     def _unnamed_outputs(self) -> str:
         """Return what to know of the outputs if they have no names of the user's choice, after a space."""

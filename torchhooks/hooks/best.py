@@ -174,7 +174,7 @@ class BestCheckpointHook(ReportingHook):
         self._resolved = os.path.abspath(self._folder)
         self._metric = metric
         self._sign = 1 if mode == "max" else -1
-        self._timer = hook_timer(timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
+        self._timer = hook_timer(self, timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
         # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
         # the name of the worst, which the Saver then removes: there is never one too few.
         self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
@@ -280,10 +280,10 @@ class BestCheckpointHook(ReportingHook):
     def _number(self, value: Any) -> float:
         try:
             return float(to_host(value))  # waits for the device: the decision to save this state depends on it
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError):
             raise TypeError(
                 f"{describe(self._metric)} is {value!r}: the metric of a BestCheckpointHook must be one number"
-            ) from error
+            ) from None
 
     def _place(self, score: float, step: int) -> str | None:
         """Return the place for a state of this score, ``None`` if it is not among the best."""

@@ -15,7 +15,7 @@ from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import closure_parameters, describe
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue
-from torchhooks.lifecycle.hook import PeriodicHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunValues, StandardHook
 from torchhooks.lifecycle.session import Session
 
 
@@ -33,7 +33,7 @@ class _Arguments:
         return f"the arguments of {describe(self._function)}"
 
 
-def _names_nothing(function: Callable[..., object]) -> bool:
+def names_nothing(function: Callable[..., object]) -> bool:
     """Return whether ``function`` takes arguments, as ``*args`` or ``**kwargs``, but names none that it needs."""
     if isinstance(function, (functools.partial, torch.nn.Module)):
         return False  # a partial function has its arguments, and the signature of a module is that of __call__
@@ -47,7 +47,7 @@ def _names_nothing(function: Callable[..., object]) -> bool:
     return not named and bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
-class CallFnHook(PeriodicHook):
+class CallFnHook(StandardHook):
     """Calls a function periodically, with values that it names as its parameters.
 
     >>> def report(loss, lr, global_step):
@@ -97,7 +97,7 @@ class CallFnHook(PeriodicHook):
         }
         if not callable(function):
             raise TypeError(f"function={shown(function)}: must be a function whose parameters are names of fetches")
-        if _names_nothing(function):
+        if names_nothing(function):
             raise TypeError(
                 f"function={describe(function)}: it would be called without arguments, because it is called with what "
                 "its parameters name, and it names none: give a function that does, such as lambda loss: print(loss)"
@@ -109,7 +109,7 @@ class CallFnHook(PeriodicHook):
             timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
         )
         if timer is not None:
-            self._timer = hook_timer(timer)
+            self._timer = hook_timer(self, timer)
         elif not at_end:
             raise ValueError(
                 "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer or "

@@ -168,7 +168,7 @@ class StepCounterHook(ReportingHook):
                 f"every_n_secs={shown(every_n_secs)}: every_n_steps has the default {_DEFAULT_STEPS}, and a hook has "
                 "one period: pass every_n_steps=None"
             )
-        self._timer = hook_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
+        self._timer = hook_timer(self, timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
         self._every_n_steps: int | None = self._timer.every_steps
         self._examples_per_step = _number("examples_per_step", examples_per_step, "a number of examples")
         self._peak_flops = _number("peak_flops", peak_flops, "a number of operations per second")

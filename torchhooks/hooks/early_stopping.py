@@ -30,7 +30,7 @@ class _StopByMetric(ReportingHook):
         timer = given_timer(timer, **periods)
         if timer is None:
             timer = EverySteps(1) if self._evaluated is None else self._evaluated.timer
-        self._timer = hook_timer(timer)
+        self._timer = hook_timer(self, timer)
         self.collective = is_by_clock(timer)
         self._if_due = IfDue(metric, self._timer)
         self._request = SessionRunArgs(self._if_due)
@@ -74,10 +74,10 @@ class _StopByMetric(ReportingHook):
         """Stop the loop if the ``value`` of the metric at ``step``, which is on the host, is a reason to."""
         try:
             number = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError):
             raise TypeError(
                 f"{self._described} is {value!r}: the metric of a {type(self).__name__} must be one number"
-            ) from error
+            ) from None
         reason = None if step < self._min_steps else self.reason_to_stop(step, number)
         if reason is not None:
             logger.info("%s", reason)

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
@@ -14,6 +14,7 @@ from torchhooks.common.text import call_repr, did_you_mean, shortened, shown
 from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
+from torchhooks.hooks.calling import names_nothing
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue, Undisturbed
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
@@ -29,6 +30,15 @@ class _Result(NamedTuple):
     step: int
     wall_time: float
     values: Mapping[str, Any]
+
+
+class _Values(dict[str, float]):
+    """The results that an EvaluationHook shows, with an error that says which there are."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        if not self:
+            raise KeyError(f"{name}: nothing was evaluated yet; pass at_start=True, or use values.get({name!r})")
+        raise KeyError(f"{name}: the evaluation returned {', '.join(self)}")
 
 
 class _Results:
@@ -156,6 +166,11 @@ class EvaluationHook(ReportingHook):
         }
         if not callable(evaluate):
             raise TypeError(f"evaluate={shown(evaluate)}: must be a function that returns a number or a mapping")
+        if names_nothing(evaluate):
+            raise TypeError(
+                f"evaluate={describe(evaluate)}: it would be called without arguments, because it is called with what "
+                "its parameters name, and it names none: name them, such as def evaluate(model, global_step)"
+            )
         self._function = evaluate
         function_name = getattr(evaluate, "__name__", "")
         self._name = function_name if function_name.isidentifier() else "evaluation"
@@ -166,7 +181,7 @@ class EvaluationHook(ReportingHook):
             at_start or at_end,
         )
         """The timer, for hooks that are due together with this one."""
-        self._timer = hook_timer(self.timer)
+        self._timer = hook_timer(self, self.timer)
         self.collective = is_by_clock(self.timer)
         self._results = _Results(self, evaluate)
         self._latest_results = _LatestResults(self)
@@ -211,6 +226,10 @@ class EvaluationHook(ReportingHook):
         request it after this one, so that they get the new result in the run of an evaluation.
         """
         return LastEvaluationValue(self[name], self._latest_results)
+
+    def may_return(self, name: str) -> bool:
+        """Return whether the function returns a result ``name``, as far as is known: before the first, it may."""
+        return not self._values or name in self._values
 
     def begin(self) -> None:
         self._timer.reset()
@@ -301,11 +320,12 @@ class EvaluationHook(ReportingHook):
             with session.paused():
                 if session.model is not None:
                     session.model.eval()
-                returned = session.run(self._function)
+                returned = session.run(self._function, who=self)
         finally:
             before.restore()
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
-        _points(named)  # for its errors, in the run that computed the values
+        for name, value in named.items():  # in the run that computed the values
+            _check_result(self._function, name, value, is_whole=returned is value)
         self._latest = _Result(session.global_step, time.time(), named)
         self._unreported.append(self._latest)
         return self._latest
@@ -401,6 +421,19 @@ def _chosen(timer: GivenTimer | None, has_other_times: bool) -> GivenTimer:
             "at_end=True"
         )
     return NeverTriggerTimer() if timer is None else timer
+
+
+def _check_result(function: Callable[..., Any], name: str, value: Any, *, is_whole: bool) -> None:
+    """Raise if ``value``, the result ``name`` of ``function`` or all that it returned, is not a number."""
+    try:
+        summary.scalar(name, name).compose(value)
+    except (TypeError, ValueError) as error:
+        got = shown(value) if is_whole else shown({name: value})
+        shape = f", of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise type(error)(
+            f"{describe(function)} returned {got}{shape}: an evaluation returns one number, or a dict from name to "
+            'number, such as {"val_loss": loss}'
+        ) from None
 
 
 def _points(values: Mapping[str, Any]) -> list[summary.Summary]:

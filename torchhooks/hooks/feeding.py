@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchhooks.common.text import call_repr, shown
-from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook
+from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, StandardHook
 
 
-class FeedFnHook(SessionRunHook):
+class FeedFnHook(StandardHook):
     """Passes keyword arguments to the step in every run (``tf.train.FeedFnHook``).
 
     >>> data = iter(batches)

@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import sys
+import warnings
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ class ProgressBarHook(ReportingHook):
     ) -> None:
         self._arguments = {"total": total, "values": values, "log_every_secs": log_every_secs, "file": file}
         self._total = None if total is None else whole_number(total, "total", 1)
-        self._tensors = {} if isinstance(values, dict | list | tuple) and not values else by_tag(values)
+        self._tensors = {} if isinstance(values, dict | list | tuple) and not values else by_tag(values, "values")
         self._request = SessionRunArgs(tuple(self._tensors.values())) if self._tensors else None
         self._log_every_secs = period(log_every_secs, "log_every_secs")
         self._file = file
@@ -196,7 +197,9 @@ class ProgressBarHook(ReportingHook):
 def _bar_class() -> Any:
     """Return tqdm's bar for this terminal or notebook, with a rate that is set from outside."""
     try:
-        base = importlib.import_module("tqdm.auto").tqdm
+        with warnings.catch_warnings():  # without ipywidgets, lines are logged, which needs no warning
+            warnings.filterwarnings("ignore", "IProgress not found")
+            base = importlib.import_module("tqdm.auto").tqdm
     except ImportError as error:
         way_out = "pip install 'torchhooks[progress]', or remove the hook"
         raise ImportError(f"ProgressBarHook needs tqdm, which cannot be imported: {way_out}") from error

@@ -15,7 +15,14 @@ from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import check_feed_names, watched_names
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue
-from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lifecycle.hook import (
+    ReportingHook,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StandardHook,
+)
 from torchhooks.lifecycle.session import Session
 from torchhooks.summary.lines import by_tag, printable, tagged_line
 
@@ -90,7 +97,7 @@ class LoggingTensorHook(ReportingHook):
         self._given = tensors
         self._timer: Timer = NeverTriggerTimer()
         if every_n_iter is not None or every_n_secs is not None or timer is not None:
-            self._timer = hook_timer(timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
+            self._timer = hook_timer(self, timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
         elif not at_end:
             raise ValueError(
                 "LoggingTensorHook never logs: give every_n_iter, every_n_steps, every_n_secs, every_n_epochs, timer "
@@ -171,7 +178,7 @@ class LoggingTensorHook(ReportingHook):
         return call_repr(self, self._given, **self._arguments)
 
 
-class FinalOpsHook(SessionRunHook):
+class FinalOpsHook(StandardHook):
     """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``), on every rank.
 
     >>> def error(model, inputs):

@@ -108,11 +108,12 @@ class SummarySaverHook(ReportingHook):
         timer = given_timer(
             timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
         )
-        self._timer = hook_timer(timer, save_steps=save_steps, save_secs=save_secs)
+        self._timer = hook_timer(self, timer, save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         if (scaffold is None) == (summary_op is None):
             raise ValueError(
-                f"scaffold={scaffold!r}, summary_op={summary_op!r}: give SummarySaverHook exactly one of them"
+                f"scaffold={scaffold!r}, summary_op={summary_op!r}: give SummarySaverHook exactly one of them, such as "
+                'summary_op={"loss": "loss"}'
             )
         self._has_place = output_dir is not None or summary_writer is not None
         self.collective = save_secs is not None or is_by_clock(timer)
@@ -240,6 +241,13 @@ class CheckpointSaverListener:
         """Called in the hook's ``end``, after the last checkpoint was written."""
 
 
+def _checked_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
+    given = tuple(listeners or ()) if isinstance(listeners, Iterable) or not listeners else (listeners,)
+    if given == (listeners,) or any(isinstance(one, type) or not hasattr(one, "after_save") for one in given):
+        raise TypeError(f"listeners={shown(listeners)}: give a list of instances of CheckpointSaverListener")
+    return given
+
+
 class CheckpointSaverHook(WritingHook):
     """Saves checkpoints periodically (``tf.train.CheckpointSaverHook``).
 
@@ -330,7 +338,7 @@ class CheckpointSaverHook(WritingHook):
         self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
-        self._timer = hook_timer(timer, save_secs=save_secs, save_steps=save_steps)
+        self._timer = hook_timer(self, timer, save_secs=save_secs, save_steps=save_steps)
         self._is_by_clock = save_secs is not None or is_by_clock(timer)
         self._triggered = False
         # The step that was last saved or refused. Not the timer's: a StopIteration may prevent a save that came due.
@@ -345,7 +353,7 @@ class CheckpointSaverHook(WritingHook):
         # The folder as it was given is for messages. A script may change the current directory while it trains.
         self.checkpoint_dir = os.path.abspath(self._checkpoint_dir)
         self._path = os.path.join(self.checkpoint_dir, checkpoint_basename)
-        self._listeners = tuple(listeners or ())
+        self._listeners = _checked_listeners(listeners)
         self._target = WriterTarget(self.checkpoint_dir, None)
 
     def begin(self) -> None:

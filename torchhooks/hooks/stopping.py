@@ -22,7 +22,7 @@ from torchhooks.device.host import host
 from torchhooks.device.readback import Arrival, is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves, named_outputs, watched_names
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunValues, StandardHook
 from torchhooks.lifecycle.session import Refusal, Session
 
 _POLL_SECS = 0.1
@@ -43,7 +43,7 @@ class _Found(NamedTuple):
 _Finding = tuple[int, _Found]  # with the global step of its run
 
 
-class StopAtStepHook(SessionRunHook):
+class StopAtStepHook(StandardHook):
     """Stops the loop at a global step (``tf.train.StopAtStepHook``): the run that reaches it is the last one.
 
     >>> with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=3)]) as loop:
@@ -102,7 +102,7 @@ class StopAtStepHook(SessionRunHook):
         return call_repr(self, num_steps=self._num_steps, last_step=self._given_last_step)
 
 
-class NanTensorHook(SessionRunHook):
+class NanTensorHook(StandardHook):
     """Raises an error or stops the loop when a value is NaN (``tf.train.NanTensorHook``). It checks every run.
 
     >>> batches[2] = float("nan")
@@ -337,7 +337,7 @@ def _passes(value: Any, test: str) -> bool:
     raise TypeError(f"NanTensorHook got {shown(value)}: watch numbers, tensors or arrays, or these in lists and dicts")
 
 
-class GlobalStepWaiterHook(SessionRunHook):
+class GlobalStepWaiterHook(StandardHook):
     """Delays the first run until the loop has reached a global step (``tf.train.GlobalStepWaiterHook``).
 
     TensorFlow uses it to start workers one after the other. Here, only a thread that is registered with the

@@ -76,13 +76,11 @@ errors are logged, with the rank. Any rank may request a stop: all make the same
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.requester import UNKNOWN, Requester
-from torchhooks.common.text import did_you_mean, shortened
 from torchhooks.common.timers import Due
 from torchhooks.device.readback import Readback
 from torchhooks.fetches.step import Step
@@ -445,33 +443,16 @@ class SessionRunHook:
         """
 
 
-class PeriodicHook(SessionRunHook):
-    """Base class of the hooks with a period, whose constructors name the right keyword if a wrong one is given."""
+class StandardHook(SessionRunHook):
+    """Base class of the hooks of torchhooks: a wrong call of a constructor gets an error that says what it takes."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
-            cls.__init__ = _checking_keywords(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = explains_wrong_calls(cls.__init__)  # type: ignore[method-assign]
 
 
-def _checking_keywords(init: Callable[..., None]) -> Callable[..., None]:
-    """Return ``init`` with an error that lists what it takes for a keyword that it does not take."""
-    parameters = list(inspect.signature(init).parameters.values())[1:]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = [parameter.name for parameter in parameters]
-
-    @functools.wraps(init)
-    def checking(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in () if takes_any else kwargs:
-            if name not in names:
-                known = shortened([f"{each}=" for each in names])
-                raise TypeError(f"{type(self).__name__} takes no {name}=.{did_you_mean(name, names)} It takes {known}")
-        init(self, *args, **kwargs)
-
-    return checking
-
-
-class WritingHook(PeriodicHook):
+class WritingHook(StandardHook):
     """Base class of the hooks that exist on every rank, and write on the chief only."""
 
     alone: bool = True

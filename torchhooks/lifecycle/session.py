@@ -13,11 +13,12 @@ import torch
 from torchhooks.checkpoints.gradients import Gradients
 from torchhooks.checkpoints.saver import Saver
 from torchhooks.common.attempts import Attempts
+from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
 from torchhooks.common.requester import Requester
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.text import shown
+from torchhooks.common.text import shortened, shown
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import Elapsed, Moment
 from torchhooks.fetches.accumulated import AccumulatedValues
@@ -140,6 +141,12 @@ class Session:
         self.saved_step: int | None = None
         """The step of the checkpoint that a CheckpointSaverHook saved last; ``None`` if there is none."""
         self._closed = False
+
+    def __repr__(self) -> str:
+        named = [type(part).__name__ for part in (self.model, self.optimizer) if part is not None]
+        parts = shortened([*named, *self.state, *self.hooks], 8)
+        state = "closed" if self._closed else "open"
+        return f"<Session at step {self.global_step}, {state}{': ' if parts else ''}{parts}>"
 
     @property
     def global_step(self) -> int:
@@ -300,6 +307,7 @@ class Session:
         """
         return self._data_waits.innermost()
 
+    @explains_wrong_calls
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
 
@@ -410,6 +418,7 @@ class Scaffold:
         TypeError: ``copy_from_scaffold`` is not a Scaffold.
     """
 
+    @explains_wrong_calls
     def __init__(
         self,
         init_fn: Callable[[Scaffold, Session], object] | None = None,

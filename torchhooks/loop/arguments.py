@@ -14,7 +14,7 @@ import torch
 
 from torchhooks.checkpoints.files import split_checkpoint
 from torchhooks.checkpoints.state import plain_metadata
-from torchhooks.common.checks import exception_types, seconds, whole_number
+from torchhooks.common.checks import exception_types, folder, seconds, whole_number
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
@@ -103,12 +103,12 @@ def checked_arguments(
     check_model(model)
     check_optimizer(optimizer, step_unit)
     if scaffold is not None and not isinstance(scaffold, Scaffold):
-        raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold")
+        raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold, such as Scaffold(saver=Saver(max_to_keep=2))")
     checked_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
     checked_metadata, used_ranks = plain_metadata(metadata), checked_ranks(ranks)
     check_methods(copied_hooks)
     check_collective_hooks(copied_hooks, used_ranks)
-    folder, checkpoint = (None, None) if checkpoint_dir is None else split_checkpoint(os.fspath(checkpoint_dir))
+    place, checkpoint = (None, None) if checkpoint_dir is None else checked_place(checkpoint_dir)
     return LoopArguments(
         step=checked_step,
         model=model,
@@ -119,7 +119,7 @@ def checked_arguments(
         chief_only=chief_only,
         scaffold=Scaffold() if scaffold is None else scaffold,
         state=checked_state,
-        checkpoint_dir=folder,
+        checkpoint_dir=place,
         checkpoint=checkpoint,
         step_unit=step_unit,
         recoverable_errors=exception_types(recoverable_errors, "recoverable_errors", "(AbortedError,)"),
@@ -132,24 +132,49 @@ def checked_arguments(
     )
 
 
+def checked_place(checkpoint_dir: Any) -> tuple[str, str | None]:
+    """Return the folder of checkpoints, and the name of the checkpoint in it if ``checkpoint_dir`` is one."""
+    is_path = isinstance(checkpoint_dir, (str, os.PathLike))
+    if not is_path or not os.fspath(checkpoint_dir).rpartition("-")[2].isdecimal():  # as in model.ckpt-700
+        folder(checkpoint_dir, "checkpoint_dir")
+    return split_checkpoint(os.fspath(checkpoint_dir))
+
+
 def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
     """Copy ``hooks``, or raise a TypeError that names the item that is not a hook."""
-    if not isinstance(hooks, Iterable):
+    if not isinstance(hooks, Iterable) or isinstance(hooks, (Mapping, str)):
         example = f"[{hooks!r}]" if isinstance(hooks, SessionRunHook) else "[StopAtStepHook(last_step=1000)]"
-        raise TypeError(f"hooks={shown(hooks)}: pass a list of hooks, {example}")
+        raise TypeError(f"hooks={shown(hooks)}: pass a list of hooks, such as {example}, or [] for none")
     copied = tuple(hooks)
     for index, hook in enumerate(copied):
         if isinstance(hook, type) and issubclass(hook, SessionRunHook):
             raise TypeError(f"hooks[{index}] is the class {hook.__name__}: pass an instance, {hook.__name__}(...)")
         if not isinstance(hook, SessionRunHook):
-            raise TypeError(f"hooks[{index}]={shown(hook)} is not a hook: a hook is an instance of SessionRunHook")
+            raise TypeError(f"hooks[{index}]={shown(hook)} is not a hook: {_hook_instead_of(hook)}")
     return copied
+
+
+def _hook_instead_of(value: Any) -> str:
+    """Return what to put into the list of hooks in place of ``value``."""
+    if isinstance(value, (list, tuple)):
+        return "pass one list, and put a star before a list in it, hooks=[*more, ...]"
+    if callable(value) and not isinstance(value, type):
+        return "CallFnHook(function, every_n_steps=1) calls a function"
+    return "a hook is an instance of SessionRunHook"
 
 
 def check_methods(hooks: Iterable[SessionRunHook]) -> None:
     """Log a warning for each hook that overrides no method of SessionRunHook, but has others, which nothing calls."""
     methods = [name for name, value in vars(SessionRunHook).items() if callable(value) and not name.startswith("_")]
+    seen: list[SessionRunHook] = []
     for index, hook in enumerate(hooks):
+        if any(hook is other for other in seen):
+            logger.warning(
+                "hooks[%d] is %r, which the list has already: the loop calls it twice, leave one out", index, hook
+            )
+        seen.append(hook)
+        if not type(hook).__module__.startswith("torchhooks."):
+            check_signatures(index, hook, methods)
         others = [name for name, value in inspect.getmembers_static(type(hook), callable) if not name.startswith("_")]
         unused = [name for name in others if name not in (*methods, "state_dict", "load_state_dict")]
         if unused and not any(overrides(hook, method) for method in methods):
@@ -161,6 +186,22 @@ def check_methods(hooks: Iterable[SessionRunHook]) -> None:
                 shortened([f"{name}()" for name in unused], 4),
                 shortened([f"{name}()" for name in methods]),
             )
+
+
+def check_signatures(index: int, hook: SessionRunHook, methods: Iterable[str]) -> None:
+    """Raise a TypeError if one of ``methods``, of which ``hook`` overrides some, cannot be called as the loop does."""
+    for method in methods:
+        if overrides(hook, method):
+            wanted = [*inspect.signature(getattr(SessionRunHook, method)).parameters]
+            try:
+                inspect.signature(getattr(hook, method)).bind(*wanted[1:])
+            except TypeError:
+                raise TypeError(
+                    f"hooks[{index}] is a {type(hook).__name__}, whose {method} does not take what the loop passes: "
+                    f"define it as def {method}({', '.join(wanted)})"
+                ) from None
+            except ValueError:  # a builtin without a signature
+                continue
 
 
 def check_collective_hooks(hooks: Iterable[SessionRunHook], ranks: Ranks) -> None:
@@ -215,7 +256,12 @@ def _numbered(name: str) -> Iterator[str]:
 def check_model(model: Any) -> None:
     """Raise a TypeError unless ``model`` is a module or None."""
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model={shown(model)}: must be a torch.nn.Module; put several into one torch.nn.ModuleDict")
+        way_out = "put several into one torch.nn.ModuleDict"
+        if isinstance(model, type):
+            way_out = "pass an instance, not the class"
+        if hasattr(model, "param_groups"):
+            way_out = "the order is MonitoredLoop(step, model, optimizer)"
+        raise TypeError(f"model={shown(model)}: must be a torch.nn.Module; {way_out}")
 
 
 def check_optimizer(optimizer: Any, step_unit: str) -> None:
@@ -223,10 +269,12 @@ def check_optimizer(optimizer: Any, step_unit: str) -> None:
     if step_unit not in ("run", "optimizer_step"):
         raise ValueError(f'step_unit={step_unit!r}: must be "run" or "optimizer_step"')
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"optimizer={shown(optimizer)}: must be a torch.optim.Optimizer. Of several, pass the one whose steps "
-            'count, and the others in state={"name": optimizer}'
-        )
+        way_out = 'Of several, pass the one whose steps count, and the others in state={"name": optimizer}'
+        if isinstance(optimizer, type):
+            way_out = f"Pass an instance, {optimizer.__name__}(model.parameters(), lr=...)"
+        elif has_state(optimizer):
+            way_out = 'Pass another object with a state, such as a scheduler, in state={"scheduler": scheduler}'
+        raise TypeError(f"optimizer={shown(optimizer)}: must be a torch.optim.Optimizer. {way_out}")
     if step_unit == "optimizer_step" and not hasattr(optimizer, "register_step_post_hook"):
         raise ValueError(
             f'step_unit="optimizer_step" counts the steps of an optimizer, and optimizer={shown(optimizer)}: pass the '
@@ -236,8 +284,18 @@ def check_optimizer(optimizer: Any, step_unit: str) -> None:
 
 def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     """Copy ``state``, or raise a TypeError that names the entry without a state."""
+    if state is not None and not isinstance(state, Mapping):
+        raise TypeError(
+            f"state={shown(state)}: must be a dict that names each object, under which its state is saved, such as "
+            'state={"scheduler": scheduler}'
+        )
     copied = dict(state or {})
     for name, part in copied.items():
+        if isinstance(part, type):
+            raise TypeError(f"state[{name!r}] is the class {part.__name__}: pass an instance, {part.__name__}(...)")
         if not has_state(part):
-            raise TypeError(f"state[{name!r}]={shown(part)}: must have state_dict() and load_state_dict()")
+            raise TypeError(
+                f"state[{name!r}]={shown(part)}: must have state_dict() and load_state_dict(). Numbers and other plain "
+                'data can be variables: state={"vars": Variables(...)}'
+            )
     return copied

@@ -26,11 +26,11 @@ from typing_extensions import TypeVar
 
 from torchhooks.checkpoints.gradients import register_step_post_hook
 from torchhooks.common.attempts import Attempts
-from torchhooks.common.checks import whole_number
-from torchhooks.common.errors import AbortedError, LifecycleError, add_note, brief
+from torchhooks.common.checks import explains_wrong_calls, whole_number
+from torchhooks.common.errors import AbortedError, LifecycleError, add_note, brief, hide_internal_frames
 from torchhooks.common.log import logger, show_lines
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.text import shown
+from torchhooks.common.text import shortened, shown
 from torchhooks.fetches.step import takes_one_argument
 from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
 from torchhooks.lifecycle.hook import SessionRunHook
@@ -92,6 +92,7 @@ class MonitoredLoop(Generic[R]):
     _hooks_elsewhere: Collection[str] = ()  # of a worker: the names of hooks that only another process has
     _chief_only: Collection[SessionRunHook] = ()  # hooks that no other rank has, even if they are collective
 
+    @explains_wrong_calls
     def __init__(
         self,
         step: Callable[..., R] | None = None,
@@ -137,6 +138,7 @@ class MonitoredLoop(Generic[R]):
         self._between_runs = parts.between_runs
         self._body = parts.body
         self._step: Callable[..., R] = arguments.step.function
+        self._explain_call = arguments.step.explain_call
         self._steps_per_run = arguments.steps_per_run
         if step is None:  # replaces the method, so that a run does not have to check
             self.run = self._step  # type: ignore[method-assign]
@@ -161,7 +163,11 @@ class MonitoredLoop(Generic[R]):
         """
         ending, schedule, progress = self._ending, self._schedule, self._sessions.progress
         if ending.state is not IDLE or ending.stop is not None:
-            self._between_runs.refuse()
+            try:
+                self._between_runs.refuse()
+            except BaseException as error:
+                hide_internal_frames(error)
+                raise
         ending.state = RUNNING
         try:
             # Fast path: no hook is due. Inlined because it runs on every step.
@@ -194,6 +200,7 @@ class MonitoredLoop(Generic[R]):
         except BaseException as error:
             self._between_runs.warn_of_stop_iteration(error)
             if not self._between_runs.recovered_from(error):
+                hide_internal_frames(error, lambda: self._explain_call(args, kwargs))
                 raise
         else:
             ending.run_is_over()
@@ -274,6 +281,7 @@ class MonitoredLoop(Generic[R]):
             self._parts.data.stop_is_seen()
         return stopping
 
+    @explains_wrong_calls
     def until_stop(
         self, iterable: Iterable[T], *, resume: bool = True, limit: int | None = None, repeat: bool = False
     ) -> Generator[T, None, None]:
@@ -311,9 +319,10 @@ class MonitoredLoop(Generic[R]):
             LifecycleError: the loop has failed or is closed.
             ValueError: ``limit`` is not a whole number, 0 or more, or is given with ``repeat``.
         """
-        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
+        frame = sys._getframe(2)  # noqa: SLF001 - CPython's only way; 1 is that of the decorator
         return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti))
 
+    @explains_wrong_calls
     def enumerate(
         self,
         iterable: Iterable[T],
@@ -340,7 +349,7 @@ class MonitoredLoop(Generic[R]):
             start: the number of the first item.
             resume, limit, repeat: as in :meth:`until_stop`. With ``repeat``, each pass begins with ``start``.
         """
-        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
+        frame = sys._getframe(2)  # noqa: SLF001 - CPython's only way; 1 is that of the decorator
         number = whole_number(start, "start", 0)
         return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti), number)
 
@@ -353,6 +362,11 @@ class MonitoredLoop(Generic[R]):
         site: object,
         start: int | None = None,
     ) -> Generator[Any, None, None]:
+        if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
+            epochs = f"; for {iterable} epochs, until_stop(range({iterable}))" if isinstance(iterable, int) else ""
+            raise TypeError(
+                f"until_stop({shown(iterable)}): give what the items come from, such as a DataLoader or a list{epochs}"
+            )
         if limit is not None:
             whole_number(limit, "limit", 0)
             if repeat:
@@ -415,6 +429,21 @@ class MonitoredLoop(Generic[R]):
         if self._ending.state is RUNNING:
             raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
         self._close(None)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} has no items: iterate over the data with for batch in loop.until_stop(loader), and call "
+            "loop.run(*batch)"
+        )
+
+    def __repr__(self) -> str:
+        step, reason, hooks = self.global_step, self.stop_reason, self._schedule.all_hooks
+        state = {State.IDLE: "running", State.STOPPING: "stopped"}.get(self._ending.state, self._ending.state.value)
+        names = shortened([type(scheduled.hook).__name__ for scheduled in hooks], 8)
+        return (
+            f"<{type(self).__name__} at step {step}, {state}{'' if reason is None else f' ({reason})'}, "
+            f"{len(hooks)} hook{'' if len(hooks) == 1 else 's'}{': ' if names else ''}{names}>"
+        )
 
     def __enter__(self) -> Self:
         self._parts.data.is_in_with_block = True

@@ -28,6 +28,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, Self
 
+from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.files import Disk, warn_if_removed
 from torchhooks.common.log import logger
 from torchhooks.summary import operations as summary
@@ -83,8 +84,13 @@ class JsonLinesWriter:
     _open_files: ClassVar[weakref.WeakSet[io.FileIO]] = weakref.WeakSet()
     _torn: ClassVar[dict[str, int]] = {}  # from the path of a file that ends in a part of a line to the end before it
 
+    @explains_wrong_calls
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
+        if os.path.isdir(path):
+            raise ValueError(
+                f"path={path!r}: this is a folder: give a file, such as {os.path.join(path, 'curves.jsonl')!r}"
+            )
         self.log_dir = os.path.realpath(self._path)
         """The place by which hooks recognize that they write to the same file."""
         self._folder, name = os.path.split(self.log_dir)

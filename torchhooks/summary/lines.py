@@ -17,23 +17,21 @@ def tagged_line(values: Mapping[str, Any]) -> str:
     return ", ".join([f"{tag} = {_text(value)}" for tag, value in values.items()])
 
 
-def by_tag(tensors: Any) -> dict[str, Any]:
+def by_tag(tensors: Any, name: str = "tensors") -> dict[str, Any]:
     """Return the fetches by the tags under which they are logged, in the order of the line."""
     if not isinstance(tensors, (Mapping, list, tuple)):
         raise TypeError(
-            f"tensors={shown(tensors)}: give a dict from tag to fetch, or a list of fetches, such as ['loss']"
+            f"{name}={shown(tensors)}: give a dict from tag to fetch, or a list of fetches, such as ['loss']"
         )
     if not tensors:
-        raise ValueError(
-            f"tensors={shown(tensors)}: there is nothing to log; give at least one fetch, such as ['loss']"
-        )
+        raise ValueError(f"{name}={shown(tensors)}: there is nothing to log; give at least one fetch, such as ['loss']")
     if isinstance(tensors, Mapping):
         return {tag: tensors[tag] for tag in sorted(tensors)}
     tagged: dict[str, Any] = {}
     for fetch in tensors:
         tag = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
         if tag in tagged:
-            raise ValueError(f"tensors={shown(tensors)}: two would be logged as {tag!r}; give a dict from tag to fetch")
+            raise ValueError(f"{name}={shown(tensors)}: two would be logged as {tag!r}; give a dict from tag to fetch")
         tagged[tag] = fetch
     return tagged
 

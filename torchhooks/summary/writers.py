@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 from torchhooks.common.attempts import Attempts
 from torchhooks.common.checks import folder
+from torchhooks.common.text import shown
 from torchhooks.summary.operations import SummaryWriterCache, add_session_log, shared_name, write_config
 
 _NO_METADATA: Mapping[str, Any] = MappingProxyType({})
@@ -33,6 +35,11 @@ class WriterTarget:
             folder(output_dir, "output_dir")
         if output_dir is not None and summary_writer is not None:
             raise ValueError(f"output_dir={output_dir!r}, summary_writer={summary_writer!r}: give one, not both")
+        if isinstance(summary_writer, (str, bytes, os.PathLike)):
+            raise TypeError(
+                f"summary_writer={shown(summary_writer)}: must be a writer, such as JsonLinesWriter(...): for the "
+                "folder of an event file, give output_dir="
+            )
         self._is_several = isinstance(summary_writer, (list, tuple))
         if self._is_several and not summary_writer:
             raise ValueError(f"summary_writer={summary_writer!r}: give at least one writer, or None")
