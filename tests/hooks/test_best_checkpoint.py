@@ -641,19 +641,30 @@ def test_a_damaged_one_is_skipped_with_a_warning_and_its_place_is_free(
     tmp_path: Path, lines: list[tuple[str, str]]
 ) -> None:
     keep_best(tmp_path, [0.9])
-    Path(best_checkpoint(tmp_path / "best") or "").write_bytes(b"cut short")
+    Path(best_checkpoint(tmp_path / "best")).write_bytes(b"cut short")
     keep_best(tmp_path, [0.1], start_step=1)
     assert best_step(tmp_path) == 2
     assert any("model.1.ckpt-1 is cut short" in text for _, text in lines)
 
 
 def test_no_folder_has_no_best(tmp_path: Path) -> None:
-    assert best_checkpoint(tmp_path / "best") is None
+    with pytest.raises(CheckpointError, match=r"best is no folder: pass the one of a BestCheckpointHook"):
+        best_checkpoint(tmp_path / "best")
+
+
+def test_the_only_best_is_found_in_the_folder_of_the_training_run(tmp_path: Path) -> None:
+    keep_best(tmp_path, [0.9, 0.5])
+    Saver().save(Session(), tmp_path / "model.ckpt", 3)
+    assert best_checkpoint(tmp_path) == best_checkpoint(tmp_path / "best")
+    Saver().save(Session(), tmp_path / "other" / "model.ckpt", 3, score=1)
+    with pytest.raises(CheckpointError, match=r"several folders .* pass one of '.*/best', '.*/other'"):
+        best_checkpoint(tmp_path)
 
 
 def test_checkpoints_without_a_score_are_not_compared(tmp_path: Path) -> None:
     Saver().save(Session(), tmp_path / "model.ckpt", 3)
-    assert best_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"has no checkpoint with a score: a BestCheckpointHook saves them"):
+        best_checkpoint(tmp_path)
 
 
 # -- when writing fails -----------------------------------------------------------------------------------------------

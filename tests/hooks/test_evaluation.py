@@ -35,8 +35,18 @@ from torchhooks import (
     StopIfHigherHook,
     SummarySaverHook,
     list_checkpoints,
+    over_ranks,
 )
-from torchhooks.testing import FakeClock, FakeDevice, RecordingWriter, log_lines, plain, sync_audit, trace
+from torchhooks.testing import (
+    FakeClock,
+    FakeDevice,
+    RecordingHook,
+    RecordingWriter,
+    log_lines,
+    plain,
+    sync_audit,
+    trace,
+)
 
 Timer = EverySteps | SecondOrStepTimer | NeverTriggerTimer
 
@@ -358,10 +368,89 @@ def test_the_last_result_of_an_evaluation_that_is_not_in_the_loop_is_an_error() 
     assert repr(last) == "evaluation.last('accuracy')"
 
 
-def test_a_request_at_another_step_evaluates_that_step_and_is_reported_with_the_next(tmp_path: Path) -> None:
+def test_a_request_at_another_step_is_the_latest_result_and_never_evaluates(tmp_path: Path) -> None:
+    """Twenty validations in twenty steps, because a log was more frequent than the evaluation."""
+    evaluate, hook = Evaluating(), RecordingHook()
+    evaluation = EvaluationHook(evaluate, every_n_steps=4)
+    fetching = RecordingHook(evaluation["accuracy"])
+    trace(fetching, evaluation, hook, losses=[0.1] * 9)
+    assert evaluate.steps == [4, 8]
+    seen = fetching.results
+    assert all(map(math.isnan, seen[:3])), seen
+    assert seen[3:] == [0.04] * 4 + [0.08] * 2
+
+
+def test_the_latest_result_is_that_of_the_process_before(tmp_path: Path) -> None:
+    results = []
+    for _ in range(2):
+        evaluation = EvaluationHook(Evaluating(), every_n_steps=4)
+        fetching = RecordingHook(evaluation["accuracy"])
+        saver = CheckpointSaverHook(tmp_path, save_steps=1)
+        trace(fetching, evaluation, saver, losses=[0.1] * 5, checkpoint_dir=tmp_path)
+        results.append(fetching.results)
+    assert results[1] == [0.04, 0.04, 0.08, 0.08, 0.08]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_request_in_a_run_in_which_the_evaluation_is_due_is_its_result(first: bool) -> None:
+    evaluate = Evaluating()
+    evaluation = EvaluationHook(evaluate, every_n_steps=2)
+    fetching = RecordingHook(evaluation["accuracy"])
+    trace(*([evaluation, fetching] if first else [fetching, evaluation]), losses=[0.1] * 4)
+    assert evaluate.steps == [2, 4]
+    assert fetching.results[1:] == [0.02, 0.02, 0.04]
+
+
+@pytest.mark.parametrize("metric", [None, "over_ranks"])
+def test_the_best_checkpoint_is_due_with_the_evaluation(metric: str | None, tmp_path: Path) -> None:
+    evaluate = Evaluating()
+    evaluation = EvaluationHook(evaluate, every_n_steps=4)
+    value = evaluation["accuracy"] if metric is None else over_ranks(evaluation["accuracy"], "mean")
+    best = BestCheckpointHook(tmp_path, value, mode="max", keep=9)
+    trace(best, evaluation, losses=[0.1] * 9)
+    assert evaluate.steps == [4, 8, 9]
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "best")] == [4, 8, 9]
+
+
+def test_a_best_checkpoint_of_another_period_keeps_no_state_that_was_not_evaluated(tmp_path: Path) -> None:
+    evaluation = EvaluationHook(Evaluating(), every_n_steps=4)
+    best = BestCheckpointHook(tmp_path, evaluation["accuracy"], save_steps=2, mode="max", keep=9)
+    ran = trace(evaluation, best, losses=[0.1] * 8)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "best")] == [4, 8]
+    (warning,) = [text for level, text in ran.lines if level == "WARNING"]
+    assert "is due at step 2, which the evaluation has not evaluated: that state is not compared. Leave out" in warning
+
+
+def test_an_evaluation_at_the_start_is_not_made_again_in_a_resumed_process(tmp_path: Path) -> None:
+    evaluate = Evaluating()
+    for _ in range(3):
+        evaluation = EvaluationHook(evaluate, every_n_steps=100, at_start=True)
+        saver = CheckpointSaverHook(tmp_path, save_steps=100)
+        trace(evaluation, saver, losses=[0.1] * 2, checkpoint_dir=tmp_path)
+        assert evaluation.values == {"accuracy": 0.0}
+    assert evaluate.steps == [0]
+
+
+def test_modules_in_the_state_are_in_evaluation_mode_too() -> None:
+    model = torch.nn.Linear(1, 1)
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Sequential(model, torch.nn.Dropout(0.5)))
+    seen = []
+
+    def evaluate() -> float:
+        seen.append([module.training for module in [model, *average.modules()]])
+        return 0.0
+
+    hooks = [EvaluationHook(evaluate, every_n_steps=1)]
+    with MonitoredLoop(lambda: None, model, hooks=hooks, state={"average": average}) as loop:
+        loop.run()
+    assert seen == [[False] * 5]
+    assert all(module.training for module in [model, *average.modules()])
+
+
+def test_a_request_of_now_evaluates_that_step_and_is_reported_with_the_next(tmp_path: Path) -> None:
     evaluate, writer = Evaluating(), RecordingWriter()
     evaluation = EvaluationHook(evaluate, every_n_steps=4, summary_writer=writer)
-    logging = LoggingTensorHook({"a": evaluation["accuracy"]}, timer=EverySteps(3))
+    logging = LoggingTensorHook({"a": evaluation.now["accuracy"]}, timer=EverySteps(3))
     trace(logging, evaluation, losses=[0.1] * 9)
     assert evaluate.steps == [3, 4, 6, 8, 9]
     assert writer.scalars == {"accuracy": [(step, step / 100) for step in (3, 4, 6, 8, 9)]}
@@ -370,7 +459,7 @@ def test_a_request_at_another_step_evaluates_that_step_and_is_reported_with_the_
 def test_a_request_at_another_step_is_reported_also_if_a_recovery_follows(tmp_path: Path) -> None:
     evaluate, writer = Evaluating(), RecordingWriter()
     evaluation = EvaluationHook(evaluate, every_n_steps=6, summary_writer=writer)
-    logging = LoggingTensorHook({"a": evaluation["accuracy"]}, timer=EverySteps(2))
+    logging = LoggingTensorHook({"a": evaluation.now["accuracy"]}, timer=EverySteps(2))
     saver = CheckpointSaverHook(tmp_path, save_steps=3)
     trace(logging, evaluation, saver, losses=[0.1] * 4 + [AbortedError] + [0.1] * 3, checkpoint_dir=tmp_path)
     assert evaluate.steps == [2, 4, 4, 6]
@@ -380,7 +469,8 @@ def test_a_request_at_another_step_is_reported_also_if_a_recovery_follows(tmp_pa
 def test_a_request_of_a_hook_that_ends_later_is_reported_too() -> None:
     evaluate = Evaluating()
     evaluation = EvaluationHook(evaluate, timer=NeverTriggerTimer())
-    final = FinalOpsHook(evaluation["accuracy"])
+    final = FinalOpsHook(evaluation.now["accuracy"])
+    assert repr(evaluation.now["accuracy"]) == "evaluation.now['accuracy']"
     trace(evaluation, final, losses=[0.1] * 9)
     assert (final.final_ops_values, evaluation.values) == (0.09, {"accuracy": 0.09})
 
@@ -533,7 +623,7 @@ def failing(model: Any) -> float:
 @pytest.mark.parametrize("requested", [False, True], ids=["its own hook", "another hook"])
 def test_a_note_on_an_error_of_the_function_names_the_function(requested: bool) -> None:
     evaluation = EvaluationHook(failing, every_n_steps=1 if not requested else 100)
-    hooks = [evaluation, LoggingTensorHook([evaluation["failing"]], 1)] if requested else [evaluation]
+    hooks = [evaluation, LoggingTensorHook([evaluation.now["failing"]], 1)] if requested else [evaluation]
     error = trace(*hooks, catch=KeyError).error
     assert error is not None
     notes = "".join(error.__notes__)
@@ -547,5 +637,5 @@ def test_a_value_before_the_first_evaluation_is_an_error_that_names_the_guard() 
     with MonitoredLoop(lambda: None, hooks=[evaluation, StopAtStepHook(last_step=1)]) as loop:
         for _ in loop.until_stop(range(3)):
             loop.run()
-        with pytest.raises(KeyError, match=r"no evaluation yet.* if loop\.should_stop\(\): break"):
+        with pytest.raises(KeyError, match=r"nothing was evaluated yet.* if loop\.should_stop\(\): break"):
             evaluation.values["error"]

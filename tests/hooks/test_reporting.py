@@ -177,7 +177,7 @@ def test_a_loop_whose_creation_fails_closes_the_writer_that_was_opened(tmp_path:
 
 def test_a_writer_without_add_scalar_is_rejected_at_creation() -> None:
     with pytest.raises(TypeError, match=r"has no add_scalar\(\)"):
-        MonitoredLoop(lambda: None, hooks=[StepCounterHook(summary_writer="runs")])
+        MonitoredLoop(lambda: None, hooks=[StepCounterHook(summary_writer=object())])
 
 
 def start_steps(*hooks: SessionRunHook, writer: RecordingWriter, start_step: int) -> list[int]:

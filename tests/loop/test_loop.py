@@ -221,11 +221,34 @@ def test_a_hook_may_serve_a_second_loop() -> None:
         assert loop.global_step == 2
 
 
-def test_a_hook_that_is_in_the_list_twice_is_called_twice() -> None:
+def test_a_hook_that_is_in_the_list_twice_is_an_error() -> None:
     hook = RecordingHook("loss")
-    with MonitoredLoop(half, hooks=[hook, hook]) as loop:
+    with pytest.raises(ValueError, match=r"hooks\[2\] is RecordingHook\('loss'\), which the list has already"):
+        MonitoredLoop(half, hooks=[hook, RecordingHook("loss"), hook])
+
+
+def test_a_hook_of_another_open_loop_is_an_error() -> None:
+    hook = RecordingHook("loss")
+    with MonitoredLoop(half, hooks=[hook]) as loop:
+        with pytest.raises(ValueError, match=r"RecordingHook\('loss'\) is in another loop, which is still open: close"):
+            MonitoredLoop(half, hooks=[RecordingHook("loss"), hook])
+        loop.run()
+    with MonitoredLoop(half, hooks=[hook]) as loop:
         loop.run()
     assert hook.results == [0.5, 0.5]
+
+
+def test_a_hook_of_a_loop_that_failed_or_was_dropped_can_be_used_again() -> None:
+    hook = RecordingHook("loss")
+    failing = MonitoredLoop(lambda: 1 / 0, hooks=[hook])
+    with pytest.raises(ZeroDivisionError):
+        failing.run()
+    dropped = MonitoredLoop(half, hooks=[hook])
+    del dropped
+    with MonitoredLoop(half, hooks=[hook]) as loop:
+        loop.run()
+    failing.close()
+    assert hook.results[-1] == 0.5
 
 
 @pytest.mark.parametrize(

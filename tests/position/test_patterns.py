@@ -26,7 +26,14 @@ from support.patterns import (
 )
 from support.processes import start
 
-FOR_DISPLAY = {"enumerate_outside"}
+FOR_DISPLAY = {
+    "enumerate_outside",
+    "helper_function",
+    "held_generator",
+    "started_again_at_its_end",
+    "step_in_body_accumulated",  # a checkpoint is saved after an even number of items
+    "step_in_body_left_by_break",
+}
 """Exact patterns that count or collect something, on which nothing depends."""
 
 TABLE = ROOT / "docs" / "loops.md"

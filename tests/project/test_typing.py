@@ -101,7 +101,8 @@ def newest(folder: Path) -> str | None:
         assert_type([checkpoint.step for checkpoint in list_checkpoints(folder)], list[int])
         assert_type(read_metadata(folder / "model.ckpt-3"), dict[str, Any])
         missing: list[str] = load_weights(folder, model, strict=False).missing_keys
-        return best_checkpoint(folder / "best") or latest_checkpoint(folder)
+        assert_type(best_checkpoint(folder / "best"), str)
+        return latest_checkpoint(folder)
     except (DamagedCheckpointError, CheckpointError):
         return None
 

@@ -1491,7 +1491,7 @@ def two_phases(job: Job) -> None:
             loop.run(batch)
 
 
-@pattern(NOT_REACHED, steps=(6,), last=STEPS)
+@pattern(NOT_REACHED, "no run was made", steps=(6,), last=STEPS)
 def phase_skipped_by_hand(job: Job) -> None:
     """The script skips the first phase itself, so the second one counts as the first."""
     with job.loop() as loop:

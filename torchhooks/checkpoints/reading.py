@@ -48,10 +48,11 @@ def latest_checkpoint(directory: _Path) -> str | None:
 
 
 @explains_wrong_calls
-def best_checkpoint(directory: _Path) -> str | None:
-    """Return the path of the checkpoint in ``directory`` with the highest score, ``None`` if none has a score.
+def best_checkpoint(directory: _Path) -> str:
+    """Return the path of the checkpoint in ``directory`` with the highest score.
 
-    Of equal scores the first counts. A BestCheckpointHook keeps its checkpoints in their own folder, ``"run/best"``.
+    Of equal scores the first counts. A BestCheckpointHook keeps its checkpoints in a folder of their own, which is
+    ``"run/best"`` if its ``checkpoint_dir`` is ``"run"``: that of the only such hook is found with ``"run"`` too.
 
     >>> saver = Saver()
     >>> with MonitoredLoop(step, model, optimizer) as loop:
@@ -62,10 +63,25 @@ def best_checkpoint(directory: _Path) -> str | None:
     'run/model.ckpt-2'
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        CheckpointError: the folder does not exist or cannot be read, it has no checkpoint with a score, or several
+            folders in it have one.
     """
-    scored = scored_checkpoints(directory)
-    return max(scored, key=lambda pair: pair[0])[1].path if scored else None
+    folder = os.fspath(directory)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} is no folder: pass the one of a BestCheckpointHook, such as 'run/best'")
+    scored = scored_checkpoints(folder)
+    if not scored:
+        inner = {each.name: scored_checkpoints(each.path) for each in os.scandir(folder) if each.is_dir()}
+        found = {name: checkpoints for name, checkpoints in sorted(inner.items()) if checkpoints}
+        if len(found) != 1:
+            names = shortened([repr(os.path.join(folder, name)) for name in found])
+            raise CheckpointError(
+                f"{folder} has several folders with checkpoints that have a score: pass one of {names}"
+                if found
+                else f"{folder} has no checkpoint with a score: a BestCheckpointHook saves them, and Saver.save(score=)"
+            )
+        (scored,) = found.values()
+    return max(scored, key=lambda pair: pair[0])[1].path
 
 
 def scored_checkpoints(directory: _Path) -> list[tuple[float, Checkpoint]]:

@@ -37,6 +37,9 @@ class Evaluated(Protocol):
     name: str
     timer: GivenTimer
 
+    @property
+    def now(self) -> Any: ...
+
     def latest(self) -> tuple[int, Any] | None: ...
 
 
@@ -79,6 +82,11 @@ class EvaluatedOverRanks(OverRanks):
         self.name = fetch.name
         self.timer = fetch.timer
         """The timer of the evaluation."""
+
+    @property
+    def now(self) -> OverRanks:
+        """The same for the step at which it is requested, which is evaluated."""
+        return EvaluatedOverRanks(self._fetch.now, self.op)
 
     def latest(self) -> tuple[int, Any] | None:
         """Return the step of the latest evaluation in this session, and its value on this rank alone."""

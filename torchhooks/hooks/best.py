@@ -17,6 +17,7 @@ from torchhooks.common.text import call_repr
 from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import describe
+from torchhooks.fetches.over_ranks import Evaluated
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue, Undisturbed
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
@@ -103,7 +104,8 @@ class BestCheckpointHook(ReportingHook):
         checkpoint_dir: the folder of the training run's checkpoints. The best ones go into a folder of their own in it.
         metric: any fetch of one number. It is evaluated only when it is due; on a GPU, the host waits for it.
         save_secs: the number of seconds from one evaluation to the next.
-        save_steps: the number of steps from one evaluation to the next; give exactly one period.
+        save_steps: the number of steps from one evaluation to the next; give exactly one period. A result of an
+            EvaluationHook needs none: the hook is due with the evaluation.
         mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
         name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, even in two
@@ -173,6 +175,9 @@ class BestCheckpointHook(ReportingHook):
         # A script may change the current directory while it trains.
         self._resolved = os.path.abspath(self._folder)
         self._metric = metric
+        self._evaluated = metric if isinstance(metric, Evaluated) else None
+        if self._evaluated is not None and timer is None and save_secs is None and save_steps is None:
+            timer = self._evaluated.timer
         self._sign = 1 if mode == "max" else -1
         self._timer = hook_timer(self, timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
         # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
@@ -184,6 +189,7 @@ class BestCheckpointHook(ReportingHook):
 
     def begin(self) -> None:
         self._timer.reset()
+        self._has_warned = False
         folder = os.path.realpath(self._resolved)
         with self._lock:
             other = self._in_use.setdefault(folder, self)
@@ -215,6 +221,8 @@ class BestCheckpointHook(ReportingHook):
         if self._fetch.evaluated:
             session = run_context.session
             self._note_evaluation(session.global_step)
+            if not self._is_of(session.global_step):
+                return
             self._to_save = self._number(run_values.results)
             run_context.after_item(lambda: self._save(session))
 
@@ -238,6 +246,21 @@ class BestCheckpointHook(ReportingHook):
     def next_due(self) -> Due:
         return self._timer.next_due() if self._to_save is None else due_now(self._timer)
 
+    def _is_of(self, step: int) -> bool:
+        """Return whether the value of the metric is that of ``step``, and not of an earlier evaluation."""
+        latest = (step, None) if self._evaluated is None else self._evaluated.latest()
+        if latest is not None and latest[0] == step:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%r is due at step %d, which the evaluation has not evaluated: that state is not compared. Leave out "
+                "the period, and the hook is due with the evaluation",
+                self,
+                step,
+            )
+        return False
+
     def _note_evaluation(self, step: int) -> None:
         """Let the next period begin at ``step``."""
         self._evaluated_at = step
@@ -246,7 +269,7 @@ class BestCheckpointHook(ReportingHook):
     def _evaluate_at_end(self, session: Session) -> None:
         before = Undisturbed(session)
         try:
-            value = session.run(self._metric, who=self)
+            value = session.run(self._metric if self._evaluated is None else self._evaluated.now, who=self)
         except FetchError as error:
             logger.warning("the last state, of step %d, is not compared with the best: %s", session.global_step, error)
         else:

@@ -32,38 +32,30 @@ class _Result(NamedTuple):
     values: Mapping[str, Any]
 
 
-class _Values(dict[str, float]):
-    """The results that an EvaluationHook shows, with an error that says which there are."""
-
-    def __missing__(self, name: object) -> NoReturn:
-        if not self:
-            raise KeyError(f"{name}: nothing was evaluated yet; pass at_start=True, or use values.get({name!r})")
-        raise KeyError(f"{name}: the evaluation returned {', '.join(self)}")
-
-
 class _Results:
-    """The closure whose value is the results for the present step: that of ``hook.current``, with another name."""
+    """A closure whose value is what ``get(session)`` returns: results of ``function``, or ``None``."""
 
-    def __init__(self, hook: EvaluationHook, function: Callable[..., Any]) -> None:
-        self._hook = hook
+    def __init__(self, get: Callable[[Session], Mapping[str, Any] | None], function: Callable[..., Any]) -> None:
+        self._get = get
         self._function = function
 
-    def __call__(self, session: Session) -> Mapping[str, Any]:
-        return self._hook.current(session)
+    def __call__(self, session: Session) -> Mapping[str, Any] | None:
+        return self._get(session)
 
     def __repr__(self) -> str:
         return f"the evaluation {describe(self._function)}"
 
 
 class _Values(dict[str, float]):
-    """The latest results by name."""
+    """The latest results by name, with an error that says which there are."""
 
-    def __missing__(self, name: str) -> float:
+    def __missing__(self, name: object) -> NoReturn:
         if self:
-            raise KeyError(name)
+            raise KeyError(f"{name}: the evaluation returned {', '.join(self)}")
         raise KeyError(
-            f"evaluation.values[{name!r}]: there was no evaluation yet. If the loop stops before the first one, the "
-            "code after its loops runs too: write if loop.should_stop(): break before it"
+            f"{name}: nothing was evaluated yet. If the loop stops before the first evaluation, the code after its "
+            "loops runs too: write if loop.should_stop(): break before it, pass at_start=True, or use "
+            f"values.get({name!r})"
         )
 
 
@@ -119,8 +111,8 @@ class EvaluationHook(ReportingHook):
             function, or ``"evaluation"`` if the function has none.
         every_n_steps: the period in steps: 1000 evaluates at steps 1000 and 2000, whatever step was restored.
         timer: the timer to use in place of a period. The first period begins when the session is created.
-        at_start: whether to evaluate before the first run as well. The function then cannot ask for outputs of the
-            step.
+        at_start: whether to evaluate before the first run as well, unless a checkpoint with results was restored. The
+            function then cannot ask for outputs of the step.
         at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated, or a signal stopped
             the loop.
         every_n_secs: the period in seconds.
@@ -183,7 +175,7 @@ class EvaluationHook(ReportingHook):
         """The timer, for hooks that are due together with this one."""
         self._timer = hook_timer(self, self.timer)
         self.collective = is_by_clock(self.timer)
-        self._results = _Results(self, evaluate)
+        self._results = _Results(self._fetched, evaluate)
         self._latest_results = _LatestResults(self)
         self._if_due = IfDue(self._results, self._timer)
         self._request = SessionRunArgs(self._if_due)
@@ -208,6 +200,21 @@ class EvaluationHook(ReportingHook):
     def __getitem__(self, name: str) -> EvaluationValue:
         """Return a fetch of the result ``name``."""
         return EvaluationValue(self, name, self._results)
+
+    @property
+    def now(self) -> EvaluationNow:
+        """What ``evaluation.now["accuracy"]`` subscripts: a fetch that evaluates whenever it is requested.
+
+        >>> evaluation = EvaluationHook(lambda global_step: {"error": 1 / global_step}, every_n_steps=100)
+        >>> final = FinalOpsHook(evaluation.now["error"])
+        >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, final]) as loop:
+        ...     for inputs in loop.until_stop(batches):
+        ...         loss = loop.run(inputs)
+        evaluation at step 8: error = 0.125
+        >>> final.final_ops_values
+        0.125
+        """
+        return EvaluationNow(self, self._function)
 
     def last(self, name: str) -> LastEvaluationValue:
         """Return a fetch of the latest result ``name``, which never evaluates the model: for progress bars and logs.
@@ -245,12 +252,13 @@ class EvaluationHook(ReportingHook):
         self._target.session_created(session.global_step, None)
         self._session = self._if_due.session = session
         self._latest = None
+        self._is_asked = False  # to evaluate in the run in progress, if it is due after the step
         # After a recovery, later steps are made again.
         self._unreported = [result for result in self._unreported if result.step <= session.global_step]
         self._timer.start_at(session.global_step)
         if self._timer.last_triggered_step() is None:
             self._timer.update_last_triggered_step(session.global_step)
-        if self._at_start and not self._begun:
+        if self._at_start and not self._begun and self._values_step is None:
             self._target.start_session(session.begun_at, session.global_step)  # or the START would void this point
             result = self._evaluate(session)
             if not any(map(is_remote, leaves(result.values))):  # otherwise reported in the first run, without waiting
@@ -259,10 +267,12 @@ class EvaluationHook(ReportingHook):
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._if_due.evaluated = False
-        return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
+        self._is_asked = self._timer.should_trigger_for_step(run_context.session.global_step + 1)
+        return self._request if self._is_asked else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
+        self._is_asked = False
         if self._if_due.evaluated:
             self._timer.update_last_triggered_step(session.global_step)
         self._target.start_session(session.begun_at, session.global_step)
@@ -305,6 +315,15 @@ class EvaluationHook(ReportingHook):
             latest = self._evaluate(session)
         return latest.values
 
+    def _fetched(self, session: Session) -> Mapping[str, Any] | None:
+        """Return the results that a hook fetches: new ones if the evaluation is due, otherwise the latest."""
+        self.check_session(session)
+        if self._is_asked and self._timer.should_trigger_for_step(session.global_step):
+            return self.current(session)
+        if self._latest is not None:
+            return self._latest.values
+        return self._values or None  # of an earlier process
+
     def latest(self) -> tuple[int, Mapping[str, Any]] | None:
         """Return the step and the results of the latest evaluation in this session; ``None`` if there was none."""
         return None if self._latest is None else (self._latest.step, self._latest.values)
@@ -318,8 +337,7 @@ class EvaluationHook(ReportingHook):
         before = Undisturbed(session)
         try:
             with session.paused():
-                if session.model is not None:
-                    session.model.eval()
+                before.evaluation_mode()
                 returned = session.run(self._function, who=self)
         finally:
             before.restore()
@@ -362,10 +380,29 @@ class EvaluationHook(ReportingHook):
         return call_repr(self, self._function, **self._arguments)
 
 
+class EvaluationNow:
+    """What ``evaluation.now`` is."""
+
+    def __init__(self, evaluation: EvaluationHook, function: Callable[..., Any]) -> None:
+        self._evaluation = evaluation
+        self._results = _Results(evaluation.current, function)
+
+    def __getitem__(self, name: str) -> EvaluationValue:
+        """Return a fetch of the result ``name`` for the step at which it is requested."""
+        return EvaluationValue(self._evaluation, name, self._results, "evaluation.now")
+
+
 class EvaluationValue(ComposedFetch):
     """One result of an evaluation: the fetch that ``evaluation["accuracy"]`` returns."""
 
-    def __init__(self, evaluation: EvaluationHook, name: str, results: Callable[..., Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        evaluation: EvaluationHook,
+        name: str,
+        results: Callable[..., Mapping[str, Any] | None],
+        holder: str = "evaluation",
+    ) -> None:
+        self._holder = holder
         self.name = name
         self.timer = evaluation.timer
         """The timer of the evaluation."""
@@ -376,7 +413,9 @@ class EvaluationValue(ComposedFetch):
     def fetch(self) -> Any:
         return self._results
 
-    def compose(self, value: Mapping[str, Any]) -> Any:
+    def compose(self, value: Mapping[str, Any] | None) -> Any:
+        if value is None:  # nothing was evaluated yet
+            return math.nan
         if self.name not in value:
             names = [*map(str, value)]
             returned = f"It returned: {', '.join(names)}." if names else "It returned an empty dict."
@@ -386,13 +425,18 @@ class EvaluationValue(ComposedFetch):
             )
         return value[self.name]
 
+    @property
+    def now(self) -> EvaluationValue:
+        """The fetch of this result that evaluates whenever it is requested."""
+        return self._evaluation.now[self.name]
+
     def latest(self) -> tuple[int, Any] | None:
         """Return the step and the value of the latest evaluation in this session; ``None`` if there was none."""
         latest = self._evaluation.latest()
         return None if latest is None else (latest[0], self.compose(latest[1]))
 
     def __repr__(self) -> str:
-        return f"evaluation[{self.name!r}]"
+        return f"{self._holder}[{self.name!r}]"
 
 
 class LastEvaluationValue(ComposedFetch):
@@ -408,7 +452,7 @@ class LastEvaluationValue(ComposedFetch):
         return self._results
 
     def compose(self, value: Mapping[str, Any] | None) -> Any:
-        return math.nan if value is None else self._value.compose(value)
+        return self._value.compose(value)
 
     def __repr__(self) -> str:
         return f"evaluation.last({self.__name__!r})"

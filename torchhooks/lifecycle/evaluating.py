@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -23,25 +24,37 @@ class Trained(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None: ...
 
     @property
+    def state(self) -> Mapping[str, Any]: ...
+
+    @property
     def global_step(self) -> int: ...
 
 
 class Undisturbed:
-    """What an evaluation may disturb in ``session``, to be put back: random states, training mode and gradients."""
+    """What an evaluation may disturb in ``session``, to be put back: random states, training mode and gradients.
+
+    Of the model and of the modules in the loop's state, such as an average of the weights.
+    """
 
     def __init__(self, session: Trained) -> None:
-        model, optimizer = session.model, session.optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
-        own = [] if model is None else [*model.parameters()]
-        self._model, self._parameters = model, own
+        groups = [] if session.optimizer is None else session.optimizer.param_groups
+        given = [session.model, *session.state.values()]
+        self._modules = [(each, [*each.parameters()]) for each in given if isinstance(each, torch.nn.Module)]
+        own = [parameter for _, parameters in self._modules for parameter in parameters]
         self._random = random_states()
-        self._modes = [] if model is None else [(module, module.training) for module in model.modules()]
+        self._modes = [(module, module.training) for each, _ in self._modules for module in each.modules()]
         self._gradients = [(p, p.grad) for p in [*own, *(p for group in groups for p in group["params"])]]
+
+    def evaluation_mode(self) -> None:
+        """Put the modules into evaluation mode."""
+        for module, _ in self._modules:
+            module.eval()
 
     def restore(self) -> None:
         self.restore_modes()
-        if self._model is not None and any(map(operator.is_not, self._parameters, self._model.parameters())):
-            reshard(self._model)  # the forward pass of the evaluation has put whole parameters in place of DTensors
+        for module, parameters in self._modules:
+            if any(map(operator.is_not, parameters, module.parameters())):
+                reshard(module)  # the forward pass of the evaluation has put whole parameters in place of DTensors
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient

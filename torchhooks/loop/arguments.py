@@ -151,6 +151,8 @@ def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
             raise TypeError(f"hooks[{index}] is the class {hook.__name__}: pass an instance, {hook.__name__}(...)")
         if not isinstance(hook, SessionRunHook):
             raise TypeError(f"hooks[{index}]={shown(hook)} is not a hook: {_hook_instead_of(hook)}")
+        if any(hook is other for other in copied[:index]):
+            raise ValueError(f"hooks[{index}] is {hook!r}, which the list has already: the loop would call it twice")
     return copied
 
 
@@ -166,13 +168,7 @@ def _hook_instead_of(value: Any) -> str:
 def check_methods(hooks: Iterable[SessionRunHook]) -> None:
     """Log a warning for each hook that overrides no method of SessionRunHook, but has others, which nothing calls."""
     methods = [name for name, value in vars(SessionRunHook).items() if callable(value) and not name.startswith("_")]
-    seen: list[SessionRunHook] = []
     for index, hook in enumerate(hooks):
-        if any(hook is other for other in seen):
-            logger.warning(
-                "hooks[%d] is %r, which the list has already: the loop calls it twice, leave one out", index, hook
-            )
-        seen.append(hook)
         if not type(hook).__module__.startswith("torchhooks."):
             check_signatures(index, hook, methods)
         others = [name for name, value in inspect.getmembers_static(type(hook), callable) if not name.startswith("_")]

@@ -35,9 +35,11 @@ from torchhooks.fetches.step import takes_one_argument
 from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Scaffold, Session
+from torchhooks.lifecycle.unsaved import UnsavedParts
 from torchhooks.loop.arguments import LoopArguments, checked_arguments
 from torchhooks.loop.body import Body
 from torchhooks.loop.parts import build
+from torchhooks.loop.schedule import claim_hooks
 from torchhooks.position.progress import NO_OUTPUTS
 from torchhooks.ranks.ranks import Ranks
 
@@ -143,6 +145,7 @@ class MonitoredLoop(Generic[R]):
         if step is None:  # replaces the method, so that a run does not have to check
             self.run = self._step  # type: ignore[method-assign]
         self._step_counter: Any = None
+        self._unsaved: UnsavedParts | None = None
         self._begun = 0
         try:
             self._start(arguments)
@@ -478,8 +481,12 @@ class MonitoredLoop(Generic[R]):
 
     def _start(self, arguments: LoopArguments) -> None:
         """Handle signals, reach the other ranks, call every hook's ``begin``, and create the session."""
-        parts = self._parts
+        parts, ending, schedule = self._parts, self._ending, self._schedule
+        claim_hooks(arguments.hooks, ending)
         parts.signals.install()
+        if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
+            saved = [arguments.model, arguments.optimizer, *arguments.state.values()]
+            self._unsaved = UnsavedParts(saved, lambda: schedule.runs if ending.state is RUNNING else None)
         if parts.peers is not None:
             weakref.finalize(self, parts.peers.abandon).atexit = False
             parts.peers.start(arguments.step_unit, arguments.checkpoint_dir)
@@ -551,6 +558,8 @@ class MonitoredLoop(Generic[R]):
             attempt(sessions.call, scheduled, "teardown", scheduled.hook.teardown)
         if self._step_counter is not None:
             self._step_counter.remove()
+        if self._unsaved is not None:
+            self._unsaved.close()
         if parts.gradients is not None:
             parts.gradients.close()
         if parts.peers is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Container, Iterable
 from operator import attrgetter
 from typing import Any
@@ -15,6 +17,7 @@ from torchhooks.common.text import shown
 from torchhooks.common.timers import Due
 from torchhooks.fetches.accumulated import AccumulatedValues
 from torchhooks.fetches.step import Step
+from torchhooks.lifecycle.ending import Ending, State
 from torchhooks.lifecycle.hook import SessionRunHook, WritingHook, overrides
 from torchhooks.position.progress import Progress
 from torchhooks.ranks.ranks import Ranks
@@ -111,6 +114,27 @@ class CollectiveHook(ScheduledHook):
         """Ask the hook when it is next due, and keep the moment apart, where no run looks at it."""
         super().ask(runs)
         self.chief_moment, self.due_moment = self.due_moment, math.inf
+
+
+_OPEN: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()
+"""By the ``id`` of a hook, the loop that has called its ``begin`` last."""
+
+
+def claim_hooks(hooks: Iterable[SessionRunHook], ending: Ending) -> None:
+    """Raise a ValueError if another open loop has one of ``hooks``, whose state is that of one loop."""
+    for hook in hooks:
+        if (
+            _is_in_open_loop(hook) and gc.collect() is not None and _is_in_open_loop(hook)
+        ):  # the other one may be garbage
+            raise ValueError(
+                f"{hook!r} is in another loop, which is still open: close that loop, or make another hook for this one"
+            )
+        _OPEN[id(hook)] = ending
+
+
+def _is_in_open_loop(hook: SessionRunHook) -> bool:
+    other = _OPEN.get(id(hook))
+    return other is not None and other.state is not State.CLOSED and other.failure is None
 
 
 class HookQueue:

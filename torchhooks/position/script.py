@@ -72,7 +72,8 @@ def carried(site: Any, step: object, kept: Kept) -> list[str] | None:
     except Exception as error:  # no source, another one by now, or code that is not foreseen here: it is only a hint
         logger.debug("the source of the loop could not be read: %s", brief(error))
         found = None
-    own = [_OF_THE_STEP] if kept.lacks(step) else []
+    # A loader that is not iterated yet, whose generators checkpoints have, may be an attribute of the step's object.
+    own = [_OF_THE_STEP] if not kept.paths and kept.lacks(step) else []
     return found if found is None and not own else list(dict.fromkeys([*(found or ()), *own]))
 
 
