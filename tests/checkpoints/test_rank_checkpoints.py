@@ -112,6 +112,7 @@ def connected(given: ThreadRanks) -> LoopRanks:
 def save_on(size: int, folder: Path, **options: Any) -> list[Any]:
     def main(ranks: ThreadRanks, hub: Hub) -> str:
         session = make_session(connected(ranks), ranks.rank + 1)
+        torch.nn.init.ones_(session.model.weight)  # type: ignore[union-attr, arg-type]
         saver = Saver(**options)
         path = saver.save(session, folder / "model.ckpt", 3)
         saver.wait_for_all(session)
@@ -227,8 +228,146 @@ def test_buffers_belong_to_the_ranks_on_which_they_differ(
 
     assert in_threads(2, save) == [None, None]
     saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
-    assert list(saved["ranks"][0]["rank_buffers"]["model"]) == ["own"]
+    assert "own" in saved["ranks"][0]["rank_tensors"]["model"]
     assert in_threads(size, restore) == restored
+
+
+# -- weights that differ ----------------------------------------------------------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    """A layer that all ranks share, and one that each rank has for itself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.expert = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(self.trunk.weight, 1)
+        torch.nn.init.constant_(self.expert.weight, rank + 2)
+
+
+class Stage(torch.nn.Module):
+    """One stage of a pipeline, with names and numbers of parameters of its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        for number in range(rank + 1):
+            layer = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.constant_(layer.weight, 10 * rank + number)
+            self.add_module(f"layer{rank}{number}", layer)
+
+
+def trained(ranks: ThreadRanks, model: Any, restored: Any = None) -> tuple[Session, list[Any]]:
+    """Return a session after a step, or with what ``restored`` has, and its parameters and their moments."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    session = Session(model, optimizer, ranks=connected(ranks))
+    if restored is None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    else:
+        Saver().restore_latest(session, restored)
+    moments = [optimizer.state[parameter]["exp_avg"].item() for parameter in model.parameters()]
+    return session, [*(parameter.item() for parameter in model.parameters()), *moments]
+
+
+def save_and_restore(
+    folder: Path, make: Callable[[int], torch.nn.Module], *, restored_by: int = 2, async_save: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """Return the parameters and moments of two ranks when they save, and of all ranks that restore."""
+
+    def save(ranks: ThreadRanks, hub: Hub) -> list[Any]:
+        session, values = trained(ranks, make(ranks.rank))
+        saver = Saver(async_save=async_save)
+        saver.save(session, folder / "model.ckpt", 1)
+        saver.close()
+        return values
+
+    def restore(ranks: ThreadRanks, hub: Hub) -> list[Any]:
+        model = make(ranks.rank)
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        return trained(ranks, model, folder)[1]
+
+    return in_threads(2, save), in_threads(restored_by, restore)
+
+
+def of_its_own(rank: int) -> torch.nn.Module:
+    model = Experts(rank)
+    model.per_rank = True  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("make", [Experts, Stage, of_its_own])
+def test_each_rank_gets_its_own_weights_and_moments_back(
+    tmp_path: Path, make: Callable[[int], torch.nn.Module], async_save: bool
+) -> None:
+    saved, restored = save_and_restore(tmp_path, make, async_save=async_save)
+    assert saved[0] != saved[1]
+    assert restored == saved
+
+
+def test_weights_that_differ_are_warned_of_once_with_the_name_of_the_first(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        session, _ = trained(ranks, Experts(ranks.rank))
+        for step in range(2):
+            Saver().save(session, tmp_path / "model.ckpt", step)
+
+    in_threads(2, main)
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert warning.startswith("the parameter 'expert.weight' of 'model' is not the same on rank 0 and on rank 1")
+
+
+@pytest.mark.parametrize("make", [of_its_own, lambda rank: Experts(0)], ids=["per_rank", "equal"])
+def test_weights_that_are_meant_to_differ_and_equal_ones_are_not_warned_of(
+    tmp_path: Path, lines: list[tuple[str, str]], make: Callable[[int], torch.nn.Module]
+) -> None:
+    save_and_restore(tmp_path, make)
+    assert not [text for level, text in lines if level == "WARNING"]
+
+
+def test_what_ranks_have_in_common_is_saved_once(tmp_path: Path) -> None:
+    save_and_restore(tmp_path, Experts)
+    saved = torch.load(tmp_path / "model.ckpt-1", weights_only=True)
+    (other,) = saved["ranks"]
+    assert {name: list(values) for name, values in other["rank_tensors"].items()} == {
+        "model": ["expert.weight"],
+        "optimizer": [1],
+    }
+
+
+def test_weights_that_drift_after_the_first_save_are_found(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> tuple[float, float]:
+        session, _ = trained(ranks, model := Experts(0))
+        saver = Saver()
+        saver.save(session, tmp_path / "model.ckpt", 1)
+        torch.nn.init.constant_(model.trunk.weight, ranks.rank)
+        saver.save(session, tmp_path / "model.ckpt", 2)
+        torch.nn.init.constant_(model.trunk.weight, 9)
+        saver.restore_latest(session, tmp_path)
+        return model.trunk.weight.item(), model.expert.weight.item()
+
+    (first, expert), (second, other_expert) = in_threads(2, main)
+    assert (first, second) == (0, 1)
+    assert expert == other_expert
+
+
+def test_another_number_of_ranks_gets_the_weights_of_the_chief_with_a_warning(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    saved, restored = save_and_restore(tmp_path, Experts, restored_by=3)
+    assert restored == [saved[0]] * 3
+    assert any("'model' was not the same on rank 0 and on rank 1." in text for _, text in lines)
+
+
+def test_a_model_is_restored_that_got_its_per_rank_after_the_checkpoint(tmp_path: Path) -> None:
+    def make(rank: int) -> torch.nn.Module:
+        return of_its_own(rank) if list_checkpoints(tmp_path) else Experts(rank)
+
+    saved, restored = save_and_restore(tmp_path, make)
+    assert restored == saved
 
 
 def norm_with_two_names() -> torch.nn.Module:
@@ -325,7 +464,8 @@ def test_another_number_of_ranks_restores_what_all_have_in_common(
     by = "1 process" if saved_by == 1 else f"{saved_by} ranks"
     assert [text for level, text in lines if level == "WARNING"] == [
         f"{tmp_path}/model.ckpt-3 was saved by {by} and is restored by {restored_by} ranks: random states, gradients, "
-        "the position in the data, and the states of hooks, loaders and Variables start as the script set them"
+        "the position in the data, and the states of hooks, loaders, Variables and objects with per_rank start as the "
+        "script set them"
     ]
 
 

@@ -29,9 +29,9 @@ from torchhooks.checkpoints.files import (
 from torchhooks.checkpoints.per_rank import (
     Share,
     all_or_none,
-    buffers_of_rank,
     collect_of_all,
     commit_shards,
+    differences,
     exchange,
     leads,
     read_for_all,
@@ -171,7 +171,7 @@ class Saver:
         try:
             sharded = sharded_parts(parts_of(session))
             if sharded:
-                own = buffers_of_rank(session)
+                own = differences(session)
                 collect_share = partial(share_of, session, sharded, score, self.async_save, own)
                 self._save_shards(session, all_or_none(session.ranks, collect_share), refusals, prefix, step)
                 all_or_none(session.ranks, partial(_raise, earlier))
