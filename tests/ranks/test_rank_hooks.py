@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import re
-import time
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -60,7 +58,6 @@ from torchhooks.common.log import logger, speak_as
 from torchhooks.common.requester import Requester
 from torchhooks.common.timers import NOW, Due
 from torchhooks.fetches.over_ranks import RanksEvaluator
-from torchhooks.ranks.agreement import Pace, Row, Slowest
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.roster import step_period
 from torchhooks.summary.histograms import as_histogram, count
@@ -288,64 +285,6 @@ def test_no_rank_saves_its_best_after_a_nan_on_one(
     assert in_threads(2, main) == [None, None]
     assert [each.steps for each in saves] == [[], []]
     assert lines.count(("WARNING", "no checkpoint of step 1: loss is NaN at step 1")) == 2
-
-
-# -- the slowest rank -----------------------------------------------------------------------------------------------
-
-
-def noted(*tables: list[int]) -> Pace:
-    """Return a Pace that saw tables of the runs that each rank had begun."""
-    pace = Pace()
-    for table in tables:
-        pace.note([Row(made=begun - 1, begun=begun) for begun in table])
-    return pace
-
-
-def test_a_rank_that_is_mostly_less_far_is_the_slowest() -> None:
-    assert noted(*[[5, 3, 5]] * 6, *[[5, 5, 5]] * 4).slowest() == Slowest(1, 0.6, 2)
-
-
-@pytest.mark.parametrize(
-    "tables",
-    [
-        [[5, 3, 5]] * 9,  # too short
-        [[5, 4, 5]] * 4 + [[4, 5, 5]] * 4 + [[5, 5, 4]] * 4,  # each of them at times
-        [[4, 5, 4]] * 20,  # most of them
-        [[5, 5, 5]] * 20,
-    ],
-)
-def test_no_rank_is_the_slowest_without_a_clear_difference(tables: list[list[int]]) -> None:
-    assert noted(*tables).slowest() is None
-
-
-def test_each_period_is_judged_on_its_own() -> None:
-    pace = noted(*[[5, 3, 5]] * 10)
-    assert pace.slowest() is not None
-    pace.note([Row(), Row(), Row()])
-    assert pace.slowest() is None
-
-
-def test_the_chief_logs_which_rank_is_slow(lines: list[tuple[str, str]]) -> None:
-    def main(ranks: ThreadRanks, hub: Hub) -> None:
-        def step() -> None:
-            hub.gather("step", ranks.rank, 0)
-            if any("slowest rank" in text for _, text in lines):
-                loop.request_stop("seen")
-
-        with MonitoredLoop(step, hooks=[StepCounterHook(20)], ranks=ranks) as loop:
-            while not loop.should_stop():
-                if ranks.rank == 1:
-                    time.sleep(0.005)  # what makes it slow; no condition depends on it
-                loop.run()
-
-    assert in_threads(2, main) == [None, None]
-    said = [text for _, text in lines if "slowest" in text]
-    assert re.fullmatch(r"slowest rank: 1, at \d+% of the ticks, by up to [12] runs", said[0])
-
-
-def test_in_one_process_there_is_no_pace() -> None:
-    with MonitoredLoop(lambda: 1.0) as loop:
-        assert loop.session.ranks.pace is None
 
 
 def test_a_timer_that_follows_the_chief_does_not_look_at_its_clock(clock: FakeClock) -> None:

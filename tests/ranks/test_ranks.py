@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -25,10 +26,12 @@ from support.rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks,
 import torchhooks.loop.peers
 import torchhooks.ranks.ranks
 from torchhooks import (
+    CheckpointSaverHook,
     LifecycleError,
     MonitoredLoop,
     PeerError,
     Ranks,
+    Saver,
     SessionRunContext,
     SessionRunHook,
     StopAtStepHook,
@@ -439,6 +442,41 @@ def test_one_ranks_serves_two_loops_at_once_and_a_third_one_after_them() -> None
         return [*gathered, last.global_step, isinstance(outer.session.ranks, Ranks)]
 
     assert in_threads(2, main) == [[[4, 4], [3, 3], 2, True]] * 2
+
+
+def test_one_ranks_gathers_for_the_outer_loop_once_the_inner_one_is_closed() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
+        with MonitoredLoop(lambda: 1.0, ranks=ranks) as outer:
+            with MonitoredLoop(lambda: 1.0, ranks=ranks):
+                pass
+            outer_ranks: Any = outer.session.ranks
+            gathered = []
+            outer_ranks.gather = lambda value, purpose: gathered.append(value)
+            ranks.gather(7)
+        return gathered == [7]
+
+    assert in_threads(2, main) == [True, True]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_connections_of_a_loop_are_closed_with_it(fails: bool) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
+        for number in (1, 2):
+            with contextlib.suppress(ValueError, PeerError), MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
+                loop.run()
+                assert (ranks.rank, number) not in hub.closed
+                if fails and ranks.rank:
+                    raise ValueError
+        wait_until(lambda: {(ranks.rank, 1), (ranks.rank, 2)} <= hub.closed)
+        return (ranks.rank, 1) in hub.closed
+
+    assert in_threads(2, main) == [True, True]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def test_what_values_are_gathered_for_is_forgotten_if_the_gathering_fails() -> None:
@@ -1117,6 +1155,30 @@ def never_closed(rank: int) -> int:
 def test_loops_that_are_never_closed_let_their_processes_exit(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, never_closed)
     assert [each[:2] for each in ended] == [(0, 5)] * 2, ended
+
+
+def many_loops(rank: int, folder: str) -> tuple[int, int, list[Any]]:
+    """Return how many descriptors and threads closed loops have left behind, and what is gathered after them."""
+
+    def count() -> list[int]:
+        return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
+
+    before, loops = count(), []
+    for _ in range(4):
+        saver = CheckpointSaverHook(folder, save_steps=1, saver=Saver(async_save=True))
+        with MonitoredLoop(lambda: 1.0, hooks=[saver], ranks=Ranks(tick_secs=0.01)) as loop:
+            loop.run()
+            loop.session.ranks.for_saving()
+        loops.append(loop)  # so that the garbage collector does not help
+    wait_until(lambda: count() == before)
+    descriptors, threads = (now - then for now, then in zip(count(), before, strict=True))
+    return descriptors, threads, loops[0].session.ranks.gather(rank)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_closed_loops_leave_no_sockets_and_threads_behind(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, many_loops, str(tmp_path / "run"))
+    assert [each.value for each in ended] == [(0, 0, [0, 1])] * 2, ended
 
 
 def group_destroyed(rank: int) -> int:

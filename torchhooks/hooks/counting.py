@@ -102,10 +102,7 @@ class StepCounterHook(ReportingHook):
     The fetch ``"steps_per_sec"`` is the rate that was reported last, in any hook of the loop; NaN before.
 
     With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` count those of all
-    ranks, which are taken to be equal on each; the other rates are those of one rank. If one rank trails the others for
-    most of a period, a log line says so: ``slowest rank: 3, at 80% of the ticks, by up to 1 runs``. This is known from
-    the ticks of the ranks, without further communication. A rank that is slow before the collective of its step is not
-    recognised, because the others wait for it in the same run.
+    ranks, which are taken to be equal on each; the other rates are those of one rank.
 
     Args:
         every_n_steps: the period in steps.
@@ -265,10 +262,6 @@ class StepCounterHook(ReportingHook):
         self._period = started
         tokens = self._tokens.take()
         used = dict(memory(session.device)) if self._reports_memory else {}  # also if unused: starts a new period
-        slowest = None if session.ranks.pace is None else session.ranks.pace.slowest()
-        if slowest is not None and ended is not None:
-            rank, share, spread = slowest
-            logger.info("slowest rank: %d, at %.0f%% of the ticks, by up to %d runs", rank, 100 * share, spread)
         if ended is None or started.step < ended.step:
             return  # this run starts the clock, or the step went back
         duration = Elapsed(ended.start, started.start)

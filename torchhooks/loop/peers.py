@@ -17,6 +17,7 @@ rank that promised the run in progress always holds at its end.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -50,7 +51,6 @@ from torchhooks.ranks.agreement import (
     Failed,
     Finished,
     Met,
-    Pace,
     Row,
 )
 from torchhooks.ranks.failures import end_process, is_communication_error
@@ -106,6 +106,8 @@ class Peers:
         self._ticks_ended = threading.Event()  # there will be no further tick
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed. Set once, so it is read without the lock."""
+        self._is_over = False  # the loop is closed, so that the connection is needed for further ticks at most
+        self._thread_ended = threading.Event()
         self._failure_is_seen = threading.Event()  # by the training thread, which therefore hangs in no call
 
         # Only changed by the training thread, and at most read by the tick thread.
@@ -113,7 +115,6 @@ class Peers:
         self._agreed_length = False
         self._warned_of: set[tuple[int, int]] = set()  # lengths of the data, here and on the rank with the fewest
         self._data_is_over = False  # so that the training thread is in code of the user's that is not the loop
-        ranks.pace = Pace() if ranks.is_chief else None
         ending.propose = self._propose
 
     # -- called by the loop, in the training thread -------------------------------------------------------------------
@@ -258,7 +259,7 @@ class Peers:
             while self._ticks < known and not self._ticks_ended.is_set():
                 self._tick_now.set()
                 self._changed.wait()
-        self._ranks.disconnect()
+        self._end_connection()
 
     def abandon(self) -> None:
         """Tell the other ranks that the loop of this one is gone, though it was never closed.
@@ -270,7 +271,18 @@ class Peers:
         self._status = max(self._status, LEFT if self._stopped else FAILED)
         self._failure_is_seen.set()
         self._tick_now.set()
+        self._end_connection()
+
+    def _end_connection(self) -> None:
+        """Release the connection to the other ranks, or have the tick thread do so at its end."""
         self._ranks.disconnect()
+        self._is_over = True  # before looking: the tick thread says that it has ended before it looks at this
+        if self._thread_ended.is_set():
+            self._release()
+
+    def _release(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
     def _is_connected(self) -> bool:
         """Return whether the thread runs: not before :meth:`start`, and not in a forked process."""
@@ -386,11 +398,23 @@ class Peers:
     # -- the tick thread ----------------------------------------------------------------------------------------------
 
     def _tick_on(self, transport: Transport) -> None:
+        if self._tick_to_the_end(transport):
+            # A rank that closed its connections before another one had the last table would be taken for lost.
+            with contextlib.suppress(ContactLostError):
+                transport.exchange(list(Row()))
+        self._thread_ended.set()
+        if self._is_over:
+            self._release()
+
+    def _tick_to_the_end(self, transport: Transport) -> bool:
+        """Exchange ticks until all ranks have left, or one has failed; return whether the ranks are still connected."""
+        is_connected = False
         try:
             while not self._tick(transport):
                 if not self._agreement.promising:
                     self._tick_now.wait(self._ranks.tick_secs)
                 self._tick_now.clear()
+            is_connected = True
         except ContactLostError as error:
             self._lose(error, transport)
         except BaseException as error:  # or the training thread would wait for this one forever
@@ -402,13 +426,12 @@ class Peers:
             self._changed.notify_all()
         if self.failure is not None and not self._agreement.stopped:
             self._end_if_stuck(transport)
+        return is_connected
 
     def _tick(self, transport: Transport) -> bool:
         """Exchange one tick, and return whether it was the last one."""
         table = [Row(*numbers) for numbers in transport.exchange(list(self._row()))]
         self._last_table = table
-        if self._ranks.pace is not None:
-            self._ranks.pace.note(table)
         agreement = self._agreement
         with self._changed:  # so that the training thread sees all changes of the agreement by a tick, or none
             events = agreement.settle(table)

@@ -20,7 +20,6 @@ from torchhooks.common.checks import seconds
 from torchhooks.common.errors import LifecycleError, TorchHooksError
 from torchhooks.common.log import speak_as
 from torchhooks.common.text import call_repr, shown
-from torchhooks.ranks.agreement import Pace
 from torchhooks.ranks.transport import GlooTransport, Transport, all_gather
 
 
@@ -162,8 +161,6 @@ class LoopRanks(Ranks):
         self.rank, self.size = (0, 1) if alone else _place_in_process_group() or (given.rank, given.size)
         self.hooks_of_some: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
-        self.pace: Pace | None = None
-        """On the chief, how far the ranks are in comparison; ``None`` elsewhere, and in a loop of one process."""
         self.gathering: Gathering | None = None
         """The call of :meth:`gather` in progress. Only the thread in that call uses it."""
         self._new_transport = given._new_transport  # noqa: SLF001 - its own class
@@ -245,6 +242,12 @@ class LoopRanks(Ranks):
         """Called when the loop is closed: this process logs as for the newest loop that is left, or like any other."""
         if self in _connected:
             _connected.remove(self)
+        if self._transport is not None:
+            self._transport.leave()
+        given = self._given()
+        others = [each for each in _connected if each._given() is given]  # noqa: SLF001 - its own class
+        if given is not None and others:
+            _newest_loop[given] = others[-1]
         speak_as(_connected[-1].rank if _connected else 0)
 
     def __repr__(self) -> str:

@@ -68,6 +68,14 @@ class Transport(Protocol):
         """Try to make blocked communication of the training thread fail; return whether there is a way."""
         ...
 
+    def leave(self) -> None:
+        """Have later calls of :meth:`gather` use no connection of the loop, which is closed on this rank."""
+        ...
+
+    def close(self) -> None:
+        """Release the connections, which no thread of this process uses any more."""
+        ...
+
 
 class GlooTransport:
     """Two gloo groups of one loop alone: for the ticks, and for the training thread.
@@ -100,6 +108,8 @@ class GlooTransport:
         self._join_secs = join_secs
         self._lost_after_secs = lost_after_secs
         self._failure = failure
+        self._has_left = False
+        self._saving: list[GlooTransport] = []
         deadline = time.monotonic() + join_secs
         try:
             self._store = _own_part_of_the_store(_broadcast_token(deadline))
@@ -123,6 +133,8 @@ class GlooTransport:
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
     def gather(self, value: Any) -> list[Any]:
+        if self._has_left:
+            return self._gather_after_loop(value)
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
             sizes = [int(row) for row in self._gather(self._training, torch.tensor([len(data)]), self._check_gathering)]
@@ -137,10 +149,30 @@ class GlooTransport:
             raise PeerError(f"another rank did not take part in Ranks.gather: {error}", reason=str(error)) from error
         return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
+    def _gather_after_loop(self, value: Any) -> list[Any]:
+        distributed = torch.distributed
+        if not distributed.is_initialized():
+            raise LifecycleError(
+                "Ranks.gather was called after the loop was closed and the process group destroyed: call it before "
+                "destroy_process_group()"
+            )
+        rows = [None] * self._size
+        distributed.all_gather_object(rows, value)
+        return rows
+
     def for_saving(self) -> Transport:
         another = copy.copy(self)
         another._training = self._create_group("saving", time.monotonic() + self._join_secs)  # noqa: SLF001 - its own class
+        self._saving.append(another)
         return another
+
+    def leave(self) -> None:
+        self._has_left = True
+
+    def close(self) -> None:
+        """Free the groups, and with them their threads and sockets. Called once all ranks have left."""
+        for each in (self, *self._saving):
+            each._ticks = each._training = None  # noqa: SLF001 - its own class
 
     def missing(self) -> list[int]:
         """Write a key of this rank into the store, and return the ranks that have not written theirs after a while.
@@ -186,6 +218,8 @@ class GlooTransport:
         This polls and does not block: a daemon thread in a blocking call of torch would keep the interpreter from
         exiting well, and the training thread could not be told that the rank it waits for is gone.
         """
+        if group is None:
+            raise LifecycleError("a checkpoint is written after the loop was closed: close the Saver before the loop")
         rows = [torch.zeros_like(mine) for _ in range(self._size)]
         _pause(0.0)  # the thread of the ticks begins no call once the interpreter exits
         try:
