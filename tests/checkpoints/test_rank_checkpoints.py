@@ -440,6 +440,65 @@ def test_a_stop_in_the_last_run_of_an_epoch_is_resumed(tmp_path: Path, asks: int
     assert [begin + end for begin, end in zip(before, after, strict=True)] == [whole] * 2
 
 
+def three_epochs(rank: int) -> range:
+    return range(3)
+
+
+def epochs_and_items(
+    folder: Path, size: int, stop_at: int | None, *, nested: bool = True, outer: Callable[[int], Any] = three_epochs
+) -> list[Any]:
+    """Return what each rank trains on in a run that ends after ``stop_at`` steps, and how often it counted an epoch."""
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        hooks: list[SessionRunHook] = [CheckpointSaverHook(folder, save_steps=100)]
+        hooks += [] if stop_at is None else [StopAtStepHook(stop_at)]
+        begun, seen, data = Shared(), [], [10, 11, 12]
+        state = {"begun": begun}
+        with MonitoredLoop(lambda: None, hooks=hooks, state=state, checkpoint_dir=folder, ranks=ranks) as loop:
+            for epoch in loop.until_stop(outer(ranks.rank)) if nested else [0]:
+                begun.number += 1  # as a scheduler does that steps at the start of an epoch
+                for item in loop.until_stop(data):
+                    loop.run()
+                    seen.append((epoch, item))
+        return seen, begun.number
+
+    return in_threads(size, main)
+
+
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(2, 3), (2, 1), (1, 2)])
+def test_another_number_of_ranks_continues_with_the_epoch(
+    tmp_path: Path, saved_by: int, restored_by: int, lines: list[tuple[str, str]]
+) -> None:
+    epochs_and_items(tmp_path, saved_by, 4)
+    seen = [(epoch, item) for epoch in (1, 2) for item in (10, 11, 12)]
+    assert epochs_and_items(tmp_path, restored_by, None) == [(seen, 3)] * restored_by
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert "The outer loops continue, and the epoch in progress begins again" in warning
+
+
+def test_another_number_of_ranks_continues_after_an_epoch(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    epochs_and_items(tmp_path, 2, None, outer=lambda rank: range(2))
+    assert epochs_and_items(tmp_path, 3, None) == [([(2, 10), (2, 11), (2, 12)], 3)] * 3
+    assert not any("begins again" in text for _, text in lines)
+
+
+def test_another_number_of_ranks_begins_again_with_data_that_are_divided_over_the_ranks(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    epochs_and_items(tmp_path, 2, 2, nested=False)
+    assert epochs_and_items(tmp_path, 3, None, nested=False) == [([(0, 10), (0, 11), (0, 12)], 2)] * 3
+    assert not any("outer loops" in text for _, text in lines)
+
+
+def test_outer_items_that_differ_between_ranks_are_not_continued_by_another_number_of_them(tmp_path: Path) -> None:
+    def files(rank: int) -> list[str]:
+        return [f"file {rank}", f"file {rank + 2}"]
+
+    epochs_and_items(tmp_path, 2, 4, outer=files)
+    seen, _ = epochs_and_items(tmp_path, 1, None, outer=files)[0]
+    assert seen[0] == ("file 0", 10)
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_the_chief_writes_one_file_for_all(tmp_path: Path, async_save: bool) -> None:
     assert save_on(3, tmp_path, async_save=async_save) == [str(tmp_path / "model.ckpt-3")] * 3

@@ -37,6 +37,7 @@ from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, Pe
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
 from torchhooks.device.snapshot import plain_tensor
+from torchhooks.position.place import State
 from torchhooks.ranks.failures import mark_as_known
 from torchhooks.ranks.ranks import Ranks
 
@@ -344,13 +345,19 @@ def read_for_all(
         _warn_of_dropped_weights(path, saved)
         logger.warning(
             "%s was saved by %s and is restored by %s: random states,%s the position in the data, and the states of "
-            "hooks, loaders, Variables and objects with per_rank start as the script set them",
+            "hooks, loaders, Variables and objects with per_rank start as the script set them%s",
             path,
             _number(1 + len(saved.get("ranks", []))),
             _number(ranks.size),
             "" if "sharded_gradients" in saved and "gradients" not in saved else " gradients,",
+            ". The outer loops continue, and the epoch in progress begins again" if _begins_again(own) else "",
         )
     return path, own, is_whole
+
+
+def _begins_again(saved: Mapping[str, Any]) -> bool:
+    """Return whether an inner loop begins again in an item of an outer one that continues."""
+    return "position" in saved and saved["position"]["path"][-1]["state"] == State.NOT_BEGUN.value
 
 
 def _warn_of_dropped_weights(path: str, saved: dict[str, Any]) -> None:

@@ -414,13 +414,13 @@ class Saver:
             self._load(name, part, state, path)
         load_gradients(session, saved)
         session.global_step = saved["global_step"]
-        if "random" not in saved:
-            return  # saved by another number of ranks
-        set_random_states(saved["random"])
+        is_whole = "random" in saved  # not if another number of ranks has saved it
+        if is_whole:
+            set_random_states(saved["random"])
+            session.accumulated.load_state_dict(saved.get("running_values"))
         if session.position is not None:
             mark_state = partial(self._mark_state, session, path)
-            session.position.load_state_dict(saved.get("position"), saved["random"], mark_state)
-        session.accumulated.load_state_dict(saved.get("running_values"))
+            session.position.load_state_dict(saved.get("position"), saved.get("random"), mark_state)
 
     def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
         """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""

@@ -49,7 +49,7 @@ from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
-from torchhooks.position.position import Position
+from torchhooks.position.position import Position, outer_position
 from torchhooks.position.variables import Variables
 from torchhooks.ranks.dtensors import is_sharded, reshard
 from torchhooks.ranks.ranks import LoopRanks
@@ -190,7 +190,8 @@ def of_rank(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, A
             own.add(name)
     shared = {name: value for name, value in saved.items() if name not in own and name != "ranks"}
     if not is_whole:
-        return shared, False
+        position = outer_position([each.get("position") for each in (saved, *others)])
+        return shared if position is None else {**shared, "position": position}, False
     mine = dict(others[rank - 1]) if rank else {name: saved[name] for name in own if name in saved}
     for name, values in mine.pop("rank_tensors", {}).items():
         if name in shared:
