@@ -878,6 +878,30 @@ def test_ranks_from_before_the_process_group_are_those_of_the_loop(
     assert (ranks.rank, ranks.size) == (2, 4)
 
 
+@pytest.mark.parametrize("ranks", [None, False, Ranks()])
+def test_a_process_group_that_is_newer_than_the_loop_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], ranks: Any
+) -> None:
+    with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
+        monkeypatch.setattr(torchhooks.ranks.ranks, "_place_in_process_group", lambda: (1, 4))
+        for _ in range(2):
+            loop.run()
+    late = [text for _, text in lines if text.startswith("init_process_group() was called after the loop was created")]
+    assert len(late) == (ranks is not False)
+
+
+@pytest.mark.parametrize(("size", "ranks", "warns"), [("4", None, True), ("4", False, False), ("1", None, False)])
+def test_a_loop_before_the_process_group_is_warned_of_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], size: str, ranks: Any, warns: bool
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
+        created = list(lines)
+        loop.run()
+    assert any("WORLD_SIZE is 4, and torch.distributed is not initialized" in text for _, text in created) == warns
+    assert lines == created
+
+
 @pytest.mark.parametrize("closed", [[1, 0], [0, 1]], ids=["the newer one first", "the older one first"])
 def test_a_rank_logs_as_such_until_its_last_loop_is_closed(
     monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], closed: list[int]

@@ -8,6 +8,7 @@ hooks. :mod:`torchhooks.ranks.transport` moves the bytes.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 
 from torchhooks.common.checks import seconds
 from torchhooks.common.errors import LifecycleError, TorchHooksError
-from torchhooks.common.log import speak_as
+from torchhooks.common.log import logger, speak_as
 from torchhooks.common.text import call_repr, shown
 from torchhooks.ranks.transport import GlooTransport, Transport, all_gather
 
@@ -159,6 +160,8 @@ class LoopRanks(Ranks):
     def __init__(self, given: Ranks, *, alone: bool = False) -> None:
         super().__init__(**_periods(given))
         self.rank, self.size = (0, 1) if alone else _place_in_process_group() or (given.rank, given.size)
+        self.may_be_late = self.size == 1 and not alone
+        """Whether the script may create the process group after the loop, which is then one of this process alone."""
         self.hooks_of_some: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
         self.gathering: Gathering | None = None
@@ -250,8 +253,28 @@ class LoopRanks(Ranks):
             _newest_loop[given] = others[-1]
         speak_as(_connected[-1].rank if _connected else 0)
 
+    def warn_of_environment(self) -> None:
+        """Log a warning if this process is alone so far, while ``torchrun`` says that there are others."""
+        size = os.environ.get("WORLD_SIZE", "")
+        if self.may_be_late and _place_in_process_group() is None and size.isdecimal() and int(size) > 1:
+            self.may_be_late = False  # one warning is enough
+            logger.warning("WORLD_SIZE is %s, and torch.distributed is not initialized: %s", size, _ALONE)
+
+    def warn_if_late(self) -> None:
+        """Log a warning if the process group is newer than the loop."""
+        place = _place_in_process_group()
+        if self.may_be_late and place is not None and place[1] > 1:
+            logger.warning("init_process_group() was called after the loop was created: %s", _ALONE)
+        self.may_be_late = False
+
     def __repr__(self) -> str:
         return repr(Ranks(**_periods(self)))
+
+
+_ALONE = (
+    "the loop is one of this process alone, which stops, saves and logs as if there were no other. Call "
+    "init_process_group() before the loop is created, or pass ranks=False to MonitoredLoop if that is meant"
+)
 
 
 _connected: list[LoopRanks] = []
@@ -259,14 +282,16 @@ _connected: list[LoopRanks] = []
 
 
 def checked_ranks(given: Any) -> LoopRanks:
-    """Return the ranks of a new loop, for its ``ranks`` argument.
+    """Return the ranks of a new loop, for its ``ranks`` argument. Logs a warning if there are other processes.
 
     Raises:
         TypeError: ``given`` is neither ``None``, False nor a Ranks.
     """
     if given is not None and given is not False and not isinstance(given, Ranks):
         raise TypeError(f"ranks={shown(given)}: give a Ranks, False for a loop of this process alone, or None")
-    return LoopRanks(given if isinstance(given, Ranks) else Ranks(), alone=given is False)
+    ranks = LoopRanks(given if isinstance(given, Ranks) else Ranks(), alone=given is False)
+    ranks.warn_of_environment()
+    return ranks
 
 
 def _place_in_process_group() -> tuple[int, int] | None:
