@@ -477,6 +477,100 @@ def test_over_ranks_keeps_the_kind_of_a_value(name: str) -> None:
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
+def combined(fetch: Callable[[int], Any], losses: Callable[[int, int], Any], size: int = 3) -> list[Any]:
+    """Return the value that a hook gets for ``fetch(rank)`` on each rank, or the error."""
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        hook = Wants(fetch(ranks.rank))
+        train(ranks, hub, [hook], losses, runs=1)
+        return hook.values[0]
+
+    return in_threads(size, main)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum", "min", "max"])
+@pytest.mark.parametrize("missing", [{}, {"loss": None}], ids=["no such name", "None"])
+def test_ranks_without_a_value_are_left_out(op: str, missing: dict[str, Any]) -> None:
+    values = combined(
+        lambda rank: over_ranks("loss", op, optional=True),
+        lambda rank, run: {"loss": torch.tensor([4.0, rank])} if rank else missing,
+    )
+    expected = {"mean": [4.0, 1.5], "sum": [8.0, 3.0], "min": [4.0, 1.0], "max": [4.0, 2.0]}[op]
+    assert [value.tolist() for value in values] == [expected] * 3
+
+
+def test_a_value_that_is_none_is_left_out() -> None:
+    values = combined(lambda rank: over_ranks("loss", "mean"), lambda rank, run: {"loss": 4.0 if rank == 2 else None})
+    assert values == [4.0] * 3
+
+
+def test_a_value_that_no_rank_has_is_nan() -> None:
+    values = combined(lambda rank: over_ranks("loss", "min", optional=True), lambda rank, run: {})
+    assert np.isnan(values).tolist() == [True] * 3
+
+
+def test_a_name_that_one_rank_lacks_is_an_error_unless_it_is_optional() -> None:
+    errors = combined(lambda rank: over_ranks("loss", "mean"), lambda rank, run: {"loss": 1.0} if rank else {})
+    assert "asked for 'loss', which does not exist" in str(errors[0])
+
+
+def test_none_on_a_machine_with_a_device_needs_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    errors = combined(lambda rank: over_ranks("loss", "mean"), lambda rank, run: {"loss": 1.0 if rank else None})
+    assert "is None on this rank: give over_ranks optional=True" in str(errors[0])
+
+
+def test_a_value_of_another_shape_is_an_error_though_the_chief_has_none() -> None:
+    errors = combined(
+        lambda rank: over_ranks("loss", "mean", optional=True),
+        lambda rank, run: {"loss": torch.zeros(rank)} if rank else {},
+    )
+    assert "rank 0 combines ['mean of loss: float32[1]'] over ranks in this run, and rank 2 ['mean" in str(errors[0])
+
+
+@pytest.mark.parametrize("weight", ["n", lambda n: n, running_mean("n")], ids=["a name", "a closure", "a running mean"])
+def test_a_mean_is_weighted_by_a_fetch(weight: Any) -> None:
+    values = combined(
+        lambda rank: over_ranks("loss", "mean", weight=weight), lambda rank, run: {"loss": 10.0 * rank, "n": 1 + rank}
+    )
+    assert values == [pytest.approx((2 * 10 + 3 * 20) / 6)] * 3
+
+
+def test_a_mean_is_weighted_by_a_number_of_each_rank() -> None:
+    values = combined(lambda rank: over_ranks("loss", "mean", weight=1 + rank), lambda rank, run: torch.tensor(rank))
+    assert [value.item() for value in values] == [pytest.approx(8 / 6)] * 3
+
+
+def test_ranks_without_a_value_have_no_weight() -> None:
+    values = combined(
+        lambda rank: over_ranks("loss", "mean", weight="n", optional=True),
+        lambda rank, run: {"loss": 10.0 * rank, "n": rank} if rank else {},
+    )
+    assert values == [pytest.approx((10 + 2 * 20) / 3)] * 3
+
+
+def test_a_weight_that_is_no_number_is_an_error_that_shows_it() -> None:
+    errors = combined(
+        lambda rank: over_ranks("loss", "mean", weight="n"), lambda rank, run: {"loss": 1.0, "n": torch.ones(2)}
+    )
+    assert "has the weight Tensor" in str(errors[0])
+    assert "give a fetch of one number" in str(errors[0])
+
+
+def test_only_a_mean_has_weights() -> None:
+    with pytest.raises(ValueError, match=r"over_ranks\('loss', 'sum', weight='n'\): only a mean has weights"):
+        over_ranks("loss", "sum", weight="n")
+
+
+def test_in_one_process_an_optional_value_is_the_value_or_nan() -> None:
+    hook = Wants([over_ranks("loss", "mean", weight="n", optional=True), over_ranks("other", "max", optional=True)])
+    with MonitoredLoop(lambda: 2.0, hooks=[hook]) as loop:
+        loop.run()
+    (value, missing) = hook.values[0]
+    assert value == 2.0
+    assert np.isnan(missing)
+
+
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What ranks that are threads gather: the purposes and the values."""
@@ -914,10 +1008,12 @@ def test_tensors_on_a_device_are_gathered_in_one_call_of_the_process_group(
 
 
 def test_tensors_that_the_process_group_does_not_serve_go_over_the_host(group_of_one: None) -> None:
-    assert LoopRanks(Ranks()).gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
+    assert not LoopRanks(Ranks()).serves(torch.device("meta"))
+    assert LoopRanks(Ranks()).serves(torch.device("cuda"))
 
 
 def test_tensors_on_a_device_are_combined_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoopRanks, "serves", lambda self, device: True)
     monkeypatch.setattr(LoopRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
 
     def main(ranks: ThreadRanks, hub: Hub) -> Any:

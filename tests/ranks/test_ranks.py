@@ -857,6 +857,16 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, on import
+def test_an_optimizer_whose_state_is_divided_over_the_ranks_is_refused(group_of_one: None) -> None:
+    zero = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    model = torch.nn.Linear(1, 1)
+    optimizer = zero(model.parameters(), torch.optim.SGD, lr=0.1)
+    for arguments in ({"optimizer": optimizer}, {"state": {"other": optimizer}}):
+        with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer, whose state each rank has a part of.*FSDP2"):
+            MonitoredLoop(lambda: 1.0, model, **arguments)
+
+
 def test_ranks_are_those_of_the_process_group(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "get_rank", lambda: 2)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 4)

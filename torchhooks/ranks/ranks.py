@@ -208,18 +208,18 @@ class LoopRanks(Ranks):
             self._saving = saving
         return self._saving
 
-    def gather_on_device(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]] | None:
+    def serves(self, device: torch.device) -> bool:
+        """Return whether :meth:`gather_on_device` takes tensors on ``device``, which is no CPU."""
+        distributed = sys.modules.get("torch.distributed")
+        if device.type == "cpu" or distributed is None or not distributed.is_initialized():
+            return False
+        return f"{device.type}:" in str(distributed.get_backend_config())
+
+    def gather_on_device(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return ``tensors``, all of one device, of every rank, without waiting for the device.
 
-        One call of the default process group's ``all_gather``. ``None`` if the tensors are on the CPU, or if that group
-        does not serve their device. Every rank has to call this as it has to call :meth:`gather`.
+        One call of the process group's ``all_gather``. Every rank has to call this as it has to call :meth:`gather`.
         """
-        distributed = sys.modules.get("torch.distributed")
-        kind = tensors[0].device.type
-        if kind == "cpu" or distributed is None or not distributed.is_initialized():
-            return None
-        if f"{kind}:" not in str(distributed.get_backend_config()):
-            return None
         return all_gather(tensors, self.size)
 
     def connect(self, failure: Callable[[], TorchHooksError | None]) -> Transport:
