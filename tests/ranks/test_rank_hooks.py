@@ -164,6 +164,50 @@ def test_examples_per_second_count_the_examples_of_all_ranks(lines: list[tuple[s
     assert rates[1::2] == [pytest.approx(16 * rate, rel=1e-4) for rate in rates[::2]]
 
 
+def tokens_per_step(lines: list[tuple[str, str]]) -> list[float]:
+    """Return the tokens (or examples) per second of each report, divided by the steps per second."""
+    texts = [text for _, text in lines]
+    steps = [float(text.partition(": ")[2]) for text in texts if text.startswith("global_step/sec")]
+    counts = [float(text.rpartition(": ")[2]) for text in texts if text.startswith(("tokens/sec", "examples/sec"))]
+    return [count / step for count, step in zip(counts, steps, strict=True)]
+
+
+@pytest.mark.parametrize("what", ["examples_per_step", "tokens_per_step"])
+def test_the_examples_and_tokens_of_a_step_are_added_up_over_the_ranks(lines: list[tuple[str, str]], what: str) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        arguments: dict[str, Any] = {what: 8 + ranks.rank}
+        train(ranks, hub, [StepCounterHook(2, **arguments)], runs=5)
+
+    in_threads(3, main)
+    assert tokens_per_step(lines) == [pytest.approx(8 + 9 + 10, rel=1e-3)] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"every_n_steps": 2}, {"timer": EverySteps(2)}, {"every_n_steps": None, "every_n_secs": 0.0}]
+)
+def test_the_tokens_of_a_fetch_are_added_up_over_the_ranks(
+    lines: list[tuple[str, str]], arguments: dict[str, Any]
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        hook = StepCounterHook(tokens_per_step="loss", **arguments)
+        train(ranks, hub, [hook], lambda rank, run: 10**rank, runs=6 if "every_n_secs" not in arguments else 300)
+
+    assert in_threads(3, main) == [None] * 3
+    found = tokens_per_step(lines)
+    assert len(found) >= 2
+    assert found == [pytest.approx(111, rel=1e-3)] * len(found)
+
+
+def test_a_counter_on_the_chief_alone_takes_the_other_ranks_to_be_like_it(lines: list[tuple[str, str]]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        train(
+            ranks, hub, [] if ranks.rank else [StepCounterHook(2, tokens_per_step="loss")], lambda rank, run: 7, runs=5
+        )
+
+    assert in_threads(2, main) == [None] * 2
+    assert tokens_per_step(lines) == [pytest.approx(14, rel=1e-3)] * 2
+
+
 def test_the_clock_of_the_chief_decides_when_a_built_in_hook_is_due() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> list[Any]:
         seen: list[Any] = []
