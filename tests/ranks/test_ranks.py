@@ -32,9 +32,12 @@ from torchhooks import (
     PeerError,
     Ranks,
     Saver,
+    SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
     StopAtStepHook,
+    latest_checkpoint,
+    over_ranks,
 )
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.ending import Ending, Stop, StoppedBy
@@ -733,7 +736,7 @@ def two_transports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(torchhooks.ranks.transport, "_broadcast_token", lambda deadline: "token")
+    monkeypatch.setattr(torchhooks.ranks.transport, "_broadcast_token", lambda deadline, group: "token")
     failures: list[PeerError | None] = [None, None]
 
     def make(rank: int) -> Any:
@@ -868,8 +871,8 @@ def test_an_optimizer_whose_state_is_divided_over_the_ranks_is_refused(group_of_
 
 
 def test_ranks_are_those_of_the_process_group(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "get_rank", lambda: 2)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(distributed, "get_rank", lambda group: 2)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 4)
     ranks = Ranks()
     assert (ranks.rank, ranks.size, ranks.is_chief) == (2, 4, False)
 
@@ -878,8 +881,8 @@ def test_ranks_from_before_the_process_group_are_those_of_the_loop(
     group_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks()
-    monkeypatch.setattr(distributed, "get_rank", lambda: 2)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(distributed, "get_rank", lambda group: 2)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 4)
     assert (ranks.rank, ranks.size) == (0, 1)
     monkeypatch.setattr(Ranks, "_new_transport", staticmethod(lambda **_: None))
     of_loop = checked_ranks(ranks)
@@ -893,7 +896,7 @@ def test_a_process_group_that_is_newer_than_the_loop_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], ranks: Any
 ) -> None:
     with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
-        monkeypatch.setattr(torchhooks.ranks.ranks, "_place_in_process_group", lambda: (1, 4))
+        monkeypatch.setattr(torchhooks.ranks.ranks, "_place_in_process_group", lambda group=None: (1, 4))
         for _ in range(2):
             loop.run()
     late = [text for _, text in lines if text.startswith("init_process_group() was called after the loop was created")]
@@ -935,7 +938,7 @@ def test_one_of_several_ranks_that_is_alone_in_its_loop_makes_no_tensor_whole(
 ) -> None:
     importlib.import_module("torch.distributed.tensor")  # without it, there are no DTensors
     assert Ranks().may_have_dtensors
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
     assert Ranks().may_have_dtensors
     assert not checked_ranks(False).may_have_dtensors
 
@@ -1213,6 +1216,52 @@ def many_loops(rank: int, folder: str) -> tuple[int, int, list[Any]]:
 def test_closed_loops_leave_no_sockets_and_threads_behind(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, many_loops, str(tmp_path / "run"))
     assert [each.value for each in ended] == [(0, 0, [0, 1])] * 2, ended
+
+
+def in_groups(rank: int, folder: str) -> Any:
+    """Train in one of two groups, of which one stops early, and return what this rank sees of it."""
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    own = rank % 2
+    try:
+        Ranks(group=groups[1 - own])
+    except ValueError as error:
+        refused = str(error)
+    values: list[float] = []
+
+    class Sees(SessionRunHook):
+        def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+            return SessionRunArgs(over_ranks("loss", "sum"))
+
+        def after_run(self, run_context: SessionRunContext, run_values: Any) -> None:
+            values.append(run_values.results)
+
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, own)
+    torch.nn.init.constant_(model.bias, own)
+    run = f"{folder}/{own}"
+    hooks = [Sees(), CheckpointSaverHook(run, save_steps=100), StopAtStepHook(3 + 4 * own)]
+    ranks = Ranks(tick_secs=0.01, group=groups[own])
+    with MonitoredLoop(lambda: float(rank), model, hooks=hooks, checkpoint_dir=run, ranks=ranks) as loop:
+        while not loop.should_stop():
+            loop.run()
+    session = loop.session.ranks
+    place = session.rank, session.size, session.is_chief
+    return place, loop.global_step, values[-1], session.gather(rank), refused.partition(".")[0]
+
+
+def test_the_ranks_of_a_group_know_no_others(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 4, in_groups, str(tmp_path))
+    refused = "group: this process is not in it"
+    assert [each.value for each in ended] == [
+        ((0, 2, True), 3, 2.0, [0, 2], refused),
+        ((0, 2, True), 7, 4.0, [1, 3], refused),
+        ((1, 2, False), 3, 2.0, [0, 2], refused),
+        ((1, 2, False), 7, 4.0, [1, 3], refused),
+    ], ended
+    newest = [latest_checkpoint(tmp_path / str(own)) for own in (0, 1)]
+    assert [each and os.path.basename(each) for each in newest] == ["model.ckpt-3", "model.ckpt-7"]
+    weights = [torch.load(path, weights_only=True)["model"]["weight"].item() for path in newest]  # type: ignore[arg-type]
+    assert weights == [0, 1]
 
 
 def group_destroyed(rank: int) -> int:

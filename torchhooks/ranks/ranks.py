@@ -48,9 +48,12 @@ class Ranks:
         stuck_secs: how long a process may stay in a call after another rank has failed, before it is ended with exit
             code 70.
         join_secs: how long to wait for the other ranks when the loop is created, in seconds.
+        group: the process group of the loop, as ``torch.distributed.new_group`` returns it; ``None`` for the default
+            one. The loop knows no other ranks: its ranks are numbered within the group, agree with each other, and save
+            checkpoints of their own, so each group needs its own folder.
 
     Raises:
-        ValueError: an argument is not a number of seconds, 0 or more.
+        ValueError: an argument is not a number of seconds, 0 or more, or this process is not in ``group``.
     """
 
     _new_transport: Callable[..., Transport] = GlooTransport
@@ -63,12 +66,19 @@ class Ranks:
         lost_after_secs: float = 60.0,
         stuck_secs: float = 30.0,
         join_secs: float = 600.0,
+        group: Any = None,
     ) -> None:
         self.tick_secs = seconds(tick_secs, "tick_secs")
         self.lost_after_secs = seconds(lost_after_secs, "lost_after_secs")
         self.stuck_secs = seconds(stuck_secs, "stuck_secs")
         self.join_secs = seconds(join_secs, "join_secs")
-        self._place = _place_in_process_group() or (0, 1)
+        self.group = group
+        self._place = _place_in_process_group(group) or (0, 1)
+        if self._place[0] < 0:
+            raise ValueError(
+                "group: this process is not in it. Create the loop in the processes of the group only, or give each "
+                "process its own group"
+            )
 
     @property
     def rank(self) -> int:
@@ -119,7 +129,7 @@ class Ranks:
         return [value] if loop is None else loop.gather(value, purpose)
 
     def __repr__(self) -> str:
-        return call_repr(self, **_periods(self))
+        return call_repr(self, **_arguments(self))
 
 
 _newest_loop: weakref.WeakKeyDictionary[Ranks, Ranks] = weakref.WeakKeyDictionary()
@@ -145,7 +155,7 @@ class Gathering:
 class LoopRanks(Ranks):
     """The ranks of one loop: which process this is, and the connection to the others once the loop has made it.
 
-    The rank and the size are those of the default process group when the loop is created: the group may be newer than
+    The rank and the size are those of the process group when the loop is created: the group may be newer than
     ``given``, and the script may destroy it before it closes the loop.
 
     Args:
@@ -158,8 +168,8 @@ class LoopRanks(Ranks):
     size: int = 1
 
     def __init__(self, given: Ranks, *, alone: bool = False) -> None:
-        super().__init__(**_periods(given))
-        self.rank, self.size = (0, 1) if alone else _place_in_process_group() or (given.rank, given.size)
+        super().__init__(**_arguments(given))
+        self.rank, self.size = (0, 1) if alone else _place_in_process_group(self.group) or (given.rank, given.size)
         self.may_be_late = self.size == 1 and not alone
         """Whether the script may create the process group after the loop, which is then one of this process alone."""
         self.hooks_of_some: list[object] = []
@@ -213,14 +223,14 @@ class LoopRanks(Ranks):
         distributed = sys.modules.get("torch.distributed")
         if device.type == "cpu" or distributed is None or not distributed.is_initialized():
             return False
-        return f"{device.type}:" in str(distributed.get_backend_config())
+        return f"{device.type}:" in str(distributed.get_backend_config(self.group))
 
     def gather_on_device(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return ``tensors``, all of one device, of every rank, without waiting for the device.
 
         One call of the process group's ``all_gather``. Every rank has to call this as it has to call :meth:`gather`.
         """
-        return all_gather(tensors, self.size)
+        return all_gather(tensors, self.size, self.group)
 
     def connect(self, failure: Callable[[], TorchHooksError | None]) -> Transport:
         """Reach the other ranks; each of them has to call this. ``failure()`` says why not to wait for one any more.
@@ -234,6 +244,7 @@ class LoopRanks(Ranks):
             join_secs=self.join_secs,
             lost_after_secs=self.lost_after_secs,
             failure=failure,
+            group=self.group,
         )
         if (given := self._given()) is not None:
             _newest_loop[given] = self
@@ -268,7 +279,7 @@ class LoopRanks(Ranks):
         self.may_be_late = False
 
     def __repr__(self) -> str:
-        return repr(Ranks(**_periods(self)))
+        return repr(Ranks(**_arguments(self)))
 
 
 _ALONE = (
@@ -294,13 +305,13 @@ def checked_ranks(given: Any) -> LoopRanks:
     return ranks
 
 
-def _place_in_process_group() -> tuple[int, int] | None:
-    """Return the rank and the size of the default process group; ``None`` if there is none by now."""
+def _place_in_process_group(group: Any = None) -> tuple[int, int] | None:
+    """Return the rank in ``group``, by default the default process group, and its size; ``None`` if there is none."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return distributed.get_rank(), distributed.get_world_size()
+    return distributed.get_rank(group), distributed.get_world_size(group)
 
 
-def _periods(ranks: Ranks) -> dict[str, float]:
-    return {name: getattr(ranks, name) for name in ("tick_secs", "lost_after_secs", "stuck_secs", "join_secs")}
+def _arguments(ranks: Ranks) -> dict[str, Any]:
+    return {name: getattr(ranks, name) for name in ("tick_secs", "lost_after_secs", "stuck_secs", "join_secs", "group")}

@@ -89,6 +89,7 @@ class GlooTransport:
         join_secs: how long to wait for the other ranks to create their groups.
         lost_after_secs: after how many seconds without an answer to a tick a rank counts as lost.
         failure: returns why a call of :meth:`gather` is not to wait any longer; ``None`` while it is.
+        group: the process group over which the ranks meet first; ``None`` for the default one.
 
     Raises:
         LifecycleError: not every rank created its groups within ``join_secs``.
@@ -102,17 +103,19 @@ class GlooTransport:
         join_secs: float,
         lost_after_secs: float,
         failure: Callable[[], TorchHooksError | None],
+        group: Any = None,
     ) -> None:
         self._rank = rank
         self._size = size
         self._join_secs = join_secs
         self._lost_after_secs = lost_after_secs
         self._failure = failure
+        self._group = group
         self._has_left = False
         self._saving: list[GlooTransport] = []
         deadline = time.monotonic() + join_secs
         try:
-            self._store = _own_part_of_the_store(_broadcast_token(deadline))
+            self._store = _own_part_of_the_store(_broadcast_token(deadline, group))
             atexit.register(_park, os.getpid())
             self._ticks = self._create_group("ticks", deadline)
             self._training = self._create_group("training", deadline)
@@ -157,7 +160,7 @@ class GlooTransport:
                 "destroy_process_group()"
             )
         rows = [None] * self._size
-        distributed.all_gather_object(rows, value)
+        distributed.all_gather_object(rows, value, group=self._group)
         return rows
 
     def for_saving(self) -> Transport:
@@ -210,7 +213,12 @@ class GlooTransport:
         if hasattr(c10d, "ProcessGroupGloo"):
             return c10d.ProcessGroupGloo(c10d.PrefixStore(name, self._store), self._rank, self._size, timeout)
         # A torch whose private names have changed.
-        return torch.distributed.new_group(backend="gloo", timeout=timeout)  # pragma: no cover
+        return torch.distributed.new_group(  # pragma: no cover
+            None if self._group is None else torch.distributed.get_process_group_ranks(self._group),
+            backend="gloo",
+            timeout=timeout,
+            use_local_synchronization=self._group is not None,
+        )
 
     def _gather(self, group: Any, mine: torch.Tensor, check: Callable[[float], None]) -> list[torch.Tensor]:
         """Return the tensors of all ranks. ``check(secs)`` raises if there is no point in waiting after ``secs``.
@@ -283,14 +291,15 @@ def _without_timeout() -> Any:
     return options
 
 
-def _broadcast_token(deadline: float) -> str:
-    """Return a text that is the same on all ranks, and new."""
+def _broadcast_token(deadline: float, group: Any) -> str:
+    """Return a text that is the same on all ranks of ``group``, and new."""
     distributed = torch.distributed
-    device = "cpu" if "cpu" in str(distributed.get_backend_config()) else torch.get_default_device()
+    device = "cpu" if "cpu" in str(distributed.get_backend_config(group)) else torch.get_default_device()
     if device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=device)
-    work = distributed.broadcast(token, src=0, async_op=True)
+    src = 0 if group is None else distributed.get_global_rank(group, 0)
+    work = distributed.broadcast(token, src=src, group=group, async_op=True)
     while not work.is_completed():
         _pause(_FIRST_POLL_SECS)
         if time.monotonic() > deadline:
