@@ -370,6 +370,53 @@ def test_a_model_is_restored_that_got_its_per_rank_after_the_checkpoint(tmp_path
     assert restored == saved
 
 
+def resumed_with_ddp(rank: int, folder: str, way: str) -> tuple[bool, bool]:
+    """Return whether a resumed training run ends with the bits of an uninterrupted one, and whether that is warned."""
+
+    def train(steps: int, run: str) -> tuple[list[Any], list[str]]:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        model = torch.nn.parallel.DistributedDataParallel(
+            layers, bucket_cap_mb=0.01, find_unused_parameters=way == "find_unused_parameters"
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator()
+
+        def step() -> None:
+            generator.manual_seed(3 * loop.global_step + rank)
+            forward_and_backward()
+            optimizer.step()
+
+        def forward_and_backward() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+
+        for _ in range(2 if way == "steps" else 0):
+            forward_and_backward()
+        hooks = [CheckpointSaverHook(run, save_steps=100), StopAtStepHook(last_step=steps)]
+        ranks = Ranks(tick_secs=0.01)
+        with (
+            log_lines() as lines,
+            MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=run, ranks=ranks) as loop,
+        ):
+            while not loop.should_stop():
+                loop.run()
+        return [parameter.tolist() for parameter in model.parameters()], [text for _, text in lines]
+
+    expected, _ = train(6, f"{folder}/whole")
+    train(3, f"{folder}/resumed")
+    found, lines = train(6, f"{folder}/resumed")
+    return found == expected, any("in another order in its first step" in text for text in lines)
+
+
+@pytest.mark.parametrize("way", ["as it is", "find_unused_parameters", "steps"])
+def test_ddp_on_three_ranks_is_resumed_with_the_same_bits_or_a_warning(tmp_path: Path, way: str) -> None:
+    ended = run_ranks(tmp_path, 3, resumed_with_ddp, str(tmp_path), way)
+    assert [each.value[1] for each in ended] == [way == "as it is", False, False], ended
+    if way != "as it is":
+        assert [each.value[0] for each in ended] == [True] * 3
+
+
 def norm_with_two_names() -> torch.nn.Module:
     norm = torch.nn.BatchNorm1d(1)
     return torch.nn.ModuleDict({"first": norm, "second": norm})

@@ -355,6 +355,30 @@ def read_for_all(
     return path, own, is_whole
 
 
+def warn_of_buckets(session: SessionLike) -> None:
+    """Log a warning, once, if DistributedDataParallel will not add gradients in the order in which it did before.
+
+    It puts gradients into other buckets after its first backward pass in a process. The sum of two numbers does not
+    depend on their order, but the sum of three does, in its last bit.
+    """
+    ranks = session.ranks
+    if ranks.size < 3 or not leads(ranks) or not session.global_step or "buckets" in session.warned:
+        return
+    for name, part in parts_of(session).items():
+        if not isinstance(part, torch.nn.parallel.DistributedDataParallel):
+            continue
+        is_fixed = part.find_unused_parameters and not part.static_graph
+        if not is_fixed and not getattr(part, "_has_rebuilt_buckets", False):
+            session.warned.add("buckets")
+            logger.warning(
+                "%r is a DistributedDataParallel on %d ranks, which adds gradients in another order in its first step "
+                "than later, so the weights will differ in their last bits from a training run without interruption. "
+                "If that matters, give it find_unused_parameters=True, or make two steps before the loop is created",
+                *(name, ranks.size),
+            )
+            return
+
+
 def _begins_again(saved: Mapping[str, Any]) -> bool:
     """Return whether an inner loop begins again in an item of an outer one that continues."""
     return "position" in saved and saved["position"]["path"][-1]["state"] == State.NOT_BEGUN.value

@@ -36,6 +36,7 @@ from torchhooks.checkpoints.per_rank import (
     leads,
     read_for_all,
     share_of,
+    warn_of_buckets,
 )
 from torchhooks.checkpoints.reading import (
     best_checkpoint,
@@ -390,6 +391,8 @@ class Saver:
             session.global_step = step
             rollback.put_back(error)
             raise
+        if is_whole:
+            warn_of_buckets(session)
         changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
         if changes and "metadata" in saved:
             logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
