@@ -276,6 +276,56 @@ def test_a_failure_is_a_peer_error_with_the_rank_the_run_and_the_reason() -> Non
     assert str(peer) == "rank 1 failed in run 3: ValueError: boom"
 
 
+@pytest.mark.parametrize(("runs", "where"), [(0, "before its first run"), (2, "after run 2")])
+def test_a_failure_between_two_runs_is_said_to_be_there(runs: int, where: str) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: 1.0, hooks=[Periodic(math.inf)], ranks=ranks) as loop:
+            for _ in range(2):
+                for _ in loop.until_stop(range(runs)):
+                    loop.run()
+                if ranks.rank:
+                    raise ValueError("between epochs")
+
+    peer, _ = in_threads(2, main)
+    assert str(peer) == f"rank 1 failed {where}: ValueError: between epochs"
+    assert peer.run == runs
+
+
+def test_the_reason_of_a_loop_that_another_rank_ended_is_that_rank() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> str | None:
+        def step() -> None:
+            if ranks.rank:
+                raise ValueError("boom")
+            raise RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:42")
+
+        loop = MonitoredLoop(step, ranks=ranks)
+        with contextlib.suppress(PeerError, ValueError), loop:
+            loop.run()
+        return loop.stop_reason
+
+    assert in_threads(2, main) == ["PeerError: rank 1 failed in run 1: ValueError: boom", "ValueError: boom"]
+
+
+def test_a_rank_whose_process_ended_after_the_loop_is_not_lost() -> None:
+    class EndsSlowly(SessionRunHook):
+        def __init__(self, ranks: ThreadRanks, hub: Hub) -> None:
+            self._rank, self._hub = ranks.rank, hub
+
+        def end(self, session: Any) -> None:
+            if self._rank < 2:
+                wait_until(lambda: 2 in self._hub.gone)
+                time.sleep(0.05)  # ticks
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        with MonitoredLoop(lambda: 1.0, hooks=[EndsSlowly(ranks, hub), StopAtStepHook(2)], ranks=ranks) as loop:
+            while not loop.should_stop():
+                loop.run()
+        peers: Any = loop._parts.peers  # noqa: SLF001 - nothing public tells that no error was prepared
+        return peers.failure
+
+    assert in_threads(3, main) == [None, None, None]
+
+
 def test_a_failure_between_runs_reaches_a_rank_that_asks_should_stop() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
@@ -658,7 +708,7 @@ def test_a_rank_that_does_not_come_back_between_epochs_is_reported_and_not_ended
     assert isinstance(error, PeerError)
     (text,) = [text for level, text in lines if level == "CRITICAL"]
     assert text.startswith(
-        "rank 1 failed in run 3: ValueError: boom. For 0.01 s since then, this rank has been in code"
+        "rank 1 failed after run 3: ValueError: boom. For 0.01 s since then, this rank has been in code"
     )
 
 
@@ -827,7 +877,7 @@ def test_a_call_that_torch_refuses_is_a_lost_contact(
         raise RuntimeError("connection reset. This is typically caused by a remote worker")
 
     monkeypatch.setattr(torchhooks.ranks.transport, "_without_timeout", refuse)
-    with pytest.raises(ContactLostError, match=r"^RuntimeError: connection reset$"):
+    with pytest.raises(ContactLostError, match=r"^the connection was closed$"):
         two_transports[0].exchange([1])
 
 
@@ -971,6 +1021,17 @@ def test_a_rank_that_connects_alone_gets_a_lifecycle_error(group_of_one: None) -
     ranks.size = 2
     with pytest.raises(LifecycleError, match=r"not every one of the 2 ranks did so within 0\.3 s"):
         ranks.connect(lambda: None)
+
+
+def test_a_connection_that_fails_at_once_is_not_said_to_have_taken_long(
+    group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(token: str) -> None:
+        raise RuntimeError("socket: Too many open files")
+
+    monkeypatch.setattr(torchhooks.ranks.transport, "_own_part_of_the_store", fail)
+    with pytest.raises(LifecycleError, match=r"could not connect to the other ranks \(RuntimeError: socket: Too many"):
+        LoopRanks(Ranks()).connect(lambda: None)
 
 
 def test_a_broadcast_that_no_rank_answers_is_given_up(monkeypatch: pytest.MonkeyPatch, group_of_one: None) -> None:

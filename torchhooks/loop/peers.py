@@ -89,6 +89,7 @@ class Peers:
         self._asked_in: int | None = None  # the run in which the training thread asked, so that it holds at its end
         self._why = Stop("", StoppedBy.ERROR)  # this rank asked for a stop, or failed
         self._failed_in = 0
+        self._failed_in_run = False  # or else after that run
         self._arrival = (0, 0, UNKNOWN_LENGTH)  # the meetings so far, and the kind and the value of the last
         self._waits_after: int | None = None  # the run after which the training thread holds, or is at a meeting
         self._is_at_meeting = False
@@ -198,15 +199,15 @@ class Peers:
         failure = self._ending.failure if clean else error
         try:
             if failure is not None:
-                self.failed(failure)
+                self.failed(failure, in_run=False)
             elif not self._stopped:
                 self._meet(CLOSE, closed=brief(error) if error is not None else self._ending.reason or "closed")
         except BaseException as another:  # such as KeyboardInterrupt: the loop has to be closed in any case
             return None if another is failure else another
         return None
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed with ``error``.
+    def failed(self, error: BaseException, *, in_run: bool = True) -> None:
+        """Tell the other ranks that this one failed with ``error``, in a run or else between two runs.
 
         Raises:
             PeerError: ``error`` looks like the consequence of another rank's failure.
@@ -215,7 +216,10 @@ class Peers:
             return
         consequence = is_communication_error(error)
         with self._changed:  # so that no tick has the new status without the run and the reason
-            self._failed_in = max(self._schedule.runs + (self._progress.outputs is NO_OUTPUTS), self._last_number)
+            self._failed_in = self._schedule.runs
+            if in_run:
+                self._failed_in = max(self._failed_in + (self._progress.outputs is NO_OUTPUTS), self._last_number)
+            self._failed_in_run = in_run
             self._why = Stop(brief(error), StoppedBy.ERROR)
             self._status = FAILED_LATER if consequence or isinstance(error, PeerError) else FAILED
         self._failure_is_seen.set()
@@ -228,7 +232,7 @@ class Peers:
         if not consequence:
             add_note(error, f"torchhooks: meanwhile, {failure}")
             return
-        self._ending.failure = failure
+        self._ending.blame(failure)
         raise failure from error
 
     def align(self) -> None:
@@ -460,7 +464,7 @@ class Peers:
                 self._schedule.set_pending()
             made, begun, promise = self._runs()
             if self._status >= FAILED:
-                begun = self._failed_in
+                made, begun = self._failed_in - self._failed_in_run, self._failed_in
             return Row(self._status, self._asked, promise, made, begun, *self._arrival)
 
     def _runs(self) -> tuple[int, int, int]:
@@ -526,10 +530,12 @@ class Peers:
                     run,
                 )
                 return True
-            case Failed(rank, run, _):
+            case Failed(rank, run, _, in_run):
                 if self._status < FAILED or rank != self._ranks.rank:
                     reason = reasons[rank].reason
-                    self._fail(rank, f"rank {rank} failed in run {run}: {reason}", reason, run)
+                    after = f"after run {run}" if run else "before its first run"
+                    where = f"in run {run}" if in_run else after
+                    self._fail(rank, f"rank {rank} failed {where}: {reason}", reason, run)
                 return True
             case Finished():
                 return True
@@ -542,12 +548,9 @@ class Peers:
         self._schedule.interrupt()
 
     def _lose(self, error: ContactLostError, transport: Transport) -> None:
-        missing: list[int] = []
-        if not self._agreement.stopped:
-            missing = transport.missing()
-            others = missing or [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
-            if self._last_table and all(self._last_table[rank].status == LEFT for rank in others):
-                return  # they made the agreed last run, and have ended well
+        if any(row.status == LEFT for rank, row in enumerate(self._last_table) if rank != self._ranks.rank):
+            return  # that rank made the agreed last run, and its process has ended well
+        missing = [] if self._agreement.stopped else transport.missing()
         names = "another rank" if not missing else _named(missing, math.inf)
         run = self._schedule.runs
         with self._changed:

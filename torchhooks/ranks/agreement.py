@@ -96,11 +96,12 @@ class Conflict(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """``rank`` failed in run number ``run``. ``ranks`` are all that failed."""
+    """``rank`` failed in run number ``run``, or else after it. ``ranks`` are all that failed."""
 
     rank: int
     run: int
     ranks: tuple[int, ...]
+    in_run: bool = True
 
 
 class Finished(NamedTuple):
@@ -143,7 +144,7 @@ class Agreement:
             if table[first].status == FAILED_LATER and len(failed) < len(table) and self._patience:
                 self._patience -= 1  # the rank that failed first will say so, or contact with it will be lost
                 return []
-            return [Failed(first, table[first].begun, failed)]
+            return [Failed(first, table[first].begun, failed, table[first].made < table[first].begun)]
         if all(row.status == LEFT for row in table):
             return [Finished()]
         if self.stopped:

@@ -120,6 +120,12 @@ class GlooTransport:
             self._ticks = self._create_group("ticks", deadline)
             self._training = self._create_group("training", deadline)
         except (RuntimeError, ContactLostError) as error:
+            if time.monotonic() < deadline:
+                raise LifecycleError(
+                    f"rank {rank} created a MonitoredLoop, and could not connect to the other ranks "
+                    f"({brief(error)}): look for the error of another rank, or for one that ended without creating the "
+                    "loop; ranks=False makes a loop of one process alone"
+                ) from error
             raise LifecycleError(
                 f"rank {rank} created a MonitoredLoop, but not every one of the {size} ranks did so within "
                 f"{join_secs:g} s: create it on every rank, or pass ranks=False for a loop of one process alone "
@@ -245,7 +251,7 @@ class GlooTransport:
         except RuntimeError as error:
             if isinstance(error, TorchHooksError):
                 raise
-            raise ContactLostError(brief(error).partition(". This is typically")[0]) from error
+            raise ContactLostError("the connection was closed") from error  # whatever gloo's text is
         return rows
 
     def _check_tick(self, secs: float) -> None:
