@@ -720,6 +720,16 @@ def test_a_result_of_an_evaluation_is_combined_over_ranks_for_every_hook(
     assert [each.steps for each in saves] == [[("model.1.ckpt", 2, 6.0), ("model.1.ckpt", 4, 8.0)]] * 2
 
 
+def test_a_result_of_an_evaluation_is_weighted_by_another_one() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        evaluation = EvaluationHook(lambda: {"x": 10.0 * ranks.rank, "examples": 1 + 2 * ranks.rank}, every_n_steps=2)
+        wants = WantsSecond(over_ranks(evaluation["x"], "mean", weight=evaluation["examples"]))
+        train(ranks, hub, [evaluation, wants], runs=2)
+        return wants.values
+
+    assert in_threads(2, main) == [[7.5]] * 2
+
+
 def test_a_patience_that_is_used_up_in_the_checkpoint_lets_no_rank_make_a_run(
     tmp_path: Path, lines: list[tuple[str, str]]
 ) -> None:
