@@ -409,7 +409,10 @@ def resumed_with_ddp(rank: int, folder: str, way: str) -> tuple[bool, bool]:
     return found == expected, any("in another order in its first step" in text for text in lines)
 
 
-@pytest.mark.parametrize("way", ["as it is", "find_unused_parameters", "steps"])
+@pytest.mark.parametrize(
+    "way",
+    ["as it is", *(pytest.param(way, marks=pytest.mark.ranks) for way in ("find_unused_parameters", "steps"))],
+)
 def test_ddp_on_three_ranks_is_resumed_with_the_same_bits_or_a_warning(tmp_path: Path, way: str) -> None:
     ended = run_ranks(tmp_path, 3, resumed_with_ddp, str(tmp_path), way)
     assert [each.value[1] for each in ended] == [way == "as it is", False, False], ended
@@ -1055,7 +1058,7 @@ def train_as(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, 
 
 
 def contents(model: Any, optimizer: Any) -> list[Any]:
-    moments = [optimizer.state[parameter] for parameter in model.parameters()]
+    moments = [dict(sorted(optimizer.state[parameter].items())) for parameter in model.parameters()]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [whole(each) for state in (model.state_dict(), *moments) for each in state.values()] + [
         *map(whole, gradients)
@@ -1082,6 +1085,60 @@ def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path)
             assert [each.value["begun"] for each in ended] == [before] * size, (number, wrapped)
         before = ended[0].value["ended"]
         assert len(before) > 20
+
+
+def train_with_ignored(rank: int, folder: str, last_step: int, same_layers: bool) -> tuple[str, list[Any]]:
+    """Train an FSDP2 model with a parameter of this rank alone, and return what was raised and what it has."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    expert = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(expert.weight, rank + 1)
+    layers = [torch.nn.Linear(2, 2, bias=False)] * (1 if same_layers or rank == 0 else 2)
+    model: Any = torch.nn.Sequential(*layers, expert)
+    ignored: Any = {expert.weight}
+    fully_shard(model, ignored_params=ignored)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2) * (loop.global_step + 1)).square().mean().backward()
+        optimizer.step()
+
+    hooks = [CheckpointSaverHook(folder, save_steps=100), StopAtStepHook(last_step=last_step)]
+    try:
+        with MonitoredLoop(
+            *(step, model, optimizer), hooks=hooks, checkpoint_dir=folder, ranks=Ranks(tick_secs=0.01)
+        ) as loop:
+            for _ in loop.until_stop(range(100)):
+                loop.run()
+    except CheckpointError as error:
+        return str(error), []
+    return "", [expert.weight.tolist(), optimizer.state[expert.weight]["exp_avg"].tolist()]
+
+
+@pytest.mark.fsdp2
+def test_parameters_that_fsdp2_ignores_belong_to_the_ranks_on_which_they_differ(tmp_path: Path) -> None:
+    def on_both(name: str, last_step: int) -> list[Any]:
+        ended = run_ranks(in_folder(tmp_path, f"{name} {last_step}"), 2, train_with_ignored, name, last_step, True)
+        assert [each.code for each in ended] == [0, 0], ended
+        return [each.value for each in ended]
+
+    expected = on_both(str(tmp_path / "whole"), 4)
+    on_both(str(tmp_path / "run"), 2)
+    assert on_both(str(tmp_path / "run"), 4) == expected
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.fsdp2
+def test_sharded_models_that_are_different_ones_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, train_with_ignored, str(tmp_path / "run"), 2, False)
+    assert [
+        each.value and "Give the ranks with the same model a loop of their own" in each.value[0] for each in ended
+    ] == [
+        True,
+        True,
+    ], ended
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ class Ranks:
 
     A :class:`torchhooks.MonitoredLoop` creates one by itself. Create one to change a period, and pass it as ``ranks``.
     Hooks find the ranks of their loop in ``session.ranks``, which has the same attributes and methods. Several loops
-    may be given the same ``Ranks``, which is then about the loop that connected last.
+    may be given the same ``Ranks``, which is then about the newest of them that is open.
 
     >>> ranks = Ranks(lost_after_secs=300)
     >>> with MonitoredLoop(step, model, optimizer, ranks=ranks) as loop:
