@@ -1016,6 +1016,30 @@ def test_gloo_connects_over_the_process_group(group_of_one: None) -> None:
     assert transport.exchange([7]) == [[7]]
 
 
+def test_no_thread_saves_over_the_connections_of_a_closed_loop(group_of_one: None) -> None:
+    ranks = LoopRanks(Ranks())
+    transport = ranks.connect(lambda: None)
+    saving = ranks.for_saving()
+    assert saving.gather(7) == [7]
+    ranks.disconnect()
+    assert ranks.gather(7) == [7]  # over the process group
+    transport.close()
+    for late in (lambda: saving.gather(7), lambda: LoopRanks.for_saving(ranks) and transport.for_saving()):
+        with pytest.raises(LifecycleError, match="a Saver with async_save=True writes after the loop was closed"):
+            late()
+
+
+def test_values_cannot_be_gathered_after_the_loop_without_a_process_group(
+    group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = LoopRanks(Ranks())
+    ranks.connect(lambda: None)
+    ranks.disconnect()
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    with pytest.raises(LifecycleError, match=r"call it before destroy_process_group\(\)"):
+        ranks.gather(7)
+
+
 def test_a_rank_that_connects_alone_gets_a_lifecycle_error(group_of_one: None) -> None:
     ranks = LoopRanks(Ranks(join_secs=0.3))
     ranks.size = 2

@@ -31,6 +31,10 @@ from torchhooks.common.log import logger
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.0002, 0.005
 _TEXT_BYTES = 1000
 _MISSING_SECS = 2.0
+_SAVED_LATE = (
+    "a Saver with async_save=True writes after the loop was closed, which has released the connections of its thread: "
+    "save and close it inside the loop, or use a Saver without async_save"
+)
 
 
 class ContactLostError(TorchHooksError):
@@ -170,6 +174,8 @@ class GlooTransport:
         return rows
 
     def for_saving(self) -> Transport:
+        if self._has_left:
+            raise LifecycleError(_SAVED_LATE)
         another = copy.copy(self)
         another._training = self._create_group("saving", time.monotonic() + self._join_secs)  # noqa: SLF001 - its own class
         self._saving.append(another)
@@ -233,7 +239,7 @@ class GlooTransport:
         exiting well, and the training thread could not be told that the rank it waits for is gone.
         """
         if group is None:
-            raise LifecycleError("a checkpoint is written after the loop was closed: close the Saver before the loop")
+            raise LifecycleError(_SAVED_LATE)
         rows = [torch.zeros_like(mine) for _ in range(self._size)]
         _pause(0.0)  # the thread of the ticks begins no call once the interpreter exits
         try:
