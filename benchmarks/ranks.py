@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from torchhooks import MonitoredLoop, Ranks
-from torchhooks.ranks.agreement import Agreement, Pace, Row
+from torchhooks.ranks.agreement import Agreement, Row
 
 from common import Budget, describe, finish, machine, parser, table, take_turns, us_per_run
 
@@ -76,14 +76,15 @@ def cost(step: Callable[[], float], way: str, runs: int) -> float:
 
 def tick_cost(secs: float) -> float:
     """Return the microseconds of CPU time that a tick takes, in its thread and in those of gloo."""
-    figures = []
+    figures: list[float] = []
     with MonitoredLoop(empty_step, ranks=Ranks(tick_secs=0.02)) as loop:
-        pace = loop.session.ranks.pace = _CountingPace()
+        peers: Any = loop._parts.peers  # noqa: SLF001 - no public attribute counts ticks
         loop.session.ranks.gather(None)
         for _ in range(5):
-            before = time.process_time(), pace.ticks
+            before = time.process_time(), peers._ticks  # noqa: SLF001 - as above
             time.sleep(secs / 5)  # the main thread does nothing, so the process's time is that of the ticks
-            figures.append((time.process_time() - before[0]) / max(pace.ticks - before[1], 1))
+            ticks = peers._ticks - before[1]  # noqa: SLF001 - as above
+            figures.append((time.process_time() - before[0]) / max(ticks, 1))
         loop.session.ranks.gather(None)
     return min(figures) * 1e6
 
@@ -92,21 +93,13 @@ def exchange_cost(size: int) -> float:
     """Return the microseconds of CPU time that gloo's allgather of a tick's numbers takes on one rank."""
     mine = torch.zeros(len(Row()), dtype=torch.int64)
     rows = [torch.zeros_like(mine) for _ in range(size)]
-    figures = []
+    figures: list[float] = []
     for _ in range(5):
         before = time.process_time()
         for _ in range(200):
             torch.distributed.all_gather(rows, mine)
         figures.append((time.process_time() - before) / 200 * 1e6)
     return min(figures)
-
-
-class _CountingPace(Pace):
-    ticks = 0
-
-    def note(self, table: Any) -> None:
-        self.ticks += 1
-        super().note(table)
 
 
 def rank_main(rank: int, size: int, folder: str, runs: int, rounds: int, secs: float) -> None:
@@ -134,13 +127,11 @@ def table_cost(size: int) -> float:
     """Return the microseconds that a rank takes to handle the table of a tick of ``size`` ranks."""
     numbers = [list(Row(made=5, begun=5 + rank % 2)) for rank in range(size)]
     tensors = [torch.tensor(row) for row in numbers]
-    agreement, pace = Agreement(), Pace()
+    agreement = Agreement()
 
     def drive(ticks: int) -> None:
         for _ in range(ticks):
-            rows = [Row(*tensor.tolist()) for tensor in tensors]
-            pace.note(rows)
-            agreement.settle(rows)
+            agreement.settle([Row(*tensor.tolist()) for tensor in tensors])
 
     drive(1)
     return min(us_per_run(drive, max(2000 // size, 2)) for _ in range(5))

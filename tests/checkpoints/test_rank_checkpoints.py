@@ -112,6 +112,7 @@ def connected(given: ThreadRanks) -> LoopRanks:
 def save_on(size: int, folder: Path, **options: Any) -> list[Any]:
     def main(ranks: ThreadRanks, hub: Hub) -> str:
         session = make_session(connected(ranks), ranks.rank + 1)
+        torch.nn.init.ones_(session.model.weight)  # type: ignore[union-attr, arg-type]
         saver = Saver(**options)
         path = saver.save(session, folder / "model.ckpt", 3)
         saver.wait_for_all(session)
@@ -227,8 +228,196 @@ def test_buffers_belong_to_the_ranks_on_which_they_differ(
 
     assert in_threads(2, save) == [None, None]
     saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
-    assert list(saved["ranks"][0]["rank_buffers"]["model"]) == ["own"]
+    assert "own" in saved["ranks"][0]["rank_tensors"]["model"]
     assert in_threads(size, restore) == restored
+
+
+# -- weights that differ ----------------------------------------------------------------------------------------------
+
+
+class Experts(torch.nn.Module):
+    """A layer that all ranks share, and one that each rank has for itself."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.expert = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(self.trunk.weight, 1)
+        torch.nn.init.constant_(self.expert.weight, rank + 2)
+
+
+class Stage(torch.nn.Module):
+    """One stage of a pipeline, with names and numbers of parameters of its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        for number in range(rank + 1):
+            layer = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.constant_(layer.weight, 10 * rank + number)
+            self.add_module(f"layer{rank}{number}", layer)
+
+
+def trained(ranks: ThreadRanks, model: Any, restored: Any = None) -> tuple[Session, list[Any]]:
+    """Return a session after a step, or with what ``restored`` has, and its parameters and their moments."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    session = Session(model, optimizer, ranks=connected(ranks))
+    if restored is None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+    else:
+        Saver().restore_latest(session, restored)
+    moments = [optimizer.state[parameter]["exp_avg"].item() for parameter in model.parameters()]
+    return session, [*(parameter.item() for parameter in model.parameters()), *moments]
+
+
+def save_and_restore(
+    folder: Path, make: Callable[[int], torch.nn.Module], *, restored_by: int = 2, async_save: bool = False
+) -> tuple[list[Any], list[Any]]:
+    """Return the parameters and moments of two ranks when they save, and of all ranks that restore."""
+
+    def save(ranks: ThreadRanks, hub: Hub) -> list[Any]:
+        session, values = trained(ranks, make(ranks.rank))
+        saver = Saver(async_save=async_save)
+        saver.save(session, folder / "model.ckpt", 1)
+        saver.close()
+        return values
+
+    def restore(ranks: ThreadRanks, hub: Hub) -> list[Any]:
+        model = make(ranks.rank)
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        return trained(ranks, model, folder)[1]
+
+    return in_threads(2, save), in_threads(restored_by, restore)
+
+
+def of_its_own(rank: int) -> torch.nn.Module:
+    model = Experts(rank)
+    model.per_rank = True  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("make", [Experts, Stage, of_its_own])
+def test_each_rank_gets_its_own_weights_and_moments_back(
+    tmp_path: Path, make: Callable[[int], torch.nn.Module], async_save: bool
+) -> None:
+    saved, restored = save_and_restore(tmp_path, make, async_save=async_save)
+    assert saved[0] != saved[1]
+    assert restored == saved
+
+
+def test_weights_that_differ_are_warned_of_once_with_the_name_of_the_first(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        session, _ = trained(ranks, Experts(ranks.rank))
+        for step in range(2):
+            Saver().save(session, tmp_path / "model.ckpt", step)
+
+    in_threads(2, main)
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert warning.startswith("the parameter 'expert.weight' of 'model' is not the same on rank 0 and on rank 1")
+
+
+@pytest.mark.parametrize("make", [of_its_own, lambda rank: Experts(0)], ids=["per_rank", "equal"])
+def test_weights_that_are_meant_to_differ_and_equal_ones_are_not_warned_of(
+    tmp_path: Path, lines: list[tuple[str, str]], make: Callable[[int], torch.nn.Module]
+) -> None:
+    save_and_restore(tmp_path, make)
+    assert not [text for level, text in lines if level == "WARNING"]
+
+
+def test_what_ranks_have_in_common_is_saved_once(tmp_path: Path) -> None:
+    save_and_restore(tmp_path, Experts)
+    saved = torch.load(tmp_path / "model.ckpt-1", weights_only=True)
+    (other,) = saved["ranks"]
+    assert {name: list(values) for name, values in other["rank_tensors"].items()} == {
+        "model": ["expert.weight"],
+        "optimizer": [1],
+    }
+
+
+def test_weights_that_drift_after_the_first_save_are_found(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> tuple[float, float]:
+        session, _ = trained(ranks, model := Experts(0))
+        saver = Saver()
+        saver.save(session, tmp_path / "model.ckpt", 1)
+        torch.nn.init.constant_(model.trunk.weight, ranks.rank)
+        saver.save(session, tmp_path / "model.ckpt", 2)
+        torch.nn.init.constant_(model.trunk.weight, 9)
+        saver.restore_latest(session, tmp_path)
+        return model.trunk.weight.item(), model.expert.weight.item()
+
+    (first, expert), (second, other_expert) = in_threads(2, main)
+    assert (first, second) == (0, 1)
+    assert expert == other_expert
+
+
+def test_another_number_of_ranks_gets_the_weights_of_the_chief_with_a_warning(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    saved, restored = save_and_restore(tmp_path, Experts, restored_by=3)
+    assert restored == [saved[0]] * 3
+    assert any("'model' was not the same on rank 0 and on rank 1." in text for _, text in lines)
+
+
+def test_a_model_is_restored_that_got_its_per_rank_after_the_checkpoint(tmp_path: Path) -> None:
+    def make(rank: int) -> torch.nn.Module:
+        return of_its_own(rank) if list_checkpoints(tmp_path) else Experts(rank)
+
+    saved, restored = save_and_restore(tmp_path, make)
+    assert restored == saved
+
+
+def resumed_with_ddp(rank: int, folder: str, way: str) -> tuple[bool, bool]:
+    """Return whether a resumed training run ends with the bits of an uninterrupted one, and whether that is warned."""
+
+    def train(steps: int, run: str) -> tuple[list[Any], list[str]]:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+        model = torch.nn.parallel.DistributedDataParallel(
+            layers, bucket_cap_mb=0.01, find_unused_parameters=way == "find_unused_parameters"
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator()
+
+        def step() -> None:
+            generator.manual_seed(3 * loop.global_step + rank)
+            forward_and_backward()
+            optimizer.step()
+
+        def forward_and_backward() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+
+        for _ in range(2 if way == "steps" else 0):
+            forward_and_backward()
+        hooks = [CheckpointSaverHook(run, save_steps=100), StopAtStepHook(last_step=steps)]
+        ranks = Ranks(tick_secs=0.01)
+        with (
+            log_lines() as lines,
+            MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=run, ranks=ranks) as loop,
+        ):
+            while not loop.should_stop():
+                loop.run()
+        return [parameter.tolist() for parameter in model.parameters()], [text for _, text in lines]
+
+    expected, _ = train(6, f"{folder}/whole")
+    train(3, f"{folder}/resumed")
+    found, lines = train(6, f"{folder}/resumed")
+    return found == expected, any("in another order in its first step" in text for text in lines)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["as it is", *(pytest.param(way, marks=pytest.mark.ranks) for way in ("find_unused_parameters", "steps"))],
+)
+def test_ddp_on_three_ranks_is_resumed_with_the_same_bits_or_a_warning(tmp_path: Path, way: str) -> None:
+    ended = run_ranks(tmp_path, 3, resumed_with_ddp, str(tmp_path), way)
+    assert [each.value[1] for each in ended] == [way == "as it is", False, False], ended
+    if way != "as it is":
+        assert [each.value[0] for each in ended] == [True] * 3
 
 
 def norm_with_two_names() -> torch.nn.Module:
@@ -301,6 +490,65 @@ def test_a_stop_in_the_last_run_of_an_epoch_is_resumed(tmp_path: Path, asks: int
     assert [begin + end for begin, end in zip(before, after, strict=True)] == [whole] * 2
 
 
+def three_epochs(rank: int) -> range:
+    return range(3)
+
+
+def epochs_and_items(
+    folder: Path, size: int, stop_at: int | None, *, nested: bool = True, outer: Callable[[int], Any] = three_epochs
+) -> list[Any]:
+    """Return what each rank trains on in a run that ends after ``stop_at`` steps, and how often it counted an epoch."""
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        hooks: list[SessionRunHook] = [CheckpointSaverHook(folder, save_steps=100)]
+        hooks += [] if stop_at is None else [StopAtStepHook(stop_at)]
+        begun, seen, data = Shared(), [], [10, 11, 12]
+        state = {"begun": begun}
+        with MonitoredLoop(lambda: None, hooks=hooks, state=state, checkpoint_dir=folder, ranks=ranks) as loop:
+            for epoch in loop.until_stop(outer(ranks.rank)) if nested else [0]:
+                begun.number += 1  # as a scheduler does that steps at the start of an epoch
+                for item in loop.until_stop(data):
+                    loop.run()
+                    seen.append((epoch, item))
+        return seen, begun.number
+
+    return in_threads(size, main)
+
+
+@pytest.mark.parametrize(("saved_by", "restored_by"), [(2, 3), (2, 1), (1, 2)])
+def test_another_number_of_ranks_continues_with_the_epoch(
+    tmp_path: Path, saved_by: int, restored_by: int, lines: list[tuple[str, str]]
+) -> None:
+    epochs_and_items(tmp_path, saved_by, 4)
+    seen = [(epoch, item) for epoch in (1, 2) for item in (10, 11, 12)]
+    assert epochs_and_items(tmp_path, restored_by, None) == [(seen, 3)] * restored_by
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert "The outer loops continue, and the epoch in progress begins again" in warning
+
+
+def test_another_number_of_ranks_continues_after_an_epoch(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    epochs_and_items(tmp_path, 2, None, outer=lambda rank: range(2))
+    assert epochs_and_items(tmp_path, 3, None) == [([(2, 10), (2, 11), (2, 12)], 3)] * 3
+    assert not any("begins again" in text for _, text in lines)
+
+
+def test_another_number_of_ranks_begins_again_with_data_that_are_divided_over_the_ranks(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    epochs_and_items(tmp_path, 2, 2, nested=False)
+    assert epochs_and_items(tmp_path, 3, None, nested=False) == [([(0, 10), (0, 11), (0, 12)], 2)] * 3
+    assert not any("outer loops" in text for _, text in lines)
+
+
+def test_outer_items_that_differ_between_ranks_are_not_continued_by_another_number_of_them(tmp_path: Path) -> None:
+    def files(rank: int) -> list[str]:
+        return [f"file {rank}", f"file {rank + 2}"]
+
+    epochs_and_items(tmp_path, 2, 4, outer=files)
+    seen, _ = epochs_and_items(tmp_path, 1, None, outer=files)[0]
+    assert seen[0] == ("file 0", 10)
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_the_chief_writes_one_file_for_all(tmp_path: Path, async_save: bool) -> None:
     assert save_on(3, tmp_path, async_save=async_save) == [str(tmp_path / "model.ckpt-3")] * 3
@@ -325,7 +573,8 @@ def test_another_number_of_ranks_restores_what_all_have_in_common(
     by = "1 process" if saved_by == 1 else f"{saved_by} ranks"
     assert [text for level, text in lines if level == "WARNING"] == [
         f"{tmp_path}/model.ckpt-3 was saved by {by} and is restored by {restored_by} ranks: random states, gradients, "
-        "the position in the data, and the states of hooks, loaders and Variables start as the script set them"
+        "the position in the data, and the states of hooks, loaders, Variables and objects with per_rank start as the "
+        "script set them"
     ]
 
 
@@ -809,7 +1058,7 @@ def train_as(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, 
 
 
 def contents(model: Any, optimizer: Any) -> list[Any]:
-    moments = [optimizer.state[parameter] for parameter in model.parameters()]
+    moments = [dict(sorted(optimizer.state[parameter].items())) for parameter in model.parameters()]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [whole(each) for state in (model.state_dict(), *moments) for each in state.values()] + [
         *map(whole, gradients)
@@ -836,6 +1085,60 @@ def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path)
             assert [each.value["begun"] for each in ended] == [before] * size, (number, wrapped)
         before = ended[0].value["ended"]
         assert len(before) > 20
+
+
+def train_with_ignored(rank: int, folder: str, last_step: int, same_layers: bool) -> tuple[str, list[Any]]:
+    """Train an FSDP2 model with a parameter of this rank alone, and return what was raised and what it has."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    expert = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(expert.weight, rank + 1)
+    layers = [torch.nn.Linear(2, 2, bias=False)] * (1 if same_layers or rank == 0 else 2)
+    model: Any = torch.nn.Sequential(*layers, expert)
+    ignored: Any = {expert.weight}
+    fully_shard(model, ignored_params=ignored)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2) * (loop.global_step + 1)).square().mean().backward()
+        optimizer.step()
+
+    hooks = [CheckpointSaverHook(folder, save_steps=100), StopAtStepHook(last_step=last_step)]
+    try:
+        with MonitoredLoop(
+            *(step, model, optimizer), hooks=hooks, checkpoint_dir=folder, ranks=Ranks(tick_secs=0.01)
+        ) as loop:
+            for _ in loop.until_stop(range(100)):
+                loop.run()
+    except CheckpointError as error:
+        return str(error), []
+    return "", [expert.weight.tolist(), optimizer.state[expert.weight]["exp_avg"].tolist()]
+
+
+@pytest.mark.fsdp2
+def test_parameters_that_fsdp2_ignores_belong_to_the_ranks_on_which_they_differ(tmp_path: Path) -> None:
+    def on_both(name: str, last_step: int) -> list[Any]:
+        ended = run_ranks(in_folder(tmp_path, f"{name} {last_step}"), 2, train_with_ignored, name, last_step, True)
+        assert [each.code for each in ended] == [0, 0], ended
+        return [each.value for each in ended]
+
+    expected = on_both(str(tmp_path / "whole"), 4)
+    on_both(str(tmp_path / "run"), 2)
+    assert on_both(str(tmp_path / "run"), 4) == expected
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.fsdp2
+def test_sharded_models_that_are_different_ones_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, train_with_ignored, str(tmp_path / "run"), 2, False)
+    assert [
+        each.value and "Give the ranks with the same model a loop of their own" in each.value[0] for each in ended
+    ] == [
+        True,
+        True,
+    ], ended
 
 
 @pytest.fixture(scope="module")

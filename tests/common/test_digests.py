@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchhooks.common.digests import differ, digest
+from torchhooks.common.digests import differ, digest, fingerprints
 
 
 @dataclass
@@ -111,3 +111,24 @@ def test_a_digest_draws_no_random_number_and_uses_the_host() -> None:
     with torch.device("meta"):
         assert differ(digest(torch.zeros(3, device="cpu")), digest(torch.ones(3, device="cpu")))
     assert torch.equal(torch.get_rng_state(), states)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("size", [1, 5, 4096, 10_000])
+def test_a_fingerprint_tells_a_tensor_from_one_with_another_element_or_order(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.arange(size).remainder(7).to(dtype)
+    others = []
+    for place in {0, size // 2, size - 1}:
+        others.append(tensor.clone())
+        others[-1][place] = 3 if tensor[place] != 3 and dtype != torch.bool else ~tensor[place].bool()
+    others += [tensor.flip(0)] if size > 1 and not tensor.equal(tensor.flip(0)) else []
+    first, same, *rest = fingerprints([tensor, tensor.clone(), *others])
+    assert first == same
+    assert first not in rest
+
+
+def test_the_fingerprint_of_a_tensor_without_plain_elements_is_empty() -> None:
+    tensors = [torch.eye(2).to_sparse(), torch.empty(2, device="meta"), torch.zeros(())]
+    assert [bool(each) for each in fingerprints(tensors)] == [False, False, True]

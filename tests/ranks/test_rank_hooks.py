@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import re
-import time
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -60,7 +58,6 @@ from torchhooks.common.log import logger, speak_as
 from torchhooks.common.requester import Requester
 from torchhooks.common.timers import NOW, Due
 from torchhooks.fetches.over_ranks import RanksEvaluator
-from torchhooks.ranks.agreement import Pace, Row, Slowest
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.roster import step_period
 from torchhooks.summary.histograms import as_histogram, count
@@ -165,6 +162,50 @@ def test_examples_per_second_count_the_examples_of_all_ranks(lines: list[tuple[s
     rates = [float(text.partition(": ")[2]) for _, text in lines if "/sec" in text]
     assert len(rates) == 4  # of the chief alone: steps 3 and 5
     assert rates[1::2] == [pytest.approx(16 * rate, rel=1e-4) for rate in rates[::2]]
+
+
+def tokens_per_step(lines: list[tuple[str, str]]) -> list[float]:
+    """Return the tokens (or examples) per second of each report, divided by the steps per second."""
+    texts = [text for _, text in lines]
+    steps = [float(text.partition(": ")[2]) for text in texts if text.startswith("global_step/sec")]
+    counts = [float(text.rpartition(": ")[2]) for text in texts if text.startswith(("tokens/sec", "examples/sec"))]
+    return [count / step for count, step in zip(counts, steps, strict=True)]
+
+
+@pytest.mark.parametrize("what", ["examples_per_step", "tokens_per_step"])
+def test_the_examples_and_tokens_of_a_step_are_added_up_over_the_ranks(lines: list[tuple[str, str]], what: str) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        arguments: dict[str, Any] = {what: 8 + ranks.rank}
+        train(ranks, hub, [StepCounterHook(2, **arguments)], runs=5)
+
+    in_threads(3, main)
+    assert tokens_per_step(lines) == [pytest.approx(8 + 9 + 10, rel=1e-3)] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"every_n_steps": 2}, {"timer": EverySteps(2)}, {"every_n_steps": None, "every_n_secs": 0.0}]
+)
+def test_the_tokens_of_a_fetch_are_added_up_over_the_ranks(
+    lines: list[tuple[str, str]], arguments: dict[str, Any]
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        hook = StepCounterHook(tokens_per_step="loss", **arguments)
+        train(ranks, hub, [hook], lambda rank, run: 10**rank, runs=6 if "every_n_secs" not in arguments else 300)
+
+    assert in_threads(3, main) == [None] * 3
+    found = tokens_per_step(lines)
+    assert len(found) >= 2
+    assert found == [pytest.approx(111, rel=1e-3)] * len(found)
+
+
+def test_a_counter_on_the_chief_alone_takes_the_other_ranks_to_be_like_it(lines: list[tuple[str, str]]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        train(
+            ranks, hub, [] if ranks.rank else [StepCounterHook(2, tokens_per_step="loss")], lambda rank, run: 7, runs=5
+        )
+
+    assert in_threads(2, main) == [None] * 2
+    assert tokens_per_step(lines) == [pytest.approx(14, rel=1e-3)] * 2
 
 
 def test_the_clock_of_the_chief_decides_when_a_built_in_hook_is_due() -> None:
@@ -288,64 +329,6 @@ def test_no_rank_saves_its_best_after_a_nan_on_one(
     assert in_threads(2, main) == [None, None]
     assert [each.steps for each in saves] == [[], []]
     assert lines.count(("WARNING", "no checkpoint of step 1: loss is NaN at step 1")) == 2
-
-
-# -- the slowest rank -----------------------------------------------------------------------------------------------
-
-
-def noted(*tables: list[int]) -> Pace:
-    """Return a Pace that saw tables of the runs that each rank had begun."""
-    pace = Pace()
-    for table in tables:
-        pace.note([Row(made=begun - 1, begun=begun) for begun in table])
-    return pace
-
-
-def test_a_rank_that_is_mostly_less_far_is_the_slowest() -> None:
-    assert noted(*[[5, 3, 5]] * 6, *[[5, 5, 5]] * 4).slowest() == Slowest(1, 0.6, 2)
-
-
-@pytest.mark.parametrize(
-    "tables",
-    [
-        [[5, 3, 5]] * 9,  # too short
-        [[5, 4, 5]] * 4 + [[4, 5, 5]] * 4 + [[5, 5, 4]] * 4,  # each of them at times
-        [[4, 5, 4]] * 20,  # most of them
-        [[5, 5, 5]] * 20,
-    ],
-)
-def test_no_rank_is_the_slowest_without_a_clear_difference(tables: list[list[int]]) -> None:
-    assert noted(*tables).slowest() is None
-
-
-def test_each_period_is_judged_on_its_own() -> None:
-    pace = noted(*[[5, 3, 5]] * 10)
-    assert pace.slowest() is not None
-    pace.note([Row(), Row(), Row()])
-    assert pace.slowest() is None
-
-
-def test_the_chief_logs_which_rank_is_slow(lines: list[tuple[str, str]]) -> None:
-    def main(ranks: ThreadRanks, hub: Hub) -> None:
-        def step() -> None:
-            hub.gather("step", ranks.rank, 0)
-            if any("slowest rank" in text for _, text in lines):
-                loop.request_stop("seen")
-
-        with MonitoredLoop(step, hooks=[StepCounterHook(20)], ranks=ranks) as loop:
-            while not loop.should_stop():
-                if ranks.rank == 1:
-                    time.sleep(0.005)  # what makes it slow; no condition depends on it
-                loop.run()
-
-    assert in_threads(2, main) == [None, None]
-    said = [text for _, text in lines if "slowest" in text]
-    assert re.fullmatch(r"slowest rank: 1, at \d+% of the ticks, by up to [12] runs", said[0])
-
-
-def test_in_one_process_there_is_no_pace() -> None:
-    with MonitoredLoop(lambda: 1.0) as loop:
-        assert loop.session.ranks.pace is None
 
 
 def test_a_timer_that_follows_the_chief_does_not_look_at_its_clock(clock: FakeClock) -> None:
@@ -538,6 +521,100 @@ def test_over_ranks_keeps_the_kind_of_a_value(name: str) -> None:
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
+def combined(fetch: Callable[[int], Any], losses: Callable[[int, int], Any], size: int = 3) -> list[Any]:
+    """Return the value that a hook gets for ``fetch(rank)`` on each rank, or the error."""
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        hook = Wants(fetch(ranks.rank))
+        train(ranks, hub, [hook], losses, runs=1)
+        return hook.values[0]
+
+    return in_threads(size, main)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum", "min", "max"])
+@pytest.mark.parametrize("missing", [{}, {"loss": None}], ids=["no such name", "None"])
+def test_ranks_without_a_value_are_left_out(op: str, missing: dict[str, Any]) -> None:
+    values = combined(
+        lambda rank: over_ranks("loss", op, optional=True),
+        lambda rank, run: {"loss": torch.tensor([4.0, rank])} if rank else missing,
+    )
+    expected = {"mean": [4.0, 1.5], "sum": [8.0, 3.0], "min": [4.0, 1.0], "max": [4.0, 2.0]}[op]
+    assert [value.tolist() for value in values] == [expected] * 3
+
+
+def test_a_value_that_is_none_is_left_out() -> None:
+    values = combined(lambda rank: over_ranks("loss", "mean"), lambda rank, run: {"loss": 4.0 if rank == 2 else None})
+    assert values == [4.0] * 3
+
+
+def test_a_value_that_no_rank_has_is_nan() -> None:
+    values = combined(lambda rank: over_ranks("loss", "min", optional=True), lambda rank, run: {})
+    assert np.isnan(values).tolist() == [True] * 3
+
+
+def test_a_name_that_one_rank_lacks_is_an_error_unless_it_is_optional() -> None:
+    errors = combined(lambda rank: over_ranks("loss", "mean"), lambda rank, run: {"loss": 1.0} if rank else {})
+    assert "asked for 'loss', which does not exist" in str(errors[0])
+
+
+def test_none_on_a_machine_with_a_device_needs_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    errors = combined(lambda rank: over_ranks("loss", "mean"), lambda rank, run: {"loss": 1.0 if rank else None})
+    assert "is None on this rank: give over_ranks optional=True" in str(errors[0])
+
+
+def test_a_value_of_another_shape_is_an_error_though_the_chief_has_none() -> None:
+    errors = combined(
+        lambda rank: over_ranks("loss", "mean", optional=True),
+        lambda rank, run: {"loss": torch.zeros(rank)} if rank else {},
+    )
+    assert "rank 0 combines ['mean of loss: float32[1]'] over ranks in this run, and rank 2 ['mean" in str(errors[0])
+
+
+@pytest.mark.parametrize("weight", ["n", lambda n: n, running_mean("n")], ids=["a name", "a closure", "a running mean"])
+def test_a_mean_is_weighted_by_a_fetch(weight: Any) -> None:
+    values = combined(
+        lambda rank: over_ranks("loss", "mean", weight=weight), lambda rank, run: {"loss": 10.0 * rank, "n": 1 + rank}
+    )
+    assert values == [pytest.approx((2 * 10 + 3 * 20) / 6)] * 3
+
+
+def test_a_mean_is_weighted_by_a_number_of_each_rank() -> None:
+    values = combined(lambda rank: over_ranks("loss", "mean", weight=1 + rank), lambda rank, run: torch.tensor(rank))
+    assert [value.item() for value in values] == [pytest.approx(8 / 6)] * 3
+
+
+def test_ranks_without_a_value_have_no_weight() -> None:
+    values = combined(
+        lambda rank: over_ranks("loss", "mean", weight="n", optional=True),
+        lambda rank, run: {"loss": 10.0 * rank, "n": rank} if rank else {},
+    )
+    assert values == [pytest.approx((10 + 2 * 20) / 3)] * 3
+
+
+def test_a_weight_that_is_no_number_is_an_error_that_shows_it() -> None:
+    errors = combined(
+        lambda rank: over_ranks("loss", "mean", weight="n"), lambda rank, run: {"loss": 1.0, "n": torch.ones(2)}
+    )
+    assert "has the weight Tensor" in str(errors[0])
+    assert "give a fetch of one number" in str(errors[0])
+
+
+def test_only_a_mean_has_weights() -> None:
+    with pytest.raises(ValueError, match=r"over_ranks\('loss', 'sum', weight='n'\): only a mean has weights"):
+        over_ranks("loss", "sum", weight="n")
+
+
+def test_in_one_process_an_optional_value_is_the_value_or_nan() -> None:
+    hook = Wants([over_ranks("loss", "mean", weight="n", optional=True), over_ranks("other", "max", optional=True)])
+    with MonitoredLoop(lambda: 2.0, hooks=[hook]) as loop:
+        loop.run()
+    (value, missing) = hook.values[0]
+    assert value == 2.0
+    assert np.isnan(missing)
+
+
 @pytest.fixture
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What ranks that are threads gather: the purposes and the values."""
@@ -641,6 +718,16 @@ def test_a_result_of_an_evaluation_is_combined_over_ranks_for_every_hook(
         "x = 7.0",
     ]
     assert [each.steps for each in saves] == [[("model.1.ckpt", 2, 6.0), ("model.1.ckpt", 4, 8.0)]] * 2
+
+
+def test_a_result_of_an_evaluation_is_weighted_by_another_one() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        evaluation = EvaluationHook(lambda: {"x": 10.0 * ranks.rank, "examples": 1 + 2 * ranks.rank}, every_n_steps=2)
+        wants = WantsSecond(over_ranks(evaluation["x"], "mean", weight=evaluation["examples"]))
+        train(ranks, hub, [evaluation, wants], runs=2)
+        return wants.values
+
+    assert in_threads(2, main) == [[7.5]] * 2
 
 
 def test_a_patience_that_is_used_up_in_the_checkpoint_lets_no_rank_make_a_run(
@@ -975,10 +1062,12 @@ def test_tensors_on_a_device_are_gathered_in_one_call_of_the_process_group(
 
 
 def test_tensors_that_the_process_group_does_not_serve_go_over_the_host(group_of_one: None) -> None:
-    assert LoopRanks(Ranks()).gather_on_device([OnDevice(torch.zeros(1), "meta")]) is None  # type: ignore[list-item]
+    assert not LoopRanks(Ranks()).serves(torch.device("meta"))
+    assert LoopRanks(Ranks()).serves(torch.device("cuda"))
 
 
 def test_tensors_on_a_device_are_combined_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoopRanks, "serves", lambda self, device: True)
     monkeypatch.setattr(LoopRanks, "gather_on_device", lambda self, tensors: self.gather(tensors))
 
     def main(ranks: ThreadRanks, hub: Hub) -> Any:

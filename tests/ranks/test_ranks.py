@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -25,13 +26,18 @@ from support.rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks,
 import torchhooks.loop.peers
 import torchhooks.ranks.ranks
 from torchhooks import (
+    CheckpointSaverHook,
     LifecycleError,
     MonitoredLoop,
     PeerError,
     Ranks,
+    Saver,
+    SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
     StopAtStepHook,
+    latest_checkpoint,
+    over_ranks,
 )
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.ending import Ending, Stop, StoppedBy
@@ -270,6 +276,56 @@ def test_a_failure_is_a_peer_error_with_the_rank_the_run_and_the_reason() -> Non
     assert str(peer) == "rank 1 failed in run 3: ValueError: boom"
 
 
+@pytest.mark.parametrize(("runs", "where"), [(0, "before its first run"), (2, "after run 2")])
+def test_a_failure_between_two_runs_is_said_to_be_there(runs: int, where: str) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: 1.0, hooks=[Periodic(math.inf)], ranks=ranks) as loop:
+            for _ in range(2):
+                for _ in loop.until_stop(range(runs)):
+                    loop.run()
+                if ranks.rank:
+                    raise ValueError("between epochs")
+
+    peer, _ = in_threads(2, main)
+    assert str(peer) == f"rank 1 failed {where}: ValueError: between epochs"
+    assert peer.run == runs
+
+
+def test_the_reason_of_a_loop_that_another_rank_ended_is_that_rank() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> str | None:
+        def step() -> None:
+            if ranks.rank:
+                raise ValueError("boom")
+            raise RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:42")
+
+        loop = MonitoredLoop(step, ranks=ranks)
+        with contextlib.suppress(PeerError, ValueError), loop:
+            loop.run()
+        return loop.stop_reason
+
+    assert in_threads(2, main) == ["PeerError: rank 1 failed in run 1: ValueError: boom", "ValueError: boom"]
+
+
+def test_a_rank_whose_process_ended_after_the_loop_is_not_lost() -> None:
+    class EndsSlowly(SessionRunHook):
+        def __init__(self, ranks: ThreadRanks, hub: Hub) -> None:
+            self._rank, self._hub = ranks.rank, hub
+
+        def end(self, session: Any) -> None:
+            if self._rank < 2:
+                wait_until(lambda: 2 in self._hub.gone)
+                time.sleep(0.05)  # ticks
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        with MonitoredLoop(lambda: 1.0, hooks=[EndsSlowly(ranks, hub), StopAtStepHook(2)], ranks=ranks) as loop:
+            while not loop.should_stop():
+                loop.run()
+        peers: Any = loop._parts.peers  # noqa: SLF001 - nothing public tells that no error was prepared
+        return peers.failure
+
+    assert in_threads(3, main) == [None, None, None]
+
+
 def test_a_failure_between_runs_reaches_a_rank_that_asks_should_stop() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
@@ -439,6 +495,41 @@ def test_one_ranks_serves_two_loops_at_once_and_a_third_one_after_them() -> None
         return [*gathered, last.global_step, isinstance(outer.session.ranks, Ranks)]
 
     assert in_threads(2, main) == [[[4, 4], [3, 3], 2, True]] * 2
+
+
+def test_one_ranks_gathers_for_the_outer_loop_once_the_inner_one_is_closed() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
+        with MonitoredLoop(lambda: 1.0, ranks=ranks) as outer:
+            with MonitoredLoop(lambda: 1.0, ranks=ranks):
+                pass
+            outer_ranks: Any = outer.session.ranks
+            gathered = []
+            outer_ranks.gather = lambda value, purpose: gathered.append(value)
+            ranks.gather(7)
+        return gathered == [7]
+
+    assert in_threads(2, main) == [True, True]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_connections_of_a_loop_are_closed_with_it(fails: bool) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> bool:
+        for number in (1, 2):
+            with contextlib.suppress(ValueError, PeerError), MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
+                loop.run()
+                assert (ranks.rank, number) not in hub.closed
+                if fails and ranks.rank:
+                    raise ValueError
+        wait_until(lambda: {(ranks.rank, 1), (ranks.rank, 2)} <= hub.closed)
+        return (ranks.rank, 1) in hub.closed
+
+    assert in_threads(2, main) == [True, True]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def test_what_values_are_gathered_for_is_forgotten_if_the_gathering_fails() -> None:
@@ -617,7 +708,7 @@ def test_a_rank_that_does_not_come_back_between_epochs_is_reported_and_not_ended
     assert isinstance(error, PeerError)
     (text,) = [text for level, text in lines if level == "CRITICAL"]
     assert text.startswith(
-        "rank 1 failed in run 3: ValueError: boom. For 0.01 s since then, this rank has been in code"
+        "rank 1 failed after run 3: ValueError: boom. For 0.01 s since then, this rank has been in code"
     )
 
 
@@ -695,7 +786,7 @@ def two_transports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(torchhooks.ranks.transport, "_broadcast_token", lambda deadline: "token")
+    monkeypatch.setattr(torchhooks.ranks.transport, "_broadcast_token", lambda deadline, group: "token")
     failures: list[PeerError | None] = [None, None]
 
     def make(rank: int) -> Any:
@@ -786,7 +877,7 @@ def test_a_call_that_torch_refuses_is_a_lost_contact(
         raise RuntimeError("connection reset. This is typically caused by a remote worker")
 
     monkeypatch.setattr(torchhooks.ranks.transport, "_without_timeout", refuse)
-    with pytest.raises(ContactLostError, match=r"^RuntimeError: connection reset$"):
+    with pytest.raises(ContactLostError, match=r"^the connection was closed$"):
         two_transports[0].exchange([1])
 
 
@@ -819,9 +910,19 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself, on import
+def test_an_optimizer_whose_state_is_divided_over_the_ranks_is_refused(group_of_one: None) -> None:
+    zero = importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    model = torch.nn.Linear(1, 1)
+    optimizer = zero(model.parameters(), torch.optim.SGD, lr=0.1)
+    for arguments in ({"optimizer": optimizer}, {"state": {"other": optimizer}}):
+        with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer, whose state each rank has a part of.*FSDP2"):
+            MonitoredLoop(lambda: 1.0, model, **arguments)
+
+
 def test_ranks_are_those_of_the_process_group(group_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "get_rank", lambda: 2)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(distributed, "get_rank", lambda group: 2)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 4)
     ranks = Ranks()
     assert (ranks.rank, ranks.size, ranks.is_chief) == (2, 4, False)
 
@@ -830,14 +931,38 @@ def test_ranks_from_before_the_process_group_are_those_of_the_loop(
     group_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks()
-    monkeypatch.setattr(distributed, "get_rank", lambda: 2)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(distributed, "get_rank", lambda group: 2)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group: 4)
     assert (ranks.rank, ranks.size) == (0, 1)
     monkeypatch.setattr(Ranks, "_new_transport", staticmethod(lambda **_: None))
     of_loop = checked_ranks(ranks)
     assert (of_loop.rank, of_loop.size) == (2, 4)
     of_loop.connect(lambda: None)
     assert (ranks.rank, ranks.size) == (2, 4)
+
+
+@pytest.mark.parametrize("ranks", [None, False, Ranks()])
+def test_a_process_group_that_is_newer_than_the_loop_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], ranks: Any
+) -> None:
+    with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
+        monkeypatch.setattr(torchhooks.ranks.ranks, "_place_in_process_group", lambda group=None: (1, 4))
+        for _ in range(2):
+            loop.run()
+    late = [text for _, text in lines if text.startswith("init_process_group() was called after the loop was created")]
+    assert len(late) == (ranks is not False)
+
+
+@pytest.mark.parametrize(("size", "ranks", "warns"), [("4", None, True), ("4", False, False), ("1", None, False)])
+def test_a_loop_before_the_process_group_is_warned_of_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], size: str, ranks: Any, warns: bool
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
+        created = list(lines)
+        loop.run()
+    assert any("WORLD_SIZE is 4, and torch.distributed is not initialized" in text for _, text in created) == warns
+    assert lines == created
 
 
 @pytest.mark.parametrize("closed", [[1, 0], [0, 1]], ids=["the newer one first", "the older one first"])
@@ -863,7 +988,7 @@ def test_one_of_several_ranks_that_is_alone_in_its_loop_makes_no_tensor_whole(
 ) -> None:
     importlib.import_module("torch.distributed.tensor")  # without it, there are no DTensors
     assert Ranks().may_have_dtensors
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
     assert Ranks().may_have_dtensors
     assert not checked_ranks(False).may_have_dtensors
 
@@ -891,11 +1016,46 @@ def test_gloo_connects_over_the_process_group(group_of_one: None) -> None:
     assert transport.exchange([7]) == [[7]]
 
 
+def test_no_thread_saves_over_the_connections_of_a_closed_loop(group_of_one: None) -> None:
+    ranks = LoopRanks(Ranks())
+    transport = ranks.connect(lambda: None)
+    saving = ranks.for_saving()
+    assert saving.gather(7) == [7]
+    ranks.disconnect()
+    assert ranks.gather(7) == [7]  # over the process group
+    transport.close()
+    for late in (lambda: saving.gather(7), lambda: LoopRanks.for_saving(ranks) and transport.for_saving()):
+        with pytest.raises(LifecycleError, match="a Saver with async_save=True writes after the loop was closed"):
+            late()
+
+
+def test_values_cannot_be_gathered_after_the_loop_without_a_process_group(
+    group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = LoopRanks(Ranks())
+    ranks.connect(lambda: None)
+    ranks.disconnect()
+    monkeypatch.setattr(distributed, "is_initialized", lambda: False)
+    with pytest.raises(LifecycleError, match=r"call it before destroy_process_group\(\)"):
+        ranks.gather(7)
+
+
 def test_a_rank_that_connects_alone_gets_a_lifecycle_error(group_of_one: None) -> None:
     ranks = LoopRanks(Ranks(join_secs=0.3))
     ranks.size = 2
     with pytest.raises(LifecycleError, match=r"not every one of the 2 ranks did so within 0\.3 s"):
         ranks.connect(lambda: None)
+
+
+def test_a_connection_that_fails_at_once_is_not_said_to_have_taken_long(
+    group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(token: str) -> None:
+        raise RuntimeError("socket: Too many open files")
+
+    monkeypatch.setattr(torchhooks.ranks.transport, "_own_part_of_the_store", fail)
+    with pytest.raises(LifecycleError, match=r"could not connect to the other ranks \(RuntimeError: socket: Too many"):
+        LoopRanks(Ranks()).connect(lambda: None)
 
 
 def test_a_broadcast_that_no_rank_answers_is_given_up(monkeypatch: pytest.MonkeyPatch, group_of_one: None) -> None:
@@ -1117,6 +1277,76 @@ def never_closed(rank: int) -> int:
 def test_loops_that_are_never_closed_let_their_processes_exit(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, never_closed)
     assert [each[:2] for each in ended] == [(0, 5)] * 2, ended
+
+
+def many_loops(rank: int, folder: str) -> tuple[int, int, list[Any]]:
+    """Return how many descriptors and threads closed loops have left behind, and what is gathered after them."""
+
+    def count() -> list[int]:
+        return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
+
+    before, loops = count(), []
+    for _ in range(4):
+        saver = CheckpointSaverHook(folder, save_steps=1, saver=Saver(async_save=True))
+        with MonitoredLoop(lambda: 1.0, hooks=[saver], ranks=Ranks(tick_secs=0.01)) as loop:
+            loop.run()
+            loop.session.ranks.for_saving()
+        loops.append(loop)  # so that the garbage collector does not help
+    wait_until(lambda: count() == before)
+    descriptors, threads = (now - then for now, then in zip(count(), before, strict=True))
+    return descriptors, threads, loops[0].session.ranks.gather(rank)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_closed_loops_leave_no_sockets_and_threads_behind(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 2, many_loops, str(tmp_path / "run"))
+    assert [each.value for each in ended] == [(0, 0, [0, 1])] * 2, ended
+
+
+def in_groups(rank: int, folder: str) -> Any:
+    """Train in one of two groups, of which one stops early, and return what this rank sees of it."""
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    own = rank % 2
+    try:
+        Ranks(group=groups[1 - own])
+    except ValueError as error:
+        refused = str(error)
+    values: list[float] = []
+
+    class Sees(SessionRunHook):
+        def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+            return SessionRunArgs(over_ranks("loss", "sum"))
+
+        def after_run(self, run_context: SessionRunContext, run_values: Any) -> None:
+            values.append(run_values.results)
+
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, own)
+    torch.nn.init.constant_(model.bias, own)
+    run = f"{folder}/{own}"
+    hooks = [Sees(), CheckpointSaverHook(run, save_steps=100), StopAtStepHook(3 + 4 * own)]
+    ranks = Ranks(tick_secs=0.01, group=groups[own])
+    with MonitoredLoop(lambda: float(rank), model, hooks=hooks, checkpoint_dir=run, ranks=ranks) as loop:
+        while not loop.should_stop():
+            loop.run()
+    session = loop.session.ranks
+    place = session.rank, session.size, session.is_chief
+    return place, loop.global_step, values[-1], session.gather(rank), refused.partition(".")[0]
+
+
+def test_the_ranks_of_a_group_know_no_others(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 4, in_groups, str(tmp_path))
+    refused = "group: this process is not in it"
+    assert [each.value for each in ended] == [
+        ((0, 2, True), 3, 2.0, [0, 2], refused),
+        ((0, 2, True), 7, 4.0, [1, 3], refused),
+        ((1, 2, False), 3, 2.0, [0, 2], refused),
+        ((1, 2, False), 7, 4.0, [1, 3], refused),
+    ], ended
+    newest = [latest_checkpoint(tmp_path / str(own)) for own in (0, 1)]
+    assert [each and os.path.basename(each) for each in newest] == ["model.ckpt-3", "model.ckpt-7"]
+    weights = [torch.load(path, weights_only=True)["model"]["weight"].item() for path in newest]  # type: ignore[arg-type]
+    assert weights == [0, 1]
 
 
 def group_destroyed(rank: int) -> int:

@@ -39,6 +39,8 @@ class Hub:
         self.hung = False
         self.loops: Counter[int] = Counter()
         """How many loops each rank has connected."""
+        self.closed: set[tuple[int, int]] = set()
+        """The rank and the number of the loop of each connection that is closed."""
         self._changed = threading.Condition()
         self._open: dict[str, dict[int, Any]] = {}
 
@@ -143,6 +145,12 @@ class ThreadTransport:
 
     def abort(self) -> bool:
         return self.aborts
+
+    def leave(self) -> None:
+        """Go on: the values of ranks that are threads need no connection."""
+
+    def close(self) -> None:
+        self._hub.closed.add((self._rank, self._loop))
 
 
 class ThreadRanks(Ranks):

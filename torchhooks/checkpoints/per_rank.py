@@ -7,12 +7,12 @@ checkpoint is a folder (:mod:`torchhooks.checkpoints.manifest`), into which all 
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import io
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,13 +20,24 @@ import torch
 
 from torchhooks.checkpoints.files import Folder, Retention
 from torchhooks.checkpoints.manifest import Files, file_sums
-from torchhooks.checkpoints.sharded import ShardWriter, files_of, read_tensors, split
-from torchhooks.checkpoints.state import SessionLike, accumulated_gradients, buffers, collect, of_rank, parts_of
+from torchhooks.checkpoints.sharded import ShardWriter, canonical, files_of, read_tensors, sharded_parts, split
+from torchhooks.checkpoints.state import (
+    SessionLike,
+    accumulated_gradients,
+    collect,
+    moments_of,
+    of_rank,
+    own_parts,
+    parts_of,
+    shared_tensors,
+)
 from torchhooks.checkpoints.torch_save import save
+from torchhooks.common.digests import fingerprints
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, PeerError, brief
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
 from torchhooks.device.snapshot import plain_tensor
+from torchhooks.position.place import State
 from torchhooks.ranks.failures import mark_as_known
 from torchhooks.ranks.ranks import Ranks
 
@@ -86,16 +97,16 @@ def leads(ranks: Ranks) -> bool:
     return ranks.is_chief or not ranks.is_connected
 
 
-def collect_of_all(session: SessionLike, copy: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+def collect_of_all(session: SessionLike, copied: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return the contents of a checkpoint on the chief, with the parts of the other ranks; elsewhere ``{}``."""
     ranks = session.ranks
-    own_buffers = buffers_of_rank(session)
+    own_differences = differences(session)
 
     def collect_here() -> dict[str, Any]:
         if leads(ranks):
-            return collect(session, copy)
+            return collect(session, copied)
         # On the CPU, because the chief would otherwise load it to the device with the same number.
-        return collect(session, lambda tensor: plain_tensor(tensor).cpu(), of_rank_only=True) | own_buffers
+        return collect(session, lambda tensor: plain_tensor(tensor).cpu(), of_rank_only=True) | own_differences
 
     state = all_or_none(ranks, collect_here)
     _, *others = exchange(ranks, lambda: None if leads(ranks) else state)  # the chief's is not sent: it is the largest
@@ -104,36 +115,79 @@ def collect_of_all(session: SessionLike, copy: Callable[[torch.Tensor], torch.Te
     return {**state, "ranks": others} if others else state
 
 
-def buffers_of_rank(session: SessionLike) -> dict[str, Any]:
-    """Return the entry for the buffers of this rank that differ from those of the chief; ``{}`` if none does.
+def differences(session: SessionLike) -> dict[str, Any]:
+    """Return the entries for what this rank has of modules and optimizers that differs from the chief; often none.
 
-    Every rank has to call this. DDP copies the chief's buffers to the other ranks before most steps, and FSDP2 never.
+    Every rank has to call this. Parameters differ if the ranks have different models, or if nothing keeps them equal,
+    which is worth a warning. Buffers may differ under DDP, and do so under FSDP2.
     """
     ranks = session.ranks
     if not ranks.is_connected:
         return {}
-    digests = exchange(ranks, partial(_buffer_digests, session))
-    chiefs, mine = digests[0], digests[ranks.rank]
-    differing = [key for key, digest in mine.items() if digest != chiefs.get(key)]
-    if not differing:
-        return {}
-    own = buffers(session)
-    copies: dict[str, dict[str, torch.Tensor]] = {}
-    for part, name in differing:
-        copies.setdefault(part, {})[name] = _copied(own[part][name])
-    return {"rank_buffers": copies}
+    parts = parts_of(session)
+    tensors = shared_tensors(parts)
+    optimizers = {name: part for name, part in parts.items() if isinstance(part, torch.optim.Optimizer)}
+    optimizers = {name: part for name, part in optimizers.items() if name not in own_parts(parts)}
+
+    def describe() -> dict[str, dict[str, str]]:
+        found = {part: dict(zip(own, fingerprints(own.values()), strict=True)) for part, own in tensors.items()}
+        groups = {name: [len(group["params"]) for group in each.param_groups] for name, each in optimizers.items()}
+        return found | {name: {"": str(sizes)} for name, sizes in groups.items()}
+
+    rows = exchange(ranks, describe)
+    chiefs, mine = rows[0], rows[ranks.rank]
+    _warn_of_weights(session, parts, rows)
+    whole = [part for part, own in mine.items() if own.keys() != chiefs.get(part, {}).keys()]
+    whole += [name for name in optimizers if mine[name] != chiefs.get(name) and name not in whole]
+    all_or_none(ranks, partial(_check_not_sharded, whole, sharded_parts(parts), ranks.rank))
+    copies: dict[str, Any] = {}
+    parameters: set[int] = set()
+    for part, own in tensors.items():
+        names = [name for name in own if part in whole or mine[part][name] != chiefs[part][name]]
+        parameters |= {id(value) for name, value in _named_parameters(parts[part]) if name in names}
+        if names and part not in whole:
+            copies[part] = {name: own[name] for name in names}
+    for name, optimizer in optimizers.items():
+        if name not in whole and (moments := moments_of(optimizer, parameters)):
+            copies[name] = moments
+    states = {name: parts[name].state_dict() for name in whole}
+    entries = {"rank_tensors": _on_host(copies), "rank_parts": _on_host(states)}
+    return {name: entry for name, entry in entries.items() if entry}
 
 
-def _buffer_digests(session: SessionLike) -> dict[tuple[str, str], str]:
-    return {(part, name): _digest(value) for part, own in buffers(session).items() for name, value in own.items()}
+def _named_parameters(module: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(canonical(name), each) for name, each in module.named_parameters(remove_duplicate=False)]
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    special = tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.layout != torch.strided
-    if special or type(tensor) is not torch.Tensor:
-        return ""  # not compared
-    data = plain_tensor(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()
+def _check_not_sharded(whole: list[str], sharded: Container[str], rank: int) -> None:
+    found = [name for name in whole if name in sharded]
+    if found:
+        raise CheckpointError(
+            f"{found[0]!r} has DTensors, and other tensors on rank {rank} than on rank 0: a checkpoint has the same "
+            "ones of all ranks. Give the ranks with the same model a loop of their own, with Ranks(group=...) and "
+            "another folder for each group"
+        )
+
+
+def _warn_of_weights(session: SessionLike, parts: Mapping[str, Any], rows: list[dict[str, dict[str, str]]]) -> None:
+    """Log a warning, once, if a parameter is not the same on all ranks. It names the first one."""
+    if "weights" in session.warned or not leads(session.ranks):
+        return
+    for part, own in rows[0].items():
+        buffers = parts[part].named_buffers(remove_duplicate=False) if hasattr(parts[part], "named_buffers") else ()
+        ignored = {canonical(name) for name, _ in buffers}
+        for rank, row in enumerate(rows):
+            theirs = row.get(part, {})
+            names = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name) and name not in ignored]
+            if names:
+                session.warned.add("weights")
+                logger.warning(
+                    "%s of %r is not the same on rank 0 and on rank %d, so checkpoints contain, for each rank, what "
+                    "differs. If all ranks should have the same weights, look for what lets them drift apart, such as "
+                    "a missing DistributedDataParallel. If not, set per_rank = True on the module",
+                    *(f"the parameter {names[0]!r}" if names[0] else "the number of parameters", part, rank),
+                )
+                return
 
 
 class Share(NamedTuple):
@@ -144,23 +198,34 @@ class Share(NamedTuple):
 
 
 def share_of(
-    session: SessionLike, parts: dict[str, Any], score: float | None, copies: bool, own_buffers: dict[str, Any]
+    session: SessionLike, parts: dict[str, Any], score: float | None, copies: bool, own_differences: dict[str, Any]
 ) -> Share:
     """Return the share of this rank. ``parts`` are those that have DTensors, by name.
 
-    With ``copies``, training may continue while the share is written. ``own_buffers`` is from :func:`buffers_of_rank`.
+    With ``copies``, training may continue while the share is written. ``own_differences`` is from :func:`differences`.
     """
     ranks = session.ranks
     tensors, rest = split(parts, leads(ranks))
     rest["gradients"], sharded_gradients = accumulated_gradients(session)
     state = collect(session, _copied if copies else plain_tensor, of_rank_only=not leads(ranks), given=rest)
-    state |= own_buffers
+    state |= own_differences
     if sharded_gradients:
         tensors["sharded_gradients"] = sharded_gradients
     if leads(ranks):
         state |= {"sharded_gradients": {}} if sharded_gradients else {}
         state |= {"size": ranks.size, "sharded": list(parts)} | ({} if score is None else {"score": float(score)})
     return Share(_copies_in(tensors) if copies else tensors, state)
+
+
+def _on_host(tree: Any) -> Any:
+    """Return a copy of ``tree`` with each tensor in it copied to the CPU."""
+    if isinstance(tree, torch.Tensor):
+        return _copied(tree)
+    if isinstance(tree, dict):
+        copied = copy.copy(tree)  # with the versions of the modules, which are an attribute
+        copied.update({key: _on_host(value) for key, value in tree.items()})
+        return copied
+    return [_on_host(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -277,15 +342,58 @@ def read_for_all(
     saved = all_or_none(ranks, lambda: read(path) if chosen is None else chosen[1])
     own, is_whole = of_rank(session, saved)
     if not is_whole and leads(ranks):
+        _warn_of_dropped_weights(path, saved)
         logger.warning(
             "%s was saved by %s and is restored by %s: random states,%s the position in the data, and the states of "
-            "hooks, loaders and Variables start as the script set them",
+            "hooks, loaders, Variables and objects with per_rank start as the script set them%s",
             path,
             _number(1 + len(saved.get("ranks", []))),
             _number(ranks.size),
             "" if "sharded_gradients" in saved and "gradients" not in saved else " gradients,",
+            ". The outer loops continue, and the epoch in progress begins again" if _begins_again(own) else "",
         )
     return path, own, is_whole
+
+
+def warn_of_buckets(session: SessionLike) -> None:
+    """Log a warning, once, if DistributedDataParallel will not add gradients in the order in which it did before.
+
+    It puts gradients into other buckets after its first backward pass in a process. The sum of two numbers does not
+    depend on their order, but the sum of three does, in its last bit.
+    """
+    ranks = session.ranks
+    if ranks.size < 3 or not leads(ranks) or not session.global_step or "buckets" in session.warned:
+        return
+    for name, part in parts_of(session).items():
+        if not isinstance(part, torch.nn.parallel.DistributedDataParallel):
+            continue
+        is_fixed = part.find_unused_parameters and not part.static_graph
+        if not is_fixed and not getattr(part, "_has_rebuilt_buckets", False):
+            session.warned.add("buckets")
+            logger.warning(
+                "%r is a DistributedDataParallel on %d ranks, which adds gradients in another order in its first step "
+                "than later, so the weights will differ in their last bits from a training run without interruption. "
+                "If that matters, give it find_unused_parameters=True, or make two steps before the loop is created",
+                *(name, ranks.size),
+            )
+            return
+
+
+def _begins_again(saved: Mapping[str, Any]) -> bool:
+    """Return whether an inner loop begins again in an item of an outer one that continues."""
+    return "position" in saved and saved["position"]["path"][-1]["state"] == State.NOT_BEGUN.value
+
+
+def _warn_of_dropped_weights(path: str, saved: dict[str, Any]) -> None:
+    """Log a warning if the checkpoint has tensors that were not the same on all ranks, of which rank 0's are loaded."""
+    for rank, row in enumerate(saved.get("ranks", []), 1):
+        found = [*row.get("rank_parts", {}), *row.get("rank_tensors", {})]
+        if found:
+            logger.warning(
+                "%s: %r was not the same on rank 0 and on rank %d. Another number of ranks restores what rank 0 had",
+                *(path, found[0], rank),
+            )
+            return
 
 
 def _number(size: int) -> str:

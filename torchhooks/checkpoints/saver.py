@@ -29,13 +29,14 @@ from torchhooks.checkpoints.files import (
 from torchhooks.checkpoints.per_rank import (
     Share,
     all_or_none,
-    buffers_of_rank,
     collect_of_all,
     commit_shards,
+    differences,
     exchange,
     leads,
     read_for_all,
     share_of,
+    warn_of_buckets,
 )
 from torchhooks.checkpoints.reading import (
     best_checkpoint,
@@ -173,7 +174,7 @@ class Saver:
         try:
             sharded = sharded_parts(parts_of(session))
             if sharded:
-                own = buffers_of_rank(session)
+                own = differences(session)
                 collect_share = partial(share_of, session, sharded, score, self.async_save, own)
                 self._save_shards(session, all_or_none(session.ranks, collect_share), refusals, prefix, step)
                 all_or_none(session.ranks, partial(_raise, earlier))
@@ -392,6 +393,8 @@ class Saver:
             session.global_step = step
             rollback.put_back(error)
             raise
+        if is_whole:
+            warn_of_buckets(session)
         changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
         if changes and "metadata" in saved:
             logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
@@ -416,13 +419,13 @@ class Saver:
             self._load(name, part, state, path)
         load_gradients(session, saved)
         session.global_step = saved["global_step"]
-        if "random" not in saved:
-            return  # saved by another number of ranks
-        set_random_states(saved["random"])
+        is_whole = "random" in saved  # not if another number of ranks has saved it
+        if is_whole:
+            set_random_states(saved["random"])
+            session.accumulated.load_state_dict(saved.get("running_values"))
         if session.position is not None:
             mark_state = partial(self._mark_state, session, path)
-            session.position.load_state_dict(saved.get("position"), saved["random"], mark_state)
-        session.accumulated.load_state_dict(saved.get("running_values"))
+            session.position.load_state_dict(saved.get("position"), saved.get("random"), mark_state)
 
     def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
         """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""

@@ -162,7 +162,8 @@ def _like(own: Any, value: Any) -> Any:
 def split(parts: Mapping[str, Any], is_chief: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tensors of ``parts`` that this rank writes, and what else they have, which is plain data.
 
-    The chief alone writes the tensors of modules that are not sharded, such as buffers: each rank has its own values.
+    The chief alone writes tensors that are not sharded, such as buffers: each rank may have its own values, of which
+    torch.distributed.checkpoint would write those of any rank.
     """
     names = _names_of(parts)
     tensors: dict[str, Any] = {}
@@ -178,7 +179,7 @@ def split(parts: Mapping[str, Any], is_chief: bool) -> tuple[dict[str, Any], dic
         order = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(part))]
         ids = [number for group in state["param_groups"] for number in group["params"]]
         moments = {order[ids.index(number)]: each for number, each in state["state"].items()}
-        tensors[part_name] = {"state": {name: _tensors(each) for name, each in moments.items()}}
+        tensors[part_name] = {"state": {name: _tensors(each, is_chief) for name, each in moments.items()}}
         others = {
             number: {key: value for key, value in each.items() if not isinstance(value, torch.Tensor)}
             for number, each in state["state"].items()
@@ -187,8 +188,9 @@ def split(parts: Mapping[str, Any], is_chief: bool) -> tuple[dict[str, Any], dic
     return tensors, rest
 
 
-def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+def _tensors(values: Mapping[str, Any], is_chief: bool) -> dict[str, Any]:
+    found = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+    return {key: value for key, value in found.items() if is_chief or is_sharded(value)}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -17,7 +17,8 @@ A checkpoint is a dict with these entries:
 * ``"score"``, if one was passed to ``Saver.save``;
 * ``"ranks"``: with several ranks, what belongs to each of the others alone, from rank 1 on: its ``"random"``,
   ``"position"`` and ``"gradients"``, the states of its hooks, those of the loaders in ``session.state``, and
-  ``"rank_buffers"``: its buffers that differ from those of rank 0. The other entries are those of rank 0.
+  what differs from rank 0: ``"rank_tensors"``, the tensors of modules by name and the states of optimizers by number,
+  and ``"rank_parts"``, whole modules and optimizers with other tensors. The other entries are those of rank 0.
 
 Checkpoints are always loaded with ``weights_only=True``, so that no file can run code. State that could not be loaded
 this way is refused when it is saved, with its name. It may consist of tensors, numbers, strings, bytes, ``None``, and
@@ -48,14 +49,14 @@ from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
-from torchhooks.position.position import Position
+from torchhooks.position.position import Position, outer_position
 from torchhooks.position.variables import Variables
 from torchhooks.ranks.dtensors import is_sharded, reshard
 from torchhooks.ranks.ranks import LoopRanks
 
 _OWN = (
-    *("classes", "global_step", "gradients", "metadata", "position", "random", "rank_buffers", "ranks"),
-    *("running_values", "score", "sharded_gradients"),
+    *("classes", "global_step", "gradients", "metadata", "position", "random", "rank_parts"),
+    *("rank_tensors", "ranks", "running_values", "score", "sharded_gradients"),
 )
 _OF_EACH_RANK = ("gradients", "position", "random", "running_values")
 _RESERVED = ("model", "optimizer", *_OWN)
@@ -132,26 +133,47 @@ def belongs_to_rank(name: str, part: object) -> bool:
     """Return whether each rank has a state of its own of the ``part`` called ``name``.
 
     A hook has, and so has anything that can be iterated, such as a loader or a sampler, but no module. All ranks
-    have the same state of any other object in ``session.state``, unless it has a true attribute ``per_rank``, and no
-    DTensors.
+    have the same state of any other object, unless it has a true attribute ``per_rank``, and no DTensors.
     """
-    if name in ("model", "optimizer"):
-        return False
     if isinstance(part, (torch.nn.Module, torch.optim.Optimizer)):
         return bool(getattr(part, "per_rank", False)) and not sharded_parts({name: part})
+    if name in ("model", "optimizer"):
+        return False
     return name.startswith(_HOOKS) or bool(getattr(part, "per_rank", isinstance(part, Iterable)))
 
 
-def buffers(session: SessionLike) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the buffers of which a checkpoint has the chief's values, by part and by their name in the bare module."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, part in parts_of(session).items():
-        if isinstance(part, torch.nn.Module) and not belongs_to_rank(name, part):
-            # Of a buffer with two names, both are loaded. A wrapper may leave its name out of the state.
-            names = {canonical(key) for key, _ in part.named_buffers(remove_duplicate=False)}
-            own = {canonical(key): value for key, value in part.state_dict().items()} if names else {}
-            found[name] = {key: value for key, value in own.items() if key in names and not is_sharded(value)}
-    return found
+def own_parts(parts: Mapping[str, Stateful]) -> dict[str, Stateful]:
+    """Return those of ``parts``, by name, of which each rank has a state of its own."""
+    own = {name: part for name, part in parts.items() if belongs_to_rank(name, part)}
+    modules = [part for part in own.values() if isinstance(part, torch.nn.Module)]
+    parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+    for name, part in parts.items() if parameters else ():
+        if isinstance(part, torch.optim.Optimizer) and any(id(each) in parameters for each in _parameters(part)):
+            own[name] = part
+    return own
+
+
+def shared_tensors(parts: Mapping[str, Stateful]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors of which a checkpoint has the values of the chief, by part and by name in the bare module."""
+    own = own_parts(parts)
+    modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module) and name not in own}
+    states = {name: module.state_dict() for name, module in modules.items()}
+    return {
+        name: {canonical(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        for name, state in states.items()
+    }
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> dict[int, Any]:
+    """Return the entries of the state of ``optimizer`` for the ``parameters`` with these ids, by number."""
+    state = optimizer.state_dict()
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    wanted = [number for number, each in zip(numbers, _parameters(optimizer), strict=True) if id(each) in parameters]
+    return {number: state["state"][number] for number in wanted if number in state["state"]}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def of_rank(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -161,16 +183,29 @@ def of_rank(session: SessionLike, saved: Mapping[str, Any]) -> tuple[dict[str, A
     """
     rank, others = session.ranks.rank, saved.get("ranks", [])
     own = {name for name in saved if name in _OF_EACH_RANK or name.startswith(_HOOKS)}.union(*others)
-    own |= {name for name, part in parts_of(session).items() if belongs_to_rank(name, part)}
+    is_whole = len(others) + 1 == session.ranks.size
+    for name, part in own_parts(parts_of(session)).items():
+        is_shared = is_whole and isinstance(part, (torch.nn.Module, torch.optim.Optimizer))
+        if not is_shared or not others:  # else it was saved before the script set its per_rank
+            own.add(name)
     shared = {name: value for name, value in saved.items() if name not in own and name != "ranks"}
-    if len(others) + 1 != session.ranks.size:
-        return shared, False
+    if not is_whole:
+        position = outer_position([each.get("position") for each in (saved, *others)])
+        return shared if position is None else {**shared, "position": position}, False
     mine = dict(others[rank - 1]) if rank else {name: saved[name] for name in own if name in saved}
-    for name, values in mine.pop("rank_buffers", {}).items():
+    for name, values in mine.pop("rank_tensors", {}).items():
         if name in shared:
-            shared[name] = shallow_copy(shared[name])  # with the versions of the modules, which are an attribute
-            shared[name].update({key: values[canonical(key)] for key in shared[name] if canonical(key) in values})
-    return {**shared, **mine}, True
+            shared[name] = _with_tensors(shared[name], values)
+    return {**shared, **mine, **mine.pop("rank_parts", {})}, True
+
+
+def _with_tensors(state: Any, values: Mapping[Any, Any]) -> Any:
+    """Return the ``state`` of a module or an optimizer with ``values`` in place of the values of the chief."""
+    if "param_groups" in state:
+        return {**state, "state": {**state["state"], **values}}
+    state = shallow_copy(state)  # with the versions of the modules, which are an attribute
+    state.update({key: values[canonical(key)] for key in state if canonical(key) in values})
+    return state
 
 
 def collect(
@@ -189,7 +224,7 @@ def collect(
     state: dict[str, Any] = {}
     parts = parts_of(session)
     if of_rank_only:
-        parts = {name: part for name, part in parts.items() if belongs_to_rank(name, part)}
+        parts = own_parts(parts)
     for name, part in parts.items():
         try:
             own = given[name] if given is not None and name in given else part.state_dict()
@@ -232,7 +267,8 @@ def compare(
     """
     parts = parts_of(session)
     if without_own:
-        parts = {name: part for name, part in parts.items() if not belongs_to_rank(name, part)}
+        own = own_parts(parts)
+        parts = {name: part for name, part in parts.items() if name not in own}
     misfits = _compare_names(parts, saved, {*_OWN, *(f"{_HOOKS}{name}" for name in session.hooks_elsewhere)})
     unnamed = [name for name in saved if name not in (*parts, *_RESERVED) and not name.startswith(_HOOKS)]
     if unnamed:

@@ -79,6 +79,8 @@ class ComposedFetch(Leaf):
     """Whether :meth:`compose` gets copies. One that keeps no part of the value does not need them."""
     accumulates: bool = False
     """Whether the value is accumulated from run to run, in ``session.accumulated``; :meth:`compose` is not called."""
+    optional: bool = False
+    """Whether :attr:`fetch` need not have a value: :meth:`compose` then gets ``None``."""
     fits_every_run: bool = False
     """Whether it can be evaluated in every run: it takes little time, and no other rank has to take part."""
 
@@ -431,7 +433,10 @@ class Evaluator:
             except NoRunYetError as error:
                 return self._instead_of(error)
         evaluate, parts = self._leaf if fetch.copies else self._leaf_uncopied, fetch.fetch
-        value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
+        if fetch.optional:
+            value = self.evaluate_if_there(parts, self._requester)
+        else:
+            value = evaluate(parts) if type(parts) is str else map_leaves(evaluate, parts)
         try:
             return fetch.compose(value)
         except BaseException as error:

@@ -12,8 +12,9 @@ import torch
 
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
-from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer
+from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import Elapsed, Moment
+from torchhooks.fetches.over_ranks import over_ranks
 from torchhooks.hooks.throughput import (
     DEVICE_MEMORY,
     FLOPS_RATE,
@@ -101,11 +102,8 @@ class StepCounterHook(ReportingHook):
 
     The fetch ``"steps_per_sec"`` is the rate that was reported last, in any hook of the loop; NaN before.
 
-    With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` count those of all
-    ranks, which are taken to be equal on each; the other rates are those of one rank. If one rank trails the others for
-    most of a period, a log line says so: ``slowest rank: 3, at 80% of the ticks, by up to 1 runs``. This is known from
-    the ticks of the ranks, without further communication. A rank that is slow before the collective of its step is not
-    recognised, because the others wait for it in the same run.
+    With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` are
+    those of all ranks together, if every rank has the hook; the other rates are those of one rank.
 
     Args:
         every_n_steps: the period in steps.
@@ -187,6 +185,8 @@ class StepCounterHook(ReportingHook):
         if self._token_op is not None or self._measures_flops:
             # Only for these, because a hook with this method is chosen before the step.
             self.before_run = self._before_run  # type: ignore[method-assign]
+        # Every rank counts the tokens of a fetch, and they are added up at the report.
+        self.collective = self._token_op is not None and (every_n_secs is not None or is_by_clock(timer))
         self._target = WriterTarget(output_dir, summary_writer)
 
     def begin(self) -> None:
@@ -195,13 +195,20 @@ class StepCounterHook(ReportingHook):
         self._checked_run, self._checked_step = 0, -1  # where it was last checked that the step count advances
         self._warned = False
         self._period: _Period | None = None
+        self._is_on_all_ranks = False
         self._tokens, self._flop_count = Tokens(), FlopCount()
         if self.writes and self._target.open() is not None:
             summary.check_writer(self._target.writer)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._session, session.steps_per_sec = session, math.nan
+        ranks = session.ranks
+        self._is_on_all_ranks = ranks.size > 1 and not any(self is hook for hook in ranks.hooks_of_some)
+        counts = [(self._examples_per_step or 0, self._tokens_per_step or 0)]
+        counts = ranks.gather(counts[0], "the examples in a step") if self._is_on_all_ranks else counts * ranks.size
+        self._examples_of_all, self._tokens_of_all = (sum(column) for column in zip(*counts, strict=True))
         if not self.writes:
+            self._timer.start_at(session.global_step)
             return
         last_step = self._timer.last_triggered_step()
         if self._target.session_created(session.global_step, last_step, session.metadata):
@@ -212,14 +219,15 @@ class StepCounterHook(ReportingHook):
         self._flop_count.abandon()  # of a run that failed
 
     def _before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        if self._measures_flops:
+        if self._measures_flops and self.writes:
             self._flop_count.start(run_context.session.global_step)
         return self._token_request
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if not self.writes:
-            return  # called by a subclass
         session = run_context.session
+        if not self.writes:
+            self._count_elsewhere(session, run_values)
+            return
         step = session.global_step
         self._flop_count.stop(step)
         if self._token_op is not None and run_values.results is not None:
@@ -236,15 +244,33 @@ class StepCounterHook(ReportingHook):
             return
         self._checked_run, self._checked_step = self._runs, step
 
+    def _count_elsewhere(self, session: Session, run_values: SessionRunValues) -> None:
+        """Count the tokens of a rank that is not the chief, and add them up where the chief does."""
+        if self._token_op is None or not self._is_on_all_ranks:
+            return  # called by a subclass
+        if run_values.results is not None:
+            self._tokens.add(run_values.results.value)
+        self._runs += 1
+        if self._runs == 1 or self._timer.should_trigger_for_step(session.global_step):
+            self._timer.update_last_triggered_step(session.global_step)
+            self._take_tokens(session)
+
+    def _take_tokens(self, session: Session) -> Any:
+        """Return the tokens since the last call on all ranks, a number or a tensor, without waiting for a device."""
+        tokens = self._tokens.take()
+        if self._token_op is None or not self._is_on_all_ranks:
+            return tokens * session.ranks.size
+        return session.run(over_ranks(lambda: tokens, "sum"))
+
     def teardown(self) -> None:
         self._flop_count.abandon()
         self._target.close()
 
     def next_due(self) -> Due:
-        if not self.writes:
+        if not self.writes and not (self._token_op is not None and self._is_on_all_ranks):
             return NEVER
         if self._token_op is not None or (self._measures_flops and self._flop_count.per_step is None):
-            return due_now(self._timer)
+            return due_now(self._timer)._replace(moment=self._timer.next_due().moment)  # at which the chief reports
         due: Due = due_now(self._timer) if self._period is None else self._timer.next_due()
         if self._every_n_steps is None or self._runs == 0:
             return due
@@ -263,12 +289,8 @@ class StepCounterHook(ReportingHook):
         session = run_context.session
         ended, started = self._period, _Period(Moment(session.device), session.global_step, session.data_wait_secs, [])
         self._period = started
-        tokens = self._tokens.take()
+        tokens = self._take_tokens(session)
         used = dict(memory(session.device)) if self._reports_memory else {}  # also if unused: starts a new period
-        slowest = None if session.ranks.pace is None else session.ranks.pace.slowest()
-        if slowest is not None and ended is not None:
-            rank, share, spread = slowest
-            logger.info("slowest rank: %d, at %.0f%% of the ticks, by up to %d runs", rank, 100 * share, spread)
         if ended is None or started.step < ended.step:
             return  # this run starts the clock, or the step went back
         duration = Elapsed(ended.start, started.start)
@@ -299,7 +321,7 @@ class StepCounterHook(ReportingHook):
         values = {_STEPS_RATE: rate}
         logger.info("%s: %g", _STEPS_RATE, rate)
         if self._examples_per_step is not None:
-            values[_EXAMPLES_RATE] = rate * self._examples_per_step * self._session.ranks.size
+            values[_EXAMPLES_RATE] = rate * self._examples_of_all
             logger.info("%s: %g", _EXAMPLES_RATE, values[_EXAMPLES_RATE])
         if waiting_share is not None:
             values[_WAITING_SHARE] = waiting_share
@@ -317,9 +339,9 @@ class StepCounterHook(ReportingHook):
         """Return the curves of tokens and floating-point operations that were asked for."""
         values: dict[str, float] = {}
         if self._token_op is not None:
-            values[TOKENS_RATE] = float(tokens) / secs * self._session.ranks.size
+            values[TOKENS_RATE] = float(tokens) / secs
         elif self._tokens_per_step is not None:
-            values[TOKENS_RATE] = self._tokens_per_step * rate * self._session.ranks.size
+            values[TOKENS_RATE] = self._tokens_of_all * rate
         flops = self._flop_count.per_step if self._measures_flops else self._flops_per_step
         if flops is not None:
             values[FLOPS_RATE] = flops * rate

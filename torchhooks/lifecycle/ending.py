@@ -203,6 +203,10 @@ class Ending:
             self.failure, self.state = error, State.FAILED
         self.decide(Stop(brief(error), StoppedBy.ERROR))
 
+    def blame(self, error: BaseException) -> None:
+        """Say that ``error``, of another rank, is what ended the loop. The error of this rank is its consequence."""
+        self.failure, self.stop = error, Stop(brief(error), StoppedBy.ERROR)
+
     def close(self, error: BaseException | None) -> None:
         """Close the loop, because of ``error`` if one left the ``with`` block; exactly ``StopIteration`` is clean."""
         self.state = State.CLOSED

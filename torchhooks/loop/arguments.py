@@ -271,10 +271,20 @@ def check_optimizer(optimizer: Any, step_unit: str) -> None:
         elif has_state(optimizer):
             way_out = 'Pass another object with a state, such as a scheduler, in state={"scheduler": scheduler}'
         raise TypeError(f"optimizer={shown(optimizer)}: must be a torch.optim.Optimizer. {way_out}")
+    check_not_divided("optimizer", optimizer)
     if step_unit == "optimizer_step" and not hasattr(optimizer, "register_step_post_hook"):
         raise ValueError(
             f'step_unit="optimizer_step" counts the steps of an optimizer, and optimizer={shown(optimizer)}: pass the '
             'torch.optim.Optimizer that the step uses, or step_unit="run"'
+        )
+
+
+def check_not_divided(name: str, part: Any) -> None:
+    """Raise a ValueError if no rank alone can tell the state of ``part``, as of a ZeroRedundancyOptimizer."""
+    if hasattr(part, "consolidate_state_dict"):
+        raise ValueError(
+            f"{name} is a {type(part).__name__}, whose state each rank has a part of, so checkpoints cannot contain "
+            "it: divide the model too, with FSDP2's fully_shard and an ordinary optimizer, or leave it out of the loop"
         )
 
 
@@ -294,4 +304,5 @@ def check_state(state: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
                 f"state[{name!r}]={shown(part)}: must have state_dict() and load_state_dict(). Numbers and other plain "
                 'data can be variables: state={"vars": Variables(...)}'
             )
+        check_not_divided(f"state[{name!r}]", part)
     return copied

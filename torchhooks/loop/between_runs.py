@@ -79,6 +79,8 @@ class BetweenRuns:
             schedule.set_pending()
         if self._peers is not None:
             self._peers.end_run()
+        elif self.session.ranks.may_be_late:
+            self.session.ranks.warn_if_late()
 
     def is_to_stop(self) -> bool:
         """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""

@@ -490,6 +490,8 @@ class MonitoredLoop(Generic[R]):
         if parts.peers is not None:
             weakref.finalize(self, parts.peers.abandon).atexit = False
             parts.peers.start(arguments.step_unit, arguments.checkpoint_dir)
+        elif arguments.ranks.may_be_late:
+            self._schedule.set_pending()  # so that the end of the first run looks for a newer process group
         for scheduled in self._schedule.all_hooks:
             self._begun += 1
             self._sessions.call(scheduled, "begin", scheduled.hook.begin)

@@ -17,6 +17,7 @@ rank that promised the run in progress always holds at its end.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -50,7 +51,6 @@ from torchhooks.ranks.agreement import (
     Failed,
     Finished,
     Met,
-    Pace,
     Row,
 )
 from torchhooks.ranks.failures import end_process, is_communication_error
@@ -89,6 +89,7 @@ class Peers:
         self._asked_in: int | None = None  # the run in which the training thread asked, so that it holds at its end
         self._why = Stop("", StoppedBy.ERROR)  # this rank asked for a stop, or failed
         self._failed_in = 0
+        self._failed_in_run = False  # or else after that run
         self._arrival = (0, 0, UNKNOWN_LENGTH)  # the meetings so far, and the kind and the value of the last
         self._waits_after: int | None = None  # the run after which the training thread holds, or is at a meeting
         self._is_at_meeting = False
@@ -106,6 +107,8 @@ class Peers:
         self._ticks_ended = threading.Event()  # there will be no further tick
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed. Set once, so it is read without the lock."""
+        self._is_over = False  # the loop is closed, so that the connection is needed for further ticks at most
+        self._thread_ended = threading.Event()
         self._failure_is_seen = threading.Event()  # by the training thread, which therefore hangs in no call
 
         # Only changed by the training thread, and at most read by the tick thread.
@@ -113,7 +116,6 @@ class Peers:
         self._agreed_length = False
         self._warned_of: set[tuple[int, int]] = set()  # lengths of the data, here and on the rank with the fewest
         self._data_is_over = False  # so that the training thread is in code of the user's that is not the loop
-        ranks.pace = Pace() if ranks.is_chief else None
         ending.propose = self._propose
 
     # -- called by the loop, in the training thread -------------------------------------------------------------------
@@ -197,15 +199,15 @@ class Peers:
         failure = self._ending.failure if clean else error
         try:
             if failure is not None:
-                self.failed(failure)
+                self.failed(failure, in_run=False)
             elif not self._stopped:
                 self._meet(CLOSE, closed=brief(error) if error is not None else self._ending.reason or "closed")
         except BaseException as another:  # such as KeyboardInterrupt: the loop has to be closed in any case
             return None if another is failure else another
         return None
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the other ranks that this one failed with ``error``.
+    def failed(self, error: BaseException, *, in_run: bool = True) -> None:
+        """Tell the other ranks that this one failed with ``error``, in a run or else between two runs.
 
         Raises:
             PeerError: ``error`` looks like the consequence of another rank's failure.
@@ -214,7 +216,10 @@ class Peers:
             return
         consequence = is_communication_error(error)
         with self._changed:  # so that no tick has the new status without the run and the reason
-            self._failed_in = max(self._schedule.runs + (self._progress.outputs is NO_OUTPUTS), self._last_number)
+            self._failed_in = self._schedule.runs
+            if in_run:
+                self._failed_in = max(self._failed_in + (self._progress.outputs is NO_OUTPUTS), self._last_number)
+            self._failed_in_run = in_run
             self._why = Stop(brief(error), StoppedBy.ERROR)
             self._status = FAILED_LATER if consequence or isinstance(error, PeerError) else FAILED
         self._failure_is_seen.set()
@@ -227,7 +232,7 @@ class Peers:
         if not consequence:
             add_note(error, f"torchhooks: meanwhile, {failure}")
             return
-        self._ending.failure = failure
+        self._ending.blame(failure)
         raise failure from error
 
     def align(self) -> None:
@@ -258,7 +263,7 @@ class Peers:
             while self._ticks < known and not self._ticks_ended.is_set():
                 self._tick_now.set()
                 self._changed.wait()
-        self._ranks.disconnect()
+        self._end_connection()
 
     def abandon(self) -> None:
         """Tell the other ranks that the loop of this one is gone, though it was never closed.
@@ -270,7 +275,18 @@ class Peers:
         self._status = max(self._status, LEFT if self._stopped else FAILED)
         self._failure_is_seen.set()
         self._tick_now.set()
+        self._end_connection()
+
+    def _end_connection(self) -> None:
+        """Release the connection to the other ranks, or have the tick thread do so at its end."""
         self._ranks.disconnect()
+        self._is_over = True  # before looking: the tick thread says that it has ended before it looks at this
+        if self._thread_ended.is_set():
+            self._release()
+
+    def _release(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
 
     def _is_connected(self) -> bool:
         """Return whether the thread runs: not before :meth:`start`, and not in a forked process."""
@@ -386,11 +402,23 @@ class Peers:
     # -- the tick thread ----------------------------------------------------------------------------------------------
 
     def _tick_on(self, transport: Transport) -> None:
+        if self._tick_to_the_end(transport):
+            # A rank that closed its connections before another one had the last table would be taken for lost.
+            with contextlib.suppress(ContactLostError):
+                transport.exchange(list(Row()))
+        self._thread_ended.set()
+        if self._is_over:
+            self._release()
+
+    def _tick_to_the_end(self, transport: Transport) -> bool:
+        """Exchange ticks until all ranks have left, or one has failed; return whether the ranks are still connected."""
+        is_connected = False
         try:
             while not self._tick(transport):
                 if not self._agreement.promising:
                     self._tick_now.wait(self._ranks.tick_secs)
                 self._tick_now.clear()
+            is_connected = True
         except ContactLostError as error:
             self._lose(error, transport)
         except BaseException as error:  # or the training thread would wait for this one forever
@@ -402,13 +430,12 @@ class Peers:
             self._changed.notify_all()
         if self.failure is not None and not self._agreement.stopped:
             self._end_if_stuck(transport)
+        return is_connected
 
     def _tick(self, transport: Transport) -> bool:
         """Exchange one tick, and return whether it was the last one."""
         table = [Row(*numbers) for numbers in transport.exchange(list(self._row()))]
         self._last_table = table
-        if self._ranks.pace is not None:
-            self._ranks.pace.note(table)
         agreement = self._agreement
         with self._changed:  # so that the training thread sees all changes of the agreement by a tick, or none
             events = agreement.settle(table)
@@ -437,7 +464,7 @@ class Peers:
                 self._schedule.set_pending()
             made, begun, promise = self._runs()
             if self._status >= FAILED:
-                begun = self._failed_in
+                made, begun = self._failed_in - self._failed_in_run, self._failed_in
             return Row(self._status, self._asked, promise, made, begun, *self._arrival)
 
     def _runs(self) -> tuple[int, int, int]:
@@ -503,10 +530,12 @@ class Peers:
                     run,
                 )
                 return True
-            case Failed(rank, run, _):
+            case Failed(rank, run, _, in_run):
                 if self._status < FAILED or rank != self._ranks.rank:
                     reason = reasons[rank].reason
-                    self._fail(rank, f"rank {rank} failed in run {run}: {reason}", reason, run)
+                    after = f"after run {run}" if run else "before its first run"
+                    where = f"in run {run}" if in_run else after
+                    self._fail(rank, f"rank {rank} failed {where}: {reason}", reason, run)
                 return True
             case Finished():
                 return True
@@ -519,12 +548,9 @@ class Peers:
         self._schedule.interrupt()
 
     def _lose(self, error: ContactLostError, transport: Transport) -> None:
-        missing: list[int] = []
-        if not self._agreement.stopped:
-            missing = transport.missing()
-            others = missing or [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
-            if self._last_table and all(self._last_table[rank].status == LEFT for rank in others):
-                return  # they made the agreed last run, and have ended well
+        if any(row.status == LEFT for rank, row in enumerate(self._last_table) if rank != self._ranks.rank):
+            return  # that rank made the agreed last run, and its process has ended well
+        missing = [] if self._agreement.stopped else transport.missing()
         names = "another rank" if not missing else _named(missing, math.inf)
         run = self._schedule.runs
         with self._changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -61,6 +61,8 @@ class Entry:
     state: State
     runs: int = 0
     """How many runs were made in the item in progress, or after the data ended; they are made again."""
+    nests: bool = False
+    """Whether an inner loop has begun in some item."""
     multiple_runs: bool = False
     """Whether some item had several runs, so that one run is not known to be the whole item."""
     last: Any = None
@@ -80,6 +82,11 @@ class Entry:
     def from_saved(cls, saved: Mapping[str, Any]) -> Entry:
         """Return the entry that :meth:`to_save` returned."""
         return cls(**{**saved, "state": State(saved["state"]), "probes": tuple(saved["probes"])})
+
+    def without_ranks(self) -> Entry:
+        """Return what the entry says for any number of ranks, of which each has random states of its own."""
+        names = ("before", "random_at_item", "random_between")
+        return replace(self, runs=0, probes=(), **dict.fromkeys(names))  # type: ignore[arg-type]
 
     def to_save(self) -> Saved:
         """Return the entry as plain data, which ``torch.load(..., weights_only=True)`` can read back."""
@@ -103,6 +110,7 @@ class Place:
         self.runs_at_end = runs  # how many runs had been made when its data ended
         self.runs_before = runs  # how many runs had been made when it began
         self.nests = False  # whether an inner loop has begun in some item, so that this is no epoch
+        self.nested_before = False  # the same in the checkpoint that it was resumed from
         self.began_epoch = False  # whether an epoch began with its first item, as far as one could tell then
         self.has_ended_before = False  # whether its data had ended in the checkpoint that it was resumed from
         self.limit: int | None = None  # the greatest number of items to take
@@ -167,6 +175,7 @@ class Place:
         self.resumed = taken
         if entry is not None:
             self.has_ended_before = entry.state is State.ENDED
+            self.nested_before = entry.nests
             self.taken = taken or 0
             self.last, self.before, self.probes = entry.last, entry.before, list(entry.probes)
             self.multiple_runs = entry.multiple_runs
@@ -238,6 +247,7 @@ class Place:
             taken=self.taken,
             state=state,
             runs=runs_since,
+            nests=self.nests or self.nested_before,
             multiple_runs=self.multiple_runs,
             last=self.last,
             digest=digest(self.current_item) if state.is_open else self.last_digest,

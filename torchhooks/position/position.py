@@ -63,7 +63,7 @@ class Position:
         self._warned = False  # of places that are not inside of each other
         # From the restored checkpoint:
         self._path: list[Entry] = []
-        self._random: Saved = {}
+        self._random: Saved | None = None  # None if it was saved by another number of ranks
         self._mark_state: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
         self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
@@ -234,7 +234,8 @@ class Position:
         if self._undo is not None and not self._schedule.runs:  # the body repeats what the restored checkpoint contains
             self._undo()
             self._undo = None
-            set_random_states(self._random)
+            if self._random is not None:
+                set_random_states(self._random)
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
@@ -260,9 +261,10 @@ class Position:
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any] | None, random: Saved, mark_state: Callable[[], Undo] | None = None
+        self, state: Mapping[str, Any] | None, random: Saved | None, mark_state: Callable[[], Undo] | None = None
     ) -> None:
-        """Resume ``state`` with the next ``until_stop``; ``random`` are the random states of the checkpoint.
+        """Resume ``state`` with the next ``until_stop``; ``random`` are the random states of the checkpoint, or
+        ``None`` if another number of ranks has saved it, so that this process has others.
 
         ``mark_state()`` returns a function that undoes what has changed in the training state since that call. It is
         called where the resumed process begins to repeat code that the checkpoint's process had run, and what it
@@ -363,6 +365,32 @@ class Position:
         if plan.random is not None:
             set_random_states(plan.random)
         return iterator
+
+
+def outer_position(states: list[Saved | None]) -> Saved | None:
+    """Return what the positions of several ranks say for another number of ranks; ``None`` if nothing.
+
+    These are the outer loops, if all ranks were at the same item. The innermost loop, whose data are divided over the
+    ranks, has not begun.
+    """
+    positions = [state for state in states if state is not None]
+    if len(positions) < len(states):
+        return None
+    paths = [[Entry.from_saved(entry).without_ranks() for entry in state["path"]] for state in positions]
+    path: list[Entry] = []
+    for entries in zip(*paths, strict=False):
+        entry, is_last = entries[0], any(len(each) == len(path) + 1 for each in paths)
+        if is_last and not (entry.nests and entry.state.item_is_done) and entry.state is not State.ENDED:
+            entry = Entry(number=entry.number, taken=0, state=State.NOT_BEGUN)
+            entries = tuple(Entry(number=each.number, taken=0, state=State.NOT_BEGUN) for each in entries)
+        if any(each != entry for each in entries):
+            break
+        path.append(entry)
+        if is_last:
+            break
+    if not path or path[0].state is State.NOT_BEGUN:
+        return None
+    return {**positions[0], "path": [entry.to_save() for entry in path], "loaders": {}}
 
 
 def _remaining(plan: Plan, place: Place, iterable: Iterable[Any], halted: Callable[..., bool]) -> Iterator[Any]:

@@ -72,7 +72,7 @@ def plan_resume(
     place: Place,
     iterable: Iterable[Any],
     entry: Entry | None,
-    random: Saved,
+    random: Saved | None,
     *,
     resume: bool = True,
     innermost: bool = True,
@@ -82,7 +82,7 @@ def plan_resume(
 
     Args:
         entry: what the checkpoint contains of a place in this item of the outer loop.
-        random: the random states of the checkpoint.
+        random: the random states of the checkpoint, if it has those of this process.
         resume: False to begin at the start, whatever the checkpoint contains.
         innermost: whether the checkpoint contains no place inside of ``entry``.
         has_own_state: whether the checkpoint contains the state of ``iterable`` itself.

@@ -16,7 +16,6 @@ meeting is over takes effect there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -97,11 +96,12 @@ class Conflict(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """``rank`` failed in run number ``run``. ``ranks`` are all that failed."""
+    """``rank`` failed in run number ``run``, or else after it. ``ranks`` are all that failed."""
 
     rank: int
     run: int
     ranks: tuple[int, ...]
+    in_run: bool = True
 
 
 class Finished(NamedTuple):
@@ -109,57 +109,6 @@ class Finished(NamedTuple):
 
 
 Event = Promise | Decided | Met | Conflict | Failed | Finished
-
-
-class Slowest(NamedTuple):
-    """Which rank was slower than the others over some time.
-
-    Args:
-        rank: the rank.
-        share: in which share of the ticks it was less far than the others.
-        spread: how many runs it was less far than the first at most.
-    """
-
-    rank: int
-    share: float
-    spread: int
-
-
-class Pace:
-    """How far the ranks are in comparison, from the tables of the ticks.
-
-    A rank counts as slow in a tick if it is at the last place, with at most half of the ranks. If each step has a
-    collective, ranks differ by one run at most. A rank that is slow within its step, before the collective, is then not
-    recognised: the others wait for it in the same run.
-    """
-
-    _LEAST_TICKS = 10
-    _LEAST_SHARE = 0.5
-
-    def __init__(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        self._ticks = self._spread = 0
-        self._slow: Counter[int] = Counter()
-
-    def note(self, table: Sequence[Row]) -> None:
-        """Take in the rows of one tick, in the order of the ranks."""
-        places = [row.made + row.begun for row in table]
-        last = min(places)
-        slow = [rank for rank, place in enumerate(places) if place == last]
-        self._ticks += 1
-        if 2 * len(slow) <= len(places):
-            self._slow.update(slow)
-            self._spread = max(self._spread, max(row.begun for row in table) - table[slow[0]].begun)
-
-    def slowest(self) -> Slowest | None:
-        """Return which rank was the slowest since the last call, or ``None`` if none was for most of the time."""
-        ticks, spread, slow = self._ticks, self._spread, self._slow.most_common(1)
-        self._start()
-        if ticks < self._LEAST_TICKS or not slow or slow[0][1] < self._LEAST_SHARE * ticks:
-            return None
-        return Slowest(slow[0][0], slow[0][1] / ticks, spread)
 
 
 _OPEN, _PROMISING, _SETTLED = range(3)
@@ -195,7 +144,7 @@ class Agreement:
             if table[first].status == FAILED_LATER and len(failed) < len(table) and self._patience:
                 self._patience -= 1  # the rank that failed first will say so, or contact with it will be lost
                 return []
-            return [Failed(first, table[first].begun, failed)]
+            return [Failed(first, table[first].begun, failed, table[first].made < table[first].begun)]
         if all(row.status == LEFT for row in table):
             return [Finished()]
         if self.stopped:

@@ -8,6 +8,7 @@ hooks. :mod:`torchhooks.ranks.transport` moves the bytes.
 from __future__ import annotations
 
 import copy
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,9 +19,8 @@ import torch
 
 from torchhooks.common.checks import explains_wrong_calls, seconds
 from torchhooks.common.errors import LifecycleError, TorchHooksError
-from torchhooks.common.log import speak_as
+from torchhooks.common.log import logger, speak_as
 from torchhooks.common.text import call_repr, shown
-from torchhooks.ranks.agreement import Pace
 from torchhooks.ranks.transport import GlooTransport, Transport, all_gather
 
 
@@ -33,7 +33,7 @@ class Ranks:
 
     A :class:`torchhooks.MonitoredLoop` creates one by itself. Create one to change a period, and pass it as ``ranks``.
     Hooks find the ranks of their loop in ``session.ranks``, which has the same attributes and methods. Several loops
-    may be given the same ``Ranks``, which is then about the loop that connected last.
+    may be given the same ``Ranks``, which is then about the newest of them that is open.
 
     >>> ranks = Ranks(lost_after_secs=300)
     >>> with MonitoredLoop(step, model, optimizer, ranks=ranks) as loop:
@@ -48,9 +48,12 @@ class Ranks:
         stuck_secs: how long a process may stay in a call after another rank has failed, before it is ended with exit
             code 70.
         join_secs: how long to wait for the other ranks when the loop is created, in seconds.
+        group: the process group of the loop, as ``torch.distributed.new_group`` returns it; ``None`` for the default
+            one. The loop knows no other ranks: its ranks are numbered within the group, agree with each other, and save
+            checkpoints of their own, so each group needs its own folder.
 
     Raises:
-        ValueError: an argument is not a number of seconds, 0 or more.
+        ValueError: an argument is not a number of seconds, 0 or more, or this process is not in ``group``.
     """
 
     _new_transport: Callable[..., Transport] = GlooTransport
@@ -64,12 +67,19 @@ class Ranks:
         lost_after_secs: float = 60.0,
         stuck_secs: float = 30.0,
         join_secs: float = 600.0,
+        group: Any = None,
     ) -> None:
         self.tick_secs = seconds(tick_secs, "tick_secs")
         self.lost_after_secs = seconds(lost_after_secs, "lost_after_secs")
         self.stuck_secs = seconds(stuck_secs, "stuck_secs")
         self.join_secs = seconds(join_secs, "join_secs")
-        self._place = _place_in_process_group() or (0, 1)
+        self.group = group
+        self._place = _place_in_process_group(group) or (0, 1)
+        if self._place[0] < 0:
+            raise ValueError(
+                "group: this process is not in it. Create the loop in the processes of the group only, or give each "
+                "process its own group"
+            )
 
     @property
     def rank(self) -> int:
@@ -120,7 +130,7 @@ class Ranks:
         return [value] if loop is None else loop.gather(value, purpose)
 
     def __repr__(self) -> str:
-        return call_repr(self, **_periods(self))
+        return call_repr(self, **_arguments(self))
 
 
 _newest_loop: weakref.WeakKeyDictionary[Ranks, Ranks] = weakref.WeakKeyDictionary()
@@ -146,7 +156,7 @@ class Gathering:
 class LoopRanks(Ranks):
     """The ranks of one loop: which process this is, and the connection to the others once the loop has made it.
 
-    The rank and the size are those of the default process group when the loop is created: the group may be newer than
+    The rank and the size are those of the process group when the loop is created: the group may be newer than
     ``given``, and the script may destroy it before it closes the loop.
 
     Args:
@@ -159,12 +169,12 @@ class LoopRanks(Ranks):
     size: int = 1
 
     def __init__(self, given: Ranks, *, alone: bool = False) -> None:
-        super().__init__(**_periods(given))
-        self.rank, self.size = (0, 1) if alone else _place_in_process_group() or (given.rank, given.size)
+        super().__init__(**_arguments(given))
+        self.rank, self.size = (0, 1) if alone else _place_in_process_group(self.group) or (given.rank, given.size)
+        self.may_be_late = self.size == 1 and not alone
+        """Whether the script may create the process group after the loop, which is then one of this process alone."""
         self.hooks_of_some: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
-        self.pace: Pace | None = None
-        """On the chief, how far the ranks are in comparison; ``None`` elsewhere, and in a loop of one process."""
         self.gathering: Gathering | None = None
         """The call of :meth:`gather` in progress. Only the thread in that call uses it."""
         self._new_transport = given._new_transport  # noqa: SLF001 - its own class
@@ -209,19 +219,19 @@ class LoopRanks(Ranks):
             self._saving = saving
         return self._saving
 
-    def gather_on_device(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]] | None:
+    def serves(self, device: torch.device) -> bool:
+        """Return whether :meth:`gather_on_device` takes tensors on ``device``, which is no CPU."""
+        distributed = sys.modules.get("torch.distributed")
+        if device.type == "cpu" or distributed is None or not distributed.is_initialized():
+            return False
+        return f"{device.type}:" in str(distributed.get_backend_config(self.group))
+
+    def gather_on_device(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return ``tensors``, all of one device, of every rank, without waiting for the device.
 
-        One call of the default process group's ``all_gather``. ``None`` if the tensors are on the CPU, or if that group
-        does not serve their device. Every rank has to call this as it has to call :meth:`gather`.
+        One call of the process group's ``all_gather``. Every rank has to call this as it has to call :meth:`gather`.
         """
-        distributed = sys.modules.get("torch.distributed")
-        kind = tensors[0].device.type
-        if kind == "cpu" or distributed is None or not distributed.is_initialized():
-            return None
-        if f"{kind}:" not in str(distributed.get_backend_config()):
-            return None
-        return all_gather(tensors, self.size)
+        return all_gather(tensors, self.size, self.group)
 
     def connect(self, failure: Callable[[], TorchHooksError | None]) -> Transport:
         """Reach the other ranks; each of them has to call this. ``failure()`` says why not to wait for one any more.
@@ -235,6 +245,7 @@ class LoopRanks(Ranks):
             join_secs=self.join_secs,
             lost_after_secs=self.lost_after_secs,
             failure=failure,
+            group=self.group,
         )
         if (given := self._given()) is not None:
             _newest_loop[given] = self
@@ -246,10 +257,36 @@ class LoopRanks(Ranks):
         """Called when the loop is closed: this process logs as for the newest loop that is left, or like any other."""
         if self in _connected:
             _connected.remove(self)
+        if self._transport is not None:
+            self._transport.leave()
+        given = self._given()
+        others = [each for each in _connected if each._given() is given]  # noqa: SLF001 - its own class
+        if given is not None and others:
+            _newest_loop[given] = others[-1]
         speak_as(_connected[-1].rank if _connected else 0)
 
+    def warn_of_environment(self) -> None:
+        """Log a warning if this process is alone so far, while ``torchrun`` says that there are others."""
+        size = os.environ.get("WORLD_SIZE", "")
+        if self.may_be_late and _place_in_process_group() is None and size.isdecimal() and int(size) > 1:
+            self.may_be_late = False  # one warning is enough
+            logger.warning("WORLD_SIZE is %s, and torch.distributed is not initialized: %s", size, _ALONE)
+
+    def warn_if_late(self) -> None:
+        """Log a warning if the process group is newer than the loop."""
+        place = _place_in_process_group()
+        if self.may_be_late and place is not None and place[1] > 1:
+            logger.warning("init_process_group() was called after the loop was created: %s", _ALONE)
+        self.may_be_late = False
+
     def __repr__(self) -> str:
-        return repr(Ranks(**_periods(self)))
+        return repr(Ranks(**_arguments(self)))
+
+
+_ALONE = (
+    "the loop is one of this process alone, which stops, saves and logs as if there were no other. Call "
+    "init_process_group() before the loop is created, or pass ranks=False to MonitoredLoop if that is meant"
+)
 
 
 _connected: list[LoopRanks] = []
@@ -257,23 +294,25 @@ _connected: list[LoopRanks] = []
 
 
 def checked_ranks(given: Any) -> LoopRanks:
-    """Return the ranks of a new loop, for its ``ranks`` argument.
+    """Return the ranks of a new loop, for its ``ranks`` argument. Logs a warning if there are other processes.
 
     Raises:
         TypeError: ``given`` is neither ``None``, False nor a Ranks.
     """
     if given is not None and given is not False and not isinstance(given, Ranks):
         raise TypeError(f"ranks={shown(given)}: give a Ranks, False for a loop of this process alone, or None")
-    return LoopRanks(given if isinstance(given, Ranks) else Ranks(), alone=given is False)
+    ranks = LoopRanks(given if isinstance(given, Ranks) else Ranks(), alone=given is False)
+    ranks.warn_of_environment()
+    return ranks
 
 
-def _place_in_process_group() -> tuple[int, int] | None:
-    """Return the rank and the size of the default process group; ``None`` if there is none by now."""
+def _place_in_process_group(group: Any = None) -> tuple[int, int] | None:
+    """Return the rank in ``group``, by default the default process group, and its size; ``None`` if there is none."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return distributed.get_rank(), distributed.get_world_size()
+    return distributed.get_rank(group), distributed.get_world_size(group)
 
 
-def _periods(ranks: Ranks) -> dict[str, float]:
-    return {name: getattr(ranks, name) for name in ("tick_secs", "lost_after_secs", "stuck_secs", "join_secs")}
+def _arguments(ranks: Ranks) -> dict[str, Any]:
+    return {name: getattr(ranks, name) for name in ("tick_secs", "lost_after_secs", "stuck_secs", "join_secs", "group")}

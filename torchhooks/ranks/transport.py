@@ -31,6 +31,10 @@ from torchhooks.common.log import logger
 _FIRST_POLL_SECS, _LONGEST_POLL_SECS = 0.0002, 0.005
 _TEXT_BYTES = 1000
 _MISSING_SECS = 2.0
+_SAVED_LATE = (
+    "a Saver with async_save=True writes after the loop was closed, which has released the connections of its thread: "
+    "save and close it inside the loop, or use a Saver without async_save"
+)
 
 
 class ContactLostError(TorchHooksError):
@@ -68,6 +72,14 @@ class Transport(Protocol):
         """Try to make blocked communication of the training thread fail; return whether there is a way."""
         ...
 
+    def leave(self) -> None:
+        """Have later calls of :meth:`gather` use no connection of the loop, which is closed on this rank."""
+        ...
+
+    def close(self) -> None:
+        """Release the connections, which no thread of this process uses any more."""
+        ...
+
 
 class GlooTransport:
     """Two gloo groups of one loop alone: for the ticks, and for the training thread.
@@ -81,6 +93,7 @@ class GlooTransport:
         join_secs: how long to wait for the other ranks to create their groups.
         lost_after_secs: after how many seconds without an answer to a tick a rank counts as lost.
         failure: returns why a call of :meth:`gather` is not to wait any longer; ``None`` while it is.
+        group: the process group over which the ranks meet first; ``None`` for the default one.
 
     Raises:
         LifecycleError: not every rank created its groups within ``join_secs``.
@@ -94,19 +107,29 @@ class GlooTransport:
         join_secs: float,
         lost_after_secs: float,
         failure: Callable[[], TorchHooksError | None],
+        group: Any = None,
     ) -> None:
         self._rank = rank
         self._size = size
         self._join_secs = join_secs
         self._lost_after_secs = lost_after_secs
         self._failure = failure
+        self._group = group
+        self._has_left = False
+        self._saving: list[GlooTransport] = []
         deadline = time.monotonic() + join_secs
         try:
-            self._store = _own_part_of_the_store(_broadcast_token(deadline))
+            self._store = _own_part_of_the_store(_broadcast_token(deadline, group))
             atexit.register(_park, os.getpid())
             self._ticks = self._create_group("ticks", deadline)
             self._training = self._create_group("training", deadline)
         except (RuntimeError, ContactLostError) as error:
+            if time.monotonic() < deadline:
+                raise LifecycleError(
+                    f"rank {rank} created a MonitoredLoop, and could not connect to the other ranks "
+                    f"({brief(error)}): look for the error of another rank, or for one that ended without creating the "
+                    "loop; ranks=False makes a loop of one process alone"
+                ) from error
             raise LifecycleError(
                 f"rank {rank} created a MonitoredLoop, but not every one of the {size} ranks did so within "
                 f"{join_secs:g} s: create it on every rank, or pass ranks=False for a loop of one process alone "
@@ -123,6 +146,8 @@ class GlooTransport:
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
     def gather(self, value: Any) -> list[Any]:
+        if self._has_left:
+            return self._gather_after_loop(value)
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
             sizes = [int(row) for row in self._gather(self._training, torch.tensor([len(data)]), self._check_gathering)]
@@ -137,10 +162,32 @@ class GlooTransport:
             raise PeerError(f"another rank did not take part in Ranks.gather: {error}", reason=str(error)) from error
         return [pickle.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
+    def _gather_after_loop(self, value: Any) -> list[Any]:
+        distributed = torch.distributed
+        if not distributed.is_initialized():
+            raise LifecycleError(
+                "Ranks.gather was called after the loop was closed and the process group destroyed: call it before "
+                "destroy_process_group()"
+            )
+        rows = [None] * self._size
+        distributed.all_gather_object(rows, value, group=self._group)
+        return rows
+
     def for_saving(self) -> Transport:
+        if self._has_left:
+            raise LifecycleError(_SAVED_LATE)
         another = copy.copy(self)
         another._training = self._create_group("saving", time.monotonic() + self._join_secs)  # noqa: SLF001 - its own class
+        self._saving.append(another)
         return another
+
+    def leave(self) -> None:
+        self._has_left = True
+
+    def close(self) -> None:
+        """Free the groups, and with them their threads and sockets. Called once all ranks have left."""
+        for each in (self, *self._saving):
+            each._ticks = each._training = None  # noqa: SLF001 - its own class
 
     def missing(self) -> list[int]:
         """Write a key of this rank into the store, and return the ranks that have not written theirs after a while.
@@ -178,7 +225,12 @@ class GlooTransport:
         if hasattr(c10d, "ProcessGroupGloo"):
             return c10d.ProcessGroupGloo(c10d.PrefixStore(name, self._store), self._rank, self._size, timeout)
         # A torch whose private names have changed.
-        return torch.distributed.new_group(backend="gloo", timeout=timeout)  # pragma: no cover
+        return torch.distributed.new_group(  # pragma: no cover
+            None if self._group is None else torch.distributed.get_process_group_ranks(self._group),
+            backend="gloo",
+            timeout=timeout,
+            use_local_synchronization=self._group is not None,
+        )
 
     def _gather(self, group: Any, mine: torch.Tensor, check: Callable[[float], None]) -> list[torch.Tensor]:
         """Return the tensors of all ranks. ``check(secs)`` raises if there is no point in waiting after ``secs``.
@@ -186,6 +238,8 @@ class GlooTransport:
         This polls and does not block: a daemon thread in a blocking call of torch would keep the interpreter from
         exiting well, and the training thread could not be told that the rank it waits for is gone.
         """
+        if group is None:
+            raise LifecycleError(_SAVED_LATE)
         rows = [torch.zeros_like(mine) for _ in range(self._size)]
         _pause(0.0)  # the thread of the ticks begins no call once the interpreter exits
         try:
@@ -203,7 +257,7 @@ class GlooTransport:
         except RuntimeError as error:
             if isinstance(error, TorchHooksError):
                 raise
-            raise ContactLostError(brief(error).partition(". This is typically")[0]) from error
+            raise ContactLostError("the connection was closed") from error  # whatever gloo's text is
         return rows
 
     def _check_tick(self, secs: float) -> None:
@@ -249,14 +303,15 @@ def _without_timeout() -> Any:
     return options
 
 
-def _broadcast_token(deadline: float) -> str:
-    """Return a text that is the same on all ranks, and new."""
+def _broadcast_token(deadline: float, group: Any) -> str:
+    """Return a text that is the same on all ranks of ``group``, and new."""
     distributed = torch.distributed
-    device = "cpu" if "cpu" in str(distributed.get_backend_config()) else torch.get_default_device()
+    device = "cpu" if "cpu" in str(distributed.get_backend_config(group)) else torch.get_default_device()
     if device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     token = torch.tensor(list(uuid.uuid4().bytes), dtype=torch.uint8, device=device)
-    work = distributed.broadcast(token, src=0, async_op=True)
+    src = 0 if group is None else distributed.get_global_rank(group, 0)
+    work = distributed.broadcast(token, src=src, group=group, async_op=True)
     while not work.is_completed():
         _pause(_FIRST_POLL_SECS)
         if time.monotonic() > deadline:
