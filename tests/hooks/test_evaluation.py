@@ -326,48 +326,6 @@ def test_the_best_checkpoint_shares_the_evaluation(first: bool, tmp_path: Path) 
     assert evaluation.values == {"accuracy": 0.09}  # at the end, for the best checkpoint
 
 
-def test_the_last_result_is_nan_before_the_first_evaluation_and_never_evaluates() -> None:
-    evaluate = Evaluating()
-    evaluation, writer = EvaluationHook(evaluate, every_n_steps=4), RecordingWriter()
-    last = evaluation.last("accuracy")
-    hooks = [
-        evaluation,
-        LoggingTensorHook([last], timer=EverySteps(3)),
-        SummarySaverHook(save_steps=3, summary_writer=writer, summary_op={"last": last}),
-    ]
-    lines = [text for _, text in trace(*hooks, losses=[0.1] * 9).lines]
-    assert evaluate.steps == [4, 8]
-    assert [text.partition(" (")[0] for text in lines if text.startswith("accuracy")] == [
-        "accuracy = nan",
-        "accuracy = 0.04",
-        "accuracy = 0.08",
-    ]
-    assert [step for step, _ in writer.scalars["last"]] == [1, 4, 7]
-    values = [value for _, value in writer.scalars["last"]]
-    assert math.isnan(values[0])
-    assert values[1:] == [0.04, 0.04]
-
-
-def test_the_last_result_on_a_device_is_read_back() -> None:
-    with FakeDevice(lag=2), log_lines() as lines:
-        evaluation = EvaluationHook(lambda: {"x": torch.tensor(0.5)}, every_n_steps=2)
-        trace(evaluation, LoggingTensorHook([evaluation.last("x")], timer=EverySteps(3)), losses=[0.1] * 9)
-    assert [text.partition(" (")[0] for _, text in lines if text.startswith("x = ")] == ["x = 0.5"] * 3
-
-
-def test_a_last_result_that_does_not_exist_is_an_error_with_a_suggestion() -> None:
-    evaluation = EvaluationHook(Evaluating(), every_n_steps=1)
-    with pytest.raises(FetchError, match=r"no 'acuracy'\. Did you mean 'accuracy'\?"):
-        trace(evaluation, LoggingTensorHook([evaluation.last("acuracy")], every_n_iter=1))
-
-
-def test_the_last_result_of_an_evaluation_that_is_not_in_the_loop_is_an_error() -> None:
-    last = EvaluationHook(Evaluating(), every_n_steps=1).last("accuracy")
-    with pytest.raises(LifecycleError, match=r"EvaluationHook\(.* is not in this loop: add it to hooks"):
-        trace(LoggingTensorHook([last], every_n_iter=1))
-    assert repr(last) == "evaluation.last('accuracy')"
-
-
 def test_a_request_at_another_step_is_the_latest_result_and_never_evaluates(tmp_path: Path) -> None:
     """Twenty validations in twenty steps, because a log was more frequent than the evaluation."""
     evaluate, hook = Evaluating(), RecordingHook()
@@ -378,6 +336,14 @@ def test_a_request_at_another_step_is_the_latest_result_and_never_evaluates(tmp_
     seen = fetching.results
     assert all(map(math.isnan, seen[:3])), seen
     assert seen[3:] == [0.04] * 4 + [0.08] * 2
+
+
+def test_the_latest_result_on_a_device_is_read_back() -> None:
+    with FakeDevice(lag=2), log_lines() as lines:
+        evaluation = EvaluationHook(lambda: {"x": torch.tensor(0.5)}, every_n_steps=2)
+        display = LoggingTensorHook([evaluation["x"]], timer=EverySteps(3))
+        trace(evaluation, display, losses=[0.1] * 9)
+    assert [text.partition(" (")[0] for _, text in lines if text.startswith("x = ")] == ["x = 0.5"] * 3
 
 
 def test_the_latest_result_is_that_of_the_process_before(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_last_result_of_an_evaluation_is_shown_without_another_one() -> None
 
     evaluation = EvaluationHook(evaluate, every_n_steps=4)
     terminal = Terminal()
-    trace(evaluation, ProgressBarHook(values={"val": evaluation.last("error")}, file=terminal), losses=[0.1] * 6)
+    trace(evaluation, ProgressBarHook(values={"val": evaluation["error"]}, file=terminal), losses=[0.1] * 6)
     bars = [text.rpartition(", ")[2] for text in terminal.refreshes if "val=" in text]
     assert list(dict.fromkeys(bars)) == ["val=nan]", "val=0.25]"]
     assert steps == [4]

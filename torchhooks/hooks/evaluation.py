@@ -59,21 +59,6 @@ class _Values(dict[str, float]):
         )
 
 
-class _LatestResults:
-    """The closure whose value is the latest results of ``hook``, or ``None``. It evaluates nothing."""
-
-    def __init__(self, hook: EvaluationHook) -> None:
-        self._hook = hook
-
-    def __call__(self, session: Session) -> Mapping[str, Any] | None:
-        self._hook.check_session(session)
-        latest = self._hook.latest()
-        return None if latest is None else latest[1]
-
-    def __repr__(self) -> str:
-        return f"the latest results of {self._hook!r}"
-
-
 class EvaluationHook(ReportingHook):
     """Evaluates the model periodically, and logs the results and writes them as curves.
 
@@ -176,7 +161,6 @@ class EvaluationHook(ReportingHook):
         self._timer = hook_timer(self, self.timer)
         self.collective = is_by_clock(self.timer)
         self._results = _Results(self._fetched, evaluate)
-        self._latest_results = _LatestResults(self)
         self._if_due = IfDue(self._results, self._timer)
         self._request = SessionRunArgs(self._if_due)
         self._at_start, self._at_end = at_start, at_end
@@ -215,24 +199,6 @@ class EvaluationHook(ReportingHook):
         0.125
         """
         return EvaluationNow(self, self._function)
-
-    def last(self, name: str) -> LastEvaluationValue:
-        """Return a fetch of the latest result ``name``, which never evaluates the model: for progress bars and logs.
-
-        >>> evaluation = EvaluationHook(lambda global_step: {"error": 1 / global_step}, every_n_steps=4)
-        >>> display = LoggingTensorHook({"error": evaluation.last("error")}, timer=EverySteps(2))
-        >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, display]) as loop:
-        ...     for inputs in loop.until_stop(batches[:6]):
-        ...         loss = loop.run(inputs)
-        error = nan
-        evaluation at step 4: error = 0.25
-        error = 0.25 (... sec)
-        error = 0.25 (... sec)
-
-        The value is that of the latest evaluation in this session, and NaN before the first one. List the hooks that
-        request it after this one, so that they get the new result in the run of an evaluation.
-        """
-        return LastEvaluationValue(self[name], self._latest_results)
 
     def may_return(self, name: str) -> bool:
         """Return whether the function returns a result ``name``, as far as is known: before the first, it may."""
@@ -403,7 +369,7 @@ class EvaluationValue(ComposedFetch):
         holder: str = "evaluation",
     ) -> None:
         self._holder = holder
-        self.name = name
+        self.name = self.__name__ = name
         self.timer = evaluation.timer
         """The timer of the evaluation."""
         self._evaluation = evaluation
@@ -437,25 +403,6 @@ class EvaluationValue(ComposedFetch):
 
     def __repr__(self) -> str:
         return f"{self._holder}[{self.name!r}]"
-
-
-class LastEvaluationValue(ComposedFetch):
-    """The latest result of an evaluation: the fetch that ``evaluation.last("accuracy")`` returns."""
-
-    def __init__(self, value: EvaluationValue, results: Callable[..., Mapping[str, Any] | None]) -> None:
-        self.__name__ = value.name
-        self._value = value
-        self._results = results
-
-    @property
-    def fetch(self) -> Any:
-        return self._results
-
-    def compose(self, value: Mapping[str, Any] | None) -> Any:
-        return self._value.compose(value)
-
-    def __repr__(self) -> str:
-        return f"evaluation.last({self.__name__!r})"
 
 
 def _chosen(timer: GivenTimer | None, has_other_times: bool) -> GivenTimer:

@@ -61,9 +61,6 @@ class ProgressBarHook(ReportingHook):
 
     A line that is logged to the terminal replaces the bar, which appears again below it with the next refresh.
 
-    To show a result of an EvaluationHook, use ``{"val": evaluation.last("val_loss")}``: a refresh that requests
-    ``evaluation["val_loss"]`` evaluates the model.
-
     With several ranks, the chief alone shows the bar, with its own values.
 
     Args:
