@@ -27,7 +27,6 @@ from support.patterns import (
 from support.processes import start
 
 FOR_DISPLAY = {
-    "enumerate_outside",
     "helper_function",
     "held_generator",
     "started_again_at_its_end",

@@ -61,10 +61,10 @@ CARRIED = {
     "out = {}\nfor x in until_stop(data):\n    out[x] = run(x)": ["out"],
     "out = torch.zeros(9)\nfor x in until_stop(data):\n    out[x] += 1": ["out"],
     "other = iter(data)\nfor x in until_stop(data):\n    run(next(other))": ["other"],
-    "for i, x in enumerate(until_stop(data)):\n    run(x)": ["enumerate(...)"],
+    "for i, x in enumerate(until_stop(data)):\n    run(x + i)": ["enumerate(...)"],
     "for x, y in zip(until_stop(data), data):\n    run(x)": ["zip(...)"],
     "from itertools import islice\nfor x in islice(until_stop(data), 2):\n    run(x)": ["islice(...)"],
-    "items = until_stop(data)\nfor i, x in enumerate(items):\n    run(x)": ["enumerate(...)"],
+    "items = until_stop(data)\nfor i, x in enumerate(items):\n    run(x) if i else 0": ["enumerate(...)"],
     "i, items = 0, None\nitems = until_stop(data)\nwhile (x := next(items, None)) is not None:\n    i += 1": ["i"],
     "i = 0\ndef train():\n    global i\n    for x in until_stop(data):\n        i += 1\ntrain()": ["i"],
     "out = [run(x) for x in until_stop(data)]": ["what the comprehension has collected"],
@@ -77,6 +77,8 @@ CARRIED = {
 
 NOT_CARRIED = [
     "for i, x in until_stop(enumerate(data)):\n    run(x)",
+    "for _, x in enumerate(until_stop(data)):\n    run(x)",
+    "for i, x in enumerate(until_stop(data)):\n    run(x)",
     "for x in until_stop(list(zip(data, data))):\n    run(x[0])",
     "for x in until_stop(data):\n    run(x)",
     "for x in until_stop(data):\n    x += 1\n    run(x)",
@@ -149,7 +151,7 @@ def test_a_generator_of_the_step_function_is_named(tmp_path: Path) -> None:
         return rng.random()
 
     source = "for x in until_stop(data):\n    run(x)"
-    assert names_in(tmp_path, source, step=step) == ["a random generator of the step function"]
+    assert names_in(tmp_path, source, step=step) == ["the generator rng of the step"]
     assert names_in(tmp_path, source, ["rng"], step=step, rng=rng) == []
 
 

@@ -25,7 +25,6 @@ from torchhooks.position.generators import find_generators
 
 _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 _COUNTS = "enumerate", "zip", "islice"
-_OF_THE_STEP = "a random generator of the step function"
 _CHANGES = "add", "append", "appendleft", "extend", "insert", "pop", "popleft", "setdefault", "update"
 _CHANGED = list, set, deque, MutableMapping, np.ndarray, torch.Tensor
 _GLOBAL_GENERATORS = random.random.__self__, np.random.mtrand._rand, torch.default_generator  # type: ignore[attr-defined]  # noqa: SLF001
@@ -51,7 +50,8 @@ class Kept(NamedTuple):
     def lacks(self, holder: object, name: str = "") -> list[str]:
         """Return the names of the generators of ``holder``, which is called ``name``, that are not kept."""
         found = ((f"{name}{path}", each) for path, each in find_generators(holder).items())
-        return [path for path, each in found if not self.has(each) and not path.endswith(self.paths)]
+        left = [path for path, each in found if not self.has(each) and not path.endswith(self.paths)]
+        return [path.removeprefix(".__self__").removeprefix(".") for path in left]
 
 
 def carried(site: Any, step: object, kept: Kept) -> list[str] | None:
@@ -73,7 +73,7 @@ def carried(site: Any, step: object, kept: Kept) -> list[str] | None:
         logger.debug("the source of the loop could not be read: %s", brief(error))
         found = None
     # A loader that is not iterated yet, whose generators checkpoints have, may be an attribute of the step's object.
-    own = [_OF_THE_STEP] if not kept.paths and kept.lacks(step) else []
+    own = [] if kept.paths else [f"the generator {_in_closure(path, step)} of the step" for path in kept.lacks(step)]
     return found if found is None and not own else list(dict.fromkeys([*(found or ()), *own]))
 
 
@@ -133,7 +133,7 @@ def _of_loop(
     for node in ast.walk(expression):
         if isinstance(node, ast.Call) and any(map(iterates, node.args)):
             name = _path(node.func).rpartition(".")[2]
-            yield from [f"{name}(...)"] if name in _COUNTS else []
+            yield from [f"{name}(...)"] if name in _COUNTS and not _is_unused(name, loop) else []
     reading = _Reading()
     if isinstance(loop, (ast.For, ast.While)):
         reading.visit(loop.target if isinstance(loop, ast.For) else loop.test)
@@ -154,6 +154,23 @@ def _of_loop(
         if holders and not any(kept.has(each) or _is_library(each) for each in holders):
             known = ".".join(path.split(".")[: len(holders)])
             yield from (f"the generator {name}" for name in kept.lacks(holders[-1], known))
+
+
+def _in_closure(path: str, function: Any) -> str:
+    """Return ``path``, which may begin with ``__closure__[0]``, with the name of that variable of ``function``."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for index, name in enumerate(names):
+        path = path.replace(f"__closure__[{index}]", name)
+    return path
+
+
+def _is_unused(name: str, loop: Any) -> bool:
+    """Return whether the body of ``loop``, which is over ``name(...)``, does not use the numbers of an enumerate."""
+    target = getattr(loop, "target", None)
+    if name != "enumerate" or not isinstance(target, ast.Tuple) or not isinstance(target.elts[0], ast.Name):
+        return False
+    used = {each.id for statement in loop.body for each in ast.walk(statement) if isinstance(each, ast.Name)}
+    return target.elts[0].id not in used
 
 
 def _is_library(value: object) -> bool:
