@@ -316,7 +316,7 @@ def test_weights_that_differ_are_warned_of_once_with_the_name_of_the_first(
             Saver().save(session, tmp_path / "model.ckpt", step)
 
     in_threads(2, main)
-    (warning,) = [text for level, text in lines if level == "WARNING"]
+    (warning,) = [text for level, text in lines if level == "WARNING" and "start over" not in text]
     assert warning.startswith("the parameter 'expert.weight' of 'model' is not the same on rank 0 and on rank 1")
 
 
@@ -522,7 +522,7 @@ def test_another_number_of_ranks_continues_with_the_epoch(
     epochs_and_items(tmp_path, saved_by, 4)
     seen = [(epoch, item) for epoch in (1, 2) for item in (10, 11, 12)]
     assert epochs_and_items(tmp_path, restored_by, None) == [(seen, 3)] * restored_by
-    (warning,) = [text for level, text in lines if level == "WARNING"]
+    (warning,) = [text for level, text in lines if level == "WARNING" and "start over" not in text]
     assert "The outer loops continue, and the epoch in progress begins again" in warning
 
 

@@ -126,6 +126,7 @@ def test_a_context_shows_what_a_hook_has_a_use_for() -> None:
         "session",
         "stop_reason",
         "stop_requested",
+        "waits_for_item",
         "when_ready",
         "why_stopped",
     }

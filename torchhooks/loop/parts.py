@@ -51,7 +51,7 @@ def build(arguments: LoopArguments) -> LoopParts:
     peers = Peers(ranks, schedule, ending) if ranks.size > 1 else None
     recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
     costs = HookCosts(schedule, readback) if arguments.hook_costs else None
-    position, waits = Position(schedule, arguments.state, arguments.step), DataWaits()
+    position, waits = Position(schedule, arguments.state, arguments.step.function), DataWaits()
     items = Items(lambda: position.depth)
     saves = arguments.checkpoint_dir is not None or arguments.has_saver
     watched = optimizer if saves and hasattr(optimizer, "register_step_post_hook") else None

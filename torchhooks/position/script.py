@@ -27,7 +27,11 @@ _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 _COUNTS = "enumerate", "zip", "islice"
 _CHANGES = "add", "append", "appendleft", "extend", "insert", "pop", "popleft", "setdefault", "update"
 _CHANGED = list, set, deque, MutableMapping, np.ndarray, torch.Tensor
-_GLOBAL_GENERATORS = random.random.__self__, np.random.mtrand._rand, torch.default_generator  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _global_generators() -> list[Any]:
+    """Return the generators whose states every checkpoint has. Naming NumPy's imports numpy.random."""
+    return [random.random.__self__, np.random.mtrand._rand, torch.default_generator]  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 class Kept(NamedTuple):
@@ -41,7 +45,7 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, objects: Iterable[object], paths: tuple[str, ...] = ()) -> Kept:
         """Return what is kept with ``objects``, which includes the global generators."""
-        holders = [*objects, *_GLOBAL_GENERATORS]
+        holders = [*objects, *_global_generators()]
         return cls(frozenset(id(each) for one in holders for each in (one, *find_generators(one).values())), paths)
 
     def has(self, value: object) -> bool:
