@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -45,9 +45,9 @@ UNSIZED: Iterable[Any] = DataLoader([1, 2, 3], sampler=Unsized())  # type: ignor
 ITERATOR = iter([1, 2, 3])
 
 DONE = Entry(number=0, taken=3, state=State.ITEM_DONE, before=BEFORE)
-IN_ITEM = replace(DONE, state=State.IN_ITEM, runs=2, random_at_item=AT_ITEM)
+IN_ITEM = DONE._replace(state=State.IN_ITEM, runs=2, random_at_item=AT_ITEM)
 RANGE_DONE = Entry(number=0, taken=3, state=State.ITEM_DONE, last=2)
-RANGE_IN_ITEM = replace(RANGE_DONE, state=State.IN_ITEM, random_at_item=AT_ITEM)
+RANGE_IN_ITEM = RANGE_DONE._replace(state=State.IN_ITEM, random_at_item=AT_ITEM)
 
 REPEATED = "the last item of until_stop's Loader had 2 runs when the checkpoint was saved. It is yielded again"
 
@@ -89,15 +89,15 @@ CASES = {
     "no checkpoint": Case(None, LOADER, fresh()),
     "after the place of the checkpoint": Case(DONE, LOADER, fresh(), number=1),
     "before the place of the checkpoint": Case(
-        replace(DONE, number=1, random_between=BETWEEN), LOADER, Plan(way=Way.NOTHING, random=BETWEEN)
+        DONE._replace(number=1, random_between=BETWEEN), LOADER, Plan(way=Way.NOTHING, random=BETWEEN)
     ),
     "before a place at which no random states were recorded": Case(
-        replace(DONE, number=1), LOADER, Plan(way=Way.NOTHING, random=AT_SAVE)
+        DONE._replace(number=1), LOADER, Plan(way=Way.NOTHING, random=AT_SAVE)
     ),
     # resume=False.
     "anew, without a checkpoint": Case(None, LOADER, fresh(), resume=False),
     "anew, at the place": Case(IN_ITEM, LOADER, fresh(taken=0), resume=False),
-    "anew, before the place": Case(replace(DONE, number=1), LOADER, fresh(), resume=False),
+    "anew, before the place": Case(DONE._replace(number=1), LOADER, fresh(), resume=False),
     "anew, after the place": Case(DONE, LOADER, fresh(), number=1, resume=False),
     # A stop before the first item.
     "not begun": Case(
@@ -107,18 +107,18 @@ CASES = {
         Entry(number=0, taken=0, state=State.STOPPED), ITERATOR, fresh(random=AT_SAVE, innermost=True)
     ),
     "begun, without an item": Case(
-        replace(DONE, taken=0, state=State.STOPPED), LOADER,
-        continued(Way.SKIP, replace(DONE, taken=0, state=State.STOPPED), 0),
+        DONE._replace(taken=0, state=State.STOPPED), LOADER,
+        continued(Way.SKIP, DONE._replace(taken=0, state=State.STOPPED), 0),
     ),
     # Nothing is left.
     "ended": Case(
-        replace(DONE, state=State.ENDED), LOADER,
-        continued(Way.NOTHING, replace(DONE, state=State.ENDED), 3),
+        DONE._replace(state=State.ENDED), LOADER,
+        continued(Way.NOTHING, DONE._replace(state=State.ENDED), 3),
         ("until_stop's Loader had already ended. To iterate it again, use until_stop(..., resume=False).",),
     ),
     "ended inside another": Case(
-        replace(DONE, state=State.ENDED), [1, 2, 3],
-        continued(Way.NOTHING, replace(DONE, state=State.ENDED), 3), depth=2,
+        DONE._replace(state=State.ENDED), [1, 2, 3],
+        continued(Way.NOTHING, DONE._replace(state=State.ENDED), 3), depth=2,
     ),
     # Ranges.
     "a range": Case(
@@ -144,8 +144,8 @@ CASES = {
         continued(Way.REST, RANGE_IN_ITEM, 3, rest=range(3, 9, 2), gives_up_item=True), (after(2, "range"),),
     ),
     "a range that has grown": Case(
-        replace(RANGE_DONE, state=State.ENDED), range(5),
-        continued(Way.REST, replace(RANGE_DONE, state=State.ENDED), 3, rest=range(3, 5)), (after(3, "range"),),
+        RANGE_DONE._replace(state=State.ENDED), range(5),
+        continued(Way.REST, RANGE_DONE._replace(state=State.ENDED), 3, rest=range(3, 5)), (after(3, "range"),),
     ),
     # Iterators.
     "an iterator": Case(
@@ -171,49 +171,49 @@ CASES = {
     # Everything else skips.
     "a loader": Case(DONE, LOADER, SKIP_DONE, (after(3, "Loader"),)),
     "a loader at its end": Case(
-        DONE, SIZED, replace(SKIP_DONE, reminds=True), (after(3, "DataLoader", ", the last one."),)
+        DONE, SIZED, SKIP_DONE._replace(reminds=True), (after(3, "DataLoader", ", the last one."),)
     ),
     "a loader of unknown length": Case(DONE, UNSIZED, SKIP_DONE, (after(3, "DataLoader"),)),
     "a stream": Case(DONE, DataLoader(Stream()), SKIP_DONE, (after(3, "DataLoader"),)),
     "a limit": Case(
-        DONE, LOADER, replace(SKIP_DONE, reminds=True), (after(3, "Loader", ", the last one."),), limit=3
+        DONE, LOADER, SKIP_DONE._replace(reminds=True), (after(3, "Loader", ", the last one."),), limit=3
     ),
     "a list at its end": Case(
-        DONE, [1, 2, 3], replace(SKIP_DONE, reminds=True), (after(3, "list", ", the last one."),)
+        DONE, [1, 2, 3], SKIP_DONE._replace(reminds=True), (after(3, "list", ", the last one."),)
     ),
     "a loader in an item": Case(IN_ITEM, LOADER, SKIP_IN_ITEM, (REPEATED, after(2, "Loader"))),
     "stopped in an item": Case(
-        replace(IN_ITEM, state=State.STOPPED_IN_ITEM), LOADER,
-        replace(SKIP_IN_ITEM, entry=replace(IN_ITEM, state=State.STOPPED_IN_ITEM)), (REPEATED, after(2, "Loader")),
+        IN_ITEM._replace(state=State.STOPPED_IN_ITEM), LOADER,
+        SKIP_IN_ITEM._replace(entry=IN_ITEM._replace(state=State.STOPPED_IN_ITEM)), (REPEATED, after(2, "Loader")),
     ),
     "in an item without runs": Case(
-        replace(IN_ITEM, runs=0), LOADER, replace(SKIP_IN_ITEM, entry=replace(IN_ITEM, runs=0)),
+        IN_ITEM._replace(runs=0), LOADER, SKIP_IN_ITEM._replace(entry=IN_ITEM._replace(runs=0)),
         (after(2, "Loader"),),
     ),
     "in an item whose random states were not recorded": Case(
-        replace(IN_ITEM, random_at_item=None), LOADER,
-        continued(Way.SKIP, replace(IN_ITEM, random_at_item=None), 2), (REPEATED, after(2, "Loader")),
+        IN_ITEM._replace(random_at_item=None), LOADER,
+        continued(Way.SKIP, IN_ITEM._replace(random_at_item=None), 2), (REPEATED, after(2, "Loader")),
     ),
     "in the first item": Case(
-        replace(IN_ITEM, taken=1, runs=0), LOADER,
-        continued(Way.SKIP, replace(IN_ITEM, taken=1, runs=0), 0, random=AT_ITEM),
+        IN_ITEM._replace(taken=1, runs=0), LOADER,
+        continued(Way.SKIP, IN_ITEM._replace(taken=1, runs=0), 0, random=AT_ITEM),
     ),
     "in an item with an inner place": Case(
-        IN_ITEM, LOADER, replace(SKIP_IN_ITEM, innermost=False), innermost=False
+        IN_ITEM, LOADER, SKIP_IN_ITEM._replace(innermost=False), innermost=False
     ),
     "left with a break": Case(
-        replace(DONE, state=State.LEFT), [1, 2, 3],
-        replace(SKIP_DONE, entry=replace(DONE, state=State.LEFT)),
+        DONE._replace(state=State.LEFT), [1, 2, 3],
+        SKIP_DONE._replace(entry=DONE._replace(state=State.LEFT)),
         (after(3, "list", ". The process that saved the checkpoint left it with a break."),),
     ),
     "left with a break in an item": Case(
-        replace(IN_ITEM, state=State.LEFT_IN_ITEM), LOADER,
-        replace(SKIP_IN_ITEM, entry=replace(IN_ITEM, state=State.LEFT_IN_ITEM)),
+        IN_ITEM._replace(state=State.LEFT_IN_ITEM), LOADER,
+        SKIP_IN_ITEM._replace(entry=IN_ITEM._replace(state=State.LEFT_IN_ITEM)),
         (REPEATED, after(2, "Loader", ". The process that saved the checkpoint left it with a break.")),
     ),
     # Runs on the way.
     "after runs": Case(
-        DONE, LOADER, replace(SKIP_DONE, runs_before=2),
+        DONE, LOADER, SKIP_DONE._replace(runs_before=2),
         ("2 runs were made before until_stop's Loader continued. The checkpoint", after(3, "Loader")), runs_before=2,
     ),
     "not begun, after runs": Case(
@@ -254,6 +254,6 @@ def test_what_a_resumed_process_does(name: str) -> None:
 
 @pytest.mark.parametrize("state", State)
 def test_an_entry_is_plain_data_and_the_same_when_it_is_read_back(state: State, tmp_path: Any) -> None:
-    entry = replace(IN_ITEM, state=state, probes=({"item": 2},), digest={"": ["int", 0, 1]})
+    entry = IN_ITEM._replace(state=state, probes=({"item": 2},), digest={"": ["int", 0, 1]})
     torch.save(entry.to_save(), tmp_path / "entry")
     assert Entry.from_saved(torch.load(tmp_path / "entry", weights_only=True)) == entry

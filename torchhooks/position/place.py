@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchhooks.common.digests import Digest, digest
 from torchhooks.common.random_states import random_states
@@ -50,8 +49,7 @@ class State(Enum):
         return self not in (State.IN_ITEM, State.STOPPED_IN_ITEM, State.LEFT_IN_ITEM)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(NamedTuple):
     """What a checkpoint contains of one place."""
 
     number: int
@@ -86,12 +84,11 @@ class Entry:
     def without_ranks(self) -> Entry:
         """Return what the entry says for any number of ranks, of which each has random states of its own."""
         names = ("before", "random_at_item", "random_between")
-        return replace(self, runs=0, probes=(), **dict.fromkeys(names))  # type: ignore[arg-type]
+        return self._replace(runs=0, probes=(), **dict.fromkeys(names))  # type: ignore[arg-type]
 
     def to_save(self) -> Saved:
         """Return the entry as plain data, which ``torch.load(..., weights_only=True)`` can read back."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**plain, "state": self.state.value, "probes": list(self.probes)}
+        return {**self._asdict(), "state": self.state.value, "probes": list(self.probes)}
 
 
 class Place:

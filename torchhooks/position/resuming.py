@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -33,8 +32,7 @@ class Way(Enum):
     SKIP = auto()  # take the items that are done, and drop them
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """How an ``until_stop`` begins."""
 
     way: Way
@@ -109,19 +107,19 @@ def plan_resume(
         runs_before=runs_before,
     )
     if entry.state is State.ENDED and not (place.depth == 1 and isinstance(iterable, MAY_HAVE_GROWN)):
-        return replace(plan, way=Way.NOTHING)
+        return plan._replace(way=Way.NOTHING)
     if is_plain_iterator(iterable):
-        return replace(plan, way=Way.AS_IT_IS, taken=0)  # how many it gave to earlier processes says nothing
+        return plan._replace(way=Way.AS_IT_IS, taken=0)  # how many it gave to earlier processes says nothing
     if done and place.depth == 1 and not entry.state.is_left:
         # Inside of another loop, the body of that one continues after this one, with its variables.
-        plan = replace(plan, reminds=entry.taken > 0 and _is_at_end(place.limit, iterable, entry))
-    without_item = plan if done else replace(plan, taken=entry.taken, random=random, gives_up_item=True)
+        plan = plan._replace(reminds=entry.taken > 0 and _is_at_end(place.limit, iterable, entry))
+    without_item = plan if done else plan._replace(taken=entry.taken, random=random, gives_up_item=True)
     if isinstance(iterable, range) and entry.last is not None:
         if entry.last not in iterable:  # another range than that of the checkpoint
             plan = without_item
-        return replace(plan, way=Way.REST, rest=rest_of_range(iterable, entry.last, done))
+        return plan._replace(way=Way.REST, rest=rest_of_range(iterable, entry.last, done))
     if has_own_state:  # after loading it, a loader continues after the item in progress
-        return replace(without_item, way=Way.OWN_STATE, otherwise=plan)
+        return without_item._replace(way=Way.OWN_STATE, otherwise=plan)
     return plan
 
 
