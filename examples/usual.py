@@ -19,6 +19,7 @@ from torchhooks import (
     MonitoredLoop,
     ProgressBarHook,
     StopIfNoDecreaseHook,
+    best_checkpoint,
     load_weights,
     running_mean,
 )
@@ -61,7 +62,7 @@ def main(folder: str) -> nn.Module:
         ),
         StopIfNoDecreaseHook(val_loss, max_steps_without_decrease=PATIENCE * len(train_loader)),
         CheckpointSaverHook(folder, every_n_epochs=1),
-        BestCheckpointHook(folder, val_loss, every_n_epochs=1, mode="min"),
+        BestCheckpointHook(folder, val_loss, mode="min"),
     ]
     state = {"scheduler": scheduler}
     with MonitoredLoop(
@@ -71,7 +72,7 @@ def main(folder: str) -> nn.Module:
             for inputs, targets in loop.until_stop(train_loader):
                 loop.run(inputs, targets)
             scheduler.step(evaluation.values["validate"])
-    load_weights(f"{folder}/best", model)
+    load_weights(best_checkpoint(folder), model)
     return model
 
 
