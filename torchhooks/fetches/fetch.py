@@ -12,7 +12,10 @@ fetch                                     value
 ``"encoder:input"``, ``"encoder:grad"``   what it received; the gradient of what it returned
 ``"images"``                              an argument of the step, by the name of its parameter
 ``"epoch"``, ``"batch"``                  from 0, the pass over the data of ``until_stop``, and the item in it
-``"secs"``, ``"steps_per_sec"``           seconds since the session was created; the last rate of a StepCounterHook
+``"secs"``                                seconds since the session was created
+``"steps_per_sec"``, ``"data_secs"``      what a StepCounterHook has measured in the period that ends in this run, or in
+                                          the last one; also ``"secs_per_step"``, ``"examples_per_sec"`` and
+                                          ``"tokens_per_sec"``
 a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
 an object with ``compute()``              what ``compute()`` returns: a torchmetrics metric, for example
 a tensor                                  its value after this run
@@ -30,7 +33,8 @@ Tensors are detached from the graph and stay on their device. With several ranks
 which every rank has to request in the same run. NanTensorHook and histograms need no full tensor.
 
 A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
-``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``).
+``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``)
+and what a StepCounterHook measures.
 
 No code of the model runs when a name is looked up, because it could change the training run. A parameter that one of
 torch's parametrizations computes, such as ``spectral_norm``, has the value that it has in evaluation mode. One that
@@ -49,6 +53,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import operator
 import os
 import types
 import weakref
@@ -68,7 +73,9 @@ from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 _EMPTY: Mapping[str, Any] = types.MappingProxyType({})
-_OF_LOOP = ("epoch", "batch", "secs", "steps_per_sec")
+_OF_LOOP = ("epoch", "batch", "secs")
+SPEEDS = ("steps_per_sec", "secs_per_step", "data_secs", "examples_per_sec", "tokens_per_sec")
+"""The fetches that a StepCounterHook measures, the last two if it is told how many there are."""
 _WATCHED_SUFFIXES = ((":", "output"), (":", "input"), (":", "grad"))
 
 
@@ -463,6 +470,10 @@ class Evaluator:
             return NoRunYetError(f"{message} outside of a run: it is an argument of the step.")
         if self.session.model is not None and is_property(self.session.model, name):
             message += f". It is a property, and a fetch runs no code of the model: fetch lambda model: model.{name}"
+        if name in SPEEDS:
+            given = name.removesuffix("_per_sec") + "_per_step"
+            option = f"{given}=..., " if name in SPEEDS[3:] else ""
+            message += f". A StepCounterHook measures it: add StepCounterHook({option}log=False) to hooks"
         names = self._all_names()
         message += f".{did_you_mean(name, names)} Available: {shortened(names)}."
         if self.ran:
@@ -506,6 +517,10 @@ class Evaluator:
         if value is _MISSING and name in _OF_LOOP:  # last, because steps have parameters with these names
             known = getattr(self.session, name, None)
             value = _MISSING if known is None else known
+        if value is _MISSING and name in SPEEDS:
+            measured = [speed(name, self._leaf_uncopied) for speed in self.session.speeds]
+            found = [each for each in measured if each is not None]
+            value = max(found, key=operator.itemgetter(0))[1] if found else _MISSING
         return value
 
     def _as_asked(self, output: Any) -> Any:

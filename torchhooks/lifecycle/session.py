@@ -133,8 +133,8 @@ class Session:
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._created, self._paused_secs = time.monotonic(), 0.0
-        self.steps_per_sec: float | None = None
-        """The rate that a StepCounterHook reported last; NaN before the first one, ``None`` without such a hook."""
+        self.speeds: list[Callable[[str, Callable[[Any], Any]], tuple[float, Any] | None]] = []
+        """What each StepCounterHook has measured, by the name of a fetch: when its last period ended, and the value."""
         self.was_restored = False
         """Whether this session began with a checkpoint."""
         self.saved_step: int | None = None
@@ -294,11 +294,11 @@ class Session:
 
     @property
     def data_wait_secs(self) -> float | None:
-        """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if none is open.
+        """How long the ``until_stop`` loops have waited for their data, in seconds; ``None`` if there was none yet.
 
-        Measuring begins when this is first read.
+        Measuring begins when this is first read, for those that are then open.
         """
-        return self._data_waits.innermost()
+        return self._data_waits.total()
 
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
