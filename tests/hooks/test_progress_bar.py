@@ -332,3 +332,9 @@ def test_lines_are_not_logged_while_there_is_a_bar() -> None:
     with log_lines() as lines:
         shown(0.1, 0.1)
     assert lines == []
+
+
+@pytest.mark.parametrize(("rates", "text"), [((1 / 3, 1 / 3), "lr=0.3333"), ((1 / 3, 0.25), "lr=[0.3333, 0.25]")])
+def test_shows_the_rates_of_several_groups_with_four_digits(rates: tuple[float, float], text: str) -> None:
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates])
+    assert shown(0.1, values=["lr"], optimizer=optimizer, step_unit="run")[-1].endswith(f", {text}]")

@@ -546,18 +546,27 @@ def test_a_repr_can_be_pasted_back(text: str) -> None:
 # -- learning rates and outputs that were not asked for ---------------------------------------------------------------
 
 
-def test_the_line_shows_the_rates_of_several_groups_as_a_list_whether_they_agree_or_not(
+def test_the_line_shows_the_rates_of_several_groups_as_one_number_where_they_are_equal(
     lines: list[tuple[str, str]],
 ) -> None:
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.5, 0.25)])
 
-    def step() -> None:
-        optimizer.param_groups[0]["lr"] = 0.25
+    def step(rate: float) -> None:
+        optimizer.param_groups[0]["lr"] = rate
 
-    hooks = [LoggingTensorHook(["lr"], every_n_iter=1, at_end=True)]
+    hooks = [
+        LoggingTensorHook(["lr"], every_n_iter=1),
+        LoggingTensorHook(["lr", "lr/0"], every_n_iter=1, formatter="lr {lr:.1e}, first {lr/0:.2f}".format_map),
+    ]
     with MonitoredLoop(step, optimizer=optimizer, hooks=hooks) as loop:
-        loop.run()
-    assert [line.partition(" (")[0] for _, line in lines if line.startswith("lr")] == ["lr = [0.25, 0.25]"] * 2
+        loop.run(0.5)
+        loop.run(0.25)
+    assert [line.partition(" (")[0] for _, line in lines if line.startswith("lr")] == [
+        "lr = [0.5, 0.25]",
+        "lr [5.0e-01, 2.5e-01], first 0.50",
+        "lr = 0.25",
+        "lr 2.5e-01, first 0.25",
+    ]
 
 
 class Pair(tuple[Any, ...]):

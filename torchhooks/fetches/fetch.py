@@ -6,6 +6,7 @@ fetch                                     value
 ``"loss"``                                the output of the step with this name (see :func:`named_outputs`)
 ``"global_step"``                         the global step, which counts this run
 ``"lr"``                                  the learning rate; a list of them if there are several parameter groups
+``"lr/0"``, ``"lr/head"``                 the rate of one group, by its index or its ``"name"``
 ``"fc1.weight"``                          a parameter or buffer of the model
 ``"fc1.weight.grad"``                     its gradient; ``None`` if it has none
 ``"encoder:output"``                      what this submodule of the model returned in this run
@@ -186,14 +187,17 @@ def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
     return bool(groups) and all("lr" in group for group in groups)
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the rate of the only parameter group, or all rates if there are several groups.
+def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the fetch ``"lr"``, and that of each parameter group: ``"lr/0"``, and ``"lr/head"`` if it has a name.
 
-    Whether the rates of several groups agree does not matter. If it did, a schedule could change the type of ``"lr"``
-    in the middle of a training run.
+    ``"lr"`` is the rate of the only group, or all rates if there are several groups. Whether these agree does not
+    matter. If it did, a schedule could change the type of ``"lr"`` in the middle of a training run.
     """
     groups = optimizer.param_groups
-    return groups[0]["lr"] if len(groups) == 1 else GroupRates([group["lr"] for group in groups], _group_names(groups))
+    rates, names = [group["lr"] for group in groups], _group_names(groups)
+    by_index = {f"lr/{index}": rate for index, rate in enumerate(rates)}
+    by_name = {f"lr/{name}": rate for name, rate in zip(names, rates, strict=True)}
+    return {"lr": rates[0] if len(groups) == 1 else GroupRates(rates, names), **by_index, **by_name}
 
 
 def _group_names(groups: list[dict[str, Any]]) -> list[str]:
@@ -502,8 +506,10 @@ class Evaluator:
             return self._as_asked(self._outputs[name])
         if name == "global_step":
             return self.session.global_step
-        if name == "lr" and _has_rate(self.session.optimizer):
-            return _learning_rate(self.session.optimizer)
+        if name.startswith("lr") and _has_rate(self.session.optimizer):
+            rates = _learning_rates(self.session.optimizer)
+            if name in rates:
+                return rates[name]
         value = _model_value(self.session.model, name)
         if type(value) is Computed:
             stored_names = " and ".join(map(repr, value.originals))
@@ -528,7 +534,9 @@ class Evaluator:
 
     def _all_names(self) -> list[str]:
         names = [*self.feeds, *map(str, self._outputs), "global_step"]
-        names += ["lr"] if _has_rate(self.session.optimizer) else []
+        if _has_rate(self.session.optimizer):
+            rates = _learning_rates(self.session.optimizer)
+            names += rates if isinstance(rates["lr"], GroupRates) else ["lr"]
         names += self.watched
         if self.session.model is not None:
             names += tensor_names(self.session.model)

@@ -16,7 +16,7 @@ from torchhooks.common.checks import period, whole_number
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr
 from torchhooks.common.timers import NEVER, Due, SecondOrStepTimer
-from torchhooks.common.trees import map_leaves
+from torchhooks.common.trees import GroupRates, map_leaves
 from torchhooks.device.readback import Elapsed, Moment
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
@@ -228,7 +228,7 @@ def _terminal_handlers() -> list[logging.Handler]:
 
 
 def _brief(value: Any) -> str:
-    """Return a number with four digits, or the text of any other value."""
-    if isinstance(value, float | np.floating):
+    """Return a number, or rates, with four digits, or the text of any other value."""
+    if isinstance(value, float | np.floating | GroupRates):
         return f"{value:.4g}"
     return str(value)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchhooks.common.text import shown
-from torchhooks.common.trees import map_leaves
+from torchhooks.common.trees import GroupRates, map_leaves
 
 
 def tagged_line(values: Mapping[str, Any]) -> str:
@@ -62,5 +62,7 @@ class _Bare:
 def _text(value: Any) -> str:
     if isinstance(value, (np.generic, float, int, str)):
         return str(value)
+    if isinstance(value, GroupRates):
+        return f"{value}"
     with np.printoptions(suppress=True):
         return str(map_leaves(lambda leaf: _Bare(leaf) if isinstance(leaf, (np.generic, np.ndarray)) else leaf, value))
