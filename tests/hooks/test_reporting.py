@@ -14,6 +14,7 @@ import torch
 from support.events import curve
 
 from torchhooks import (
+    EverySteps,
     FinalOpsHook,
     LoggingTensorHook,
     MonitoredLoop,
@@ -260,6 +261,15 @@ def test_logs_in_the_first_run_that_starts_a_period_after_the_last_line() -> Non
 def test_a_list_of_fetches_is_logged_in_its_order_under_their_names() -> None:
     hook = LoggingTensorHook(["loss", accuracy, "global_step"], every_n_iter=1)
     assert lines_of(hook, 0.25) == ["loss = 0.25, accuracy = 0.75, global_step = 1"]
+
+
+@pytest.mark.parametrize("given", [{"every_n_steps": 1}, {"every_n_epochs": 1}, {"timer": EverySteps(1)}], ids=repr)
+def test_with_periods_that_are_not_tensorflows_a_dict_is_logged_in_its_order(given: dict[str, Any]) -> None:
+    hook = LoggingTensorHook({"b": lambda: 2, "a": lambda: 1}, **given)
+    with log_lines() as lines, MonitoredLoop(lambda batch: None, hooks=[hook], step_unit="run") as loop:
+        for batch in loop.until_stop([1]):
+            loop.run(batch)
+    assert lines == [("INFO", "b = 2, a = 1")]
 
 
 def test_a_dict_is_logged_sorted_by_tag() -> None:

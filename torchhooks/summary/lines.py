@@ -17,8 +17,11 @@ def tagged_line(values: Mapping[str, Any]) -> str:
     return ", ".join([f"{tag} = {_text(value)}" for tag, value in values.items()])
 
 
-def by_tag(tensors: Any) -> dict[str, Any]:
-    """Return the fetches by the tags under which they are logged, in the order of the line."""
+def by_tag(tensors: Any, *, in_order: bool = True) -> dict[str, Any]:
+    """Return the fetches by the tags under which they are logged, in the order of the line.
+
+    A dict is sorted by tag unless ``in_order``.
+    """
     if not isinstance(tensors, (Mapping, list, tuple)):
         raise TypeError(
             f"tensors={shown(tensors)}: give a dict from tag to fetch, or a list of fetches, such as ['loss']"
@@ -28,7 +31,7 @@ def by_tag(tensors: Any) -> dict[str, Any]:
             f"tensors={shown(tensors)}: there is nothing to log; give at least one fetch, such as ['loss']"
         )
     if isinstance(tensors, Mapping):
-        return {tag: tensors[tag] for tag in sorted(tensors)}
+        return {tag: tensors[tag] for tag in (tensors if in_order else sorted(tensors))}
     tagged: dict[str, Any] = {}
     for fetch in tensors:
         tag = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
