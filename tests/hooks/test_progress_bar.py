@@ -242,14 +242,14 @@ def test_the_last_line_leaves_out_what_only_a_run_has() -> None:
     with (
         log_lines() as lines,
         MonitoredLoop(
-            lambda: model(torch.zeros(1)).sum() * 0,
+            lambda inputs: model(inputs).sum() * 0,
             model,
-            hooks=[ProgressBarHook(values={"output": ":output", "loss": "loss"}, file=stream)],
+            hooks=[ProgressBarHook(values={"out": ":output", "in": lambda inputs: 1, "loss": "loss"}, file=stream)],
         ) as loop,
     ):
         for _ in range(2):
-            loop.run()
-    assert lines[-1] == ("INFO", "step 2: loss = 0")
+            loop.run(torch.zeros(1))
+    assert lines[1:] == [("INFO", "step 2: loss = 0")]
 
 
 def test_without_a_total_the_lines_have_the_steps_and_the_rate() -> None:
@@ -347,6 +347,15 @@ def test_a_total_is_taken_from_the_last_step_or_the_lengths_of_the_data(
     iterate: Any, hooks: list[SessionRunHook], total: str
 ) -> None:
     assert totals(iterate, *hooks) == [total]
+
+
+def test_a_total_that_was_known_is_shown_at_the_end() -> None:
+    terminal = Terminal()
+    hooks = [ProgressBarHook(values=["global_step"], file=terminal)]
+    with FakeClock(), MonitoredLoop(lambda: None, hooks=hooks, step_unit="run") as loop:
+        for _ in nested(range(3), "abcd")(loop):
+            loop.run()  # none but the first is shown
+    assert re.search(r"100%\|.*\| 12/12 .*, global_step=12\]$", terminal.refreshes[-1])
 
 
 def test_without_a_last_step_data_that_are_repeated_have_no_total() -> None:

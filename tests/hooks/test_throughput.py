@@ -412,6 +412,20 @@ def test_an_evaluation_in_the_run_that_ends_a_period_is_not_counted(first: bool)
     assert rates.results[2:] == [4, 4, 4]
 
 
+def test_on_a_device_the_host_measures_the_period_that_ends_and_the_device_the_last_one() -> None:
+    hook = RecordingHook("steps_per_sec")
+    with FakeDevice(lag=1, speed=2.0), FakeClock() as clock:
+
+        def step() -> None:
+            clock.advance(1)
+
+        with MonitoredLoop(step, nn.Linear(1, 1), hooks=[StepCounterHook(20), hook], step_unit="run") as loop:
+            for _ in range(40):
+                loop.run()
+    assert hook.results[20] == 1
+    assert hook.results[-1] == 0.5  # the device needs twice as long
+
+
 def test_of_several_hooks_the_period_that_ended_last_counts() -> None:
     long, short = StepCounterHook(every_n_epochs=1, examples_per_step=8), StepCounterHook(2)
     assert at_the_epochs_ends("data_secs", long, short, wait=0.25) == [0.75, 1.0, 1.0]

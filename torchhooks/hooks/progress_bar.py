@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import importlib
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchhooks.common.checks import period, whole_number
-from torchhooks.common.errors import LifecycleError
+from torchhooks.common.errors import LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
 from torchhooks.common.timers import NEVER, Due, SecondOrStepTimer
@@ -191,6 +192,8 @@ class ProgressBarHook(ReportingHook):
         if not self.writes or (self._per_epoch and session.epoch_items is None):
             return
         count, shown = self._count(session), self._shown
+        if shown is not None and not self._per_epoch:
+            count = count._replace(total=shown.total)  # the data, whose lengths told it, are no longer iterated
         if shown is None or (shown.done, shown.epoch) != (count.done, count.epoch):
             self._show(count, self._last_values(session), self._per_epoch)
         elif self._bar is not None:
@@ -224,10 +227,12 @@ class ProgressBarHook(ReportingHook):
 
     def _last_values(self, session: Session) -> Any:
         """Return those of the values that are available at the end of the loop; none if there was no run."""
-        if self._shown is None:
-            return {}
-        known = {tag: fetch for tag, fetch in self._tensors.items() if not watched_names(fetch)}
-        return to_host(session.run_available(known, who=self))
+        values: dict[str, Any] = {}
+        for tag, fetch in self._tensors.items() if self._shown is not None else ():
+            if not watched_names(fetch):
+                with contextlib.suppress(NoRunYetError):  # an argument of the step
+                    values[tag] = session.run(fetch, who=self)
+        return to_host(values)
 
     def _measure_and_show(self, count: _Count, done: int, is_last: bool, times: _Times) -> None:
         """Show ``count``, which is ``done`` more than that of the first sample."""
