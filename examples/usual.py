@@ -53,7 +53,7 @@ def main(folder: str) -> nn.Module:
     evaluation = EvaluationHook(validate, every_n_epochs=1)
     val_loss = evaluation["validate"]
     hooks = [
-        ProgressBarHook(EPOCHS * len(train_loader)),
+        ProgressBarHook(),
         evaluation,
         LoggingTensorHook(
             {"epoch": "epoch", "loss": mean_loss, "val_loss": val_loss, "lr": "lr"},

@@ -254,6 +254,18 @@ def test_lr_does_not_read_rates_on_a_device() -> None:
         assert [rate.device.type for rate in loop.session.run("lr")] == ["meta", "meta"]
 
 
+def test_the_rate_of_a_group_is_known_by_its_index_and_its_name() -> None:
+    optimizer = sgd(0.1, 0.2)
+    optimizer.param_groups[1]["name"] = "head"
+    assert fetch(["lr/0", "lr/1", "lr/head"], optimizer=optimizer) == [0.1, 0.2, 0.2]
+    assert fetch("lr/0", optimizer=sgd(0.3)) == 0.3
+
+
+def test_the_error_for_a_group_that_is_not_there_names_the_groups() -> None:
+    message = fetch_error("lr/2", optimizer=sgd(0.1, 0.2))
+    assert "asked for 'lr/2', which does not exist. Did you mean 'lr/1' or 'lr/0' or 'lr'?" in message
+
+
 def test_lr_needs_a_group() -> None:
     optimizer = sgd(0.1)
     optimizer.param_groups.clear()

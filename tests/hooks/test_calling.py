@@ -5,12 +5,24 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from torchhooks import CallFnHook, EverySteps, FetchError, MonitoredLoop, SecondOrStepTimer, Session
+from torchhooks import (
+    AbortedError,
+    CallFnHook,
+    CheckpointSaverHook,
+    EvaluationHook,
+    EveryEpochs,
+    EverySteps,
+    FetchError,
+    MonitoredLoop,
+    SecondOrStepTimer,
+    Session,
+)
 from torchhooks.testing import FakeDevice, RecordingHook, log_lines, sync_audit, trace
 
 
@@ -34,12 +46,53 @@ def test_calls_at_multiples_of_the_period(given: dict[str, Any], start: int, ste
         ({"at_end": True}, [9]),
         ({"every_n_steps": 4, "at_end": True}, [4, 8, 9]),
         ({"every_n_steps": 3, "at_end": True}, [3, 6, 9]),
-        ({"timer": SecondOrStepTimer(every_steps=4), "at_end": True}, [1, 5, 9]),
+        ({"timer": SecondOrStepTimer(every_steps=4), "at_end": True}, [4, 8, 9]),
     ],
     ids=repr,
 )
 def test_calls_at_the_end_unless_that_step_was_called(given: dict[str, Any], steps: list[int]) -> None:
     assert called_at(**given) == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({"at_start": True}, [0]),
+        ({"every_n_steps": 4, "at_start": True}, [0, 4, 8]),
+        ({"every_n_secs": 4, "at_start": True}, [0, 5]),
+        ({"every_n_secs": 4}, [5]),
+        ({"timer": SecondOrStepTimer(every_steps=4)}, [4, 8]),
+        ({"timer": EveryEpochs(), "at_start": True}, [0, 9]),
+        ({"at_start": True, "at_end": True}, [0, 9]),
+    ],
+    ids=repr,
+)
+def test_calls_at_the_times_at_which_an_evaluation_hook_evaluates(given: dict[str, Any], steps: list[int]) -> None:
+    evaluated: list[int] = []
+    hook = EvaluationHook(lambda global_step: evaluated.append(global_step) or 0.0, **given)  # type: ignore[func-returns-value]
+    trace(hook, losses=[0.1] * 9)
+    assert called_at(**given) == evaluated == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"), [({"every_n_steps": 4}, [1, 4, 8]), ({"every_n_secs": 4}, [1, 6]), ({}, [1])]
+)
+def test_what_names_an_output_is_called_at_the_start_in_the_first_run(given: dict[str, Any], steps: list[int]) -> None:
+    seen: list[int] = []
+    hook = CallFnHook(lambda loss, global_step: seen.append(global_step), at_start=True, **given)
+    for _ in range(2):  # it can be used again
+        trace(hook, losses=[0.1] * 9)
+    assert seen == steps * 2
+
+
+def test_after_a_recovery_the_start_is_not_called_again(tmp_path: Path) -> None:
+    steps: list[int] = []
+    hooks = [
+        CallFnHook(lambda global_step: steps.append(global_step), 2, at_start=True),
+        CheckpointSaverHook(tmp_path, save_steps=1),
+    ]
+    trace(*hooks, losses=[0.1, 0.1, AbortedError, 0.1], checkpoint_dir=tmp_path)
+    assert steps == [0, 2]
 
 
 def test_the_hook_can_be_used_again() -> None:
@@ -225,8 +278,8 @@ def test_values_on_a_device_at_the_end_are_read_from_it() -> None:
     [
         (
             {},
-            "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer or "
-            "at_end=True",
+            "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer, "
+            "at_start=True or at_end=True",
         ),
         ({"every_n_steps": 0}, "every_n_steps=0: must be a whole number, 1 or more"),
         ({"every_n_steps": 2, "timer": EverySteps(2)}, "every_n_steps=2, timer=EverySteps(2): give a period"),

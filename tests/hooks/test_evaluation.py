@@ -605,3 +605,9 @@ def test_a_value_before_the_first_evaluation_is_an_error_that_names_the_guard() 
             loop.run()
         with pytest.raises(KeyError, match=r"nothing was evaluated yet.* if loop\.should_stop\(\): break"):
             evaluation.values["error"]
+
+
+def test_without_log_the_results_are_for_other_hooks_only() -> None:
+    evaluation = EvaluationHook(lambda global_step: {"error": 1 / global_step}, every_n_steps=2, log=False)
+    display = LoggingTensorHook({"error": evaluation["error"]}, every_n_steps=2)
+    assert [line for _, line in trace(evaluation, display, losses=[0.1] * 2).lines] == ["error = 0.5"]

@@ -263,7 +263,7 @@ def test_with_accumulated_gradients_a_multiple_triggers_in_the_run_that_reaches_
     with log_lines() as lines:
         Accumulating().train(
             14,
-            LoggingTensorHook({"step": "global_step", "a": measured}, timer=timer),
+            LoggingTensorHook({"a": measured, "step": "global_step"}, timer=timer),
             SummarySaverHook(summary_writer=writer, summary_op={"a": measured}, timer=timer),
         )
     assert seen == [(2, 6), (4, 12)]

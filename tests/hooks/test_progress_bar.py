@@ -8,9 +8,9 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,12 +21,14 @@ from torchhooks import (
     AbortedError,
     CheckpointSaverHook,
     EvaluationHook,
+    LifecycleError,
     MonitoredLoop,
     ProgressBarHook,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
     StopAtStepHook,
+    running_mean,
 )
 from torchhooks.testing import FakeClock, FakeDevice, log_lines, sync_audit, trace
 
@@ -86,7 +88,7 @@ def test_starts_at_the_step_at_which_the_loop_starts() -> None:
     ("values", "text"),
     [
         (["loss"], "loss=0.125"),
-        ({"l": "loss", "at": "global_step"}, "at=3, l=0.125"),
+        ({"l": "loss", "at": "global_step"}, "l=0.125, at=3"),
         ([lambda loss: float(loss) / 3], "<lambda>=0.04167"),
         ({"both": lambda: (1, 2)}, "both=(1, 2)"),
     ],
@@ -229,6 +231,28 @@ def test_without_a_terminal_lines_are_logged() -> None:
     ]
 
 
+def test_the_last_line_has_the_values_of_the_last_run() -> None:
+    assert lines_of(0.5, 0.25, 0.125, secs=1.0, values={"z": "loss", "a": "global_step"}) == [
+        "step 1: z = 0.5, a = 1",
+        "step 3: z = 0.125, a = 3",
+    ]
+
+
+def test_the_last_line_leaves_out_what_only_a_run_has() -> None:
+    stream, model = io.StringIO(), torch.nn.Linear(1, 1)
+    with (
+        log_lines() as lines,
+        MonitoredLoop(
+            lambda inputs: model(inputs).sum() * 0,
+            model,
+            hooks=[ProgressBarHook(values={"out": ":output", "in": lambda inputs: 1, "loss": "loss"}, file=stream)],
+        ) as loop,
+    ):
+        for _ in range(2):
+            loop.run(torch.zeros(1))
+    assert lines[1:] == [("INFO", "step 2: loss = 0")]
+
+
 def test_without_a_total_the_lines_have_the_steps_and_the_rate() -> None:
     assert lines_of(*[0.125] * 4, secs=20.0) == ["step 1", "step 3: 0.05 steps/sec", "step 4: 0.05 steps/sec"]
 
@@ -274,6 +298,226 @@ def test_in_a_notebook_the_bar_is_shown_without_a_terminal(monkeypatch: pytest.M
     assert "3/3" in stream.getvalue()
 
 
+# -- totals that are known --------------------------------------------------------------------------------------------
+
+
+def totals(iterate: Callable[[MonitoredLoop], Iterable[Any]], *hooks: SessionRunHook, runs: int = 1) -> list[str]:
+    """Return the distinct totals of the bars in a loop with so many ``runs`` for each of what ``iterate`` yields."""
+    terminal = Terminal()
+    with (
+        FakeClock() as clock,
+        MonitoredLoop(
+            lambda: clock.advance(1.0), hooks=[ProgressBarHook(file=terminal), *hooks], step_unit="run"
+        ) as loop,
+    ):
+        for _ in iterate(loop):
+            for _ in range(runs):
+                if not loop.should_stop():
+                    loop.run()
+    found = [re.search(r"\d/(\d+) ", bar) for bar in terminal.refreshes[1:]]
+    return list(dict.fromkeys(match[1] if match else "?" for match in found))
+
+
+def nested(*data: Any, **given: Any) -> Callable[[MonitoredLoop], Iterable[Any]]:
+    def iterate(loop: MonitoredLoop, depth: int = 0) -> Iterator[Any]:
+        last = depth == len(data) - 1
+        for item in loop.until_stop(data[depth], **(given if last else {})):
+            yield from [item] if last else iterate(loop, depth + 1)
+
+    return iterate
+
+
+@pytest.mark.parametrize(
+    ("iterate", "hooks", "total"),
+    [
+        (nested([1, 2, 3]), [], "3"),
+        (nested(range(3), "abcd"), [], "12"),
+        (nested(range(2), range(2), "abcd"), [], "16"),
+        (nested(range(3), "abcd", limit=2), [], "6"),
+        (nested(range(3), "abcd"), [StopAtStepHook(last_step=9)], "9"),
+        (nested(range(3), "abcd"), [StopAtStepHook(last_step=99)], "12"),
+        (nested(range(3), "abcd"), [StopAtStepHook(num_steps=8), StopAtStepHook(5)], "5"),
+        (nested(range(3), iter("abcd")), [StopAtStepHook(last_step=9)], "9"),
+        (nested(range(3), iter("abcd")), [], "?"),
+        (nested("abcd", repeat=True), [StopAtStepHook(last_step=9)], "9"),
+        (nested("abc", limit=2), [], "2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_total_is_taken_from_the_last_step_or_the_lengths_of_the_data(
+    iterate: Any, hooks: list[SessionRunHook], total: str
+) -> None:
+    assert totals(iterate, *hooks) == [total]
+
+
+def test_a_total_that_was_known_is_shown_at_the_end() -> None:
+    terminal = Terminal()
+    hooks = [ProgressBarHook(values=["global_step"], file=terminal)]
+    with FakeClock(), MonitoredLoop(lambda: None, hooks=hooks, step_unit="run") as loop:
+        for _ in nested(range(3), "abcd")(loop):
+            loop.run()  # none but the first is shown
+    assert re.search(r"100%\|.*\| 12/12 .*, global_step=12\]$", terminal.refreshes[-1])
+
+
+def test_without_a_last_step_data_that_are_repeated_have_no_total() -> None:
+    terminal = Terminal()
+    with MonitoredLoop(lambda: None, hooks=[ProgressBarHook(file=terminal)], step_unit="run") as loop:
+        for _ in loop.until_stop([1, 2], repeat=True):
+            loop.run()
+            if loop.global_step == 5:
+                break
+    assert terminal.refreshes[-1].startswith("5step")
+
+
+def test_lengths_tell_no_total_if_an_item_is_several_steps() -> None:
+    assert totals(nested([1, 2, 3]), runs=2)[1:] == ["?"]
+
+
+def test_a_total_that_was_given_counts() -> None:
+    bars = shown(0.1, 0.1, total=9, hooks=(StopAtStepHook(last_step=5),))
+    assert "2/9" in bars[-1]
+
+
+# -- a bar for each epoch ---------------------------------------------------------------------------------------------
+
+
+class Epochs(NamedTuple):
+    rows: list[str]
+    lines: list[str]
+    hook: ProgressBarHook
+
+
+def in_epochs(
+    *epochs: Iterable[Any],
+    secs: float = 1.0,
+    leave_at: float | None = None,
+    hooks: tuple[SessionRunHook, ...] = (),
+    file: Any = None,
+    values: Any = None,
+    **given: Any,
+) -> Epochs:
+    """Return the last state of each bar, and the lines, of a loop over ``epochs`` of losses."""
+    terminal = Terminal() if file is None else file
+    values = {"mean": running_mean("loss", reset="epoch")} if values is None else values
+    hook = ProgressBarHook(values=values, per="epoch", file=terminal)
+
+    def step(loss: Any) -> Any:
+        clock.advance(secs)
+        return loss
+
+    with (
+        FakeClock() as clock,
+        log_lines() as lines,
+        MonitoredLoop(step, hooks=[hook, *hooks], step_unit="run", **given) as loop,
+    ):
+        for epoch in loop.until_stop(range(len(epochs))):
+            for loss in loop.until_stop(epochs[epoch]):
+                if loss == leave_at:
+                    break
+                loop.run(loss)
+    rows = [row for row in getattr(terminal, "rows", []) if row]
+    return Epochs(rows, [text for level, text in lines if text.startswith("epoch ")], hook)
+
+
+def test_each_epoch_has_a_bar_with_its_number_its_length_and_its_values() -> None:
+    rows = in_epochs([1.0, 3.0], [5.0, 6.0, 7.0]).rows
+    assert [re.sub(r"\|.*\||\[.*?,", "", row) for row in rows] == [
+        "epoch 0: 100% 2/2   1.00batch/s, mean=2]",
+        "epoch 1: 100% 3/3   1.00batch/s, mean=6]",
+    ]
+
+
+def test_the_bar_of_an_epoch_that_is_shorter_than_a_refresh_is_complete() -> None:
+    rows = in_epochs([1.0, 3.0], [5.0, 6.0, 7.0], secs=1 / 64).rows
+    assert [re.findall(r"\d/\d|mean=\d", row) for row in rows] == [["2/2", "mean=2"], ["3/3", "mean=6"]]
+
+
+def test_without_a_terminal_each_epoch_has_a_line_at_its_end() -> None:
+    assert in_epochs([1.0, 3.0], [5.0, 6.0, 7.0], [8.0], file=io.StringIO()).lines == [
+        "epoch 0, batch 1/2: mean = 1",
+        "epoch 0, batch 2/2: 1 batches/sec, mean = 2",
+        "epoch 1, batch 3/3: mean = 6",
+        "epoch 2, batch 1/1: mean = 8",
+    ]
+
+
+def test_lines_continue_by_the_clock_after_the_end_of_an_epoch() -> None:
+    assert [line.partition(":")[0] for line in in_epochs([1.0], [2.0] * 5, secs=16.0, file=io.StringIO()).lines] == [
+        "epoch 0, batch 1/1",
+        "epoch 0, batch 1/1",
+        "epoch 1, batch 2/5",
+        "epoch 1, batch 4/5",
+        "epoch 1, batch 5/5",
+    ]
+
+
+def test_an_epoch_of_unknown_length_counts_its_batches() -> None:
+    assert in_epochs(iter([1.0, 3.0]), file=io.StringIO()).lines == [
+        "epoch 0, batch 1: mean = 1",
+        "epoch 0, batch 2/2: 1 batches/sec, mean = 2",
+    ]
+    assert "epoch 0: 2batch [" in in_epochs(iter([1.0, 3.0]), hooks=(StopAtStepHook(2),)).rows[0]
+
+
+def test_the_bar_of_an_epoch_that_the_body_leaves_stays_where_it_is() -> None:
+    epochs = in_epochs([1.0, 3.0, 9.0, 9.0], [5.0], leave_at=9.0)
+    assert [re.findall(r"\d/\d|mean=\d", row) for row in epochs.rows] == [["3/4", "mean=2"], ["1/1", "mean=5"]]
+
+
+def test_a_stop_in_an_epoch_leaves_its_bar_with_the_last_values() -> None:
+    given: dict[str, Any] = {"secs": 1 / 64, "hooks": (StopAtStepHook(4),)}
+    rows = in_epochs([1.0, 3.0], [5.0, 7.0, 9.0], **given).rows
+    assert [re.findall(r"\d/\d|mean=\d", row) for row in rows] == [["2/2", "mean=2"], ["2/3", "mean=6"]]
+    assert (
+        in_epochs([1.0, 3.0], [5.0, 7.0, 9.0], file=io.StringIO(), **given).lines[-1].startswith("epoch 1, batch 2/3: ")
+    )
+
+
+def test_an_epoch_continues_in_its_middle(tmp_path: Path) -> None:
+    def given(last_step: int) -> dict[str, Any]:
+        hooks = (StopAtStepHook(last_step), CheckpointSaverHook(tmp_path, save_steps=100))
+        return {"hooks": hooks, "checkpoint_dir": tmp_path}
+
+    in_epochs([1.0, 3.0], [5.0, 7.0, 9.0], **given(3))
+    terminal = Terminal()
+    rows = in_epochs([1.0, 3.0], [5.0, 7.0, 9.0], **given(99), file=terminal).rows
+    assert [re.findall(r"epoch \d|\d/\d|mean=\d", row) for row in rows] == [["epoch 1", "3/3", "mean=7"]]
+    assert re.findall(r"\d/3", terminal.getvalue())[0] == "2/3"
+
+
+def test_a_recovery_in_an_epoch_keeps_its_bar(tmp_path: Path) -> None:
+    class Failing(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            if run_context.session.global_step == 4 and not failed:
+                failed.append(4)
+                raise AbortedError
+
+    failed: list[int] = []
+    saver = CheckpointSaverHook(tmp_path, save_steps=1)
+    rows = in_epochs([1.0, 3.0], [5.0, 7.0, 9.0], hooks=(Failing(), saver), checkpoint_dir=tmp_path).rows
+    assert failed
+    assert [re.findall(r"epoch \d|\d/\d", row) for row in rows] == [["epoch 0", "2/2"], ["epoch 1", "3/3"]]
+
+
+def test_bars_of_epochs_are_drawn_when_their_values_arrive_from_a_device() -> None:
+    with FakeDevice(lag=3):
+        epochs = in_epochs([torch.tensor(1.0)] * 2, [torch.tensor(2.0)] * 4, values=["loss"])
+    assert [re.findall(r"\d/\d|loss=\d", row) for row in epochs.rows] == [["2/2", "loss=1"], ["4/4", "loss=2"]]
+
+
+def test_a_bar_for_each_epoch_needs_epochs() -> None:
+    def train() -> None:
+        with MonitoredLoop(lambda: None, hooks=[ProgressBarHook(per="epoch", file=Terminal())]) as loop:
+            loop.run()
+
+    with pytest.raises(LifecycleError, match=r"there is no epoch: iterate with loop.until_stop\(data\), or leave out"):
+        train()
+
+
+def test_the_hook_of_a_loop_without_runs_shows_no_epoch() -> None:
+    assert in_epochs([], file=io.StringIO()).lines == []
+
+
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +559,9 @@ def test_without_tqdm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
         (lambda: ProgressBarHook(log_every_secs=-1), ValueError, "log_every_secs=-1: a period is a number of seconds"),
         (lambda: ProgressBarHook(values="loss"), TypeError, "'loss': give a dict from tag to fetch, or a list"),
         (lambda: ProgressBarHook(values=["loss", "loss"]), ValueError, "two would be logged as 'loss'"),
+        (lambda: ProgressBarHook(per="step"), ValueError, "per='step': must be \"epoch\", for a bar for each epoch"),
+        (lambda: ProgressBarHook(9, per="epoch"), ValueError, "total=9, per='epoch': the data tell how many items"),
+        (lambda: ProgressBarHook(values=[":output"], per="epoch"), ValueError, "':output' is available only while"),
     ],
 )
 def test_refuses_invalid_arguments_and_shows_them(
@@ -324,7 +571,9 @@ def test_refuses_invalid_arguments_and_shows_them(
         create()
 
 
-@pytest.mark.parametrize("text", ["ProgressBarHook()", "ProgressBarHook(total=1000, values=['loss'])"])
+@pytest.mark.parametrize(
+    "text", ["ProgressBarHook()", "ProgressBarHook(total=9, values=['loss'])", "ProgressBarHook(per='epoch')"]
+)
 def test_repr_can_be_pasted_back(text: str) -> None:
     assert repr(eval(text)) == text
 
@@ -355,3 +604,9 @@ def test_a_notebook_without_ipywidgets_gets_lines_and_no_warning() -> None:
     first, last = program.stderr.splitlines()
     assert first == "INFO:torchhooks:step 1/2: loss = 0.5"
     assert last.startswith("INFO:torchhooks:step 2/2")
+
+
+@pytest.mark.parametrize(("rates", "text"), [((1 / 3, 1 / 3), "lr=0.3333"), ((1 / 3, 0.25), "lr=[0.3333, 0.25]")])
+def test_shows_the_rates_of_several_groups_with_four_digits(rates: tuple[float, float], text: str) -> None:
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates])
+    assert shown(0.1, values=["lr"], optimizer=optimizer, step_unit="run")[-1].endswith(f", {text}]")

@@ -14,6 +14,7 @@ import torch
 from support.events import curve
 
 from torchhooks import (
+    EverySteps,
     FinalOpsHook,
     LoggingTensorHook,
     MonitoredLoop,
@@ -260,6 +261,15 @@ def test_logs_in_the_first_run_that_starts_a_period_after_the_last_line() -> Non
 def test_a_list_of_fetches_is_logged_in_its_order_under_their_names() -> None:
     hook = LoggingTensorHook(["loss", accuracy, "global_step"], every_n_iter=1)
     assert lines_of(hook, 0.25) == ["loss = 0.25, accuracy = 0.75, global_step = 1"]
+
+
+@pytest.mark.parametrize("given", [{"every_n_steps": 1}, {"every_n_epochs": 1}, {"timer": EverySteps(1)}], ids=repr)
+def test_with_periods_that_are_not_tensorflows_a_dict_is_logged_in_its_order(given: dict[str, Any]) -> None:
+    hook = LoggingTensorHook({"b": lambda: 2, "a": lambda: 1}, **given)
+    with log_lines() as lines, MonitoredLoop(lambda batch: None, hooks=[hook], step_unit="run") as loop:
+        for batch in loop.until_stop([1]):
+            loop.run(batch)
+    assert lines == [("INFO", "b = 2, a = 1")]
 
 
 def test_a_dict_is_logged_sorted_by_tag() -> None:
@@ -546,18 +556,27 @@ def test_a_repr_can_be_pasted_back(text: str) -> None:
 # -- learning rates and outputs that were not asked for ---------------------------------------------------------------
 
 
-def test_the_line_shows_the_rates_of_several_groups_as_a_list_whether_they_agree_or_not(
+def test_the_line_shows_the_rates_of_several_groups_as_one_number_where_they_are_equal(
     lines: list[tuple[str, str]],
 ) -> None:
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.5, 0.25)])
 
-    def step() -> None:
-        optimizer.param_groups[0]["lr"] = 0.25
+    def step(rate: float) -> None:
+        optimizer.param_groups[0]["lr"] = rate
 
-    hooks = [LoggingTensorHook(["lr"], every_n_iter=1, at_end=True)]
+    hooks = [
+        LoggingTensorHook(["lr"], every_n_iter=1),
+        LoggingTensorHook(["lr", "lr/0"], every_n_iter=1, formatter="lr {lr:.1e}, first {lr/0:.2f}".format_map),
+    ]
     with MonitoredLoop(step, optimizer=optimizer, hooks=hooks) as loop:
-        loop.run()
-    assert [line.partition(" (")[0] for _, line in lines if line.startswith("lr")] == ["lr = [0.25, 0.25]"] * 2
+        loop.run(0.5)
+        loop.run(0.25)
+    assert [line.partition(" (")[0] for _, line in lines if line.startswith("lr")] == [
+        "lr = [0.5, 0.25]",
+        "lr [5.0e-01, 2.5e-01], first 0.50",
+        "lr = 0.25",
+        "lr 2.5e-01, first 0.25",
+    ]
 
 
 class Pair(tuple[Any, ...]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +14,12 @@ from support.torch_state import has_dispatch_mode
 from torch import nn
 
 from torchhooks import (
+    EvaluationHook,
     FetchError,
+    LoggingTensorHook,
     MonitoredLoop,
     Session,
+    SessionRunHook,
     StepCounterHook,
     SummarySaverHook,
     grad_norm,
@@ -286,7 +289,7 @@ def test_an_argument_of_the_step_comes_before_what_the_loop_knows() -> None:
     assert hook.results == [10, 20]
 
 
-@pytest.mark.parametrize("name", ["epoch", "batch", "steps_per_sec"])
+@pytest.mark.parametrize("name", ["epoch", "batch"])
 def test_what_the_loop_does_not_know_does_not_exist(name: str) -> None:
     def train() -> None:
         with MonitoredLoop(lambda: None, hooks=[RecordingHook(name)]) as loop:
@@ -307,22 +310,149 @@ def test_secs_are_those_of_the_session_without_pauses() -> None:
     assert hook.results == [3, 7]
 
 
-def test_steps_per_sec_is_the_rate_that_was_reported_last() -> None:
+# -- what a StepCounterHook measures, as fetches ----------------------------------------------------------------------
+
+
+def fetched(
+    fetch: Any, *hooks: SessionRunHook, secs: float = 0.25, wait: float = 0.0, epochs: int = 1, runs: int = 4
+) -> list[Any]:
+    """Return what ``fetch`` is in each run, for a hook after the others, in epochs of so many ``runs``."""
+    hook = RecordingHook(fetch)
+    with FakeClock() as clock, MonitoredLoop(lambda _: clock.advance(secs), hooks=[*hooks, hook]) as loop:
+
+        def batches() -> Iterator[int]:
+            for number in range(runs):
+                clock.advance(wait)
+                yield number
+
+        for _ in loop.until_stop(range(epochs)):
+            for batch in loop.until_stop(batches()):
+                loop.run(batch)
+    return hook.results
+
+
+def at_the_epochs_ends(fetch: Any, *hooks: SessionRunHook, **given: Any) -> list[Any]:
+    """Return what ``fetch`` is at the end of each epoch, for a hook after the others."""
+    seen: list[Any] = []
+
+    def line(values: dict[str, Any]) -> str:
+        seen.append(values["it"])
+        return ""
+
+    display = LoggingTensorHook({"it": fetch}, every_n_epochs=1, formatter=line)
+    fetched(None, *hooks, display, epochs=3, **given)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps_per_sec", 2.0),
+        ("secs_per_step", 0.5),
+        ("data_secs", 0.5),
+        ("examples_per_sec", 16.0),
+        ("tokens_per_sec", 200.0),
+    ],
+)
+def test_what_is_measured_is_that_of_the_period_that_ends_in_this_run(name: str, value: float) -> None:
+    hook = StepCounterHook(2, examples_per_step=8, tokens_per_step=100)
+    results = fetched(name, hook, wait=0.25)
+    assert [math.isnan(result) or result for result in results] == [True, True, value, value]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["counter first", "counter last"])
+def test_the_tokens_of_the_run_that_ends_the_period_count(first: bool) -> None:
+    counter, hook = StepCounterHook(2, tokens_per_step=lambda batch: 2**batch), RecordingHook("tokens_per_sec")
+    hooks = [counter, hook] if first else [hook, counter]
+    with FakeClock() as clock, MonitoredLoop(lambda batch: clock.advance(1), hooks=hooks) as loop:
+        for batch in range(3):
+            loop.run(batch)
+    assert hook.results[-1] == (2 + 4) / 2
+
+
+def test_the_last_run_of_an_epoch_counts_its_tokens_once() -> None:
+    hook = StepCounterHook(every_n_epochs=1, tokens_per_step=lambda batch: 100)
+    assert at_the_epochs_ends("tokens_per_sec", hook, secs=1.0) == [100, 100, 100]
+
+
+def test_at_the_end_of_an_epoch_what_is_measured_is_that_of_the_epoch() -> None:
+    hook = StepCounterHook(every_n_epochs=1, examples_per_step=8)
+    results = at_the_epochs_ends(["examples_per_sec", "data_secs"], hook, wait=0.25)
+    # The first run of all starts the clock, after its batch was waited for.
+    assert results == [[16.0, 0.75], [16.0, 1.0], [16.0, 1.0]]
+
+
+def test_the_share_of_waiting_for_data_is_known_for_epochs() -> None:
+    notebook = Notebook()
+    at_the_epochs_ends("epoch", StepCounterHook(every_n_epochs=1, summary_writer=notebook), wait=0.25)
+    assert notebook.points["waiting_for_data"] == [(4, 0.5), (8, 0.5), (12, 0.5)]
+
+
+def test_a_fetch_and_the_curve_of_a_period_are_the_same_number() -> None:
+    notebook, hook = Notebook(), RecordingHook("steps_per_sec")
+    hooks = [StepCounterHook(2, summary_writer=notebook), hook]
+    with MonitoredLoop(lambda: sum(range(1000)), hooks=hooks) as loop:  # by the real clock
+        for _ in range(5):
+            loop.run()
+    assert [hook.results[step - 1] for step in (3, 5)] == [rate for _, rate in notebook.points["global_step/sec"]]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the fetch", "after the fetch"])
+def test_an_evaluation_in_the_run_that_ends_a_period_is_not_counted(first: bool) -> None:
+    def error() -> float:
+        clock.advance(50.0)
+        return 1.0
+
+    rates, evaluation = RecordingHook("steps_per_sec"), EvaluationHook(error, every_n_steps=3)
+    hooks = [evaluation, rates] if first else [rates, evaluation]
+    clock = FakeClock()
+    with clock, MonitoredLoop(lambda: clock.advance(0.25), hooks=[StepCounterHook(2), *hooks]) as loop:
+        for _ in range(5):
+            loop.run()
+    assert rates.results[2:] == [4, 4, 4]
+
+
+def test_on_a_device_the_host_measures_the_period_that_ends_and_the_device_the_last_one() -> None:
     hook = RecordingHook("steps_per_sec")
-    with FakeClock() as clock:
+    with FakeDevice(lag=1, speed=2.0), FakeClock() as clock:
 
         def step() -> None:
-            clock.advance(0.25)
+            clock.advance(1)
 
-        with MonitoredLoop(step, hooks=[StepCounterHook(2), hook], step_unit="run") as loop:
-            for _ in range(4):
+        with MonitoredLoop(step, nn.Linear(1, 1), hooks=[StepCounterHook(20), hook], step_unit="run") as loop:
+            for _ in range(40):
                 loop.run()
-    assert [math.isnan(rate) or rate for rate in hook.results] == [
-        True,
-        True,
-        True,
-        4,
-    ]  # known after the run that reported it
+    assert hook.results[20] == 1
+    assert hook.results[-1] == 0.5  # the device needs twice as long
+
+
+def test_of_several_hooks_the_period_that_ended_last_counts() -> None:
+    long, short = StepCounterHook(every_n_epochs=1, examples_per_step=8), StepCounterHook(2)
+    assert at_the_epochs_ends("data_secs", long, short, wait=0.25) == [0.75, 1.0, 1.0]
+    assert fetched("data_secs", short, long, wait=0.25)[-1] == 0.5
+    assert at_the_epochs_ends("examples_per_sec", short, long) == [32, 32, 32]  # the other one does not know it
+
+
+@pytest.mark.parametrize(
+    ("name", "hooks", "way_out"),
+    [
+        ("steps_per_sec", [], "add StepCounterHook(log=False) to hooks"),
+        ("data_secs", [], "add StepCounterHook(log=False) to hooks"),
+        ("examples_per_sec", [], "add StepCounterHook(examples_per_step=..., log=False) to hooks"),
+        ("tokens_per_sec", [StepCounterHook()], "add StepCounterHook(tokens_per_step=..., log=False) to hooks"),
+        (lambda tokens_per_sec: 0, [], "add StepCounterHook(tokens_per_step=..., log=False) to hooks"),
+    ],
+)
+def test_without_a_step_counter_hook_the_error_says_what_to_add(name: Any, hooks: list[Any], way_out: str) -> None:
+    with pytest.raises(FetchError, match=re.escape(f". A StepCounterHook measures it: {way_out}. ")):
+        fetched(name, *hooks)
+
+
+def test_a_step_counter_hook_that_does_not_log_writes_its_curves(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    notebook = counted(lambda: 0.5, examples_per_step=8, tokens_per_step=512, memory=True, log=False)
+    assert {"global_step/sec", "examples/sec", "tokens/sec", "memory/host"} == notebook.points.keys()
+    assert caplog.messages == []
 
 
 def test_a_session_without_a_loop_knows_no_epoch() -> None:

@@ -242,8 +242,8 @@ class EverySteps:
     >>> with MonitoredLoop(step, model, optimizer, hooks=hooks) as loop:
     ...     for inputs in loop.until_stop(batches):
     ...         loss = loop.run(inputs)
-    step = 4, weight = ...
-    step = 8, weight = ... (... sec)
+    weight = ..., step = 4
+    weight = ..., step = 8 (... sec)
 
     Both hooks take part in the runs that reach steps 4 and 8, and the norm is evaluated once in each. A run of several
     steps triggers if it reaches or passes a multiple. A hook that is chosen before the step expects one step, and

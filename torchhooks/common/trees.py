@@ -23,6 +23,11 @@ class GroupRates(list[Any]):
         super().__init__(rates)
         self.names = names
 
+    def __format__(self, spec: str) -> str:
+        """Return the rates in the format ``spec``: as one number where they are equal."""
+        texts = [format(rate, spec) if spec else str(rate) for rate in self]
+        return texts[0] if all(rate == self[0] for rate in self) else f"[{', '.join(texts)}]"
+
 
 _Mapper = Callable[[Callable[[Any], Any], Any], Any]
 

@@ -260,9 +260,9 @@ def latest(fetch: Any) -> LatestFetch:
     >>> with MonitoredLoop(step, hooks=[hook]) as loop:
     ...     for number in loop.until_stop([1.0, 2.0, 3.0]):
     ...         outputs = loop.run(number)
-    g_loss = nan, loss = 1.0
-    g_loss = 1.0, loss = 2.0 (... sec)
-    g_loss = 1.0, loss = 3.0 (... sec)
+    loss = 1.0, g_loss = nan
+    loss = 2.0, g_loss = 1.0 (... sec)
+    loss = 3.0, g_loss = 1.0 (... sec)
 
     Like :func:`torchhooks.running_mean`, it is evaluated in every run, without calling the hook, and is found in the
     attributes of the hook. The value is a copy, which stays on its device, and is kept in checkpoints.

@@ -6,13 +6,17 @@ fetch                                     value
 ``"loss"``                                the output of the step with this name (see :func:`named_outputs`)
 ``"global_step"``                         the global step, which counts this run
 ``"lr"``                                  the learning rate; a list of them if there are several parameter groups
+``"lr/0"``, ``"lr/head"``                 the rate of one group, by its index or its ``"name"``
 ``"fc1.weight"``                          a parameter or buffer of the model
 ``"fc1.weight.grad"``                     its gradient; ``None`` if it has none
 ``"encoder:output"``                      what this submodule of the model returned in this run
 ``"encoder:input"``, ``"encoder:grad"``   what it received; the gradient of what it returned
 ``"images"``                              an argument of the step, by the name of its parameter
 ``"epoch"``, ``"batch"``                  from 0, the pass over the data of ``until_stop``, and the item in it
-``"secs"``, ``"steps_per_sec"``           seconds since the session was created; the last rate of a StepCounterHook
+``"secs"``                                seconds since the session was created
+``"steps_per_sec"``, ``"data_secs"``      what a StepCounterHook has measured in the period that ends in this run, or in
+                                          the last one; also ``"secs_per_step"``, ``"examples_per_sec"`` and
+                                          ``"tokens_per_sec"``
 a closure                                 what it returns; its parameters are names: ``lambda loss: loss.log()``
 an object with ``compute()``              what ``compute()`` returns: a torchmetrics metric, for example
 a tensor                                  its value after this run
@@ -30,7 +34,8 @@ Tensors are detached from the graph and stay on their device. With several ranks
 which every rank has to request in the same run. NanTensorHook and histograms need no full tensor.
 
 A name is looked up in this order: what hooks feed, the outputs of the step, watched submodules, ``global_step``,
-``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``).
+``lr``, the model, the arguments of the step, and then what the loop itself knows (``Session.epoch``, ``Session.secs``)
+and what a StepCounterHook measures.
 
 No code of the model runs when a name is looked up, because it could change the training run. A parameter that one of
 torch's parametrizations computes, such as ``spectral_norm``, has the value that it has in evaluation mode. One that
@@ -49,6 +54,7 @@ import dataclasses
 import functools
 import inspect
 import numbers
+import operator
 import os
 import types
 import weakref
@@ -68,7 +74,9 @@ from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 _EMPTY: Mapping[str, Any] = types.MappingProxyType({})
-_OF_LOOP = ("epoch", "batch", "secs", "steps_per_sec")
+_OF_LOOP = ("epoch", "batch", "secs")
+SPEEDS = ("steps_per_sec", "secs_per_step", "data_secs", "examples_per_sec", "tokens_per_sec")
+"""The fetches that a StepCounterHook measures, the last two if it is told how many there are."""
 _WATCHED_SUFFIXES = ((":", "output"), (":", "input"), (":", "grad"))
 
 
@@ -181,14 +189,17 @@ def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
     return bool(groups) and all("lr" in group for group in groups)
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the rate of the only parameter group, or all rates if there are several groups.
+def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the fetch ``"lr"``, and that of each parameter group: ``"lr/0"``, and ``"lr/head"`` if it has a name.
 
-    Whether the rates of several groups agree does not matter. If it did, a schedule could change the type of ``"lr"``
-    in the middle of a training run.
+    ``"lr"`` is the rate of the only group, or all rates if there are several groups. Whether these agree does not
+    matter. If it did, a schedule could change the type of ``"lr"`` in the middle of a training run.
     """
     groups = optimizer.param_groups
-    return groups[0]["lr"] if len(groups) == 1 else GroupRates([group["lr"] for group in groups], _group_names(groups))
+    rates, names = [group["lr"] for group in groups], _group_names(groups)
+    by_index = {f"lr/{index}": rate for index, rate in enumerate(rates)}
+    by_name = {f"lr/{name}": rate for name, rate in zip(names, rates, strict=True)}
+    return {"lr": rates[0] if len(groups) == 1 else GroupRates(rates, names), **by_index, **by_name}
 
 
 def _group_names(groups: list[dict[str, Any]]) -> list[str]:
@@ -469,6 +480,10 @@ class Evaluator:
             return NoRunYetError(f"{message} outside of a run: it is an argument of the step.")
         if self.session.model is not None and is_property(self.session.model, name):
             message += f". It is a property, and a fetch runs no code of the model: fetch lambda model: model.{name}"
+        if name in SPEEDS:
+            given = name.removesuffix("_per_sec") + "_per_step"
+            option = f"{given}=..., " if name in SPEEDS[3:] else ""
+            message += f". A StepCounterHook measures it: add StepCounterHook({option}log=False) to hooks"
         names = self._all_names()
         message += f".{did_you_mean(name, names)}{hint} Available: {shortened(names)}."
         if self.ran:
@@ -513,8 +528,10 @@ class Evaluator:
             return self._as_asked(self._outputs[name])
         if name == "global_step":
             return self.session.global_step
-        if name == "lr" and _has_rate(self.session.optimizer):
-            return _learning_rate(self.session.optimizer)
+        if name.startswith("lr") and _has_rate(self.session.optimizer):
+            rates = _learning_rates(self.session.optimizer)
+            if name in rates:
+                return rates[name]
         value = _model_value(self.session.model, name)
         if type(value) is Computed:
             stored_names = " and ".join(map(repr, value.originals))
@@ -528,6 +545,10 @@ class Evaluator:
         if value is _MISSING and name in _OF_LOOP:  # last, because steps have parameters with these names
             known = getattr(self.session, name, None)
             value = _MISSING if known is None else known
+        if value is _MISSING and name in SPEEDS:
+            measured = [speed(name, self._leaf_uncopied) for speed in self.session.speeds]
+            found = [each for each in measured if each is not None]
+            value = max(found, key=operator.itemgetter(0))[1] if found else _MISSING
         return value
 
     def _as_asked(self, output: Any) -> Any:
@@ -535,7 +556,9 @@ class Evaluator:
 
     def _all_names(self) -> list[str]:
         names = [*self.feeds, *map(str, self._outputs), "global_step"]
-        names += ["lr"] if _has_rate(self.session.optimizer) else []
+        if _has_rate(self.session.optimizer):
+            rates = _learning_rates(self.session.optimizer)
+            names += rates if isinstance(rates["lr"], GroupRates) else ["lr"]
         names += self.watched
         if self.session.model is not None:
             names += tensor_names(self.session.model)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from torchhooks.common.errors import NoRunYetError
 from torchhooks.common.text import call_repr, shown
-from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, given_timer, hook_timer
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, due_now, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import closure_parameters, describe
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -67,13 +68,16 @@ class CallFnHook(StandardHook):
     Args:
         function: the function to call. With several ranks, it is called on every rank.
         every_n_steps: the period in steps: 100 calls at steps 100 and 200, whatever step was restored.
-        timer: the timer to use in place of a period.
+        timer: the timer to use in place of a period. The first period begins when the session is created.
         every_n_secs: the period in seconds.
         every_n_epochs: the period in epochs, at whose end the function is called; see :class:`torchhooks.EveryEpochs`.
         at_end: whether to call at a clean end of the loop as well, unless the function was called for that step.
+        at_start: whether to call before the first run as well; in it, if the function names what only a run has, such
+            as an output of the step.
 
     Raises:
-        ValueError: neither a period nor ``at_end`` is given, or two periods are, or the period is not valid.
+        ValueError: two periods are given; there is no period, no ``at_start`` and no ``at_end``; or the period is not
+            valid.
         TypeError: ``function`` is not callable, or takes ``*args`` or ``**kwargs`` and names no parameter.
         FetchError: from the run, a parameter without a default is not an available name.
     """
@@ -87,6 +91,7 @@ class CallFnHook(StandardHook):
         *,
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
+        at_start: bool = False,
     ) -> None:
         self._options = {
             "every_n_steps": every_n_steps,
@@ -94,6 +99,7 @@ class CallFnHook(StandardHook):
             "every_n_epochs": every_n_epochs,
             "timer": timer,
             "at_end": at_end,
+            "at_start": at_start,
         }
         if not callable(function):
             raise TypeError(f"function={shown(function)}: must be a function whose parameters are names of fetches")
@@ -103,17 +109,17 @@ class CallFnHook(StandardHook):
                 "its parameters name, and it names none: give a function that does, such as lambda loss: print(loss)"
             )
         self._function = function
-        self._at_end = at_end
+        self._at_start, self._at_end = at_start, at_end
         self._timer: Timer = NeverTriggerTimer()
         timer = given_timer(
             timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
         )
         if timer is not None:
             self._timer = hook_timer(self, timer)
-        elif not at_end:
+        elif not (at_start or at_end):
             raise ValueError(
-                "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer or "
-                "at_end=True"
+                "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer, "
+                "at_start=True or at_end=True"
             )
         self._arguments = _Arguments(function)
         self._if_due = IfDue(self._arguments, self._timer)
@@ -122,18 +128,31 @@ class CallFnHook(StandardHook):
     def begin(self) -> None:
         self._timer.reset()
         self._called_at: int | None = None
+        self._if_due.at_once, self._begun = False, False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._if_due.session = session
         self._timer.start_at(session.global_step)
+        if self._timer.last_triggered_step() is None:
+            self._timer.update_last_triggered_step(session.global_step)
+        if self._at_start and not self._begun:
+            try:
+                arguments = session.run(self._arguments, who=self)
+            except NoRunYetError:
+                self._if_due.at_once = True
+            else:
+                self._called_at = session.global_step
+                self._call(to_host(arguments))
+        self._begun = True
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._if_due.evaluated = False
-        return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
+        is_due = self._if_due.at_once or self._timer.should_trigger_for_step(run_context.session.global_step + 1)
+        return self._request if is_due else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         if self._if_due.evaluated:
-            self._called_at = run_context.session.global_step
+            self._called_at, self._if_due.at_once = run_context.session.global_step, False
             self._timer.update_last_triggered_step(self._called_at)
             run_context.when_ready(run_values.results, self._call)
 
@@ -147,7 +166,7 @@ class CallFnHook(StandardHook):
         self._timer.trigger()
 
     def next_due(self) -> Due:
-        return self._timer.next_due()
+        return due_now(self._timer) if self._if_due.at_once else self._timer.next_due()
 
     def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         args, kwargs = arguments

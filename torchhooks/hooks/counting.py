@@ -6,6 +6,7 @@ import functools
 import math
 import numbers
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr, shown
 from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import Elapsed, Moment
+from torchhooks.fetches.fetch import SPEEDS
 from torchhooks.fetches.over_ranks import over_ranks
 from torchhooks.hooks.throughput import (
     DEVICE_MEMORY,
@@ -54,13 +56,21 @@ class _Period(NamedTuple):
     data_wait_secs: float | None
     pauses: list[Elapsed]
 
+    def host_secs(self, end: _Period) -> float:
+        """Return the seconds until ``end`` without pauses, on the host's clock."""
+        return end.start.secs - self.start.secs - sum(pause.host_secs for pause in self.pauses)
+
+    def data_secs(self, end: _Period) -> float:
+        """Return how many of the seconds until ``end`` the loop waited for data; NaN if that is not known."""
+        if end.data_wait_secs is None:
+            return math.nan
+        return end.data_wait_secs - (self.data_wait_secs or 0.0)
+
     def waiting_share(self, end: _Period) -> float | None:
         """Return the share of the time until ``end`` that the loop waited for data; ``None`` if it did not wait."""
-        if self.data_wait_secs is None or end.data_wait_secs is None or end.data_wait_secs <= self.data_wait_secs:
-            return None
         # The host waits for data, so this is a share of the host's time, also if the rate is measured on a device.
-        host_secs = end.start.secs - self.start.secs - sum(pause.host_secs for pause in self.pauses)
-        return (end.data_wait_secs - self.data_wait_secs) / host_secs if host_secs > 0 else None
+        waited, host_secs = self.data_secs(end), self.host_secs(end)
+        return waited / host_secs if waited > 0 and host_secs > 0 else None
 
 
 class StepCounterHook(ReportingHook):
@@ -100,7 +110,25 @@ class StepCounterHook(ReportingHook):
     global_step/sec: ...
     tokens/sec: ..., flops/sec: ...
 
-    The fetch ``"steps_per_sec"`` is the rate that was reported last, in any hook of the loop; NaN before.
+    Other hooks can fetch what is measured, for a line of their own; ``log=False`` then turns off the hook's lines:
+
+    >>> line = "step {step}: {steps_per_sec:.0f} steps/s, {data_secs:.3f} s of them waiting for data"
+    >>> names = {"step": "global_step", "steps_per_sec": "steps_per_sec", "data_secs": "data_secs"}
+    >>> hooks = [
+    ...     StepCounterHook(timer=EverySteps(4), log=False),
+    ...     LoggingTensorHook(names, timer=EverySteps(4), formatter=line.format_map),
+    ... ]
+    >>> with MonitoredLoop(step, model, optimizer, hooks=hooks) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    step 4: ... steps/s, ... s of them waiting for data
+    step 8: ... steps/s, ... s of them waiting for data
+
+    In a run that ends a period, and at the end of an epoch that does, ``"steps_per_sec"``, ``"secs_per_step"``,
+    ``"data_secs"``, ``"examples_per_sec"`` and ``"tokens_per_sec"`` are those of this period, whose time on a GPU is
+    then measured by the host, since the GPU has not finished it. In other runs, they are those of the last period that
+    was reported; NaN before the first one, and on ranks other than the chief. With several of these hooks, the period
+    that ended last counts. The last two need ``examples_per_step`` and ``tokens_per_step``.
 
     With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` are
     those of all ranks together, if every rank has the hook; the other rates are those of one rank.
@@ -125,6 +153,7 @@ class StepCounterHook(ReportingHook):
         memory: whether to report ``memory/device_peak``, the most that torch has allocated on the model's GPU during
             the period, and ``memory/host``, the resident memory of the process at its end. The curves are in bytes, the
             log line in GiB. This resets torch's peak.
+        log: whether to log what is measured. Warnings are always logged.
 
     Raises:
         ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.
@@ -144,6 +173,7 @@ class StepCounterHook(ReportingHook):
         flops_per_step: float | str | None = None,
         peak_flops: float | None = None,
         memory: bool = False,
+        log: bool = True,
     ) -> None:
         self._arguments = {
             "every_n_steps": every_n_steps,
@@ -157,6 +187,7 @@ class StepCounterHook(ReportingHook):
             "flops_per_step": flops_per_step,
             "peak_flops": peak_flops,
             "memory": memory,
+            "log": log,
         }
         timer = given_timer(timer, every_n_epochs=every_n_epochs)
         if timer is not None and every_n_steps == _DEFAULT_STEPS:
@@ -171,6 +202,7 @@ class StepCounterHook(ReportingHook):
         self._examples_per_step = _number("examples_per_step", examples_per_step, "a number of examples")
         self._peak_flops = _number("peak_flops", peak_flops, "a number of operations per second")
         self._reports_memory = memory
+        self._logs = log
         self._measures_flops = flops_per_step == "measure"
         self._flops_per_step: float | None = None
         if not self._measures_flops:
@@ -196,12 +228,21 @@ class StepCounterHook(ReportingHook):
         self._warned = False
         self._period: _Period | None = None
         self._is_on_all_ranks = False
+        self._next_period: _Period | None = None  # if a fetch in this run was the first to see that a period ends
+        self._speeds = dict.fromkeys(SPEEDS[:3], math.nan)
+        if self._examples_per_step is not None:
+            self._speeds["examples_per_sec"] = math.nan
+        if self._tokens_per_step is not None or self._token_op is not None:
+            self._speeds["tokens_per_sec"] = math.nan
+        self._speeds_at = -math.inf  # when the period ended of which they are
+        self._counts_tokens = False  # whether the tokens of the run in progress are still to be added
         self._tokens, self._flop_count = Tokens(), FlopCount()
         if self.writes and self._target.open() is not None:
             summary.check_writer(self._target.writer)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._session, session.steps_per_sec = session, math.nan
+        self._session, self._next_period = session, None
+        session.speeds.append(self._speed)
         ranks = session.ranks
         self._is_on_all_ranks = ranks.size > 1 and not any(self is hook for hook in ranks.hooks_of_some)
         counts = [(self._examples_per_step or 0, self._tokens_per_step or 0)]
@@ -219,6 +260,9 @@ class StepCounterHook(ReportingHook):
         self._flop_count.abandon()  # of a run that failed
 
     def _before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        self._counts_tokens = not run_context.ends_epoch  # the last run of an epoch has counted its own
+        if not self._counts_tokens:
+            return None
         if self._measures_flops and self.writes:
             self._flop_count.start(run_context.session.global_step)
         return self._token_request
@@ -232,6 +276,7 @@ class StepCounterHook(ReportingHook):
         self._flop_count.stop(step)
         if self._token_op is not None and run_values.results is not None:
             self._tokens.add(run_values.results.value)
+        self._counts_tokens = False
         self._runs += 1
         if self._runs == 1:
             self._target.start_session_alone(session.begun_at, step)
@@ -281,14 +326,51 @@ class StepCounterHook(ReportingHook):
         self._runs += runs
 
     def _add_pause(self, pause: Elapsed) -> None:
-        if self._period is not None:
-            self._period.pauses.append(pause)
+        period = self._period if self._next_period is None else self._next_period
+        if period is not None:
+            period.pauses.append(pause)
+
+    def _speed(self, name: str, evaluate: Callable[[Any], Any]) -> tuple[float, Any] | None:
+        """Return when the last period ended, which may be now, and its fetch ``name``; ``None`` if it is not measured.
+
+        ``evaluate`` returns the value that the fetch of the tokens has in the run in progress.
+        """
+        ended, is_known = self._period, self._next_period is not None or not self.writes
+        if ended is not None and not is_known and self._timer.should_trigger_for_step(self._session.global_step):
+            end = self._next_period = self._period_from_now()
+            tokens = self._tokens.total
+            if self._token_op is not None and self._counts_tokens:
+                tokens = tokens + evaluate(self._token_op).value
+            # What the other ranks have counted is known with the report.
+            self._set_speeds(ended, end, ended.host_secs(end), tokens * self._session.ranks.size)
+        return (self._speeds_at, self._speeds[name]) if name in self._speeds else None
+
+    def _set_speeds(self, ended: _Period, end: _Period, secs: float, tokens: Any) -> None:
+        """Set the fetches to what was measured from ``ended`` to ``end``, which took ``secs``.
+
+        ``tokens`` are those of all ranks.
+        """
+        steps = end.step - ended.step
+        rate = steps / secs if secs > 0 and steps > 0 else math.nan
+        self._speeds_at = end.start.secs
+        self._speeds["steps_per_sec"], self._speeds["secs_per_step"] = rate, 1 / rate
+        self._speeds["data_secs"] = ended.data_secs(end)
+        if self._examples_per_step is not None:
+            self._speeds["examples_per_sec"] = rate * self._examples_of_all
+        if self._token_op is not None:
+            self._speeds["tokens_per_sec"] = tokens / secs if secs > 0 else math.nan
+        elif self._tokens_per_step is not None:
+            self._speeds["tokens_per_sec"] = rate * self._tokens_of_all
+
+    def _period_from_now(self) -> _Period:
+        session = self._session
+        return _Period(Moment(session.device), session.global_step, session.data_wait_secs, [])
 
     def _start_period(self, run_context: SessionRunContext) -> None:
         """Start a period, and report on the one that ends here as soon as its duration is known."""
         session = run_context.session
-        ended, started = self._period, _Period(Moment(session.device), session.global_step, session.data_wait_secs, [])
-        self._period = started
+        ended, started = self._period, self._next_period or self._period_from_now()
+        self._period, self._next_period = started, None
         tokens = self._take_tokens(session)
         used = dict(memory(session.device)) if self._reports_memory else {}  # also if unused: starts a new period
         if ended is None or started.step < ended.step:
@@ -296,44 +378,40 @@ class StepCounterHook(ReportingHook):
         duration = Elapsed(ended.start, started.start)
         if any(elapsed.across_devices for elapsed in (duration, *ended.pauses)):
             return  # the model was moved, so no clock has measured the period
-        elapsed_steps = started.step - ended.step
-        waiting_share = ended.waiting_share(started)
-        report = functools.partial(self._report, session.global_step, time.time(), elapsed_steps, waiting_share, used)
+        report = functools.partial(self._report, ended, started, time.time(), used)
         # On a GPU, the report is made when the device has passed both moments. A plain number takes a fast path.
         secs = duration if duration.events else duration.host_secs
         run_context.when_ready((secs, tuple(ended.pauses), tokens), report)
 
     def _report(
-        self,
-        step: int,
-        wall_time: float,
-        steps: int,
-        waiting_share: float | None,
-        used: dict[str, float],
-        measured: _Measured,
+        self, ended: _Period, started: _Period, wall_time: float, used: dict[str, float], measured: _Measured
     ) -> None:
-        """Log and write the rates of a period of ``steps`` steps, which ended at ``step`` and ``wall_time``."""
+        """Log and write the rates of the period from ``ended`` to ``started``, which was at ``wall_time``."""
         duration, pauses, tokens = measured
-        secs = duration - sum(pauses)
+        secs, steps = duration - sum(pauses), started.step - ended.step
         if secs <= 0:
             return  # shorter than the resolution of the clock, or the pauses were measured on another stream
-        rate = self._session.steps_per_sec = steps / secs
+        self._set_speeds(ended, started, secs, float(tokens))
+        rate = steps / secs
         values = {_STEPS_RATE: rate}
-        logger.info("%s: %g", _STEPS_RATE, rate)
+        lines = [f"{_STEPS_RATE}: {rate:g}"]
         if self._examples_per_step is not None:
             values[_EXAMPLES_RATE] = rate * self._examples_of_all
-            logger.info("%s: %g", _EXAMPLES_RATE, values[_EXAMPLES_RATE])
+            lines.append(f"{_EXAMPLES_RATE}: {values[_EXAMPLES_RATE]:g}")
+        waiting_share = ended.waiting_share(started)
         if waiting_share is not None:
             values[_WAITING_SHARE] = waiting_share
             if waiting_share >= _MIN_LOGGED_SHARE and waiting_share * secs >= _MIN_LOGGED_SECS_PER_STEP * steps:
-                logger.info("waiting for data: %.1f%% of the time", 100 * waiting_share)
+                lines.append(f"waiting for data: {100 * waiting_share:.1f}% of the time")
         throughput = {**self._throughput(rate, secs, tokens), **used}
         if throughput:
-            logger.info("%s", described(throughput))
+            lines.append(described(throughput))
+        for line in lines if self._logs else ():
+            logger.info("%s", line)
         values |= throughput
         if self._target.writer is not None:
             points = [summary.Summary(_CURVES[tag], value) for tag, value in values.items()]
-            summary.write_summaries(self._target.writer, points, step, wall_time)
+            summary.write_summaries(self._target.writer, points, started.step, wall_time)
 
     def _throughput(self, rate: float, secs: float, tokens: Any) -> dict[str, float]:
         """Return the curves of tokens and floating-point operations that were asked for."""

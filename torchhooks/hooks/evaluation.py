@@ -105,6 +105,7 @@ class EvaluationHook(ReportingHook):
         name: the name of its state in checkpoints, which contain the latest results. By default, that of the function.
         output_dir: the folder of the event file to write to. A curve of the training loss needs another name there.
         summary_writer: the writer to use in place of ``output_dir``. Without either, the results are only logged.
+        log: whether to log the results; if not, they are for other hooks, as ``evaluation["name"]``.
 
     Raises:
         ValueError: two periods or more than one place to write to is given; there is no period, no ``at_start`` and no
@@ -129,6 +130,7 @@ class EvaluationHook(ReportingHook):
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
         name: str | None = None,
+        log: bool = True,
     ) -> None:
         self._arguments = {
             "every_n_steps": every_n_steps,
@@ -140,6 +142,7 @@ class EvaluationHook(ReportingHook):
             "output_dir": output_dir,
             "summary_writer": summary_writer,
             "name": name,
+            "log": log,
         }
         if not callable(evaluate):
             raise TypeError(f"evaluate={shown(evaluate)}: must be a function that returns a number or a mapping")
@@ -163,7 +166,7 @@ class EvaluationHook(ReportingHook):
         self._results = _Results(self._fetched, evaluate)
         self._if_due = IfDue(self._results, self._timer)
         self._request = SessionRunArgs(self._if_due)
-        self._at_start, self._at_end = at_start, at_end
+        self._at_start, self._at_end, self._logs = at_start, at_end, log
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._session: Session | None = None
         self._latest: _Result | None = None
@@ -326,7 +329,7 @@ class EvaluationHook(ReportingHook):
         )
         self._values_step = result.step
         texts = {name: printable(value) for name, value in values.items()}
-        if self.writes:
+        if self.writes and self._logs:
             logger.info("evaluation at step %d: %s", result.step, tagged_line(texts) or "no values")
         if self._target.writer is not None:
             self._warn_of_one_curve(values)

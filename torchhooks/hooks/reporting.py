@@ -53,8 +53,9 @@ class LoggingTensorHook(ReportingHook):
     "mean")`` logs the mean of all ranks instead of the chief's value.
 
     Args:
-        tensors: a dict from tag to fetch, which is logged sorted by tag; or a list of fetches, which is logged in its
-            order under the names of the fetches.
+        tensors: a dict from tag to fetch, or a list of fetches, which are logged under their names. They are logged in
+            the given order. As in TensorFlow, a dict is sorted by tag with ``every_n_iter``, ``every_n_secs`` or
+            ``at_end`` alone.
         every_n_iter: the period in runs.
         every_n_secs: the period in seconds, in place of ``every_n_iter``.
         at_end: whether to log at a clean end of the loop, in addition to a period or without one.
@@ -107,9 +108,9 @@ class LoggingTensorHook(ReportingHook):
             raise TypeError(
                 f"formatter={shown(formatter)}: must be a function that turns a dict of values by tag into text"
             )
-        self._tensors = by_tag(tensors)
+        self._tensors = by_tag(tensors, in_order=timer is not None)
         if at_end:
-            _check_available_at_end(self, self._tensors)
+            check_available_at_end(self, self._tensors)
         self.collective = every_n_secs is not None or is_by_clock(timer)
         self._at_end = at_end
         self._formatter = formatter
@@ -212,7 +213,7 @@ class FinalOpsHook(StandardHook):
                 f"final_ops_feed_dict={shown(final_ops_feed_dict)}: give a mapping from parameter name to value"
             )
         check_feed_names(final_ops_feed_dict or {}, type(self).__name__)
-        _check_available_at_end(self, final_ops)
+        check_available_at_end(self, final_ops)
 
     def begin(self) -> None:
         self.final_ops_values = None
@@ -225,7 +226,7 @@ class FinalOpsHook(StandardHook):
         return call_repr(self, self._final_ops, final_ops_feed_dict=self._feed_dict)
 
 
-def _check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
+def check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
     """Raise a ValueError for what only a step can provide, at creation rather than at the end of a long run."""
     for name in watched_names(fetches):
         raise ValueError(

@@ -81,6 +81,8 @@ class StopAtStepHook(StandardHook):
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         if self._num_steps is not None and self._last_step is None:  # a recovery must not move it
             self._last_step = session.global_step + self._num_steps
+        if self._last_step is not None and (session.last_step is None or self._last_step < session.last_step):
+            session.last_step = self._last_step
         if self._last_step is not None and session.global_step >= self._last_step:
             logger.info("%r: the global step is %d already", self, session.global_step)
 

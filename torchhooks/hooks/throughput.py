@@ -80,21 +80,22 @@ class Tokens:
     """Adds up the tokens of each step, where they are, without waiting for a device."""
 
     def __init__(self) -> None:
-        self._total: Any = 0
+        self.total: Any = 0
+        """The total, a number or a tensor."""
 
     def add(self, value: Any) -> None:
         """Add a number, or a tensor with one element."""
         if isinstance(value, torch.Tensor):
             value = value.detach().reshape(())
-            if not isinstance(self._total, torch.Tensor):
+            if not isinstance(self.total, torch.Tensor):
                 # float64, because float32 has no odd numbers beyond 16.7 million.
-                self._total = torch.full((), self._total, dtype=torch.float64, device=value.device)
+                self.total = torch.full((), self.total, dtype=torch.float64, device=value.device)
         # Not in-place, because the value of an earlier period may be in flight.
-        self._total = self._total + value
+        self.total = self.total + value
 
     def take(self) -> Any:
         """Return the total, a number or a tensor, and start again from 0."""
-        total, self._total = self._total, 0
+        total, self.total = self.total, 0
         return total
 
 

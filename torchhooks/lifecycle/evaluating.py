@@ -82,6 +82,8 @@ class IfDue(ComposedFetch):
     def __init__(self, fetch: Any, timer: Timer) -> None:
         self.watched_names = watched_names(fetch)
         self.accumulated_parts = accumulated_parts(fetch)
+        self.at_once = False
+        """Whether the next run is due, whatever the timer says."""
         self.evaluated = False
         """Whether the fetch was evaluated in the last run that requested it."""
         self._fetch = fetch
@@ -89,7 +91,7 @@ class IfDue(ComposedFetch):
 
     @property
     def fetch(self) -> Any:
-        self.evaluated = self._timer.should_trigger_for_step(self.session.global_step)
+        self.evaluated = self.at_once or self._timer.should_trigger_for_step(self.session.global_step)
         return self._fetch if self.evaluated else ()
 
     def compose(self, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -134,8 +135,10 @@ class Session:
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._created, self._paused_secs = time.monotonic(), 0.0
-        self.steps_per_sec: float | None = None
-        """The rate that a StepCounterHook reported last; NaN before the first one, ``None`` without such a hook."""
+        self.speeds: list[Callable[[str, Callable[[Any], Any]], tuple[float, Any] | None]] = []
+        """What each StepCounterHook has measured, by the name of a fetch: when its last period ended, and the value."""
+        self.last_step: int | None = None
+        """The step at which a StopAtStepHook stops the loop; ``None`` without one."""
         self.was_restored = False
         """Whether this session began with a checkpoint."""
         self.saved_step: int | None = None
@@ -215,6 +218,24 @@ class Session:
         Items that earlier processes took of this pass count too.
         """
         return None if self.position is None else self.position.batch
+
+    @property
+    def epoch_items(self) -> tuple[int, int | None] | None:
+        """How many items of the epoch :attr:`epoch` were taken, and how many it has, which can be unknown, ``None``.
+
+        ``None`` before any ``until_stop``.
+        """
+        return None if self.position is None else self.position.epoch_items
+
+    @property
+    def expected_last_step(self) -> int | None:
+        """The global step at which the loop will end: that of a StopAtStepHook, or of the end of the data.
+
+        ``None`` if it is not known. The lengths of the data tell it if each item has been one step so far.
+        """
+        taken, total = (None if self.position is None else self.position.all_items) or (-1, 0)
+        ends = [self.last_step, total if taken == self.global_step and total < sys.maxsize else None]
+        return min((each for each in ends if each is not None), default=None)
 
     def on_pause(self, listener: Callable[[Elapsed], object]) -> None:
         """Call ``listener`` with the length of each pause when it ends. The length is a value for ``when_ready``."""
@@ -301,11 +322,11 @@ class Session:
 
     @property
     def data_wait_secs(self) -> float | None:
-        """How long the innermost ``until_stop`` has waited for its data, in seconds; ``None`` if none is open.
+        """How long the ``until_stop`` loops have waited for their data, in seconds; ``None`` if there was none yet.
 
-        Measuring begins when this is first read.
+        Measuring begins when this is first read, for those that are then open.
         """
-        return self._data_waits.innermost()
+        return self._data_waits.total()
 
     @explains_wrong_calls
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:

@@ -27,7 +27,16 @@ from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened
 from torchhooks.position.loaders import Loaders
 from torchhooks.position.place import Entry, Place, Saved, State
-from torchhooks.position.resuming import VARIABLES, Plan, Way, is_plain_iterator, lines_of, name_of, plan_resume
+from torchhooks.position.resuming import (
+    VARIABLES,
+    Plan,
+    Way,
+    is_plain_iterator,
+    length_of,
+    lines_of,
+    name_of,
+    plan_resume,
+)
 from torchhooks.position.script import Kept, carried
 from torchhooks.position.starting import skipped, started
 
@@ -60,6 +69,7 @@ class Position:
         """The keys of the places in which some item had more than one run."""
         self._epochs_ended = 0
         self._is_in_epoch = False
+        self._items_of_last: tuple[int, int | None] | None = None
         self._warned = False  # of places that are not inside of each other
         # From the restored checkpoint:
         self._path: list[Entry] = []
@@ -89,6 +99,28 @@ class Position:
         """The index of the current item of the innermost loop; ``None`` if none is open, or an inner one has ended."""
         place = self._innermost
         return None if place is self._root or place.nests else place.taken - 1
+
+    @property
+    def epoch_items(self) -> tuple[int, int | None] | None:
+        """How many items of the epoch that :attr:`epoch` numbers were taken, and how many it has, if that is known."""
+        place = self._innermost
+        if place is self._root or place.nests:
+            return self._items_of_last
+        return place.taken, _length(place)
+
+    @property
+    def all_items(self) -> tuple[int, int] | None:
+        """How many items the innermost loop has taken, and will have taken at the end; ``None`` if that is not known.
+
+        That is, if it has as many items each time.
+        """
+        taken = total = 1
+        for place in self._open:
+            length = _length(place)
+            if length is None:
+                return None
+            taken, total = (taken - 1) * length + place.taken, total * length
+        return (taken, total) if self._open else None
 
     def begin_item(self, place: Place) -> None:
         """Record that the body begins an item of ``place`` in which an inner loop may begin, and with it an epoch."""
@@ -196,6 +228,8 @@ class Position:
         """Record that an ``until_stop`` is over and, if the body left it, whether because the loop is stopping."""
         if place in self._open:
             self._open.remove(place)
+            if place.is_epoch:
+                self._items_of_last = place.taken, _length(place)
             if place.state.is_open:
                 place.leave(self._schedule.runs, stopping)
             place.site = None
@@ -391,6 +425,17 @@ def outer_position(states: list[Saved | None]) -> Saved | None:
     if not path or path[0].state is State.NOT_BEGUN:
         return None
     return {**positions[0], "path": [entry.to_save() for entry in path], "loaders": {}}
+
+
+def _length(place: Place) -> int | None:
+    """Return how many items ``place`` has, as far as its data and its limit say; ``None`` if that is not known."""
+    if place.state is State.ENDED:
+        return place.taken
+    length = length_of(place.iterable)
+    if length is not None and isinstance(place.iterable, range):
+        length += place.resumed or 0  # after a resume, a range is only what was left of it
+    limits = [each for each in (length, place.limit) if each is not None]
+    return min(limits, default=None)
 
 
 def _remaining(plan: Plan, place: Place, iterable: Iterable[Any], halted: Callable[..., bool]) -> Iterator[Any]:

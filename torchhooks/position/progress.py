@@ -36,7 +36,7 @@ class Progress:
 class DataWaits:
     """How long the nested ``until_stop`` loops have waited for their data, in seconds, by depth.
 
-    Reading the clock twice for every item is not free, so a depth is measured only after :meth:`innermost` was called.
+    Reading the clock twice for every item is not free, so a depth is measured only after a call of :meth:`total`.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,8 @@ class DataWaits:
         """How many ``until_stop`` loops are open."""
         self.secs: dict[int, float] = {}
 
-    def innermost(self) -> float | None:
-        """Return the wait of the innermost loop since the first call at its depth; ``None`` if no loop is open."""
-        return self.secs.setdefault(self.depth, 0.0) if self.depth else None
+    def total(self) -> float | None:
+        """Return how long all loops have waited since the first call at their depth; ``None`` if there was none."""
+        if self.depth:
+            self.secs.setdefault(self.depth, 0.0)
+        return sum(self.secs.values()) if self.secs else None

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchhooks.common.text import shown
-from torchhooks.common.trees import map_leaves
+from torchhooks.common.trees import GroupRates, map_leaves
 
 
 def tagged_line(values: Mapping[str, Any]) -> str:
@@ -17,8 +17,11 @@ def tagged_line(values: Mapping[str, Any]) -> str:
     return ", ".join([f"{tag} = {_text(value)}" for tag, value in values.items()])
 
 
-def by_tag(tensors: Any, name: str = "tensors") -> dict[str, Any]:
-    """Return the fetches by the tags under which they are logged, in the order of the line."""
+def by_tag(tensors: Any, name: str = "tensors", *, in_order: bool = True) -> dict[str, Any]:
+    """Return the fetches by the tags under which they are logged, in the order of the line.
+
+    A dict is sorted by tag unless ``in_order``.
+    """
     if not isinstance(tensors, (Mapping, list, tuple)):
         raise TypeError(
             f"{name}={shown(tensors)}: give a dict from tag to fetch, or a list of fetches, such as ['loss']"
@@ -26,7 +29,7 @@ def by_tag(tensors: Any, name: str = "tensors") -> dict[str, Any]:
     if not tensors:
         raise ValueError(f"{name}={shown(tensors)}: there is nothing to log; give at least one fetch, such as ['loss']")
     if isinstance(tensors, Mapping):
-        return {tag: tensors[tag] for tag in sorted(tensors)}
+        return {tag: tensors[tag] for tag in (tensors if in_order else sorted(tensors))}
     tagged: dict[str, Any] = {}
     for fetch in tensors:
         tag = fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
@@ -60,5 +63,7 @@ class _Bare:
 def _text(value: Any) -> str:
     if isinstance(value, (np.generic, float, int, str)):
         return str(value)
+    if isinstance(value, GroupRates):
+        return f"{value}"
     with np.printoptions(suppress=True):
         return str(map_leaves(lambda leaf: _Bare(leaf) if isinstance(leaf, (np.generic, np.ndarray)) else leaf, value))
