@@ -186,7 +186,7 @@ def test_a_process_that_resumed_continues_to_record() -> None:
     assert [probe["item"] for probe in place.probes] == [21]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 64, 65, 66])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4_001, 4_002])
 def test_the_items_end_with_the_data(count: int) -> None:
     place = Place(None, None, 0)
     iterator = probed(iter(range(count)), place)
@@ -211,8 +211,26 @@ def test_a_probe_of_items_that_draw_no_numbers_costs_nothing_later(monkeypatch: 
     asked: list[int] = []
     place = Place(None, None, 0)
     monkeypatch.setattr("torchhooks.position.probe.random_states", lambda: asked.append(place.taken) or random_states())
-    taken(probed(iter(range(2000)), place), place, 2000)
-    assert asked == [1, 1, 64, 64]
+    taken(probed(iter(range(9_000)), place), place, 9_000)
+    assert asked == [1, 1, 4_001, 4_001, 8_001, 8_001]  # before the item and after it
+
+
+class Plain:
+    """An iterable of its own class, which draws nothing."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5_000))
+
+
+def test_the_first_item_shows_that_the_data_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    with MonitoredLoop(lambda item: None) as loop:
+        monkeypatch.setattr(
+            "torchhooks.position.probe.random_states", lambda: asked.append(loop.global_step) or random_states()
+        )
+        for item in loop.until_stop(Plain()):
+            loop.run(item)
+    assert asked == [4_001, 4_001]
 
 
 def test_a_replay_names_an_item_that_differs() -> None:

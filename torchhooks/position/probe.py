@@ -23,6 +23,7 @@ from torchhooks.common.random_states import random_states, same_random_states, s
 from torchhooks.position.place import Place, Saved
 
 _KEPT = 8  # probes in a checkpoint, of 13 KB each
+_PAUSE = 4_000  # items, between two looks at data that draw no numbers: each takes 0.15 ms, or 40 ns an item
 _ENDED: Any = object()
 
 
@@ -39,18 +40,27 @@ def _parts(iterator: Iterator[Any], place: Place) -> Iterator[Iterable[Any]]:
         taken = place.taken
         if taken < due:  # the data ended in the part
             return
+        if taken == 1 and _drew_nothing(place):
+            due = taken + _PAUSE
+            continue
         random = random_states()
         item = next(iterator, _ENDED)
         if item is _ENDED:
             return
         if same_random_states(random, random_states()):
-            due = 64 * taken  # this took 0.15 ms, to be lost among the steps
+            due = taken + _PAUSE
         else:
             probe = {"item": taken + 1, "random": random, "digest": digest(item)}
             place.probes = [*place.probes, probe][-_KEPT:]
             # A probe takes 0.2 ms. So they become rarer, but the last one is never far back.
             due = taken + 1 + taken // 8
         yield (item,)
+
+
+def _drew_nothing(place: Place) -> bool:
+    """Return whether the data drew no random number for their order or the first item, which has just been taken."""
+    before, after = place.before, place.random_at_item
+    return before is not None and after is not None and same_random_states(before["random"], after)
 
 
 class Replay(Iterator[Any]):
