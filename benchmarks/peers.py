@@ -266,7 +266,7 @@ def budgets(figures: Figures, which: str) -> list[Budget]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=2_000, help="steps per round and figure (default: %(default)s)")
-    options.add_argument("--rounds", type=int, default=5, help="most rounds to make (default: %(default)s)")
+    options.add_argument("--rounds", type=int, default=3, help="most rounds to make (default: %(default)s)")
     options.add_argument("--minutes", type=float, default=5, help="time for all of it (default: %(default)s)")
     options.add_argument("--only", nargs="+", choices=LABELS, default=list(LABELS), help="which peers (default: all)")
     chosen = options.parse_args()
