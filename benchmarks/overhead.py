@@ -72,6 +72,7 @@ TIMED = {
     for when in ("before", "after", "before and after")
     for number in (5, 50)
 }
+COLD = "cold caches"
 UNTIL_STOP = "in until_stop, 5 standard hooks, none due"
 NESTED = "in until_stop in until_stop, 100 items each, 5 standard hooks, none due"
 BODY = {number: f"loop.step(), {number} standard hooks, none due" for number in (0, 5, 50)}
@@ -335,7 +336,7 @@ def measure(make: Candidates, runs: int, rounds: int) -> dict[str, Rounds]:
         if make is due_candidates:
             check_same(folder)
     figures = {"empty step": around_empty}
-    for title, training in (("real step", mlp()), ("cold caches", evicting())):
+    for title, training in (("real step", mlp()), (COLD, evicting())):
         with TemporaryDirectory() as name, ExitStack() as stack:
             log_to(Path(name), stack)
             step = Stamped(training.step)
@@ -364,7 +365,13 @@ def check_same(folder: Path) -> None:
 
 
 def shown(title: str, figures: dict[str, Rounds]) -> str:
-    """Return the table: for each step, the minimum and the median of the rounds."""
+    """Return the minimum and median of the rounds around each step, with a table of its own for cold caches."""
+    cold = {COLD: figures[COLD]}
+    warm = {step: rounds for step, rounds in figures.items() if step != COLD}
+    return f"{_table(title, warm)}\n\n{_table(title, cold)}"
+
+
+def _table(title: str, figures: dict[str, Rounds]) -> str:
     header = [f"us per run beyond the bare loop, {title}"]
     rows: dict[str, list[str | float | None]] = {}
     for step, rounds in figures.items():

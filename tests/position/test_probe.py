@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +207,23 @@ def test_an_error_of_the_data_is_raised(count: int) -> None:
         next(iterator)
 
 
-def test_a_probe_of_items_that_draw_no_numbers_costs_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+def looks(monkeypatch: pytest.MonkeyPatch, taken: Callable[[], int]) -> list[int]:
+    """Return a list to which each reading of the random states appends how many items were taken."""
+    looked: list[int] = []
+
+    def recorded() -> Any:
+        looked.append(taken())
+        return random_states()
+
+    monkeypatch.setattr("torchhooks.position.probe.random_states", recorded)
+    return looked
+
+
+def test_items_that_draw_no_numbers_are_rarely_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(None, None, 0)
-    monkeypatch.setattr("torchhooks.position.probe.random_states", lambda: asked.append(place.taken) or random_states())
+    looked = looks(monkeypatch, lambda: place.taken)
     taken(probed(iter(range(9_000)), place), place, 9_000)
-    assert asked == [1, 1, 4_001, 4_001, 8_001, 8_001]  # before the item and after it
+    assert looked == [1, 1, 4_001, 4_001, 8_001, 8_001]  # before the item and after it
 
 
 class Plain:
@@ -223,14 +234,11 @@ class Plain:
 
 
 def test_the_first_item_shows_that_the_data_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
     with MonitoredLoop(lambda item: None) as loop:
-        monkeypatch.setattr(
-            "torchhooks.position.probe.random_states", lambda: asked.append(loop.global_step) or random_states()
-        )
+        looked = looks(monkeypatch, lambda: loop.global_step)
         for item in loop.until_stop(Plain()):
             loop.run(item)
-    assert asked == [4_001, 4_001]
+    assert looked == [4_001, 4_001]
 
 
 def test_a_replay_names_an_item_that_differs() -> None:
