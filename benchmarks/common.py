@@ -47,6 +47,17 @@ def empty() -> Training:
     return Training(model, optimizer, lambda batch: loss, batch)
 
 
+def evicting() -> Training:
+    """Return a step that does nothing but write 4 MB, which evicts the loop from the first two levels of CPU caches."""
+    training, megabytes = empty(), torch.zeros(1 << 20)
+
+    def step(batch: Tensor) -> Tensor:
+        megabytes.add_(1)
+        return training.step(batch)
+
+    return training._replace(step=step)
+
+
 def mlp(device: str = "cpu", *, rows: int = 32) -> Training:
     """Return a real step: two layers, backward and SGD. It evicts the code and data of the loop from the CPU caches."""
     model, optimizer, batch = _parts(device, rows)

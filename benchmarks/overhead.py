@@ -2,8 +2,9 @@
 
     python benchmarks/overhead.py [--check]
 
-Each candidate runs around an empty step, timed from outside, and around a small real step, where the time between two
-steps is measured from inside the step. Figures are microseconds per run beyond the bare ``for`` loop of the same round.
+Each candidate runs around an empty step, timed from outside, and around two steps that measure the time between them
+from inside: a small real step, and one that makes the caches cold by writing 4 MB. Figures are microseconds per run
+beyond the bare ``for`` loop of the same round.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from common import (
     beyond,
     describe,
     empty,
+    evicting,
     finish,
     machine,
     median_ratio,
@@ -70,6 +72,9 @@ TIMED = {
     for when in ("before", "after", "before and after")
     for number in (5, 50)
 }
+COLD = "cold caches"
+UNTIL_STOP = "in until_stop, 5 standard hooks, none due"
+NESTED = "in until_stop in until_stop, 100 items each, 5 standard hooks, none due"
 BODY = {number: f"loop.step(), {number} standard hooks, none due" for number in (0, 5, 50)}
 BODY_USER = "loop.step(), a user's hook, called in every run"
 BODY_NAN = "loop.step(), NaN check in every run, NanTensorHook"
@@ -219,13 +224,36 @@ def with_body(loop: MonitoredLoop[Any], step: Step, batch: Tensor) -> Drive:
     return drive
 
 
+def over_items(loop: MonitoredLoop[Any], batch: Tensor) -> Drive:
+    """Run over the items of ``until_stop``."""
+
+    def drive(runs: int) -> None:
+        for item in loop.until_stop([batch] * runs):
+            loop.run(item)
+
+    return drive
+
+
+def over_epochs(loop: MonitoredLoop[Any], batch: Tensor) -> Drive:
+    """Run over the items of an ``until_stop`` in another one."""
+
+    def drive(runs: int) -> None:
+        for _ in loop.until_stop(range(max(runs // 100, 1))):
+            for item in loop.until_stop([batch] * min(runs, 100)):
+                loop.run(item)
+
+    return drive
+
+
 def idle_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[str, Drive]:
     """Return the candidates for runs in which there is nothing to report."""
     step, batch = training.step, training.batch
 
+    def new(hooks: Sequence[SessionRunHook]) -> MonitoredLoop[Tensor]:
+        return stack.enter_context(MonitoredLoop(step, training.model, training.optimizer, hooks=hooks))
+
     def loop(hooks: Sequence[SessionRunHook]) -> Drive:
-        loop = stack.enter_context(MonitoredLoop(step, training.model, training.optimizer, hooks=hooks))
-        return repeat(loop.run, batch)
+        return repeat(new(hooks).run, batch)
 
     def body(hooks: Sequence[SessionRunHook]) -> Drive:
         loop: MonitoredLoop[Any] = MonitoredLoop(model=training.model, optimizer=training.optimizer, hooks=hooks)
@@ -236,6 +264,8 @@ def idle_candidates(training: Training, folder: Path, stack: ExitStack) -> dict[
         WRAPPER: repeat(SmallestWrapper(step).run, batch),
         **{name: loop(standard_hooks(number, folder)) for number, name in IDLE.items()},
         **{name: loop(timed_hooks(number, when, folder)) for (number, when), name in TIMED.items()},
+        UNTIL_STOP: over_items(new(standard_hooks(5, folder)), batch),
+        NESTED: over_epochs(new(standard_hooks(5, folder)), batch),
         NO_RUN_METHODS: loop([OnlyEnds() for _ in range(50)]),
         CALLS: with_calls(UsersHook(), step, batch),
         USER: loop([UsersHook()]),
@@ -296,8 +326,8 @@ def timed_from_inside(candidates: dict[str, Drive], step: Stamped, runs: int, ro
 Candidates = Callable[[Training, Path, ExitStack], dict[str, Drive]]
 
 
-def measure(make: Candidates, runs: int, rounds: int) -> tuple[Rounds, Rounds]:
-    """Measure the candidates around the empty step and, with a twentieth of the runs, around the real one."""
+def measure(make: Candidates, runs: int, rounds: int) -> dict[str, Rounds]:
+    """Measure the candidates around each step: the empty one and, with a twentieth of the runs, the others."""
     with TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         log_to(folder, stack)
@@ -305,13 +335,14 @@ def measure(make: Candidates, runs: int, rounds: int) -> tuple[Rounds, Rounds]:
         stack.pop_all().close()
         if make is due_candidates:
             check_same(folder)
-    with TemporaryDirectory() as name, ExitStack() as stack:
-        log_to(Path(name), stack)
-        training = mlp()
-        step = Stamped(training.step)
-        candidates = make(training._replace(step=step), Path(name), stack)
-        around_real = timed_from_inside(candidates, step, max(runs // 20, 20), rounds)
-    return around_empty, around_real
+    figures = {"empty step": around_empty}
+    for title, training in (("real step", mlp()), (COLD, evicting())):
+        with TemporaryDirectory() as name, ExitStack() as stack:
+            log_to(Path(name), stack)
+            step = Stamped(training.step)
+            candidates = make(training._replace(step=step), Path(name), stack)
+            figures[title] = timed_from_inside(candidates, step, max(runs // 20, 20), rounds)
+    return figures
 
 
 def check_same(folder: Path) -> None:
@@ -333,16 +364,24 @@ def check_same(folder: Path) -> None:
 # -- reporting ------------------------------------------------------------------------------------------------------
 
 
-def shown(title: str, empty: Rounds, real: Rounds) -> str:
-    """Return the table: for each step, the minimum and the median of the rounds."""
-    header = [f"us per run beyond the bare loop, {title}", "empty step: min", "median", "real step: min", "median"]
-    columns = {f"{BARE}, in total": (empty[BARE], real[BARE])}
-    columns |= {name: (beyond(empty, name, BARE), beyond(real, name, BARE)) for name in empty if name != BARE}
-    rows = [
-        (name, min(of_empty), median(of_empty), min(of_real), median(of_real))
-        for name, (of_empty, of_real) in columns.items()
-    ]
-    return table(header, rows)
+def shown(title: str, figures: dict[str, Rounds]) -> str:
+    """Return the minimum and median of the rounds around each step, with a table of its own for cold caches."""
+    cold = {COLD: figures[COLD]}
+    warm = {step: rounds for step, rounds in figures.items() if step != COLD}
+    return f"{_table(title, warm)}\n\n{_table(title, cold)}"
+
+
+def _table(title: str, figures: dict[str, Rounds]) -> str:
+    header = [f"us per run beyond the bare loop, {title}"]
+    rows: dict[str, list[str | float | None]] = {}
+    for step, rounds in figures.items():
+        header += [f"{step}: min", "median"]
+        for name in rounds:
+            of_name = rounds[BARE] if name == BARE else beyond(rounds, name, BARE)
+            rows.setdefault(name, [f"{BARE}, in total" if name == BARE else name]).extend(
+                (min(of_name), median(of_name))
+            )
+    return table(header, rows.values())
 
 
 def budgets(idle: Rounds, due: Rounds) -> list[Budget]:
@@ -397,15 +436,20 @@ def main() -> None:
     torch.set_num_threads(1)
     print(describe(where), end="\n\n")
     idle = measure(idle_candidates, chosen.runs, chosen.rounds)
-    print(shown("nothing to report", *idle), end="\n\n")
+    print(shown("nothing to report", idle), end="\n\n")
     due = measure(due_candidates, max(chosen.runs // 50, 20), chosen.rounds)
-    print(shown("two log lines and two events", *due), end="\n\n")
+    print(shown("two log lines and two events", due), end="\n\n")
     figures = {
-        f"{title}, {step} step": rounds
-        for title, both in (("idle", idle), ("due", due))
-        for step, rounds in zip(("empty", "real"), both, strict=True)
+        f"{title}, {step}": rounds for title, steps in (("idle", idle), ("due", due)) for step, rounds in steps.items()
     }
-    finish(chosen.results, "overhead", check=chosen.check, budgets=budgets(idle[0], due[0]), machine=where, us=figures)
+    finish(
+        chosen.results,
+        "overhead",
+        check=chosen.check,
+        budgets=budgets(idle["empty step"], due["empty step"]),
+        machine=where,
+        us=figures,
+    )
 
 
 if __name__ == "__main__":

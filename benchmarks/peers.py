@@ -2,6 +2,8 @@
 
     pip install -e '.[peers]' && python benchmarks/peers.py [--check] [--only ignite lightning]
 
+It prints a line per library and round, and makes as many rounds as fit into five minutes, or ``--minutes``.
+
 Figures are processor time beyond the bare ``for`` loop, which is measured right before: the time that the training
 thread spends between two steps, measured from inside the step, plus the time of all other threads of the process from
 the first step to the end. What the training thread does to start and end a library's loop is not counted. The last
@@ -19,10 +21,10 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +37,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from common import Budget, Rounds, Stamped, describe, empty, finish, machine, mlp, parser, table, take_turns
+from common import Budget, Rounds, Stamped, describe, empty, finish, machine, mlp, parser, table
 from peer_loops import IDLE_HOOKS, PERIOD, Job
 
 LABELS = {
@@ -185,6 +187,11 @@ class Peer:
         return answer
 
 
+def say(line: str) -> None:
+    """Print a line about the progress, apart from the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def start(names: Sequence[str], folder: str) -> tuple[list[Peer], dict[str, str]]:
     """Start the peers; return those that work, and for each of the others its error."""
     peers, left_out = [], {}
@@ -194,20 +201,29 @@ def start(names: Sequence[str], folder: str) -> tuple[list[Peer], dict[str, str]
             for column in peer.columns:
                 peer.measure("empty", column, 3 * PERIOD)
             peers.append(peer)
+            say(f"started {LABELS[name]}")
         except RuntimeError as error:
             left_out[name] = str(error).strip().splitlines()[-1]
     return peers, left_out
 
 
-def all_turns(peers: Sequence[Peer], which: str, steps: int, rounds: int) -> Figures:
-    """Measure every column of every peer, in turns."""
-    candidates = {
-        f"{peer.name} {column}": partial(peer.measure, which, column, steps)
-        for peer in peers
-        for column in peer.columns
-    }
-    figures: Rounds = take_turns(candidates, rounds)
-    by_peer = {peer.name: {column: figures[f"{peer.name} {column}"] for column in peer.columns} for peer in peers}
+def all_turns(peers: Sequence[Peer], which: str, steps: int, rounds: int, secs: float) -> Figures:
+    """Measure every column of every peer, in turns: for ``rounds``, or one or more that fit into ``secs``."""
+    began = ended = time.monotonic()
+    longest = 0.0
+    by_peer: Figures = {peer.name: {column: [] for column in peer.columns} for peer in peers}
+    for number in range(1, rounds + 1):
+        if number > 1 and ended + longest > began + secs:
+            say(f"{which} step: no time for round {number} of {rounds}")
+            break
+        shift = number % max(len(peers), 1)  # so that no peer always follows the same other one
+        for peer in [*peers[shift:], *peers[:shift]]:
+            measured = {column: peer.measure(which, column, steps) for column in peer.columns}
+            for column, figure in measured.items():
+                by_peer[peer.name][column].append(figure)
+            shown = ", ".join(f"{column} {figure:.2f}" for column, figure in measured.items())
+            say(f"{which} step, round {number} of {rounds}, {LABELS[peer.name]}: {shown}")
+        longest, ended = max(longest, time.monotonic() - ended), time.monotonic()
     for columns in by_peer.values():
         if "idle" in columns:
             extra = zip(columns["idle"], columns["plain"], strict=True)
@@ -250,13 +266,18 @@ def budgets(figures: Figures, which: str) -> list[Budget]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=2_000, help="steps per round and figure (default: %(default)s)")
-    options.add_argument("--rounds", type=int, default=7, help="number of rounds (default: %(default)s)")
+    options.add_argument("--rounds", type=int, default=3, help="most rounds to make (default: %(default)s)")
+    options.add_argument("--minutes", type=float, default=5, help="time for all of it (default: %(default)s)")
     options.add_argument("--only", nargs="+", choices=LABELS, default=list(LABELS), help="which peers (default: all)")
     chosen = options.parse_args()
+    ends_at = time.monotonic() + 60 * chosen.minutes
     where = machine()
     with TemporaryDirectory() as folder:
         peers, left_out = start(chosen.only, folder)
-        figures = {which: all_turns(peers, which, chosen.steps, chosen.rounds) for which in STEPS}
+        figures: dict[str, Figures] = {}
+        for which in STEPS:
+            share = (ends_at - time.monotonic()) / (len(STEPS) - len(figures))
+            figures[which] = all_turns(peers, which, chosen.steps, chosen.rounds, share)
         for peer in peers:
             peer.end()
     labels = {peer.name: f"{LABELS[peer.name]} {peer.version or ''}".strip() for peer in peers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop, StopAtStepHook
+from torchhooks.common.random_states import random_states
 from torchhooks.position.place import Place
-from torchhooks.position.probe import Probing, Replay
+from torchhooks.position.probe import Replay, probed
 from torchhooks.position.starting import draws_order_first
 
 ITEMS = 40
@@ -164,7 +165,7 @@ def taken(iterator: Iterator[Any], place: Place, count: int) -> list[Any]:
 
 def test_random_states_are_recorded_before_fewer_and_fewer_items() -> None:
     place, recorded = Place(None, None, 0), []
-    iterator = Probing((torch.rand(1) for _ in range(99)), place)
+    iterator = probed((torch.rand(1) for _ in range(99)), place)
     for _ in range(40):
         taken(iterator, place, 1)
         recorded += [probe["item"] for probe in place.probes[-1:] if probe["item"] == place.taken]
@@ -174,41 +175,75 @@ def test_random_states_are_recorded_before_fewer_and_fewer_items() -> None:
 
 def test_nothing_is_recorded_of_items_that_draw_no_numbers() -> None:
     place = Place(None, None, 0)
-    assert taken(Probing(iter(range(9)), place), place, 9) == list(range(9))
+    assert taken(probed(iter(range(9)), place), place, 9) == list(range(9))
     assert place.probes == []
 
 
 def test_a_process_that_resumed_continues_to_record() -> None:
     place = Place(None, None, 0)
     place.taken = 20
-    taken(Probing((torch.rand(1) for _ in range(9)), place), place, 1)
+    taken(probed((torch.rand(1) for _ in range(9)), place), place, 1)
     assert [probe["item"] for probe in place.probes] == [21]
 
 
-def test_an_error_of_the_data_is_raised_and_the_item_can_be_asked_for_again() -> None:
-    class Fails:
-        calls = 0
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4_001, 4_002])
+def test_the_items_end_with_the_data(count: int) -> None:
+    place = Place(None, None, 0)
+    iterator = probed(iter(range(count)), place)
+    assert taken(iterator, place, count) == list(range(count))
+    assert next(iterator, None) is None
 
-        def __iter__(self) -> Iterator[Any]:
-            return self
 
-        def __next__(self) -> int:
-            self.calls += 1
-            if self.calls == 2:
-                raise OSError("data")
-            return self.calls
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_error_of_the_data_is_raised(count: int) -> None:
+    def failing() -> Iterator[int]:
+        yield from range(count)
+        raise OSError("data")
 
     place = Place(None, None, 0)
-    iterator = Probing(iter(Fails()), place)
-    assert taken(iterator, place, 1) == [1]
+    iterator = probed(failing(), place)
+    assert taken(iterator, place, count) == list(range(count))
     with pytest.raises(OSError, match="data"):
         next(iterator)
-    assert taken(iterator, place, 2) == [3, 4]
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, taken: Callable[[], int]) -> list[int]:
+    """Return a list to which each reading of the random states appends how many items were taken."""
+    looked: list[int] = []
+
+    def recorded() -> Any:
+        looked.append(taken())
+        return random_states()
+
+    monkeypatch.setattr("torchhooks.position.probe.random_states", recorded)
+    return looked
+
+
+def test_items_that_draw_no_numbers_are_rarely_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(None, None, 0)
+    looked = looks(monkeypatch, lambda: place.taken)
+    taken(probed(iter(range(9_000)), place), place, 9_000)
+    assert looked == [1, 1, 4_001, 4_001, 8_001, 8_001]  # before the item and after it
+
+
+class Plain:
+    """An iterable of its own class, which draws nothing."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5_000))
+
+
+def test_the_first_item_shows_that_the_data_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MonitoredLoop(lambda item: None) as loop:
+        looked = looks(monkeypatch, lambda: loop.global_step)
+        for item in loop.until_stop(Plain()):
+            loop.run(item)
+    assert looked == [4_001, 4_001]
 
 
 def test_a_replay_names_an_item_that_differs() -> None:
     place = Place(None, None, 0)
-    taken(Probing((torch.rand(1) for _ in range(9)), place), place, 3)
+    taken(probed((torch.rand(1) for _ in range(9)), place), place, 3)
     same = Replay((torch.rand(1) for _ in range(9)), place.probes, 3)
     other = Replay((torch.rand(1) + 1 for _ in range(9)), place.probes, 3)
     for replay in (same, other):

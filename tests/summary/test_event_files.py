@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 import threading
@@ -16,7 +17,7 @@ from support.events import read
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from torchhooks.summary import event_files
-from torchhooks.summary.event_files import DirectSummaryWriter, EventFile
+from torchhooks.summary.event_files import DirectSummaryWriter, EventFile, as_record
 from torchhooks.testing import FakeClock
 
 SMALL, LARGE = 10, 9999  # characters of a text that is written at once, and of one that is queued
@@ -51,20 +52,26 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
-        write = RecordWriter.write
 
-        def gated(records: RecordWriter, data: bytes) -> None:
+        def gated(data: bytes) -> bytes:
             if len(data) > LARGE:
                 self.reached.set()
                 assert self.open.wait(60)
                 if error is not None:
                     raise error
-            write(records, data)
+            return as_record(data)
 
-        monkeypatch.setattr(RecordWriter, "write", gated)
+        monkeypatch.setattr(event_files, "as_record", gated)
 
 
 # -- whole records ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 26, 300, 70_000])
+def test_a_record_is_that_of_tensorboard(size: int) -> None:
+    data, written = bytes(number * 7 % 256 for number in range(size)), io.BytesIO()
+    RecordWriter(written).write(data)
+    assert as_record(data) == written.getvalue()
 
 
 @pytest.mark.parametrize("length", [SMALL, LARGE], ids=["small", "large"])

@@ -44,7 +44,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
             _add_fallback(logging.WARNING)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line is from the caller of this method
         try:
-            super().log(level, msg, *args, **kwargs)
+            self.logger.log(level, msg, *args, **kwargs)  # not super().log(), which would only call this again
         except Exception:
             if _stderr_works():
                 raise
@@ -73,8 +73,9 @@ def _has_other_handlers(origin: logging.Logger) -> bool:
     """Return whether the records of the logger ``origin`` reach another handler than the fallback."""
     each: logging.Logger | None = origin
     while each is not None:
-        if any(handler is not _fallback for handler in each.handlers):
-            return True
+        for handler in each.handlers:  # not any(), which would create a generator for each logger and line
+            if handler is not _fallback:
+                return True
         each = each.parent if each.propagate else None
     return False
 

@@ -58,7 +58,8 @@ class Body:
         return self._sessions.progress.global_step
 
     def __enter__(self) -> dict[str, Any]:
-        ending, schedule, progress = self._ending, self._schedule, self._sessions.progress
+        ending, schedule = self._ending, self._schedule
+        progress = schedule.progress
         if not self.offered or ending.state is not IDLE or ending.stop is not None:
             self._check_entry()
         self.offered = False
@@ -92,7 +93,7 @@ class Body:
         try:
             begun = self._begun
             if begun is None:
-                progress = self._sessions.progress
+                progress = schedule.progress
                 progress.outputs = outputs
                 progress.global_step = step = progress.global_step + self._steps_per_run
                 # Fast path: no hook is due after the body either.

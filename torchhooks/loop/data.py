@@ -112,24 +112,27 @@ class Data:
             self._items,
         )
         waits.depth = depth = waits.depth + 1
+        waiting, waited = items.waiting, waits.secs  # looked at before every item
         place = position.begin(iterable, ending.state is RUNNING, site)
         place.limit = limit
         item: Any = None
         try:
             iterator = self._iterator(place, iterable, resume)
             while True:
-                again = (items.waiting or schedule.pending or ending.stop) and not self._settle(place)
-                if ending.stop is not None:
-                    position.stop(place)
-                    break
+                again = False
+                if schedule.pending or ending.stop is not None or waiting:
+                    again = not self._settle(place)
+                    if ending.stop is not None:
+                        position.stop(place)
+                        break
                 if not again:
                     try:
                         if limit is not None and place.taken >= limit:
                             item = _DATA_ENDED
-                        elif depth in waits.secs:
+                        elif waited and depth in waited:
                             asked = time.monotonic()
                             item = next(iterator, _DATA_ENDED)
-                            waits.secs[depth] += time.monotonic() - asked
+                            waited[depth] += time.monotonic() - asked
                         else:
                             item = next(iterator, _DATA_ENDED)
                     except Exception as error:

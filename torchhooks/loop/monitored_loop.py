@@ -164,7 +164,8 @@ class MonitoredLoop(Generic[R]):
             FetchError: a hook requested something that does not exist.
             FeedError: a parameter was fed twice.
         """
-        ending, schedule, progress = self._ending, self._schedule, self._sessions.progress
+        ending, schedule = self._ending, self._schedule
+        progress = schedule.progress
         if ending.state is not IDLE or ending.stop is not None:
             try:
                 self._between_runs.refuse()

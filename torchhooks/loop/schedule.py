@@ -218,6 +218,8 @@ class Schedule:
         """The hooks with a run method. The others cost nothing."""
         self.runs = 0
         """How many runs reached their ``after_run``."""
+        self.progress = Progress()
+        """How far the current session is."""
         self.accumulated = AccumulatedValues()
         """What is accumulated for the hooks in every run."""
         self.pending = False
@@ -259,6 +261,7 @@ class Schedule:
         """Forget what was accumulated, and follow ``progress`` from now on."""
         for scheduled in self.all_hooks:
             scheduled.progress = progress
+        self.progress = progress
         self.accumulated.begin_session(session, progress, step)
 
     def start(self) -> None:

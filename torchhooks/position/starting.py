@@ -15,7 +15,7 @@ from torchhooks.common.random_states import random_states, same_random_states, s
 from torchhooks.position.generators import generator_states, matched_generators, set_generator_state
 from torchhooks.position.loaders import create_workers, has_workers
 from torchhooks.position.place import Entry, Place, Saved
-from torchhooks.position.probe import Probing, Replay
+from torchhooks.position.probe import Replay, probed
 from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, length_of, name_of
 
 
@@ -98,7 +98,7 @@ def _warn_of_another_item(number: int, iterable: object, why: str) -> None:
 
 def _probed(place: Place, iterable: Iterable[Any], iterator: Iterator[Any]) -> Iterator[Any]:
     """Return the items of ``iterator``, with probes if what it draws for an item may decide on later ones."""
-    return iterator if place.before is None or draws_order_first(iterable) else Probing(iterator, place)
+    return iterator if place.before is None or draws_order_first(iterable) else probed(iterator, place)
 
 
 def draws_order_first(iterable: object) -> bool:

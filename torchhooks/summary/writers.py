@@ -133,6 +133,8 @@ class _OneWriter:
         """The tags that are known to be written, and the hook that writes them."""
         self.writer: Any = None
         """The writer, from :meth:`open` to :meth:`close`; ``None`` if the hook has nowhere to write."""
+        self.place: object = None
+        """Where it writes, found out once, because that reads links from the disk."""
 
     def open(self) -> Any:
         """Open the writer, and return it."""
@@ -140,6 +142,7 @@ class _OneWriter:
         self.tags = {}
         with self._lock:  # so that no other target closes the writer before this one is known
             self.writer = self._given if self._folder is None else SummaryWriterCache.get(self._folder)
+            self.place = _place(self.writer)
             # Targets of one loop are all opened before it has a session, so one that has a session is of another loop.
             self._is_within_another = any(target._has_session for target in self._others_at_this_place())  # noqa: SLF001 - its own class
             self._all_open.add(self)
@@ -244,8 +247,7 @@ class _OneWriter:
 
     def _others_at_this_place(self) -> list[_OneWriter]:
         """Return the other open targets at the place of this one. The caller holds the lock."""
-        place = _place(self.writer)
-        return [target for target in self._all_open if target is not self and _place(target.writer) == place]
+        return [target for target in self._all_open if target is not self and target.place == self.place]
 
 
 def _place(writer: Any) -> object:
