@@ -13,7 +13,6 @@ from torchhooks.checkpoints.saver import Saver, scored_checkpoints
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr
 from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import describe
@@ -153,18 +152,6 @@ class BestCheckpointHook(ReportingHook):
             raise ValueError(
                 f'mode={mode!r}: must be "max" or "min", for a metric whose greatest or least value is best'
             )
-        self._arguments = {
-            "save_secs": save_secs,
-            "save_steps": save_steps,
-            "mode": mode,
-            "keep": whole_number(keep, "keep", 1),
-            "name": name,
-            "async_save": async_save,
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
         timer = given_timer(
             timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
         )
@@ -182,7 +169,7 @@ class BestCheckpointHook(ReportingHook):
         self._timer = hook_timer(self, timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
         # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
         # the name of the worst, which the Saver then removes: there is never one too few.
-        self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
+        self._places = [f"model.{number}.ckpt" for number in range(1, whole_number(keep, "keep", 1) + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
         self._fetch = _Metric(metric, self._timer)
         self._request = SessionRunArgs(self._fetch)
@@ -323,6 +310,3 @@ class BestCheckpointHook(ReportingHook):
     def _put(self, place: str, kept: _Kept) -> None:
         self._kept.pop(place, None)  # keeps the dict in the order of writing
         self._kept[place] = kept
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._checkpoint_dir, self._metric, **self._arguments)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchhooks.common.errors import NoRunYetError
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, due_now, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import closure_parameters, describe
@@ -93,14 +93,6 @@ class CallFnHook(StandardHook):
         every_n_epochs: int | None = None,
         at_start: bool = False,
     ) -> None:
-        self._options = {
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-            "at_end": at_end,
-            "at_start": at_start,
-        }
         if not callable(function):
             raise TypeError(f"function={shown(function)}: must be a function whose parameters are names of fetches")
         if names_nothing(function):
@@ -171,6 +163,3 @@ class CallFnHook(StandardHook):
     def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         args, kwargs = arguments
         self._function(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._function, **self._options)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import Elapsed, Moment
 from torchhooks.fetches.fetch import SPEEDS
@@ -175,20 +175,6 @@ class StepCounterHook(ReportingHook):
         memory: bool = False,
         log: bool = True,
     ) -> None:
-        self._arguments = {
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "output_dir": output_dir,
-            "summary_writer": summary_writer,
-            "every_n_epochs": every_n_epochs,
-            "examples_per_step": examples_per_step,
-            "timer": timer,
-            "tokens_per_step": tokens_per_step,
-            "flops_per_step": flops_per_step,
-            "peak_flops": peak_flops,
-            "memory": memory,
-            "log": log,
-        }
         timer = given_timer(timer, every_n_epochs=every_n_epochs)
         if timer is not None and every_n_steps == _DEFAULT_STEPS:
             every_n_steps = None  # not given, as far as the hook can tell
@@ -447,9 +433,6 @@ class StepCounterHook(ReportingHook):
                 step,
                 self,
             )
-
-    def __repr__(self) -> str:
-        return call_repr(self, **self._arguments)
 
 
 def _number(name: str, value: Any, what: str) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, did_you_mean, shortened, shown
+from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
@@ -132,18 +132,6 @@ class EvaluationHook(ReportingHook):
         name: str | None = None,
         log: bool = True,
     ) -> None:
-        self._arguments = {
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-            "at_start": at_start,
-            "at_end": at_end,
-            "output_dir": output_dir,
-            "summary_writer": summary_writer,
-            "name": name,
-            "log": log,
-        }
         if not callable(evaluate):
             raise TypeError(f"evaluate={shown(evaluate)}: must be a function that returns a number or a mapping")
         if names_nothing(evaluate):
@@ -344,9 +332,6 @@ class EvaluationHook(ReportingHook):
                 "%r and %r both write %s to the same place, where that is one curve: return another name",
                 *(next(iter(taken.values())), self, shortened([*map(repr, taken)])),
             )
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._function, **self._arguments)
 
 
 class EvaluationNow:

@@ -11,7 +11,6 @@ import torch
 
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr
 from torchhooks.common.timers import NEVER, NOW, Due, EveryEpochs, GivenTimer, given_timer, hook_timer
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
@@ -72,18 +71,6 @@ class ProfilerHook(ReportingHook):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        self._arguments = {
-            "save_steps": save_steps,
-            "save_secs": save_secs,
-            "output_dir": output_dir,
-            "show_dataflow": show_dataflow,
-            "show_memory": show_memory,
-            "runs": runs,
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
         timer = given_timer(
             timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
         )
@@ -223,9 +210,6 @@ class ProfilerHook(ReportingHook):
                 raise
         self._has_written = True
         logger.info("wrote the profile of step %d to %s", step, os.path.join(self._given_folder, name))
-
-    def __repr__(self) -> str:
-        return call_repr(self, **self._arguments)
 
 
 def _remove_arrows(path: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, given_timer, hook_timer, is_by_clock
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import to_host
@@ -85,15 +85,6 @@ class LoggingTensorHook(ReportingHook):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        self._arguments = {
-            "every_n_iter": every_n_iter,
-            "every_n_secs": every_n_secs,
-            "at_end": at_end,
-            "formatter": formatter,
-            "every_n_steps": every_n_steps,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
         timer = given_timer(timer, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
         self._given = tensors
         self._timer: Timer = NeverTriggerTimer()
@@ -175,9 +166,6 @@ class LoggingTensorHook(ReportingHook):
             line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
         logger.info("%s", line)
 
-    def __repr__(self) -> str:
-        return call_repr(self, self._given, **self._arguments)
-
 
 class FinalOpsHook(StandardHook):
     """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``), on every rank.
@@ -221,9 +209,6 @@ class FinalOpsHook(StandardHook):
     def end(self, session: Session) -> None:
         if self._final_ops is not None:
             self.final_ops_values = session.run_available(self._final_ops, self._feed_dict, who=self)
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._final_ops, final_ops_feed_dict=self._feed_dict)
 
 
 def check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:

@@ -14,7 +14,7 @@ from torchhooks.common.checks import folder
 from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.text import call_repr, shortened, shown
+from torchhooks.common.text import shortened, shown
 from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.fetches.fetch import describe
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -92,19 +92,7 @@ class SummarySaverHook(ReportingHook):
         timer: GivenTimer | None = None,
         step: Any = "global_step",
     ) -> None:
-        self._arguments = {
-            "save_steps": save_steps,
-            "save_secs": save_secs,
-            "output_dir": output_dir,
-            "summary_writer": summary_writer,
-            "scaffold": scaffold,
-            "summary_op": summary_op,
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
-        self._arguments["step"] = self._x = step
+        self._x = step
         timer = given_timer(
             timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
         )
@@ -200,9 +188,6 @@ class SummarySaverHook(ReportingHook):
             return NEVER
         # A START that is written later would void the points that other hooks write to the same place before it.
         return self._timer.next_due() if self._target.start_is_written or not self.writes else due_now(self._timer)
-
-    def __repr__(self) -> str:
-        return call_repr(self, **self._arguments)
 
 
 class CheckpointSaverListener:
@@ -320,18 +305,6 @@ class CheckpointSaverHook(WritingHook):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        self._arguments = {
-            "save_secs": save_secs,
-            "save_steps": save_steps,
-            "saver": saver,
-            "checkpoint_basename": checkpoint_basename,
-            "scaffold": scaffold,
-            "listeners": listeners,
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
         timer = given_timer(
             timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
         )
@@ -474,9 +447,6 @@ class CheckpointSaverHook(WritingHook):
                 shortened(changed),
                 session.global_step,
             )
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._checkpoint_dir, **self._arguments)
 
 
 def _trained(session: Session) -> dict[str, Stateful]:

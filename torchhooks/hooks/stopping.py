@@ -15,7 +15,7 @@ import torch
 from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due
 from torchhooks.common.trees import as_snapshot, copied, is_snapshot
 from torchhooks.device.host import host
@@ -99,9 +99,6 @@ class StopAtStepHook(StandardHook):
 
     def next_due(self) -> Due:
         return Due(step=self._last_step)
-
-    def __repr__(self) -> str:
-        return call_repr(self, num_steps=self._num_steps, last_step=self._given_last_step)
 
 
 class NanTensorHook(StandardHook):
@@ -252,15 +249,6 @@ class NanTensorHook(StandardHook):
                     return f"{describe(self._loss_tensor)} is {kind} at step {step}"
         return None
 
-    def __repr__(self) -> str:
-        return call_repr(
-            self,
-            self._loss_tensor,
-            fail_on_nan_loss=self._fail_on_nan_loss,
-            also_inf=self._also_inf,
-            max_lag_steps=self._max_lag_steps,
-        )
-
 
 _TESTS = {"NaN": "isnan", "infinite": "isinf"}
 
@@ -395,6 +383,3 @@ class GlobalStepWaiterHook(StandardHook):
 
     def next_due(self) -> Due | None:
         return None if self._awaited_step > 0 else NEVER
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._wait_until_step)
