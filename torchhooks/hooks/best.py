@@ -102,18 +102,15 @@ class BestCheckpointHook(ReportingHook):
     Args:
         checkpoint_dir: the folder of the training run's checkpoints. The best ones go into a folder of their own in it.
         metric: any fetch of one number. It is evaluated only when it is due; on a GPU, the host waits for it.
-        save_secs: the number of seconds from one evaluation to the next.
-        save_steps: the number of steps from one evaluation to the next; give exactly one period. A result of an
-            EvaluationHook needs none: the hook is due with the evaluation.
+        save_secs, save_steps, every_n_steps, every_n_secs, every_n_epochs, timer: when to evaluate; give exactly one,
+            see :doc:`Choose a period </built-in-hooks>`. A result of an EvaluationHook needs none: the hook is due with
+            the evaluation.
         mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
         name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, even in two
             loops of a process that are open at the same time. The number before ``ckpt`` is that of a place, from 1 to
             ``keep``, and not a rank.
         async_save: write in a background thread, as ``Saver(async_save=True)`` does.
-        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
-            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
-        timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
         ValueError: not exactly one period, another ``mode``, or a ``name`` outside of ``checkpoint_dir``; from

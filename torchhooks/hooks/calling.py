@@ -67,10 +67,8 @@ class CallFnHook(StandardHook):
 
     Args:
         function: the function to call. With several ranks, it is called on every rank.
-        every_n_steps: the period in steps: 100 calls at steps 100 and 200, whatever step was restored.
-        timer: the timer to use in place of a period. The first period begins when the session is created.
-        every_n_secs: the period in seconds.
-        every_n_epochs: the period in epochs, at whose end the function is called; see :class:`torchhooks.EveryEpochs`.
+        every_n_steps, timer, every_n_secs, every_n_epochs: when to call it; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`.
         at_end: whether to call at a clean end of the loop as well, unless the function was called for that step.
         at_start: whether to call before the first run as well; in it, if the function names what only a run has, such
             as an output of the step.

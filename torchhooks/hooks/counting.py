@@ -134,14 +134,12 @@ class StepCounterHook(ReportingHook):
     those of all ranks together, if every rank has the hook; the other rates are those of one rank.
 
     Args:
-        every_n_steps: the period in steps.
-        every_n_secs: the period in seconds; requires ``every_n_steps=None``, as in TensorFlow.
-        output_dir: the folder of the event file to write to.
-        summary_writer: the writer, or a list of several, to use in place of ``output_dir``. Without either, the rate is
-            only logged.
-        every_n_epochs: the period in epochs, in place of one in steps; see :class:`torchhooks.EveryEpochs`.
+        every_n_steps, every_n_secs, every_n_epochs, timer: when to report; see
+            :doc:`Choose a period </built-in-hooks>`. ``every_n_secs`` requires ``every_n_steps=None``, as in
+            TensorFlow.
+        output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`. Without either, the rate
+            is only logged.
         examples_per_step: the number of examples in a step, on one rank, to report ``examples/sec`` as well.
-        timer: the timer to use in place of a period, such as ``EverySteps(100)``, which reports at steps 100 and 200.
         tokens_per_step: the number of tokens in a step, on one rank, to report ``tokens/sec``. For sequences of
             different lengths, a fetch: the number of tokens in a run. It is evaluated in every run and added up where
             it is.

@@ -200,9 +200,9 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
         metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
         max_steps_without_decrease: how many steps to tolerate, 1 or more.
         min_steps: values of earlier steps are ignored.
-        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric, in steps, seconds or
-            epochs. By default, it is that of the evaluation, or 1 step for other fetches.
-        timer: the timer to use in place of a period.
+        every_n_steps, every_n_secs, every_n_epochs, timer: when to look at the metric; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`. By default, when the evaluation does, or in every step for other
+            fetches.
         name: the name of its state in checkpoints. Two hooks of this class need two names.
         min_delta: a decrease counts only if it is larger than this. TensorFlow's hook has no such argument.
 
@@ -243,20 +243,11 @@ class StopIfNoIncreaseHook(_StopIfNoImprovement):
     evaluation at step 6: accuracy = 0.5
     No increase in metric "accuracy" for 4 steps, which is greater than or equal to max steps (4) configured ...
 
-    Like :class:`torchhooks.StopIfNoDecreaseHook`, with the greatest value in place of the least one.
+    Like :class:`torchhooks.StopIfNoDecreaseHook`, with the greatest value in place of the least one. The other
+    arguments and the errors are the same.
 
     Args:
-        metric: any fetch of one number.
         max_steps_without_increase: how many steps to tolerate, 1 or more.
-        min_steps: values of earlier steps are ignored.
-        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric.
-        timer: the timer to use in place of a period.
-        name: the name of its state in checkpoints. Two hooks of this class need two names.
-        min_delta: an increase counts only if it is larger than this. TensorFlow's hook has no such argument.
-
-    Raises:
-        ValueError: a number of steps or ``min_delta`` is not valid, or two periods are given.
-        TypeError: from the run, the metric is not one number.
     """
 
     _change = "increase"
@@ -332,9 +323,9 @@ class StopIfHigherHook(_StopAtThreshold):
         metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
         threshold: the number to compare it with.
         min_steps: values of earlier steps are ignored.
-        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric, in steps, seconds or
-            epochs. By default, it is that of the evaluation, or 1 step for other fetches.
-        timer: the timer to use in place of a period.
+        every_n_steps, every_n_secs, every_n_epochs, timer: when to look at the metric; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`. By default, when the evaluation does, or in every step for other
+            fetches.
 
     Raises:
         ValueError: ``threshold`` is not a number, ``min_steps`` is not valid, or two periods are given.

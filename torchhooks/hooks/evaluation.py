@@ -94,17 +94,15 @@ class EvaluationHook(ReportingHook):
         evaluate: called as a closure is: its parameters can be ``model``, ``global_step`` and the names of other
             fetches. It returns one number, or a mapping from names to numbers. A single number has the name of the
             function, or ``"evaluation"`` if the function has none.
-        every_n_steps: the period in steps: 1000 evaluates at steps 1000 and 2000, whatever step was restored.
-        timer: the timer to use in place of a period. The first period begins when the session is created.
+        every_n_steps, timer, every_n_secs, every_n_epochs: when to evaluate; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`.
         at_start: whether to evaluate before the first run as well, unless a checkpoint with results was restored. The
             function then cannot ask for outputs of the step.
         at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated, or a signal stopped
             the loop.
-        every_n_secs: the period in seconds.
-        every_n_epochs: the period in epochs, at whose end the model is evaluated; see :class:`torchhooks.EveryEpochs`.
         name: the name of its state in checkpoints, which contain the latest results. By default, that of the function.
-        output_dir: the folder of the event file to write to. A curve of the training loss needs another name there.
-        summary_writer: the writer to use in place of ``output_dir``. Without either, the results are only logged.
+        output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`. Without either, the
+            results are only logged. A curve of the training loss needs another name there.
         log: whether to log the results; if not, they are for other hooks, as ``evaluation["name"]``.
 
     Raises:

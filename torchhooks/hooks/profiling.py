@@ -41,15 +41,13 @@ class ProfilerHook(ReportingHook):
     the same run share the profile. Of these, list a hook with ``show_dataflow=False`` after one with arrows.
 
     Args:
-        save_steps: the number of steps from one profile to the next.
-        save_secs: the number of seconds from one profile to the next; give exactly one period.
+        save_steps, save_secs, every_n_steps, every_n_secs, every_n_epochs, timer: when to profile; give exactly one,
+            see :doc:`Choose a period </built-in-hooks>`.
         output_dir: the folder of the files, by default the current one; it is created if necessary.
         show_dataflow: whether to draw arrows, such as those from an operation to the one of its gradient and from the
             launch of a kernel to the kernel.
         show_memory: whether to record what memory tensors use.
         runs: the number of runs in one file.
-        timer: the timer to use in place of a period. ``EverySteps(1000)`` profiles the runs that reach steps 1000 and
-            2000.
 
     Raises:
         ValueError: not exactly one period is given, or a number is not valid.

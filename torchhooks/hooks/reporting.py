@@ -56,14 +56,11 @@ class LoggingTensorHook(ReportingHook):
         tensors: a dict from tag to fetch, or a list of fetches, which are logged under their names. They are logged in
             the given order. As in TensorFlow, a dict is sorted by tag with ``every_n_iter``, ``every_n_secs`` or
             ``at_end`` alone.
-        every_n_iter: the period in runs.
-        every_n_secs: the period in seconds, in place of ``every_n_iter``.
+        every_n_iter, every_n_secs, every_n_steps, every_n_epochs, timer: when to log; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`.
         at_end: whether to log at a clean end of the loop, in addition to a period or without one.
         formatter: a function that returns the whole line, given a dict from tag to value, with NumPy scalars and
             arrays in place of tensors.
-        every_n_steps: the period in global steps: 100 logs at steps 100, 200 and 300.
-        every_n_epochs: the period in epochs, at whose end the line is logged; see :class:`torchhooks.EveryEpochs`.
-        timer: the timer to use in place of a period.
 
     Raises:
         ValueError: neither a period nor ``at_end`` is given, or two periods are, or a period is not valid; there is

@@ -57,16 +57,12 @@ class SummarySaverHook(ReportingHook):
     ``{"loss": over_ranks("loss", "mean")}`` writes the mean of all ranks instead of the chief's value.
 
     Args:
-        save_steps: the number of steps from one summary to the next.
-        save_secs: the number of seconds from one summary to the next; give exactly one period.
-        output_dir: the folder of the event file.
-        summary_writer: the writer, or a list of several; give at most one of it and ``output_dir``.
+        save_steps, save_secs, every_n_steps, every_n_secs, every_n_epochs, timer: when to write; give exactly one, see
+            :doc:`Choose a period </built-in-hooks>`.
+        output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`.
         scaffold: the scaffold whose ``summary_op`` is written.
         summary_op: what to write: a mapping of tags to fetches, :func:`torchhooks.summary.histogram` and its siblings,
             or a list of these; give exactly one of it and ``scaffold``.
-        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
-            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
-        timer: the timer to use in place of a period, such as ``EverySteps(100)``.
         step: what is on the x axis: a fetch of a whole number, such as ``"epoch"`` or a number of environment steps.
 
     Raises:
@@ -266,17 +262,14 @@ class CheckpointSaverHook(WritingHook):
 
     Args:
         checkpoint_dir: the folder. Give the same one to the loop, which restores from it.
-        save_secs: the number of seconds from one checkpoint to the next.
-        save_steps: the number of steps from one checkpoint to the next; give exactly one period.
+        save_secs, save_steps, every_n_steps, every_n_secs, every_n_epochs, timer: when to save; give exactly one, see
+            :doc:`Choose a period </built-in-hooks>`.
         saver: what writes the checkpoints, such as ``Saver(max_to_keep=10)``; see :class:`torchhooks.Saver`.
         checkpoint_basename: the name of a checkpoint without its step, as in ``model.ckpt-700``.
         scaffold: the scaffold whose saver writes them. If it has none, or without ``saver`` and ``scaffold``,
             ``session.saver`` does.
         listeners: called for every checkpoint, all of them even if one asks to stop; instances of
             :class:`CheckpointSaverListener`.
-        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
-            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
-        timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
