@@ -149,9 +149,7 @@ class BestCheckpointHook(ReportingHook):
             raise ValueError(
                 f'mode={mode!r}: must be "max" or "min", for a metric whose greatest or least value is best'
             )
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (".", ".."):
             raise ValueError(f"name={name!r}: must name a folder in {self._checkpoint_dir}, such as 'best'")

@@ -101,9 +101,7 @@ class CallFnHook(StandardHook):
         self._function = function
         self._at_start, self._at_end = at_start, at_end
         self._timer: Timer = NeverTriggerTimer()
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         if timer is not None:
             self._timer = hook_timer(self, timer)
         elif not (at_start or at_end):

@@ -35,9 +35,7 @@ class _StopByMetric(ReportingHook):
         self._min_steps = whole_number(min_steps, "min_steps", 0)
         self._evaluated = metric if isinstance(metric, Evaluated) else None
         self._described = describe(metric) if self._evaluated is None else self._evaluated.name
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         if timer is None:
             timer = EverySteps(1) if self._evaluated is None else self._evaluated.timer
         self._timer = hook_timer(self, timer)

@@ -142,10 +142,7 @@ class EvaluationHook(ReportingHook):
         self._name = function_name if function_name.isidentifier() else "evaluation"
         self.name = self._name if name is None else name
         """The name of the state in checkpoints."""
-        self.timer = _chosen(
-            given_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs),
-            at_start or at_end,
-        )
+        self.timer = _chosen(given_timer(timer, every_n_steps, every_n_secs, every_n_epochs), at_start or at_end)
         """The timer, for hooks that are due together with this one."""
         self._timer = hook_timer(self, self.timer)
         self.collective = is_by_clock(self.timer)

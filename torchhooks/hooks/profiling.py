@@ -69,9 +69,7 @@ class ProfilerHook(ReportingHook):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._timer = hook_timer(self, timer, save_steps=save_steps, save_secs=save_secs)
         self._guesses_step = timer is None
         self._every_epochs = timer.every_epochs if isinstance(timer, EveryEpochs) else None

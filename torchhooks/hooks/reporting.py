@@ -83,7 +83,6 @@ class LoggingTensorHook(ReportingHook):
         timer: GivenTimer | None = None,
     ) -> None:
         timer = given_timer(timer, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
-        self._given = tensors
         self._timer: Timer = NeverTriggerTimer()
         if every_n_iter is not None or every_n_secs is not None or timer is not None:
             self._timer = hook_timer(self, timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)

@@ -89,9 +89,7 @@ class SummarySaverHook(ReportingHook):
         step: Any = "global_step",
     ) -> None:
         self._x = step
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._timer = hook_timer(self, timer, save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         if (scaffold is None) == (summary_op is None):
@@ -298,9 +296,7 @@ class CheckpointSaverHook(WritingHook):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")

@@ -152,7 +152,6 @@ class NanTensorHook(StandardHook):
     ) -> None:
         self._loss_tensor = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss
-        self._also_inf = also_inf
         if max_lag_steps is not None:
             whole_number(max_lag_steps, "max_lag_steps", 0)
         self._max_lag_steps = max_lag_steps
