@@ -104,12 +104,10 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         scaffold: how a session is initialized, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
             the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
         state: additional objects to save and restore, by name.
-        save_checkpoint_secs: the period of checkpoints in seconds; 600 if neither period is given.
-        save_checkpoint_steps: the period of checkpoints in steps.
-        save_summaries_steps: the period of summaries in steps; 100 if neither period is given.
-        save_summaries_secs: the period of summaries in seconds.
+        save_checkpoint_secs, save_checkpoint_steps: the period of the CheckpointSaverHook, in seconds or steps.
+        save_summaries_steps, save_summaries_secs: the period of the SummarySaverHook, in steps or seconds.
         summary_dir: the folder for curves and summaries; ``checkpoint_dir`` by default.
-        log_step_count_steps: the period of steps per second, in steps.
+        log_step_count_steps: the period of the StepCounterHook, in steps.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
             Unlike TensorFlow, whose workers get their variables from a server, a worker waits for the chief's first

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from io import StringIO
@@ -21,6 +23,7 @@ from support.rank_threads import Hub, ThreadRanks, in_threads
 import torchhooks.hooks.best
 import torchhooks.summary.histograms
 from torchhooks import (
+    AtSteps,
     BestCheckpointHook,
     CheckpointSaverHook,
     EvaluationHook,
@@ -59,7 +62,7 @@ from torchhooks.common.requester import Requester
 from torchhooks.common.timers import NOW, Due
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.ranks.ranks import LoopRanks
-from torchhooks.ranks.roster import step_period
+from torchhooks.ranks.roster import identity
 from torchhooks.summary.histograms import as_histogram, count
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
 
@@ -913,10 +916,12 @@ def periodic_hooks(rank: int, folder: Path) -> dict[str, SessionRunHook]:
     """Return hooks that need every rank, and whose periods are other ones on each rank."""
     n, mean = 2 + rank, over_ranks("loss", "mean")
     return {
-        f"LoggingTensorHook has every_n_iter={n}": LoggingTensorHook({"loss": mean}, n),
-        f"SummarySaverHook has save_steps={n}": SummarySaverHook(n, output_dir=folder, summary_op={"loss": mean}),
-        f"CheckpointSaverHook has save_steps={n}": CheckpointSaverHook(folder, save_steps=n),
-        f"BestCheckpointHook has timer=EverySteps({n})": BestCheckpointHook(
+        f"LoggingTensorHook has a period of {n} steps": LoggingTensorHook({"loss": mean}, n),
+        f"SummarySaverHook has a period of {n} steps": SummarySaverHook(
+            n, output_dir=folder, summary_op={"loss": mean}
+        ),
+        f"CheckpointSaverHook has a period of {n} steps": CheckpointSaverHook(folder, save_steps=n),
+        f"BestCheckpointHook has EverySteps({n})": BestCheckpointHook(
             folder, lambda: 1.0, mode="max", timer=EverySteps(n)
         ),
     }
@@ -942,9 +947,9 @@ def test_another_period_is_a_warning_if_the_hook_may_not_need_every_rank(lines: 
         return train(ranks, hub, [LoggingTensorHook(["loss"], 2 + ranks.rank)])[0]
 
     assert in_threads(2, main) == [3, 3]
-    message = "LoggingTensorHook has every_n_iter=2 on rank 0 and every_n_iter=3 on rank 1: if it fetches a DTensor, a "
     assert [text for level, text in lines if level == "WARNING"] == [
-        f"{message}rank that is alone in a run waits forever"
+        "LoggingTensorHook has a period of 2 steps on rank 0 and a period of 3 steps on rank 1: if it fetches a "
+        "DTensor, a rank that is alone in a run waits forever"
     ]
 
 
@@ -975,27 +980,52 @@ def test_periods_are_not_compared_if_the_chief_alone_has_more_hooks_of_the_class
     assert not [text for level, text in lines if level == "WARNING"]
 
 
+class LogMean(LoggingTensorHook):
+    """A hook of a user's, whose arguments do not tell its period."""
+
+    def __init__(self, often: int) -> None:
+        super().__init__([over_ranks("loss", "mean")], often)
+
+
+def test_the_period_of_a_users_subclass_is_compared_whatever_its_arguments_are() -> None:
+    errors = in_threads(2, lambda ranks, hub: train(ranks, hub, [LogMean(2 + ranks.rank)], runs=10))
+    assert [str(error).partition(": ")[0] for error in errors] == [
+        "LogMean has a period of 2 steps on rank 0 and a period of 3 steps on rank 1",
+        "LogMean has a period of 3 steps on rank 1 and a period of 2 steps on rank 0",
+    ]
+
+
 @pytest.mark.parametrize(
-    ("text", "period"),
+    ("hook", "period"),
     [
-        (
-            "LoggingTensorHook({'loss': 'loss'}, every_n_iter=10, formatter=<function main.<locals>.<lambda> at >)",
-            "every_n_iter=10",
-        ),
-        (
-            "CheckpointSaverHook('run', timer=SecondOrStepTimer(every_steps=10))",
-            "timer=SecondOrStepTimer(every_steps=10)",
-        ),
-        ("LoggingTensorHook(['loss'], timer=EverySteps(10))", "timer=EverySteps(10)"),
-        ("SummarySaverHook(save_secs=10, summary_op='loss')", ""),
-        ("CheckpointSaverHook('run', timer=SecondOrStepTimer(every_secs=10))", ""),
-        ("<main.Hook object at >", ""),
-        ("Hook(every_n_iter=", ""),
-        ("Hook(**kwargs)", ""),
+        (LoggingTensorHook(["loss"], 10, formatter=lambda values: ""), "a period of 10 steps"),
+        (LoggingTensorHook(["loss"], timer=SecondOrStepTimer(every_steps=10)), "a period of 10 steps"),
+        (LoggingTensorHook(["loss"], timer=EverySteps(10)), "EverySteps(10)"),
+        (LoggingTensorHook(["loss"], every_n_steps=10), "EverySteps(10)"),
+        (LoggingTensorHook(["loss"], every_n_epochs=2), "EveryEpochs(2)"),
+        (LoggingTensorHook(["loss"], timer=AtSteps([3, 5])), "AtSteps([3, 5])"),
+        (LoggingTensorHook(["loss"], every_n_secs=10), ""),
+        (LoggingTensorHook(["loss"], at_end=True), ""),
+        (SessionRunHook(), ""),
     ],
 )
-def test_the_period_is_read_from_the_repr_of_a_hook(text: str, period: str) -> None:
-    assert step_period(text) == period
+def test_the_ranks_exchange_the_period_of_a_hook(hook: SessionRunHook, period: str) -> None:
+    assert identity(hook).period == period
+
+
+def test_what_the_ranks_exchange_of_a_hook_does_not_depend_on_the_process() -> None:
+    class Evaluates:
+        def accuracy(self) -> float:
+            return 0.5
+
+    def make() -> SessionRunHook:
+        fetches = {"mean": lambda loss: loss, "norm": functools.partial(max, 0.0), "accuracy": Evaluates().accuracy}
+        return LoggingTensorHook(fetches, 10, formatter=lambda values: "")
+
+    first, second = make(), make()
+    assert identity(first) == identity(second)
+    assert pickle.loads(pickle.dumps(identity(first))) == identity(second)
+    assert identity(first) != identity(LoggingTensorHook({"mean": lambda loss: loss}, 10))
 
 
 def test_a_rank_that_waits_alone_gets_an_error_after_a_bounded_time() -> None:

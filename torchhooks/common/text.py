@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # What other libraries, and other parts of this one, call what is meant.
@@ -36,6 +37,40 @@ def call_repr(instance: object, /, *args: Any, **kwargs: Any) -> str:
     return f"{type(instance).__name__}({', '.join(arguments)})"
 
 
+def bound_arguments(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+    """Return the arguments of a call of ``method``, without the first, which is ``self``; defaults are left out.
+
+    Raises:
+        TypeError: the arguments do not fit the signature.
+    """
+    signature = inspect.signature(method)
+    signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return signature.bind(*args[1:], **kwargs)
+
+
+def bound_repr(instance: object, bound: inspect.BoundArguments) -> str:
+    """Return the call that creates ``instance`` again, which was created with the arguments ``bound``.
+
+    Required arguments are shown by position, but a number after the first argument by name.
+    """
+    args: list[Any] = []
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        parameter = bound.signature.parameters[name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            args += value
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            named |= value
+        elif parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY or named:
+            if value is not parameter.default:
+                named[name] = value
+        elif args and isinstance(value, int | float):
+            named[name] = value
+        else:
+            args.append(value)
+    return call_repr(instance, *args, **named)
+
+
 def did_you_mean(name: str, names: list[str]) -> str:
     """Return a question that suggests the ``names`` most like ``name``, after a space; ``""`` if none is like it."""
     known = {*_OTHER_NAMES.get(name, ()), name.partition(".")[2]}  # "model.0.weight" for "0.weight"
@@ -59,6 +94,8 @@ class _Shown(reprlib.Repr):
             return f"<int of {x.bit_length()} bits>"
 
     def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, os.PathLike):
+            return super().repr1(os.fspath(x), level)
         bulky = hasattr(x, "state_dict") or hasattr(x, "shape")
         return f"{type(x).__name__}(...)" if bulky and not isinstance(x, type) else super().repr_instance(x, level)
 

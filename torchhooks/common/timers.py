@@ -596,7 +596,6 @@ def is_by_clock(timer: GivenTimer | None) -> bool:
 
 def given_timer(
     timer: GivenTimer | None,
-    *,
     every_n_steps: int | None = None,
     every_n_secs: float | None = None,
     every_n_epochs: int | None = None,

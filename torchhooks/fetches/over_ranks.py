@@ -192,9 +192,7 @@ class RanksEvaluator(Evaluator):
     def _combine(self, fetch: OverRanks) -> None:
         """Combine ``fetch`` with all others that the hooks requested in this run, in one exchange."""
         requester = self._requester
-        wanted = {
-            _key(each, who): (each, who) for who, request in self._requests for each in _over_ranks_in(request[0])
-        }
+        wanted = {_key(each, who): (each, who) for who, request in self._requests for each in over_ranks_in(request[0])}
         wanted.setdefault(
             _key(fetch, requester), (fetch, requester)
         )  # it may be part of a fetch that decides what to evaluate
@@ -278,7 +276,8 @@ def _key(fetch: OverRanks, requester: Requester) -> tuple[int, int]:
     return id(fetch), id(requester) if fetch.accumulated else 0
 
 
-def _over_ranks_in(fetches: Any) -> list[OverRanks]:
+def over_ranks_in(fetches: Any) -> list[OverRanks]:
+    """Return the fetches of :func:`over_ranks` in ``fetches``, also those that other fetches are made of."""
     found: list[Any] = []
     map_leaves(found.append, fetches)
     for leaf in found:

@@ -13,7 +13,6 @@ from torchhooks.checkpoints.saver import Saver, scored_checkpoints
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr
 from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import describe
@@ -103,18 +102,15 @@ class BestCheckpointHook(ReportingHook):
     Args:
         checkpoint_dir: the folder of the training run's checkpoints. The best ones go into a folder of their own in it.
         metric: any fetch of one number. It is evaluated only when it is due; on a GPU, the host waits for it.
-        save_secs: the number of seconds from one evaluation to the next.
-        save_steps: the number of steps from one evaluation to the next; give exactly one period. A result of an
-            EvaluationHook needs none: the hook is due with the evaluation.
+        save_secs, save_steps, every_n_steps, every_n_secs, every_n_epochs, timer: when to evaluate; give exactly one,
+            see :doc:`Choose a period </built-in-hooks>`. A result of an EvaluationHook needs none: the hook is due with
+            the evaluation.
         mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
         name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, even in two
             loops of a process that are open at the same time. The number before ``ckpt`` is that of a place, from 1 to
             ``keep``, and not a rank.
         async_save: write in a background thread, as ``Saver(async_save=True)`` does.
-        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
-            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
-        timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
         ValueError: not exactly one period, another ``mode``, or a ``name`` outside of ``checkpoint_dir``; from
@@ -153,21 +149,7 @@ class BestCheckpointHook(ReportingHook):
             raise ValueError(
                 f'mode={mode!r}: must be "max" or "min", for a metric whose greatest or least value is best'
             )
-        self._arguments = {
-            "save_secs": save_secs,
-            "save_steps": save_steps,
-            "mode": mode,
-            "keep": whole_number(keep, "keep", 1),
-            "name": name,
-            "async_save": async_save,
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (".", ".."):
             raise ValueError(f"name={name!r}: must name a folder in {self._checkpoint_dir}, such as 'best'")
@@ -182,7 +164,7 @@ class BestCheckpointHook(ReportingHook):
         self._timer = hook_timer(self, timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
         # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
         # the name of the worst, which the Saver then removes: there is never one too few.
-        self._places = [f"model.{number}.ckpt" for number in range(1, keep + 1)]
+        self._places = [f"model.{number}.ckpt" for number in range(1, whole_number(keep, "keep", 1) + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
         self._fetch = _Metric(metric, self._timer)
         self._request = SessionRunArgs(self._fetch)
@@ -323,6 +305,3 @@ class BestCheckpointHook(ReportingHook):
     def _put(self, place: str, kept: _Kept) -> None:
         self._kept.pop(place, None)  # keeps the dict in the order of writing
         self._kept[place] = kept
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._checkpoint_dir, self._metric, **self._arguments)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchhooks.common.errors import NoRunYetError
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, due_now, given_timer, hook_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import closure_parameters, describe
@@ -67,10 +67,8 @@ class CallFnHook(StandardHook):
 
     Args:
         function: the function to call. With several ranks, it is called on every rank.
-        every_n_steps: the period in steps: 100 calls at steps 100 and 200, whatever step was restored.
-        timer: the timer to use in place of a period. The first period begins when the session is created.
-        every_n_secs: the period in seconds.
-        every_n_epochs: the period in epochs, at whose end the function is called; see :class:`torchhooks.EveryEpochs`.
+        every_n_steps, timer, every_n_secs, every_n_epochs: when to call it; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`.
         at_end: whether to call at a clean end of the loop as well, unless the function was called for that step.
         at_start: whether to call before the first run as well; in it, if the function names what only a run has, such
             as an output of the step.
@@ -93,14 +91,6 @@ class CallFnHook(StandardHook):
         every_n_epochs: int | None = None,
         at_start: bool = False,
     ) -> None:
-        self._options = {
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-            "at_end": at_end,
-            "at_start": at_start,
-        }
         if not callable(function):
             raise TypeError(f"function={shown(function)}: must be a function whose parameters are names of fetches")
         if names_nothing(function):
@@ -111,9 +101,7 @@ class CallFnHook(StandardHook):
         self._function = function
         self._at_start, self._at_end = at_start, at_end
         self._timer: Timer = NeverTriggerTimer()
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         if timer is not None:
             self._timer = hook_timer(self, timer)
         elif not (at_start or at_end):
@@ -171,6 +159,3 @@ class CallFnHook(StandardHook):
     def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         args, kwargs = arguments
         self._function(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._function, **self._options)

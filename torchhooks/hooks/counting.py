@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import Elapsed, Moment
 from torchhooks.fetches.fetch import SPEEDS
@@ -134,14 +134,12 @@ class StepCounterHook(ReportingHook):
     those of all ranks together, if every rank has the hook; the other rates are those of one rank.
 
     Args:
-        every_n_steps: the period in steps.
-        every_n_secs: the period in seconds; requires ``every_n_steps=None``, as in TensorFlow.
-        output_dir: the folder of the event file to write to.
-        summary_writer: the writer, or a list of several, to use in place of ``output_dir``. Without either, the rate is
-            only logged.
-        every_n_epochs: the period in epochs, in place of one in steps; see :class:`torchhooks.EveryEpochs`.
+        every_n_steps, every_n_secs, every_n_epochs, timer: when to report; see
+            :doc:`Choose a period </built-in-hooks>`. ``every_n_secs`` requires ``every_n_steps=None``, as in
+            TensorFlow.
+        output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`. Without either, the rate
+            is only logged.
         examples_per_step: the number of examples in a step, on one rank, to report ``examples/sec`` as well.
-        timer: the timer to use in place of a period, such as ``EverySteps(100)``, which reports at steps 100 and 200.
         tokens_per_step: the number of tokens in a step, on one rank, to report ``tokens/sec``. For sequences of
             different lengths, a fetch: the number of tokens in a run. It is evaluated in every run and added up where
             it is.
@@ -175,20 +173,6 @@ class StepCounterHook(ReportingHook):
         memory: bool = False,
         log: bool = True,
     ) -> None:
-        self._arguments = {
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "output_dir": output_dir,
-            "summary_writer": summary_writer,
-            "every_n_epochs": every_n_epochs,
-            "examples_per_step": examples_per_step,
-            "timer": timer,
-            "tokens_per_step": tokens_per_step,
-            "flops_per_step": flops_per_step,
-            "peak_flops": peak_flops,
-            "memory": memory,
-            "log": log,
-        }
         timer = given_timer(timer, every_n_epochs=every_n_epochs)
         if timer is not None and every_n_steps == _DEFAULT_STEPS:
             every_n_steps = None  # not given, as far as the hook can tell
@@ -447,9 +431,6 @@ class StepCounterHook(ReportingHook):
                 step,
                 self,
             )
-
-    def __repr__(self) -> str:
-        return call_repr(self, **self._arguments)
 
 
 def _number(name: str, value: Any, what: str) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchhooks.common.checks import whole_number
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import Due, EverySteps, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.fetches.fetch import describe
 from torchhooks.fetches.over_ranks import Evaluated
@@ -22,12 +22,20 @@ from torchhooks.lifecycle.session import Session
 class _StopByMetric(ReportingHook):
     """Looks at a metric when a timer triggers, and stops the loop if :meth:`reason_to_stop` returns a reason."""
 
-    def __init__(self, metric: Any, min_steps: int, timer: GivenTimer | None, **periods: Any) -> None:
+    def __init__(
+        self,
+        metric: Any,
+        min_steps: int,
+        every_n_steps: int | None,
+        every_n_secs: float | None,
+        every_n_epochs: int | None,
+        timer: GivenTimer | None,
+    ) -> None:
         self._metric = metric
         self._min_steps = whole_number(min_steps, "min_steps", 0)
         self._evaluated = metric if isinstance(metric, Evaluated) else None
         self._described = describe(metric) if self._evaluated is None else self._evaluated.name
-        timer = given_timer(timer, **periods)
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         if timer is None:
             timer = EverySteps(1) if self._evaluated is None else self._evaluated.timer
         self._timer = hook_timer(self, timer)
@@ -97,29 +105,11 @@ class _StopIfNoImprovement(_StopByMetric):
     _last_step: int | None  # that of the last value
     _reason: str | None = None  # to stop in the first run
 
-    def __init__(
-        self,
-        metric: Any,
-        max_steps: int,
-        min_steps: int,
-        timer: GivenTimer | None,
-        name: str | None,
-        min_delta: float,
-        **periods: Any,
-    ) -> None:
-        super().__init__(metric, min_steps, timer, **periods)
+    def _tolerate(self, max_steps: int, min_delta: float, name: str | None) -> None:
         self._min_delta = _non_negative(min_delta, "min_delta")
         self._max_steps = whole_number(max_steps, f"max_steps_without_{self._change}", 1)
         self.name = name
         """The name of the state in checkpoints; ``None`` for that of the class."""
-        self._given = {
-            f"max_steps_without_{self._change}": max_steps,
-            "min_steps": min_steps,
-            **periods,
-            "timer": timer,
-            "name": name,
-            "min_delta": min_delta,
-        }
         self._forget()
 
     def begin(self) -> None:
@@ -182,9 +172,6 @@ class _StopIfNoImprovement(_StopByMetric):
     def _is_better(self, value: float, best: float) -> bool:
         return best - value > self._min_delta if self._change == "decrease" else value - best > self._min_delta
 
-    def __repr__(self) -> str:
-        return call_repr(self, self._metric, **self._given)
-
 
 class StopIfNoDecreaseHook(_StopIfNoImprovement):
     """Stops the loop if a metric has not decreased for some steps (``tf.estimator``'s ``stop_if_no_decrease_hook``).
@@ -211,9 +198,9 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
         metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
         max_steps_without_decrease: how many steps to tolerate, 1 or more.
         min_steps: values of earlier steps are ignored.
-        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric, in steps, seconds or
-            epochs. By default, it is that of the evaluation, or 1 step for other fetches.
-        timer: the timer to use in place of a period.
+        every_n_steps, every_n_secs, every_n_epochs, timer: when to look at the metric; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`. By default, when the evaluation does, or in every step for other
+            fetches.
         name: the name of its state in checkpoints. Two hooks of this class need two names.
         min_delta: a decrease counts only if it is larger than this. TensorFlow's hook has no such argument.
 
@@ -237,17 +224,8 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
         name: str | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        super().__init__(
-            metric,
-            max_steps_without_decrease,
-            min_steps,
-            timer,
-            name,
-            min_delta,
-            every_n_steps=every_n_steps,
-            every_n_secs=every_n_secs,
-            every_n_epochs=every_n_epochs,
-        )
+        super().__init__(metric, min_steps, every_n_steps, every_n_secs, every_n_epochs, timer)
+        self._tolerate(max_steps_without_decrease, min_delta, name)
 
 
 class StopIfNoIncreaseHook(_StopIfNoImprovement):
@@ -263,20 +241,11 @@ class StopIfNoIncreaseHook(_StopIfNoImprovement):
     evaluation at step 6: accuracy = 0.5
     No increase in metric "accuracy" for 4 steps, which is greater than or equal to max steps (4) configured ...
 
-    Like :class:`torchhooks.StopIfNoDecreaseHook`, with the greatest value in place of the least one.
+    Like :class:`torchhooks.StopIfNoDecreaseHook`, with the greatest value in place of the least one. The other
+    arguments and the errors are the same.
 
     Args:
-        metric: any fetch of one number.
         max_steps_without_increase: how many steps to tolerate, 1 or more.
-        min_steps: values of earlier steps are ignored.
-        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric.
-        timer: the timer to use in place of a period.
-        name: the name of its state in checkpoints. Two hooks of this class need two names.
-        min_delta: an increase counts only if it is larger than this. TensorFlow's hook has no such argument.
-
-    Raises:
-        ValueError: a number of steps or ``min_delta`` is not valid, or two periods are given.
-        TypeError: from the run, the metric is not one number.
     """
 
     _change = "increase"
@@ -294,17 +263,8 @@ class StopIfNoIncreaseHook(_StopIfNoImprovement):
         name: str | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        super().__init__(
-            metric,
-            max_steps_without_increase,
-            min_steps,
-            timer,
-            name,
-            min_delta,
-            every_n_steps=every_n_steps,
-            every_n_secs=every_n_secs,
-            every_n_epochs=every_n_epochs,
-        )
+        super().__init__(metric, min_steps, every_n_steps, every_n_secs, every_n_epochs, timer)
+        self._tolerate(max_steps_without_increase, min_delta, name)
 
 
 class _StopAtThreshold(_StopByMetric):
@@ -321,20 +281,14 @@ class _StopAtThreshold(_StopByMetric):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        periods = {"every_n_steps": every_n_steps, "every_n_secs": every_n_secs, "every_n_epochs": every_n_epochs}
-        super().__init__(metric, min_steps, timer, **periods)
+        super().__init__(metric, min_steps, every_n_steps, every_n_secs, every_n_epochs, timer)
+        self._given_threshold = threshold
         try:
             self._threshold = math.nan if isinstance(threshold, bool | str) else float(threshold)
         except (TypeError, ValueError, OverflowError):
             self._threshold = math.nan
         if math.isnan(self._threshold):
             raise ValueError(f"threshold={shown(threshold)}: must be a number to compare the metric with")
-        self._given = {
-            "threshold": threshold,
-            "min_steps": min_steps,
-            **periods,
-            "timer": timer,
-        }
 
     def reason_to_stop(self, step: int, value: float) -> str | None:
         crossed = value > self._threshold if self._relation == "greater than" else value < self._threshold
@@ -342,11 +296,8 @@ class _StopAtThreshold(_StopByMetric):
             return None
         return (
             f'At step {step}, metric "{self._described}" has value {value} which is {self._relation} the configured '
-            f"threshold ({self._given['threshold']}) for early stopping."
+            f"threshold ({self._given_threshold}) for early stopping."
         )
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._metric, **self._given)
 
 
 class StopIfHigherHook(_StopAtThreshold):
@@ -370,9 +321,9 @@ class StopIfHigherHook(_StopAtThreshold):
         metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
         threshold: the number to compare it with.
         min_steps: values of earlier steps are ignored.
-        every_n_steps, every_n_secs, every_n_epochs: the period in which to look at the metric, in steps, seconds or
-            epochs. By default, it is that of the evaluation, or 1 step for other fetches.
-        timer: the timer to use in place of a period.
+        every_n_steps, every_n_secs, every_n_epochs, timer: when to look at the metric; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`. By default, when the evaluation does, or in every step for other
+            fetches.
 
     Raises:
         ValueError: ``threshold`` is not a number, ``min_steps`` is not valid, or two periods are given.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, did_you_mean, shortened, shown
+from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
@@ -94,17 +94,15 @@ class EvaluationHook(ReportingHook):
         evaluate: called as a closure is: its parameters can be ``model``, ``global_step`` and the names of other
             fetches. It returns one number, or a mapping from names to numbers. A single number has the name of the
             function, or ``"evaluation"`` if the function has none.
-        every_n_steps: the period in steps: 1000 evaluates at steps 1000 and 2000, whatever step was restored.
-        timer: the timer to use in place of a period. The first period begins when the session is created.
+        every_n_steps, timer, every_n_secs, every_n_epochs: when to evaluate; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`.
         at_start: whether to evaluate before the first run as well, unless a checkpoint with results was restored. The
             function then cannot ask for outputs of the step.
         at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated, or a signal stopped
             the loop.
-        every_n_secs: the period in seconds.
-        every_n_epochs: the period in epochs, at whose end the model is evaluated; see :class:`torchhooks.EveryEpochs`.
         name: the name of its state in checkpoints, which contain the latest results. By default, that of the function.
-        output_dir: the folder of the event file to write to. A curve of the training loss needs another name there.
-        summary_writer: the writer to use in place of ``output_dir``. Without either, the results are only logged.
+        output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`. Without either, the
+            results are only logged. A curve of the training loss needs another name there.
         log: whether to log the results; if not, they are for other hooks, as ``evaluation["name"]``.
 
     Raises:
@@ -132,18 +130,6 @@ class EvaluationHook(ReportingHook):
         name: str | None = None,
         log: bool = True,
     ) -> None:
-        self._arguments = {
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-            "at_start": at_start,
-            "at_end": at_end,
-            "output_dir": output_dir,
-            "summary_writer": summary_writer,
-            "name": name,
-            "log": log,
-        }
         if not callable(evaluate):
             raise TypeError(f"evaluate={shown(evaluate)}: must be a function that returns a number or a mapping")
         if names_nothing(evaluate):
@@ -156,10 +142,7 @@ class EvaluationHook(ReportingHook):
         self._name = function_name if function_name.isidentifier() else "evaluation"
         self.name = self._name if name is None else name
         """The name of the state in checkpoints."""
-        self.timer = _chosen(
-            given_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs),
-            at_start or at_end,
-        )
+        self.timer = _chosen(given_timer(timer, every_n_steps, every_n_secs, every_n_epochs), at_start or at_end)
         """The timer, for hooks that are due together with this one."""
         self._timer = hook_timer(self, self.timer)
         self.collective = is_by_clock(self.timer)
@@ -344,9 +327,6 @@ class EvaluationHook(ReportingHook):
                 "%r and %r both write %s to the same place, where that is one curve: return another name",
                 *(next(iter(taken.values())), self, shortened([*map(repr, taken)])),
             )
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._function, **self._arguments)
 
 
 class EvaluationNow:

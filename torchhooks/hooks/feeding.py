@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, StandardHook
 
 
@@ -40,6 +40,3 @@ class FeedFnHook(StandardHook):
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return SessionRunArgs(feed_dict=self._feed_fn())
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._feed_fn)

@@ -11,7 +11,6 @@ import torch
 
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr
 from torchhooks.common.timers import NEVER, NOW, Due, EveryEpochs, GivenTimer, given_timer, hook_timer
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
@@ -42,15 +41,13 @@ class ProfilerHook(ReportingHook):
     the same run share the profile. Of these, list a hook with ``show_dataflow=False`` after one with arrows.
 
     Args:
-        save_steps: the number of steps from one profile to the next.
-        save_secs: the number of seconds from one profile to the next; give exactly one period.
+        save_steps, save_secs, every_n_steps, every_n_secs, every_n_epochs, timer: when to profile; give exactly one,
+            see :doc:`Choose a period </built-in-hooks>`.
         output_dir: the folder of the files, by default the current one; it is created if necessary.
         show_dataflow: whether to draw arrows, such as those from an operation to the one of its gradient and from the
             launch of a kernel to the kernel.
         show_memory: whether to record what memory tensors use.
         runs: the number of runs in one file.
-        timer: the timer to use in place of a period. ``EverySteps(1000)`` profiles the runs that reach steps 1000 and
-            2000.
 
     Raises:
         ValueError: not exactly one period is given, or a number is not valid.
@@ -72,21 +69,7 @@ class ProfilerHook(ReportingHook):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        self._arguments = {
-            "save_steps": save_steps,
-            "save_secs": save_secs,
-            "output_dir": output_dir,
-            "show_dataflow": show_dataflow,
-            "show_memory": show_memory,
-            "runs": runs,
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._timer = hook_timer(self, timer, save_steps=save_steps, save_secs=save_secs)
         self._guesses_step = timer is None
         self._every_epochs = timer.every_epochs if isinstance(timer, EveryEpochs) else None
@@ -223,9 +206,6 @@ class ProfilerHook(ReportingHook):
                 raise
         self._has_written = True
         logger.info("wrote the profile of step %d to %s", step, os.path.join(self._given_folder, name))
-
-    def __repr__(self) -> str:
-        return call_repr(self, **self._arguments)
 
 
 def _remove_arrows(path: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from torchhooks.common.checks import period, whole_number
 from torchhooks.common.errors import LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due, SecondOrStepTimer
 from torchhooks.common.trees import GroupRates, map_leaves
 from torchhooks.device.readback import Elapsed, Moment, to_host
@@ -116,13 +116,6 @@ class ProgressBarHook(ReportingHook):
         log_every_secs: float = 30.0,
         file: Any = None,
     ) -> None:
-        self._arguments = {
-            "total": total,
-            "values": values,
-            "per": per,
-            "log_every_secs": log_every_secs,
-            "file": file,
-        }
         self._total = None if total is None else whole_number(total, "total", 1)
         if per not in (None, "epoch"):
             raise ValueError(f'per={shown(per)}: must be "epoch", for a bar for each epoch, or None, for one bar')
@@ -285,9 +278,6 @@ class ProgressBarHook(ReportingHook):
         if bar is not None:
             bar.clear()
         return True
-
-    def __repr__(self) -> str:
-        return call_repr(self, **self._arguments)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, given_timer, hook_timer, is_by_clock
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import to_host
@@ -56,14 +56,11 @@ class LoggingTensorHook(ReportingHook):
         tensors: a dict from tag to fetch, or a list of fetches, which are logged under their names. They are logged in
             the given order. As in TensorFlow, a dict is sorted by tag with ``every_n_iter``, ``every_n_secs`` or
             ``at_end`` alone.
-        every_n_iter: the period in runs.
-        every_n_secs: the period in seconds, in place of ``every_n_iter``.
+        every_n_iter, every_n_secs, every_n_steps, every_n_epochs, timer: when to log; give at most one, see
+            :doc:`Choose a period </built-in-hooks>`.
         at_end: whether to log at a clean end of the loop, in addition to a period or without one.
         formatter: a function that returns the whole line, given a dict from tag to value, with NumPy scalars and
             arrays in place of tensors.
-        every_n_steps: the period in global steps: 100 logs at steps 100, 200 and 300.
-        every_n_epochs: the period in epochs, at whose end the line is logged; see :class:`torchhooks.EveryEpochs`.
-        timer: the timer to use in place of a period.
 
     Raises:
         ValueError: neither a period nor ``at_end`` is given, or two periods are, or a period is not valid; there is
@@ -85,17 +82,7 @@ class LoggingTensorHook(ReportingHook):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        self._arguments = {
-            "every_n_iter": every_n_iter,
-            "every_n_secs": every_n_secs,
-            "at_end": at_end,
-            "formatter": formatter,
-            "every_n_steps": every_n_steps,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
         timer = given_timer(timer, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
-        self._given = tensors
         self._timer: Timer = NeverTriggerTimer()
         if every_n_iter is not None or every_n_secs is not None or timer is not None:
             self._timer = hook_timer(self, timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
@@ -175,9 +162,6 @@ class LoggingTensorHook(ReportingHook):
             line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
         logger.info("%s", line)
 
-    def __repr__(self) -> str:
-        return call_repr(self, self._given, **self._arguments)
-
 
 class FinalOpsHook(StandardHook):
     """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``), on every rank.
@@ -221,9 +205,6 @@ class FinalOpsHook(StandardHook):
     def end(self, session: Session) -> None:
         if self._final_ops is not None:
             self.final_ops_values = session.run_available(self._final_ops, self._feed_dict, who=self)
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._final_ops, final_ops_feed_dict=self._feed_dict)
 
 
 def check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:

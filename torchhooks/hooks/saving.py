@@ -14,7 +14,7 @@ from torchhooks.common.checks import folder
 from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.text import call_repr, shortened, shown
+from torchhooks.common.text import shortened, shown
 from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
 from torchhooks.fetches.fetch import describe
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -57,16 +57,12 @@ class SummarySaverHook(ReportingHook):
     ``{"loss": over_ranks("loss", "mean")}`` writes the mean of all ranks instead of the chief's value.
 
     Args:
-        save_steps: the number of steps from one summary to the next.
-        save_secs: the number of seconds from one summary to the next; give exactly one period.
-        output_dir: the folder of the event file.
-        summary_writer: the writer, or a list of several; give at most one of it and ``output_dir``.
+        save_steps, save_secs, every_n_steps, every_n_secs, every_n_epochs, timer: when to write; give exactly one, see
+            :doc:`Choose a period </built-in-hooks>`.
+        output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`.
         scaffold: the scaffold whose ``summary_op`` is written.
         summary_op: what to write: a mapping of tags to fetches, :func:`torchhooks.summary.histogram` and its siblings,
             or a list of these; give exactly one of it and ``scaffold``.
-        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
-            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
-        timer: the timer to use in place of a period, such as ``EverySteps(100)``.
         step: what is on the x axis: a fetch of a whole number, such as ``"epoch"`` or a number of environment steps.
 
     Raises:
@@ -92,22 +88,8 @@ class SummarySaverHook(ReportingHook):
         timer: GivenTimer | None = None,
         step: Any = "global_step",
     ) -> None:
-        self._arguments = {
-            "save_steps": save_steps,
-            "save_secs": save_secs,
-            "output_dir": output_dir,
-            "summary_writer": summary_writer,
-            "scaffold": scaffold,
-            "summary_op": summary_op,
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
-        self._arguments["step"] = self._x = step
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        self._x = step
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._timer = hook_timer(self, timer, save_steps=save_steps, save_secs=save_secs)
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         if (scaffold is None) == (summary_op is None):
@@ -201,9 +183,6 @@ class SummarySaverHook(ReportingHook):
         # A START that is written later would void the points that other hooks write to the same place before it.
         return self._timer.next_due() if self._target.start_is_written or not self.writes else due_now(self._timer)
 
-    def __repr__(self) -> str:
-        return call_repr(self, **self._arguments)
-
 
 class CheckpointSaverListener:
     """Base class of what a CheckpointSaverHook calls around each checkpoint (``tf.train.CheckpointSaverListener``).
@@ -281,17 +260,14 @@ class CheckpointSaverHook(WritingHook):
 
     Args:
         checkpoint_dir: the folder. Give the same one to the loop, which restores from it.
-        save_secs: the number of seconds from one checkpoint to the next.
-        save_steps: the number of steps from one checkpoint to the next; give exactly one period.
+        save_secs, save_steps, every_n_steps, every_n_secs, every_n_epochs, timer: when to save; give exactly one, see
+            :doc:`Choose a period </built-in-hooks>`.
         saver: what writes the checkpoints, such as ``Saver(max_to_keep=10)``; see :class:`torchhooks.Saver`.
         checkpoint_basename: the name of a checkpoint without its step, as in ``model.ckpt-700``.
         scaffold: the scaffold whose saver writes them. If it has none, or without ``saver`` and ``scaffold``,
             ``session.saver`` does.
         listeners: called for every checkpoint, all of them even if one asks to stop; instances of
             :class:`CheckpointSaverListener`.
-        every_n_steps, every_n_secs, every_n_epochs: the period: 100 is due at steps 100, 200 and 300, after 100
-            seconds, or at the end of every 100th epoch, see :class:`torchhooks.EveryEpochs`.
-        timer: the timer to use in place of a period, such as ``EverySteps(1000)``.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
@@ -320,21 +296,7 @@ class CheckpointSaverHook(WritingHook):
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        self._arguments = {
-            "save_secs": save_secs,
-            "save_steps": save_steps,
-            "saver": saver,
-            "checkpoint_basename": checkpoint_basename,
-            "scaffold": scaffold,
-            "listeners": listeners,
-            "every_n_steps": every_n_steps,
-            "every_n_secs": every_n_secs,
-            "every_n_epochs": every_n_epochs,
-            "timer": timer,
-        }
-        timer = given_timer(
-            timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
-        )
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
@@ -474,9 +436,6 @@ class CheckpointSaverHook(WritingHook):
                 shortened(changed),
                 session.global_step,
             )
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._checkpoint_dir, **self._arguments)
 
 
 def _trained(session: Session) -> dict[str, Stateful]:

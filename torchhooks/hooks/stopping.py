@@ -15,7 +15,7 @@ import torch
 from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.common.log import logger
-from torchhooks.common.text import call_repr, shown
+from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due
 from torchhooks.common.trees import as_snapshot, copied, is_snapshot
 from torchhooks.device.host import host
@@ -100,9 +100,6 @@ class StopAtStepHook(StandardHook):
     def next_due(self) -> Due:
         return Due(step=self._last_step)
 
-    def __repr__(self) -> str:
-        return call_repr(self, num_steps=self._num_steps, last_step=self._given_last_step)
-
 
 class NanTensorHook(StandardHook):
     """Raises an error or stops the loop when a value is NaN (``tf.train.NanTensorHook``). It checks every run.
@@ -155,7 +152,6 @@ class NanTensorHook(StandardHook):
     ) -> None:
         self._loss_tensor = loss_tensor
         self._fail_on_nan_loss = fail_on_nan_loss
-        self._also_inf = also_inf
         if max_lag_steps is not None:
             whole_number(max_lag_steps, "max_lag_steps", 0)
         self._max_lag_steps = max_lag_steps
@@ -251,15 +247,6 @@ class NanTensorHook(StandardHook):
                 if any(flags) or any(_passes(number, _TESTS[kind]) for number in found.numbers):
                     return f"{describe(self._loss_tensor)} is {kind} at step {step}"
         return None
-
-    def __repr__(self) -> str:
-        return call_repr(
-            self,
-            self._loss_tensor,
-            fail_on_nan_loss=self._fail_on_nan_loss,
-            also_inf=self._also_inf,
-            max_lag_steps=self._max_lag_steps,
-        )
 
 
 _TESTS = {"NaN": "isnan", "infinite": "isinf"}
@@ -395,6 +382,3 @@ class GlobalStepWaiterHook(StandardHook):
 
     def next_due(self) -> Due | None:
         return None if self._awaited_step > 0 else NEVER
-
-    def __repr__(self) -> str:
-        return call_repr(self, self._wait_until_step)

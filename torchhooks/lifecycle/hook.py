@@ -76,11 +76,15 @@ errors are logged, with the rank. Any rank may request a stop: all make the same
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.requester import UNKNOWN, Requester
+from torchhooks.common.text import bound_arguments, bound_repr
 from torchhooks.common.timers import Due
 from torchhooks.device.readback import Readback
 from torchhooks.fetches.step import Step
@@ -444,12 +448,31 @@ class SessionRunHook:
 
 
 class StandardHook(SessionRunHook):
-    """Base class of the hooks of torchhooks: a wrong call of a constructor gets an error that says what it takes."""
+    """Base class of the hooks of torchhooks, which keep the arguments they were created with, and show them.
+
+    A wrong call of a constructor gets an error that says what it takes.
+    """
+
+    created_with: inspect.BoundArguments | None = None
+    """The arguments of the constructor, without ``self``; in a subclass with a constructor, those of the subclass."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = explains_wrong_calls(cls.__init__)  # type: ignore[method-assign]
+        if "__init__" not in vars(cls):
+            return
+        create: Callable[..., None] = cls.__init__
+
+        @functools.wraps(create)
+        def keep_arguments(self: StandardHook, *args: Any, **kwargs: Any) -> None:
+            if self.created_with is None:  # the first constructor that Python calls is that of the subclass
+                with contextlib.suppress(TypeError):  # of a wrong call, which raises below
+                    self.created_with = bound_arguments(create, self, *args, **kwargs)
+            create(self, *args, **kwargs)
+
+        cls.__init__ = explains_wrong_calls(keep_arguments)  # type: ignore[assignment, method-assign]
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.created_with is None else bound_repr(self, self.created_with)
 
 
 class WritingHook(StandardHook):

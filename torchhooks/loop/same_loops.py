@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchhooks.common.errors import LifecycleError
 from torchhooks.common.log import logger
+from torchhooks.fetches.over_ranks import over_ranks_in
 from torchhooks.loop.schedule import Schedule, ScheduledHook
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.roster import hooks_of_some, identity, other_periods
@@ -40,7 +41,7 @@ def compare_loops(ranks: LoopRanks, schedule: Schedule, *, step_unit: str, check
 def _compare_periods(ranks: LoopRanks, schedule: Schedule, scheduled: ScheduledHook, here: str, there: str) -> None:
     """Raise a LifecycleError if the hook of ``scheduled``, which has another period elsewhere, needs every rank."""
     message = f"{type(scheduled.hook).__name__} has {here} on rank {ranks.rank} and {there}"
-    if scheduled in schedule.collective or "over_ranks(" in identity(scheduled.hook).text:
+    if scheduled in schedule.collective or over_ranks_in(vars(scheduled.hook)):
         raise LifecycleError(f"{message}: it needs every rank in the same run, so give it the same period")
     if ranks.is_chief:
         logger.warning("%s: if it fetches a DTensor, a rank that is alone in a run waits forever", message)

@@ -1,37 +1,37 @@
-"""Comparing the hooks of several ranks, which know each other's hooks only by the names of their classes and reprs."""
+"""Comparing the hooks of several ranks, which know each other's hooks only by class, period and arguments."""
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-# Arguments in a repr, such as "save_steps=10" or "timer=EverySteps(10)". Not parsed with ast: in Python 3.11, threads
-# that parse at the same time get a SystemError.
-_STEP_PERIOD = re.compile(r"\b(?:every_n_iter|every_n_steps|save_steps)=\d+|\btimer=\w+\((?:every_steps=)?\d+\)")
+from torchhooks.common.timers import AtSteps, EveryEpochs, EverySteps
 
 
 class Identity(NamedTuple):
-    """What the ranks tell each other of a hook: its class, and its repr without what differs between processes."""
+    """What the ranks tell each other of a hook."""
 
     kind: str
-    text: str
+    """The module and name of its class."""
+    period: str
+    """When it is due, such as ``"a period of 10 steps"`` or ``"EverySteps(10)"``; ``""`` if its clock decides."""
+    arguments: Any
+    """What it was created with, in nested tuples: text and numbers, the names of functions, and the types of others."""
 
 
 def identity(hook: object) -> Identity:
     """Return what the other ranks get to know of ``hook``."""
-    kind = f"{type(hook).__module__}.{type(hook).__qualname__}"
-    try:
-        return Identity(kind, re.sub(r"0x[0-9a-fA-F]+", "", repr(hook)))
-    except Exception:  # a broken __repr__ must not end the training run
-        return Identity(kind, kind)
+    created_with = getattr(hook, "created_with", None)
+    arguments = None if created_with is None else _plain(created_with.arguments)
+    return Identity(f"{type(hook).__module__}.{type(hook).__qualname__}", _period(hook), arguments)
 
 
 def hooks_of_some(hooks: list[Any], rosters: list[list[Identity]]) -> list[object]:
     """Return those of ``hooks`` that not every rank has, given the identities of the hooks of all ranks.
 
-    If all ranks have as many hooks of a class, these are the same hooks. Otherwise, their reprs tell.
+    If all ranks have as many hooks of a class, these are the same hooks. Otherwise, periods and arguments tell.
     """
     counts = [Counter(each.kind for each in roster) + Counter(roster) for roster in rosters]
 
@@ -42,28 +42,34 @@ def hooks_of_some(hooks: list[Any], rosters: list[list[Identity]]) -> list[objec
 
 
 def other_periods(own: list[Identity], others: list[Identity]) -> Iterator[tuple[int, str, str]]:
-    """Yield the place of each hook whose period in steps is another one on another rank, and the two periods.
+    """Yield the place of each hook whose period in steps or epochs differs on another rank, and the two periods.
 
     Periods in seconds may differ, because the chief's clock decides.
     """
-    theirs = _texts(others)
-    for kind, mine in _texts(own).items():
-        if len(mine) != len(theirs.get(kind, [])):
-            continue  # it is not known which of them are the same hooks
+    for kind in dict.fromkeys(each.kind for each in own):
         places = [place for place, each in enumerate(own) if each.kind == kind]
-        for place, one, other in zip(places, map(step_period, mine), map(step_period, theirs[kind]), strict=True):
-            if one and other and one != other:
-                yield place, one, other
+        theirs = [each.period for each in others if each.kind == kind]
+        if len(places) != len(theirs):
+            continue  # it is not known which of them are the same hooks
+        for place, other in zip(places, theirs, strict=True):
+            if own[place].period and other and own[place].period != other:
+                yield place, own[place].period, other
 
 
-def step_period(text: str) -> str:
-    """Return the period in steps in ``text``, the repr of a hook, such as ``"save_steps=10"``; ``""`` for none."""
-    return ", ".join(_STEP_PERIOD.findall(text))
+def _period(hook: object) -> str:
+    timer = getattr(hook, "_timer", None)
+    if isinstance(timer, EverySteps | EveryEpochs | AtSteps):
+        return repr(timer)
+    steps = getattr(timer, "every_steps", None)
+    return "" if steps is None else f"a period of {steps} steps"
 
 
-def _texts(roster: list[Identity]) -> dict[str, list[str]]:
-    """Return the reprs of hooks by class, in the order of the list."""
-    texts: dict[str, list[str]] = {}
-    for kind, text in roster:
-        texts.setdefault(kind, []).append(text)
-    return texts
+def _plain(value: Any) -> Any:
+    """Return ``value`` without what differs between processes, such as addresses."""
+    if isinstance(value, Mapping):
+        return tuple((str(key), _plain(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if value is None or isinstance(value, str | int | float):
+        return str(value)
+    return value.__qualname__ if inspect.isroutine(value) or isinstance(value, type) else type(value).__qualname__
