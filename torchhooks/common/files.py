@@ -17,6 +17,12 @@ except ImportError:  # Windows, where an open file cannot be removed anyway
 CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
 
 
+def write_all(file: io.FileIO, data: bytes) -> None:
+    """Write all of ``data`` to an unbuffered file, of which a nearly full disk takes only a part in one call."""
+    while data:
+        data = data[file.write(data) :]
+
+
 def warn_if_removed(file: io.FileIO, path: str) -> bool:
     """Return whether the open ``file`` at ``path`` was removed, and log a warning if it was.
 
