@@ -24,22 +24,18 @@ def write_all(file: io.FileIO, data: bytes) -> None:
 
 
 def warn_if_removed(file: io.FileIO, path: str) -> bool:
-    """Return whether the open ``file`` at ``path`` was removed, and log a warning if it was.
+    """Return whether the open ``file`` at ``path`` was removed. Log a warning, unless another file replaced it.
 
     Without this, writes to it succeed and are lost. A file that was moved is not removed: what is written to it stays.
     """
     status = os.fstat(file.fileno())
-    if status.st_nlink or _is_at(path, status):  # some file systems count no links at all
+    if status.st_nlink:
         return False
-    logger.warning("%s was removed while it was open for writing: what was written to it is lost", path)
-    return True
-
-
-def _is_at(path: str, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.stat(path), status)
+        return not os.path.samestat(os.stat(path), status)  # some file systems count no links at all
     except FileNotFoundError:
-        return False
+        logger.warning("%s was removed while it was open for writing: what was written to it is lost", path)
+        return True
 
 
 class Disk:

@@ -49,12 +49,11 @@ def _zeros(width: int) -> _Array:
     if width > 1:
         half = _zeros(width // 2)
         return _times(half, half)
-    bits = 1 << _BITS
+    bits: _Array = np.uint32(1) << _BITS
     for _ in range(_WIDTH):
         bits = _table()[bits & 0xFF] ^ bits >> 8
     return bits
 
 
 def _times(matrix: _Array, checksums: _Array) -> _Array:
-    products = matrix[:, None] * (checksums >> _BITS[:, None] & 1)
-    return np.bitwise_xor.reduce(products)
+    return np.asarray(np.bitwise_xor.reduce(matrix[:, None] * (checksums >> _BITS[:, None] & 1)))

@@ -105,7 +105,7 @@ def _record(data: bytes) -> bytes:
 
 def _checksum(data: bytes) -> int:
     if len(data) < _LARGE:
-        return masked_crc32c(data)
+        return int(masked_crc32c(data))
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF  # TensorFlow's mask
 
