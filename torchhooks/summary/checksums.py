@@ -37,7 +37,7 @@ def crc32c(data: bytes) -> int:
 @functools.cache
 def _table() -> _Array:
     """Return the checksum of each byte."""
-    table = np.arange(256, dtype=np.uint32)
+    table: _Array = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = table >> 1 ^ (table & 1) * np.uint32(0x82F63B78)
     return table
