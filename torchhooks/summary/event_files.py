@@ -73,8 +73,10 @@ class EventFile:
     def close(self) -> None:
         """Close the file. Closing twice is harmless."""
         with self._lock:
-            self.flush()
-            self._file.close()
+            try:
+                self.flush()
+            finally:
+                self._file.close()
 
     def _open(self) -> None:
         os.makedirs(self._folder, exist_ok=True)
@@ -150,6 +152,12 @@ class DirectSummaryWriter(SummaryWriter):
         writer = self.file_writer  # read once, because another thread may close this writer
         if writer is not None:
             writer.flush()
+
+    def close(self) -> None:
+        """Close the file. Closing twice is harmless, and a later write opens a new file."""
+        writer, self.file_writer, self.all_writers = self.file_writer, None, None
+        if writer is not None:
+            writer.close()
 
     def _get_file_writer(self) -> Any:
         # Overrides torch's: all of its methods write through this one, which also opens a new file after a close.
