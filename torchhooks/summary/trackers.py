@@ -303,8 +303,9 @@ class MlflowWriter(_TrackerWriter):
     def flush(self) -> None:
         """Wait until MLflow has all points, and raise the first of the errors that it had."""
         attempt = Attempts(Exception)
-        while self._calls:
-            attempt(self._calls.popleft().wait)
+        calls, self._calls = self._calls, deque()  # at once, because the loop of another thread may flush too
+        for call in calls:
+            attempt(call.wait)
         if attempt.errors:
             add_note(attempt.errors[0], f"torchhooks: {self!r} could not make {len(attempt.errors)} of its calls")
             raise attempt.errors[0]
