@@ -15,7 +15,6 @@ from torchhooks.checkpoints.manifest import has_manifest
 from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
 from torchhooks.checkpoints.sharded import canonical
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
-from torchhooks.common.log import show_lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write the state_dict() of the model in the newest undamaged checkpoint, with the names of the bare model",
     )
     given = parser.parse_args(arguments)
-    show_lines()  # the warnings about damaged files
     try:
         return _checkpoints(given.path, given.export)
     except (CheckpointError, OSError) as error:

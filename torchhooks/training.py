@@ -15,7 +15,7 @@ from typing_extensions import TypeVar
 from torchhooks.checkpoints.files import Seals, list_again, split_checkpoint
 from torchhooks.common.checks import check_keywords, explains_wrong_calls, seconds
 from torchhooks.common.errors import CheckpointError, add_note
-from torchhooks.common.log import logger, show_lines
+from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.timers import SecondOrStepTimer
 from torchhooks.hooks.counting import StepCounterHook
@@ -220,7 +220,6 @@ def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
 
 def _wait_for_chief(checkpoint_dir: str, max_wait_secs: float) -> None:
     """Wait until there is a checkpoint in ``checkpoint_dir``, polling with growing pauses."""
-    show_lines()
     folder = os.path.abspath(checkpoint_dir)
     seals: Seals = {}
     begin, pause = time.monotonic(), _FIRST_PAUSE_SECS

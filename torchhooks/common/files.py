@@ -17,23 +17,25 @@ except ImportError:  # Windows, where an open file cannot be removed anyway
 CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
 
 
+def write_all(file: io.FileIO, data: bytes) -> None:
+    """Write all of ``data`` to an unbuffered file, of which a nearly full disk takes only a part in one call."""
+    while data:
+        data = data[file.write(data) :]
+
+
 def warn_if_removed(file: io.FileIO, path: str) -> bool:
-    """Return whether the open ``file`` at ``path`` was removed, and log a warning if it was.
+    """Return whether the open ``file`` at ``path`` was removed. Log a warning, unless another file replaced it.
 
     Without this, writes to it succeed and are lost. A file that was moved is not removed: what is written to it stays.
     """
     status = os.fstat(file.fileno())
-    if status.st_nlink or _is_at(path, status):  # some file systems count no links at all
+    if status.st_nlink:
         return False
-    logger.warning("%s was removed while it was open for writing: what was written to it is lost", path)
-    return True
-
-
-def _is_at(path: str, status: os.stat_result) -> bool:
     try:
-        return os.path.samestat(os.stat(path), status)
+        return not os.path.samestat(os.stat(path), status)  # some file systems count no links at all
     except FileNotFoundError:
-        return False
+        logger.warning("%s was removed while it was open for writing: what was written to it is lost", path)
+        return True
 
 
 class Disk:

@@ -28,7 +28,7 @@ from torchhooks.checkpoints.gradients import register_step_post_hook
 from torchhooks.common.attempts import Attempts
 from torchhooks.common.checks import explains_wrong_calls, whole_number
 from torchhooks.common.errors import AbortedError, LifecycleError, add_note, brief, hide_internal_frames
-from torchhooks.common.log import logger, show_lines
+from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
 from torchhooks.fetches.step import takes_one_argument
@@ -114,7 +114,6 @@ class MonitoredLoop(Generic[R]):
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
     ) -> None:
-        show_lines()  # before the first check, because checks log warnings
         arguments = checked_arguments(
             step=step,
             model=model,

@@ -1,16 +1,4 @@
-"""Curves as lines of JSON, which pandas, ``jq`` and ``grep`` read without TensorBoard.
-
-    with JsonLinesWriter("run/curves.jsonl") as writer:
-        hooks = [SummarySaverHook(10, summary_writer=writer, summary_op=ops), StepCounterHook(summary_writer=writer)]
-
-The points that a hook writes for one step are one line, with the time in seconds since 1970:
-
-    {"step": 10, "time": 1763712000.5, "loss": 0.25, "lr": 0.001}
-    {"step": 11, "time": 1763712000.6, "global_step/sec": 52.1}
-
-``pandas.read_json("run/curves.jsonl", lines=True).groupby("step").first()`` returns one row per step, and
-``jq -c 'select(.loss) | [.step, .loss]' run/curves.jsonl`` prints the points of one curve.
-"""
+"""Curves as lines of JSON, which pandas, ``jq`` and ``grep`` read without TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,17 +7,18 @@ import json
 import math
 import operator
 import os
-import stat
+import shutil
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from torchhooks.common.checks import explains_wrong_calls
-from torchhooks.common.files import Disk, warn_if_removed
+from torchhooks.common.files import Disk, warn_if_removed, write_all
 from torchhooks.common.log import logger
 from torchhooks.summary import operations as summary
 
@@ -52,7 +41,8 @@ class JsonLinesWriter:
     {"step": 5, "time": ..., "lr": 0.1}
 
     The points that a hook writes for one step are one line, with the time in seconds since 1970.
-    ``pandas.read_json("runs/curves.jsonl", lines=True).groupby("step").first()`` returns one row per step.
+    ``pandas.read_json("runs/curves.jsonl", lines=True).groupby("step").first()`` returns one row per step, and
+    ``jq -c 'select(.loss) | [.step, .loss]' runs/curves.jsonl`` prints the points of one curve.
 
     A line is in the file when the call returns, so a process that is killed loses none. JSON has no NaN or infinity:
     these are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float()`` and pandas read.
@@ -74,15 +64,14 @@ class JsonLinesWriter:
             creates it again.
 
     Raises:
-        ValueError: the file has a line that is not a JSON object. The file is not changed.
+        ValueError: the end of the file is no JSON; or, when lines are removed, one of them is not a JSON object. The
+            file is not changed.
         OSError: from any method, if the operating system reports an error. A line that does not fit is not written.
     """
 
     takes_walltime = True  # so hooks pass the wall time of each point
 
     _lock = threading.Lock()  # of all writers: a purge by one must not miss a line that another appends
-    _open_files: ClassVar[weakref.WeakSet[io.FileIO]] = weakref.WeakSet()
-    _torn: ClassVar[dict[str, int]] = {}  # from the path of a file that ends in a part of a line to the end before it
 
     @explains_wrong_calls
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -97,7 +86,7 @@ class JsonLinesWriter:
         self._copy_path = os.path.join(self._folder, f".{name}.tmp")
         self._file: io.FileIO | None = None
         with self._lock:
-            self._check_lines(self._opened())
+            self._opened()
             self._remove_copy()  # a process that was killed during a purge leaves one
 
     def add_scalar(self, tag: str, value: Any, step: int, walltime: float | None = None) -> None:
@@ -122,7 +111,16 @@ class JsonLinesWriter:
             if tag in ("step", "time"):
                 raise ValueError(f"tag {tag!r}: every line has a {tag!r} of its own; give the curve another name")
             line[tag] = _as_json(tag, value)
-        self._append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        data = json.dumps(line, allow_nan=False).encode() + b"\n"
+        with self._lock:
+            file = self._opened()
+            end = file.seek(0, os.SEEK_END)
+            try:
+                write_all(file, data)
+            except BaseException:
+                with suppress(OSError):  # then it is removed before the next line
+                    file.truncate(end)
+                raise
 
     def purge_from(self, step: int) -> None:
         """Remove the lines of ``step`` and later, atomically. Hooks call it before these steps are repeated.
@@ -132,11 +130,13 @@ class JsonLinesWriter:
         """
         step = _whole(step)
         with self._lock:
-            self._opened()
+            file = self._opened()
             try:
                 removed = self._copy_below(step)
                 if removed:
-                    self._replace_by_copy()
+                    file.close()  # Windows does not replace an open file
+                    _disk.rename(self._copy_path, self.log_dir)
+                    _disk.sync_folder(self._folder)
             finally:
                 self._remove_copy()
         if removed:
@@ -151,11 +151,8 @@ class JsonLinesWriter:
         """Close the file. Closing twice is harmless, and a later write opens the file again."""
         with self._lock:
             if self._file is not None and not self._file.closed:
-                try:
-                    if not warn_if_removed(self._file, self.log_dir) and self.log_dir in self._torn:
-                        self._cut(self._file)
-                finally:
-                    self._file.close()
+                warn_if_removed(self._file, self.log_dir)
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -167,62 +164,34 @@ class JsonLinesWriter:
         return f"JsonLinesWriter({self._path!r})"
 
     def _opened(self) -> io.FileIO:
-        """Return the open file, whose last line is complete.
-
-        Open it again after a close, after a purge by any writer of the path, or if it was removed.
-        """
+        """Return the open file, whose last line is complete. Open it again if it was closed, purged or removed."""
         if self._file is not None and not self._file.closed and warn_if_removed(self._file, self.log_dir):
             self._file.close()
         if self._file is None or self._file.closed:
             os.makedirs(self._folder, exist_ok=True)
             # Unbuffered, so that a line survives a kill. In append mode, so that writers do not overwrite each other.
-            self._file = open(self.log_dir, "ab", buffering=0)  # noqa: SIM115
-            self._open_files.add(self._file)
+            self._file = open(self.log_dir, "a+b", buffering=0)  # noqa: SIM115
             weakref.finalize(self, self._file.close)
-        if self.log_dir in self._torn:
-            self._cut(self._file)
+        self._repair(self._file)
         return self._file
 
-    def _append(self, line: bytes) -> None:
-        """Write ``line`` completely or not at all."""
-        with self._lock:
-            file = self._opened()
-            end, rest = file.seek(0, os.SEEK_END), line
-            try:
-                while rest:  # a nearly full disk takes only a part
-                    rest = rest[file.write(rest) :]
-            except BaseException:
-                self._torn[self.log_dir] = end
-                with suppress(OSError):  # tried again before the next line, by any writer of this path
-                    self._cut(file)
-                raise
-
-    def _cut(self, file: io.FileIO) -> None:
-        """Remove the part of a line that a failed write left at the end of ``file``."""
-        end = self._torn[self.log_dir]
-        with open(self.log_dir, "rb") as torn:
-            torn.seek(end)
-            rest = torn.read()
-        if rest and _is_torn(rest):  # otherwise another program has replaced the file or repaired it
-            file.truncate(end)
-        del self._torn[self.log_dir]
-
-    def _check_lines(self, file: io.FileIO) -> None:
-        """Check that every line is a JSON object, and repair the end of the file."""
-        end, line = 0, b"\n"
+    def _repair(self, file: io.FileIO) -> None:
+        """Complete or remove a last line that has no line break. A kill or a full disk leaves one."""
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(end - 1, 0))
+        if file.read(1) in (b"", b"\n"):
+            return
         with open(self.log_dir, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    self._step_of(line, number)
-                except ValueError:
-                    if not _is_torn(line):
-                        raise
-                    file.truncate(end)
-                    message = "%s: removed an incomplete last line of %d bytes, left by a process that was killed"
-                    logger.warning(message, self.log_dir, len(line))
-                    return
-                end += len(line)
-        if not line.endswith(b"\n"):
+            number, line = deque(enumerate(lines, start=1), maxlen=1).pop()
+        try:
+            self._step_of(line, number)
+        except ValueError:
+            if not line.startswith(_LINE_START) and not _LINE_START.startswith(line):
+                raise  # no writer has begun this line
+            file.truncate(end - len(line))
+            message = "%s: removed an incomplete last line of %d bytes, left by a write that was interrupted"
+            logger.warning(message, self.log_dir, len(line))
+        else:
             file.write(b"\n")
 
     def _copy_below(self, step: int) -> int:
@@ -230,8 +199,7 @@ class JsonLinesWriter:
         removed = 0
         self._remove_copy()  # mode "x" then fails if there is one again: it never writes to the target of a link
         with open(self.log_dir, "rb") as old, open(self._copy_path, "xb", opener=_private) as copy:
-            if hasattr(os, "fchmod"):  # not on Windows before Python 3.13
-                os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(old.fileno()).st_mode))
+            shutil.copymode(self.log_dir, self._copy_path)
             # Not truncated at the first line to remove: lines of several hooks interleave, so one to keep may follow.
             for number, line in enumerate(old, start=1):
                 if self._step_of(line, number) >= step:
@@ -241,20 +209,6 @@ class JsonLinesWriter:
             if removed:
                 _disk.sync(copy)
         return removed
-
-    def _replace_by_copy(self) -> None:
-        # The next write of each writer opens the new file. Besides, Windows does not replace a file that is open.
-        for file in self._open_files:
-            if file.name == self.log_dir:
-                file.close()
-        copy = os.stat(self._copy_path)
-        try:
-            _disk.rename(self._copy_path, self.log_dir)
-        except OSError:
-            # A server of NFS that gets a request twice reports that the second one found no file to rename.
-            if not os.path.samestat(os.stat(self.log_dir), copy):
-                raise
-        _disk.sync_folder(self._folder)
 
     def _remove_copy(self) -> None:
         with suppress(FileNotFoundError):
@@ -270,11 +224,6 @@ class JsonLinesWriter:
                 "this line, or choose another path. The file was not changed."
             ) from None
         return step if isinstance(step, (int, float)) and not isinstance(step, bool) else -math.inf
-
-
-def _is_torn(line: bytes) -> bool:
-    """Return whether ``line``, which is not JSON, is the beginning of a line that a writer was about to write."""
-    return not line.endswith(b"\n") and (line.startswith(_LINE_START) or _LINE_START.startswith(line))
 
 
 def _as_json(tag: str, value: Any) -> int | float | str:

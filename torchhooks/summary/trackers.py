@@ -3,9 +3,7 @@
     with WandbWriter("runs/1", project="mnist") as tracker:
         hooks = [SummarySaverHook(100, summary_writer=[tracker, JsonLinesWriter("runs/1/curves.jsonl")], ...)]
 
-A background thread makes the calls of the library, so a slow tracker does not slow down the training run. The points of
-one step are sent in one call: when a later step has its first point, or when the writer is flushed. Hooks flush it
-before each checkpoint and when the loop closes.
+Both libraries send the points in the background by themselves. The points that a hook writes for one step are one call.
 
 The run of the tracker is started when a loop opens the writer, or by the first point. So with several ranks, every rank
 can create the writer, and only the one that writes starts a run.
@@ -30,102 +28,65 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
+from torchhooks.common.attempts import Attempts
 from torchhooks.common.errors import add_note
 from torchhooks.common.log import logger
 from torchhooks.common.text import flat_config, shown
 from torchhooks.summary import operations as summary
 
-FLUSH_SECS = 10.0
-"""How many seconds ``flush()`` waits at most, so that a tracker that does not answer cannot stop a training run."""
+_Pixels = np.ndarray[Any, Any]
 
-_MAX_QUEUED = 1000  # calls; with more, the next one waits, so that the queue does not grow without limit
-_MAX_STEPS = 8  # whose points wait for more of the same step; values from a device arrive a few runs late
 _WANDB_BINS = 512  # W&B refuses a histogram with more
 _MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_LENGTH = 1000, 100, 6000  # MLflow refuses more in a call or in a value
-
-
-class _Media(NamedTuple):
-    """A value other than a number: ``kind`` is ``"histogram"``, ``"image"``, ``"text"`` or ``"figure"``."""
-
-    kind: str
-    value: Any
-
-
-class _Points(NamedTuple):
-    walltime: float
-    values: dict[str, Any]
+_MLFLOW_CALLS = 1000  # in flight; with more, the next one waits, so that MLflow's queue does not grow without limit
 
 
 class _TrackerWriter:
-    """Collects the points of each step and sends them from a background thread.
-
-    An error there is raised by the next call of any method, at the latest by :meth:`close`.
-    """
+    """Starts the run of the tracker once, and prepares the values."""
 
     takes_walltime = True  # so hooks pass the wall time of each point
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._collected: dict[int, _Points] = {}
-        self._newest = -math.inf
-        self._thread: ThreadPoolExecutor | None = None
-        self._queued: deque[Future[None]] = deque()
-        self._closed = False
-        self._is_open = False
+        self._is_open = self._is_closed = False
 
     def start_run(self) -> None:
         """Start the run of the tracker, or continue it, unless that is done. Hooks call this in their ``begin``."""
         with self._lock:
-            if not self._is_open and not self._closed:
+            if self._is_closed:
+                raise ValueError(f"{self!r} is closed: write before close(), or create another writer")
+            if not self._is_open:
                 self._start()
                 self._is_open = True
 
     def add_scalar(self, tag: str, value: Any, step: int, walltime: float | None = None) -> None:
         """Write one point of the curve ``tag``, at ``walltime``, in seconds since 1970; by default, now."""
-        self._add(tag, summary.scalar(tag, tag).number(value), step, walltime)
+        self.add_points([(tag, value)], step, walltime)
 
     def add_points(self, points: Iterable[tuple[str, Any]], step: int, walltime: float | None = None) -> None:
-        """Write a point of each of several curves, as pairs (tag, value); see :meth:`add_scalar`."""
-        for tag, value in points:
-            self.add_scalar(tag, value, step, walltime)
+        """Write a point of each of several curves, as pairs (tag, value), in one call; see :meth:`add_scalar`."""
+        self._log_numbers({tag: summary.scalar(tag, tag).number(value) for tag, value in points}, step, walltime)
 
     def add_image(self, tag: str, image: Any, step: int, walltime: float | None = None) -> None:
         """Write an image: ``uint8``, of shape (channels, height, width)."""
         pixels = np.array(image).transpose(1, 2, 0)
-        self._add(tag, _Media("image", pixels[..., 0] if pixels.shape[2] == 1 else pixels), step, walltime)
-
-    def add_text(self, tag: str, text: str, step: int, walltime: float | None = None) -> None:
-        """Write a text, a ``str``."""
-        self._add(tag, _Media("text", text), step, walltime)
+        self._log_pixels(tag, pixels[..., 0] if pixels.shape[2] == 1 else pixels, step, walltime)
 
     def add_figure(self, tag: str, figure: Any, step: int, walltime: float | None = None) -> None:
-        """Write a matplotlib figure, which is drawn in the background: it must not be changed any more."""
-        self._add(tag, _Media("figure", figure), step, walltime)
-
-    def add_config(self, config: Mapping[str, Any]) -> None:
-        """Write what describes the training run as a whole. Hooks pass the ``metadata`` of the loop."""
-        with self._lock:
-            self._submit(self._send_config, dict(config))
+        """Write a matplotlib figure, as an image."""
+        canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+        canvas.draw()
+        self._log_pixels(tag, np.array(canvas.buffer_rgba()), step, walltime)
 
     def flush(self) -> None:
-        """Send all points, and wait until the library has them, at most 10 seconds.
-
-        If that takes longer, a warning is logged, and the points are sent later.
-        """
-        with self._lock:
-            self._send_collected()
-            queued = list(self._queued)
-        if wait(queued, FLUSH_SECS).not_done:
-            logger.warning("%r has not sent all of its points in %g seconds: it continues later", self, FLUSH_SECS)
-        self._raise_errors()
+        """Wait until the library has all points, if it can tell."""
 
     def close(self) -> None:
-        """Send all points, wait for as long as that takes, and finish the run of the tracker.
+        """Finish the run of the tracker, once it has all points.
 
         The end of a ``with`` block does this too, and after an exception marks that run as failed. Closing twice is
         harmless.
@@ -145,68 +106,24 @@ class _TrackerWriter:
             logger.exception("%r could not send all of its points", self)
 
     def _start(self) -> None:
-        """Start or continue the run of the tracker. Called once, in the thread of the first call."""
+        """Start or continue the run of the tracker. Called once."""
 
-    def _send(self, step: int, points: _Points) -> None:
-        """Write the points of ``step``. Called in the background, like all methods that follow."""
+    def _log_numbers(self, numbers: dict[str, float], step: int, walltime: float | None) -> None:
+        """Write the points of ``step``."""
 
-    def _send_config(self, config: dict[str, Any]) -> None:
-        """Write ``config``."""
+    def _log_pixels(self, tag: str, pixels: _Pixels, step: int, walltime: float | None) -> None:
+        """Write an image of shape (height, width) or (height, width, channels)."""
 
     def _finish(self, failed: bool) -> None:
         """Finish the run of the tracker."""
 
-    def _add(self, tag: str, value: Any, step: int, walltime: float | None) -> None:
-        self._raise_errors()
-        with self._lock:
-            if step > self._newest or (step not in self._collected and len(self._collected) >= _MAX_STEPS):
-                self._send_collected()
-                self._newest = step
-            points = self._collected.setdefault(step, _Points(time.time() if walltime is None else walltime, {}))
-            points.values[tag] = value
-
-    def _send_collected(self) -> None:
-        collected, self._collected = self._collected, {}
-        for step in sorted(collected):
-            self._submit(self._send, step, collected[step])
-
-    def _submit(self, send: Any, *args: Any) -> None:
-        if self._closed:
-            raise ValueError(f"{self!r} is closed: write before close(), or create another writer")
-        self.start_run()
-        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="torchhooks-tracker")
-        if len(self._queued) >= _MAX_QUEUED:
-            wait([self._queued[0]])
-        try:
-            self._queued.append(self._thread.submit(send, *args))
-        except RuntimeError:  # no thread can be started, or the interpreter is exiting
-            send(*args)
-
-    def _raise_errors(self) -> None:
-        """Forget the calls that are done, and raise the first error among them."""
-        errors = []
-        with self._lock:
-            while self._queued and self._queued[0].done():
-                error = self._queued.popleft().exception()
-                if error is not None:
-                    errors.append(error)
-        if errors:
-            add_note(errors[0], f"torchhooks: {self!r} could not make {len(errors)} of its calls")
-            raise errors[0]
-
     def _close(self, *, failed: bool) -> None:
-        if self._closed:
-            return
-        with self._lock:
+        was_open, self._is_open, self._is_closed = self._is_open, False, True
+        if was_open:
             try:
-                self._send_collected()
-                if self._is_open:
-                    self._submit(self._finish, failed)
+                self.flush()
             finally:
-                self._closed = True
-                if self._thread is not None:
-                    self._thread.shutdown()  # waits for the calls
-        self._raise_errors()
+                self._finish(failed)
 
 
 class WandbWriter(_TrackerWriter):
@@ -218,12 +135,9 @@ class WandbWriter(_TrackerWriter):
     ...         for inputs in loop.until_stop(batches):
     ...             loss = loop.run(inputs)
 
-    A background thread makes the calls of the library. The points of one step are sent in one call: when a later step
-    has its first point, or when the writer is flushed, as hooks do before each checkpoint and when the loop closes. An
-    error of the thread is raised by the next call of any method, at the latest by :meth:`close`.
-
-    The x-axis of every curve is ``global_step``, which each call has, so points may also arrive late. The ``metadata``
-    of the loop becomes the config of the run. Points of steps that are repeated after a restore are written twice.
+    W&B sends the points from a process of its own. The x-axis of every curve is ``global_step``, which each call has,
+    so points may also arrive late. The ``metadata`` of the loop becomes the config of the run. Points of steps that are
+    repeated after a restore are written twice.
 
     Args:
         folder: the folder of the run. The file ``wandb-run-id`` in it has the id of the run, which is resumed if there
@@ -275,28 +189,31 @@ class WandbWriter(_TrackerWriter):
         # The first limit is the lower one of the first bin, as that of an empty bin before it.
         together = math.ceil((len(bucket_limits) - 1) / _WANDB_BINS)
         counts = np.add.reduceat(bucket_counts[1:], range(0, len(bucket_counts) - 1, together))
-        limits = [*bucket_limits[:-1:together], bucket_limits[-1]]
-        self._add(tag, _Media("histogram", (counts, np.array(limits))), step, walltime)
+        limits = np.array([*bucket_limits[:-1:together], bucket_limits[-1]])
+        self._log({tag: self._wandb.Histogram(np_histogram=(counts, limits))}, step, walltime)
 
-    def _send(self, step: int, points: _Points) -> None:
-        values = {tag: self._logged(value) for tag, value in points.values.items()}
-        self._run.log({**values, "global_step": step, "_timestamp": points.walltime})
+    def add_text(self, tag: str, text: str, step: int, walltime: float | None = None) -> None:
+        """Write a text, a ``str``."""
+        self._log({tag: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step, walltime)
 
-    def _send_config(self, config: dict[str, Any]) -> None:
+    def add_config(self, config: Mapping[str, Any]) -> None:
+        """Write what describes the training run as a whole. Hooks pass the ``metadata`` of the loop."""
+        self.start_run()
         self._run.config.update(flat_config(config), allow_val_change=True)
+
+    def _log_numbers(self, numbers: dict[str, float], step: int, walltime: float | None) -> None:
+        self._log(numbers, step, walltime)
+
+    def _log_pixels(self, tag: str, pixels: _Pixels, step: int, walltime: float | None) -> None:
+        self._log({tag: self._wandb.Image(pixels)}, step, walltime)
+
+    def _log(self, values: Mapping[str, Any], step: int, walltime: float | None) -> None:
+        self.start_run()
+        self._run.log({**values, "global_step": step, "_timestamp": time.time() if walltime is None else walltime})
 
     def _finish(self, failed: bool) -> None:
         if self._owns_run:
             self._run.finish(exit_code=1 if failed else 0)
-
-    def _logged(self, value: Any) -> Any:
-        if not isinstance(value, _Media):
-            return value
-        if value.kind == "histogram":
-            return self._wandb.Histogram(np_histogram=value.value)
-        if value.kind == "text":
-            return self._wandb.Html(f"<pre>{html.escape(value.value)}</pre>")
-        return self._wandb.Image(_drawn(value.value) if value.kind == "figure" else value.value)
 
     def __repr__(self) -> str:
         return f"WandbWriter({self._place})"
@@ -312,11 +229,15 @@ class MlflowWriter(_TrackerWriter):
     ...         for inputs in loop.until_stop(batches):
     ...             loss = loop.run(inputs)
 
-    It sends points and raises errors as :class:`torchhooks.WandbWriter` does. The ``metadata`` of the loop becomes the
-    parameters of the run, which MLflow never changes: a warning names those that differ in a resumed training run.
+    MLflow sends points and images from threads of its own. :meth:`flush`, which hooks call before each checkpoint and
+    when the loop closes, waits for the points, and raises their errors. MLflow logs the errors of images. A text is
+    sent at once.
+
+    The ``metadata`` of the loop becomes the parameters of the run, which MLflow never changes: a warning names those
+    that differ in a resumed training run. Points of steps that are repeated after a restore are written twice.
 
     MLflow has no histograms. Give such an op to a hook that has several writers, one of which has them. Characters that
-    a name must not have in MLflow are replaced: ``"loss %"`` becomes ``"loss _"``. Texts and figures are artifacts.
+    a name must not have in MLflow are replaced: ``"loss %"`` becomes ``"loss _"``. Texts are artifacts.
 
     Args:
         folder: the folder of the run. The file ``mlflow-run-id`` in it has the id of the run, which is resumed if there
@@ -346,6 +267,7 @@ class MlflowWriter(_TrackerWriter):
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri)
         self._owns_run = run_id is None
+        self._calls: deque[Any] = deque()  # in flight
         self._run_id, self._folder, self._experiment, self._run_name = run_id, folder, experiment, run_name
 
     def _start(self) -> None:
@@ -360,26 +282,14 @@ class MlflowWriter(_TrackerWriter):
         else:
             self._client.update_run(self._run_id, status="RUNNING")
 
-    def _send(self, step: int, points: _Points) -> None:
-        millis = int(points.walltime * 1000)
-        numbers = {tag: value for tag, value in points.values.items() if not isinstance(value, _Media)}
-        metrics = [self._entities.Metric(_mlflow_name(tag), value, millis, step) for tag, value in numbers.items()]
-        for batch in _batches(metrics, _MLFLOW_METRICS):
-            self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
-        for tag, value in points.values.items():
-            if isinstance(value, _Media):
-                self._send_media(_mlflow_name(tag), value, step, millis)
+    def add_text(self, tag: str, text: str, step: int, walltime: float | None = None) -> None:
+        """Write a text, a ``str``."""
+        self.start_run()
+        self._client.log_text(self._run_id, text, f"{_mlflow_name(tag)}/{step}.txt")
 
-    def _send_media(self, name: str, media: _Media, step: int, millis: int) -> None:
-        if media.kind == "image":
-            where = {"key": name, "step": step, "timestamp": millis}
-            self._client.log_image(self._run_id, media.value, **where, synchronous=True)
-        elif media.kind == "text":
-            self._client.log_text(self._run_id, media.value, f"{name}/{step}.txt")
-        else:
-            self._client.log_figure(self._run_id, media.value, f"{name}/{step}.png")
-
-    def _send_config(self, config: dict[str, Any]) -> None:
+    def add_config(self, config: Mapping[str, Any]) -> None:
+        """Write what describes the training run as a whole. Hooks pass the ``metadata`` of the loop."""
+        self.start_run()
         known = self._client.get_run(self._run_id).data.params
         wanted = {_mlflow_name(name): str(value)[:_MLFLOW_LENGTH] for name, value in flat_config(config).items()}
         for name in wanted.keys() & known.keys():
@@ -389,6 +299,30 @@ class MlflowWriter(_TrackerWriter):
         params = [self._entities.Param(name, value) for name, value in wanted.items() if name not in known]
         for batch in _batches(params, _MLFLOW_PARAMS):
             self._client.log_batch(self._run_id, params=batch, synchronous=True)
+
+    def flush(self) -> None:
+        """Wait until MLflow has all points, and raise the first of the errors that it had."""
+        attempt = Attempts(Exception)
+        calls, self._calls = self._calls, deque()  # at once, because the loop of another thread may flush too
+        for call in calls:
+            attempt(call.wait)
+        if attempt.errors:
+            add_note(attempt.errors[0], f"torchhooks: {self!r} could not make {len(attempt.errors)} of its calls")
+            raise attempt.errors[0]
+
+    def _log_numbers(self, numbers: dict[str, float], step: int, walltime: float | None) -> None:
+        self.start_run()
+        millis = _millis(walltime)
+        metrics = [self._entities.Metric(_mlflow_name(tag), value, millis, step) for tag, value in numbers.items()]
+        for batch in _batches(metrics, _MLFLOW_METRICS):
+            if len(self._calls) >= _MLFLOW_CALLS:
+                self._calls.popleft().wait()
+            self._calls.append(self._client.log_batch(self._run_id, metrics=batch, synchronous=False))
+
+    def _log_pixels(self, tag: str, pixels: _Pixels, step: int, walltime: float | None) -> None:
+        self.start_run()
+        where = {"key": _mlflow_name(tag), "step": step, "timestamp": _millis(walltime)}
+        self._client.log_image(self._run_id, pixels, **where, synchronous=False)
 
     def _finish(self, failed: bool) -> None:
         if self._owns_run:
@@ -433,11 +367,8 @@ def _keep_id(folder: str | os.PathLike[str], name: str, run_id: str) -> None:
     os.replace(f"{path}.tmp", path)
 
 
-def _drawn(figure: Any) -> Any:
-    """Return a matplotlib figure as pixels. Unlike pyplot, this may be called from any thread."""
-    canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.array(canvas.buffer_rgba())
+def _millis(walltime: float | None) -> int:
+    return int(1000 * (time.time() if walltime is None else walltime))
 
 
 def _mlflow_name(tag: str) -> str:

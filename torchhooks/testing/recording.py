@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from torchhooks.common.checks import whole_number
-from torchhooks.common.log import show_lines
 from torchhooks.common.text import call_repr
 from torchhooks.common.trees import map_leaves
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -342,9 +341,6 @@ def log_lines() -> Iterator[list[tuple[str, str]]]:
     lines: list[tuple[str, str]] = []
     logger, handler = logging.getLogger("torchhooks"), _LineHandler(lines)
     logger.addHandler(handler)
-    # Remove the fallback handler that an earlier loop may have added. Otherwise the next loop would remove it, and with
-    # that reset the level that is set here.
-    show_lines()
     level = logger.level
     logger.setLevel(logging.INFO)
     try:
