@@ -686,7 +686,7 @@ def test_a_stuck_rank_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_does_not_come_back_between_epochs_is_reported_and_not_ended(
     monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]]
 ) -> None:
-    reported = threading.Event()
+    reported, is_out = threading.Event(), threading.Event()
     critical = logger.critical
 
     def report(*arguments: Any) -> None:
@@ -701,7 +701,9 @@ def test_a_rank_that_does_not_come_back_between_epochs_is_reported_and_not_ended
                 for _ in loop.until_stop(range(3)):
                     loop.run()
                 if ranks.rank == 1:
+                    assert is_out.wait(60)  # of its inner loop, which would notice the error
                     raise ValueError("boom")
+                is_out.set()
                 assert reported.wait(60)  # a long evaluation
 
     error, _ = in_threads(2, main, stuck_secs=0.01)
