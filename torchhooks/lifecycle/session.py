@@ -136,7 +136,8 @@ class Session:
         self._pause_listeners: list[Callable[[Elapsed], object]] = []
         self._created, self._paused_secs = time.monotonic(), 0.0
         self.speeds: list[Callable[[str, Callable[[Any], Any]], tuple[float, Any] | None]] = []
-        """What each StepCounterHook has measured, by the name of a fetch: when its last period ended, and the value."""
+        """What each StepCounterHook has measured. Called with the name of a fetch, they return when the last period
+        ended, and the value."""
         self.last_step: int | None = None
         """The step at which a StopAtStepHook stops the loop; ``None`` without one."""
         self.was_restored = False
@@ -229,7 +230,7 @@ class Session:
 
     @property
     def expected_last_step(self) -> int | None:
-        """The global step at which the loop will end: that of a StopAtStepHook, or of the end of the data.
+        """The global step at which a StopAtStepHook or the end of the data will end the loop.
 
         ``None`` if it is not known. The lengths of the data tell it if each item has been one step so far.
         """
