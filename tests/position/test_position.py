@@ -715,6 +715,19 @@ def test_an_iterator_continues_where_it_is_which_is_logged(tmp_path: Path, lines
     ]
 
 
+def test_an_iterator_that_continues_in_a_later_epoch_is_warned_of_once(tmp_path: Path, lines: Lines) -> None:
+    for epochs in (1, 4):
+        lines.clear()
+        numbers = itertools.count()
+        hooks = [CheckpointSaverHook(tmp_path, every_n_epochs=1)]
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+            for _ in loop.until_stop(range(epochs)):
+                for _ in loop.until_stop(numbers, limit=2):
+                    loop.run()
+    said = [level for level, text in lines if "is an iterator, so it continues where it is" in text]
+    assert said == ["WARNING"]
+
+
 def test_an_iterator_that_had_ended_yields_nothing(tmp_path: Path, lines: Lines) -> None:
     over(looped(tmp_path), iter([0, 1]))
     assert over(looped(tmp_path), iter([0, 1])) == []

@@ -2607,7 +2607,6 @@ SILENT_AFTER_AN_EPOCH = frozenset(
         "order_shuffled_in_place",  # so the list was not shuffled before
         "counts_its_epochs",  # so the data count from another number
         "growing_epochs_counted_by_the_sampler",
-        "infinite_generator_with_limit",  # so the generator begins with its first item
     }
 )
 """The patterns in which a process that resumes from the end of an epoch ends elsewhere, and no line says so."""

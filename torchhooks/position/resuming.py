@@ -136,12 +136,14 @@ def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line
     name, entry = name_of(iterable), plan.entry
     if plan.runs_before:
         yield Line(logging.WARNING, _RUNS_BEFORE, (plan.runs_before, name))
-    if entry is None:
-        return
-    if plan.way is Way.AS_IT_IS:
+    # In the first item of an outer loop that continues, earlier items may have taken from the same iterator.
+    is_later = plan.way is Way.FRESH and _is_first_after_resume(place.outer) and is_plain_iterator(iterable)
+    if plan.way is Way.AS_IT_IS or is_later:
         hint = _NOT_AN_ITERATOR + (_NOT_A_SLICE if isinstance(iterable, itertools.islice) else "")
-        level = logging.WARNING if entry.taken else logging.INFO
+        level = logging.WARNING if is_later or (entry is not None and entry.taken) else logging.INFO
         yield Line(level, "%s is an iterator, so it continues where it is. %s", (name, hint))
+        return
+    if entry is None:
         return
     in_progress = not entry.state.item_is_done
     if in_progress and entry.runs and plan.innermost:
@@ -183,6 +185,11 @@ _AFTER_A_BREAK = (
     "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
     "it again."
 )
+
+
+def _is_first_after_resume(outer: Place | None) -> bool:
+    """Return whether ``outer`` is in the first item after those that an earlier process has done."""
+    return outer is not None and bool(outer.resumed) and outer.taken == (outer.resumed or 0) + 1
 
 
 def rest_of_range(values: range, last: int, done: bool) -> range:
