@@ -117,15 +117,15 @@ class CollectiveHook(ScheduledHook):
 
 
 _OPEN: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()
-"""By the ``id`` of a hook, the loop that has called its ``begin`` last."""
+"""By the ``id`` of a hook, the ending of the loop that was given it last."""
 
 
 def claim_hooks(hooks: Iterable[SessionRunHook], ending: Ending) -> None:
     """Raise a ValueError if another open loop has one of ``hooks``, whose state is that of one loop."""
     for hook in hooks:
-        if (
-            _is_in_open_loop(hook) and gc.collect() is not None and _is_in_open_loop(hook)
-        ):  # the other one may be garbage
+        if _is_in_open_loop(hook):
+            gc.collect()  # the other loop may have been dropped without being closed
+        if _is_in_open_loop(hook):
             raise ValueError(
                 f"{hook!r} is in another loop, which is still open: close that loop, or make another hook for this one"
             )

@@ -32,13 +32,12 @@ from torchhooks.position.resuming import (
     Plan,
     Way,
     is_plain_iterator,
-    length_of,
     lines_of,
     name_of,
     plan_resume,
 )
 from torchhooks.position.script import Kept, carried
-from torchhooks.position.starting import skipped, started
+from torchhooks.position.starting import items_of, skipped, started
 
 Undo = Callable[[], object]
 
@@ -106,7 +105,7 @@ class Position:
         place = self._innermost
         if place is self._root or place.nests:
             return self._items_of_last
-        return place.taken, _length(place)
+        return place.taken, items_of(place)
 
     @property
     def all_items(self) -> tuple[int, int] | None:
@@ -116,7 +115,7 @@ class Position:
         """
         taken = total = 1
         for place in self._open:
-            length = _length(place)
+            length = items_of(place)
             if length is None:
                 return None
             taken, total = (taken - 1) * length + place.taken, total * length
@@ -229,7 +228,7 @@ class Position:
         if place in self._open:
             self._open.remove(place)
             if place.is_epoch:
-                self._items_of_last = place.taken, _length(place)
+                self._items_of_last = place.taken, items_of(place)
             if place.state.is_open:
                 place.leave(self._schedule.runs, stopping)
             place.site = None
@@ -425,17 +424,6 @@ def outer_position(states: list[Saved | None]) -> Saved | None:
     if not path or path[0].state is State.NOT_BEGUN:
         return None
     return {**positions[0], "path": [entry.to_save() for entry in path], "loaders": {}}
-
-
-def _length(place: Place) -> int | None:
-    """Return how many items ``place`` has, as far as its data and its limit say; ``None`` if that is not known."""
-    if place.state is State.ENDED:
-        return place.taken
-    length = length_of(place.iterable)
-    if length is not None and isinstance(place.iterable, range):
-        length += place.resumed or 0  # after a resume, a range is only what was left of it
-    limits = [each for each in (length, place.limit) if each is not None]
-    return min(limits, default=None)
 
 
 def _remaining(plan: Plan, place: Place, iterable: Iterable[Any], halted: Callable[..., bool]) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states, same_random_states, set_random_states
 from torchhooks.position.generators import generator_states, matched_generators, set_generator_state
 from torchhooks.position.loaders import create_workers, has_workers
-from torchhooks.position.place import Entry, Place, Saved
+from torchhooks.position.place import Entry, Place, Saved, State
 from torchhooks.position.probe import Replay, probed
 from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, length_of, name_of
 
@@ -126,11 +126,19 @@ def ends_with_item(place: Place, knows_length: bool) -> bool:
     data = place.iterable
     if place.depth < 2 or not (isinstance(data, range | tuple) or draws_order_first(data)):
         return False
-    if place.limit is not None and place.taken >= place.limit:
-        return True
-    # After a resume, a range is only what was left of it.
-    taken = place.taken - (place.resumed or 0) if isinstance(data, range) else place.taken
-    return knows_length and length_of(data) == taken
+    items = items_of(place) if knows_length else place.limit
+    return items is not None and place.taken >= items
+
+
+def items_of(place: Place) -> int | None:
+    """Return how many items ``place`` has, as far as its data and its limit say; ``None`` if that is not known."""
+    if place.state is State.ENDED:
+        return place.taken
+    length = length_of(place.iterable)
+    if length is not None and isinstance(place.iterable, range):
+        length += place.resumed or 0  # after a resume, a range is only what was left of it
+    limits = [each for each in (length, place.limit) if each is not None]
+    return min(limits, default=None)
 
 
 _NOTHING: Any = object()
