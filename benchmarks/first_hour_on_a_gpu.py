@@ -339,7 +339,7 @@ def in_place(options: Options) -> str:
                 parameter.fill_(math.nan)
             saver.wait()
             rows.append((f"save {number}", secs, time.perf_counter() - started))
-        saved = torch.load(path, weights_only=True, mmap=True)["model"].values()
+        saved = torch.load(f"{path}/state.pt", weights_only=True, mmap=True)["model"].values()
         wrong = [
             place for place, (one, other) in enumerate(zip(saved, expected, strict=True)) if not torch.equal(one, other)
         ]

@@ -117,7 +117,7 @@ def end_of(folder: str) -> dict[str, Any]:
     path = latest_checkpoint(folder)
     if path is None:
         raise SystemExit(f"{folder} has no checkpoint: the training run did not finish")
-    saved: dict[str, Any] = torch.load(path, weights_only=True)
+    saved: dict[str, Any] = torch.load(f"{path}/state.pt", weights_only=True)
     return saved
 
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchhooks.checkpoints.files import Checkpoint, read_seal, verify
-from torchhooks.checkpoints.manifest import has_manifest
+from torchhooks.checkpoints.files import Checkpoint, inspect, is_checkpoint, verify
 from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
 from torchhooks.checkpoints.sharded import canonical
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
@@ -39,14 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _checkpoints(path: str, export: str | None) -> int:
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path} does not exist")
-    is_one = os.path.isfile(path) or has_manifest(path)
-    found = [read_seal(os.path.normpath(path))] if is_one else list_checkpoints(path)
+    is_one = os.path.isfile(path) or is_checkpoint(path)
+    found = [inspect(os.path.normpath(path))] if is_one else list_checkpoints(path)
     intact = [checkpoint for checkpoint in found if _show(checkpoint)]
     if not intact:
         raise CheckpointError(f"{path} has no undamaged checkpoint")
     if export is not None:
         _export(intact[-1].path, export)
-    return 0 if len(intact) == len(found) else 1
+    # With those that are cut short, which are not in the list.
+    named = 1 if is_one else sum(is_checkpoint(entry.path) for entry in os.scandir(path) if entry.name[0] != ".")
+    return 0 if len(intact) == named else 1
 
 
 def _show(checkpoint: Checkpoint) -> bool:
@@ -58,8 +59,7 @@ def _show(checkpoint: Checkpoint) -> bool:
         outcome = str(error)
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.time))
     kept = ", kept for good" if checkpoint.kept else ""
-    kind = "folder" if os.path.isdir(checkpoint.path) else "file"
-    print(f"{checkpoint.name}  step {checkpoint.step}  {checkpoint.bytes:,} bytes  {kind}  {written}  {outcome}{kept}")
+    print(f"{checkpoint.name}  step {checkpoint.step}  {checkpoint.bytes:,} bytes  {written}  {outcome}{kept}")
     return outcome == "intact"
 
 

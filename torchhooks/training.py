@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import TypeVar
 
-from torchhooks.checkpoints.files import Seals, list_again, split_checkpoint
+from torchhooks.checkpoints.files import Seen, list_again, split_checkpoint
 from torchhooks.common.checks import check_keywords, explains_wrong_calls, seconds
 from torchhooks.common.errors import CheckpointError, add_note
 from torchhooks.common.log import logger
@@ -221,9 +221,9 @@ def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
 def _wait_for_chief(checkpoint_dir: str, max_wait_secs: float) -> None:
     """Wait until there is a checkpoint in ``checkpoint_dir``, polling with growing pauses."""
     folder = os.path.abspath(checkpoint_dir)
-    seals: Seals = {}
+    seen: Seen = {}
     begin, pause = time.monotonic(), _FIRST_PAUSE_SECS
-    while not list_again(folder, seals):
+    while not list_again(folder, seen):
         left = begin + max_wait_secs - time.monotonic()
         if left <= 0:
             raise CheckpointError(

@@ -46,7 +46,7 @@ class Training:
 
 
 def gradients_in(directory: Path) -> Any:
-    return torch.load(str(latest_checkpoint(directory)), weights_only=True).get("gradients")
+    return torch.load(f"{latest_checkpoint(directory)}/state.pt", weights_only=True).get("gradients")
 
 
 @pytest.mark.parametrize("zero_first", [False, True])

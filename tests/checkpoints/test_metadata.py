@@ -20,6 +20,7 @@ from torchhooks import (
     BestCheckpointHook,
     CheckpointError,
     CheckpointSaverHook,
+    DamagedCheckpointError,
     MonitoredLoop,
     MonitoredTrainingLoop,
     Saver,
@@ -72,7 +73,7 @@ def test_every_checkpoint_of_a_loop_has_its_metadata(async_save: bool, tmp_path:
     assert best is not None
     paths = [*(checkpoint.path for checkpoint in list_checkpoints(tmp_path)), best]
     assert [read_metadata(path) for path in paths] == [CONFIG] * 4
-    assert torch.load(paths[0], weights_only=True)["metadata"] == CONFIG
+    assert torch.load(f"{paths[0]}/state.pt", weights_only=True)["metadata"] == CONFIG
 
 
 def test_a_training_loop_passes_it_on(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_it_is_copied_when_the_loop_is_created(tmp_path: Path) -> None:
 @pytest.mark.parametrize("metadata", [None, {}])
 def test_without_metadata_a_checkpoint_has_no_entry(metadata: Mapping[str, Any] | None, tmp_path: Path) -> None:
     path = saved(tmp_path, metadata)
-    assert "metadata" not in torch.load(path, weights_only=True)
+    assert "metadata" not in torch.load(f"{path}/state.pt", weights_only=True)
     assert read_metadata(path) == {}
 
 
@@ -225,25 +226,48 @@ def test_metadata_is_read_without_reading_the_tensors(tmp_path: Path) -> None:
     path = Saver().save(session, tmp_path / "model.ckpt", 1)
     before = bytes_read()
     assert read_metadata(Path(path)) == {"sizes": [1000, 4000]}
-    assert bytes_read() - before < 1_000_000 < Path(path).stat().st_size
+    assert bytes_read() - before < 1_000_000 < Path(path, "state.pt").stat().st_size
 
 
 def test_damaged_tensors_do_not_matter_and_damaged_metadata_are_an_error(tmp_path: Path) -> None:
     path = Path(Saver().save(Session(nn.Linear(100, 100), metadata={"name": "abcdefgh"}), tmp_path / "model.ckpt", 1))
-    written = bytearray(path.read_bytes())
-    written[len(written) // 2] ^= 1
-    path.write_bytes(written)
+    change(path / "state.pt", len((path / "state.pt").read_bytes()) // 2)
     assert read_metadata(path) == {"name": "abcdefgh"}
-    path.write_bytes(written.replace(b"abcdefgh", b"abcdefgX"))
-    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 is not a checkpoint, or cannot be read: .*CRC"):
+    change(path / "manifest.json", (path / "manifest.json").read_bytes().index(b"abcdefgh"))
+    with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt-1 has a damaged manifest\.json: .*checksum"):
+        read_metadata(path)
+
+
+def change(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"w": torch.ones(2)}, {"t": (1, 2)}, {1: "a"}, {"s": {1}}, {"d": OrderedDict(a=1)}, {"b": b"a"}],
+    ids=repr,
+)
+def test_what_json_cannot_hold_is_read_from_the_state_which_is_verified(
+    tmp_path: Path, metadata: dict[Any, Any]
+) -> None:
+    path = Path(Saver().save(Session(metadata=metadata), tmp_path / "model.ckpt", 1))
+    assert repr(read_metadata(path)) == repr(metadata)
+    change(path / "state.pt", 100)
+    with pytest.raises(DamagedCheckpointError, match=r"state\.pt is not what was written"):
         read_metadata(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("none", "No such file"), (".", "directory"), ("text", "zip"), ("other", "no global_step")]
+    ("name", "why"),
+    [
+        ("none", "cannot be read: No such file"),
+        (".", "has no manifest.json"),
+        ("text", "is no folder, as a checkpoint is"),
+    ],
 )
 def test_what_is_not_a_checkpoint_is_an_error(name: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
-    torch.save({"metadata": 3}, tmp_path / "other")
-    with pytest.raises(CheckpointError, match=f"{name} is not a checkpoint, or cannot be read: .*{why}"):
+    with pytest.raises(CheckpointError, match=why):
         read_metadata(tmp_path / name)

@@ -227,7 +227,7 @@ def test_buffers_belong_to_the_ranks_on_which_they_differ(
         return numbers()
 
     assert in_threads(2, save) == [None, None]
-    saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
+    saved = torch.load(tmp_path / "model.ckpt-3" / "state.pt", weights_only=True)
     assert "own" in saved["ranks"][0]["rank_tensors"]["model"]
     assert in_threads(size, restore) == restored
 
@@ -330,7 +330,7 @@ def test_weights_that_are_meant_to_differ_and_equal_ones_are_not_warned_of(
 
 def test_what_ranks_have_in_common_is_saved_once(tmp_path: Path) -> None:
     save_and_restore(tmp_path, Experts)
-    saved = torch.load(tmp_path / "model.ckpt-1", weights_only=True)
+    saved = torch.load(tmp_path / "model.ckpt-1" / "state.pt", weights_only=True)
     (other,) = saved["ranks"]
     assert {name: list(values) for name, values in other["rank_tensors"].items()} == {
         "model": ["expert.weight"],
@@ -553,7 +553,7 @@ def test_outer_items_that_differ_between_ranks_are_not_continued_by_another_numb
 def test_the_chief_writes_one_file_for_all(tmp_path: Path, async_save: bool) -> None:
     assert save_on(3, tmp_path, async_save=async_save) == [str(tmp_path / "model.ckpt-3")] * 3
     assert [each.name for each in list_checkpoints(tmp_path)] == ["model.ckpt-3"]
-    saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
+    saved = torch.load(tmp_path / "model.ckpt-3" / "state.pt", weights_only=True)
     assert saved["model"]["weight"].tolist() == [[1, 1]]
     assert [sorted(part) for part in saved["ranks"]] == [["hooks.hook", "loader", "own", "random"]] * 2
 
@@ -689,9 +689,9 @@ def test_a_damaged_checkpoint_is_skipped_by_all(tmp_path: Path) -> None:
     save_on(2, tmp_path)
     newest = tmp_path / "model.ckpt-9"
     Saver().save(make_session(None, 9), tmp_path / "model.ckpt", 9)
-    data = bytearray(newest.read_bytes())
+    data = bytearray((newest / "state.pt").read_bytes())
     data[len(data) // 2] ^= 1
-    newest.write_bytes(data)
+    (newest / "state.pt").write_bytes(data)
     with log_lines():
         assert restore_on(2, tmp_path) == [[1] * 5, [1, 1, 2, 2, 2]]
 
@@ -771,7 +771,7 @@ def test_a_session_without_a_loop_saves_alone(tmp_path: Path, monkeypatch: pytes
     ranks = LoopRanks(Ranks())
     ranks.rank, ranks.size = 1, 2
     Saver().save(make_session(ranks, 4), tmp_path / "model.ckpt", 1)
-    assert torch.load(tmp_path / "model.ckpt-1", weights_only=True)["model"]["weight"].tolist() == [[4, 4]]
+    assert torch.load(tmp_path / "model.ckpt-1" / "state.pt", weights_only=True)["model"]["weight"].tolist() == [[4, 4]]
 
 
 # -- loops ----------------------------------------------------------------------------------------------------------
@@ -882,9 +882,15 @@ CALLS = [
     ("write", 1, "after"),
     ("write", 3, "after"),
     ("sync", 1, "before"),
+    ("create", 2, "after"),  # of the manifest
+    ("sync_folder", 1, "after"),
     ("rename", 1, "before"),
     ("rename", 1, "after"),
-    ("sync_folder", 1, "after"),
+    # In the first save of a resumed process, which replaces the checkpoint that was restored:
+    ("rename", 1, "after", 1),
+    ("rename", 2, "after", 1),
+    ("sync_folder", 2, "after"),
+    ("rename", 2, "before"),  # of a checkpoint that is removed
     ("remove", 1, "before"),
     ("remove", 1, "after"),
 ]
@@ -906,7 +912,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("async_save", "calls"),
-    [pytest.param(False, CALLS, marks=pytest.mark.ranks), (True, CALLS[1:6:2])],
+    [pytest.param(False, CALLS, marks=pytest.mark.ranks), (True, CALLS[1:8:3])],
     ids=["sync", "async"],
 )
 def test_a_training_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
@@ -988,11 +994,11 @@ class FullLater(Disk):
 
     saves = 0
 
-    def create(self, path: str) -> BinaryIO:
+    def create_folder(self, path: str) -> None:
         self.saves += 1
         if self.saves > 1:
             raise OSError(28, "No space left on device")
-        return super().create(path)
+        super().create_folder(path)
 
 
 def train_on_a_full_disk(rank: int, folder: str) -> str:
@@ -1179,7 +1185,7 @@ def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_sam
     left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
     assert left == [f"model.ckpt-{step}" for step in (14, 16, 18)]
     assert sorted(os.listdir(f"{run}/model.ckpt-18")) == [
-        *(".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "rank-0.pt", "rank-1.pt")
+        *(".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "rank-1.pt", "state.pt")
     ]
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import random
 import re
+import shutil
 import tempfile
 import threading
+import zlib
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -28,6 +32,7 @@ from torch import nn
 
 from torchhooks.checkpoints import files as checkpoint_files
 from torchhooks.checkpoints.files import Folder, Retention
+from torchhooks.checkpoints.manifest import encoded
 from torchhooks.checkpoints.saver import Saver, latest_checkpoint, list_checkpoints
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import Disk
@@ -86,9 +91,39 @@ def test_the_path_has_the_step(tmp_path: Path) -> None:
     assert Saver().save(boxed(1), f"{tmp_path}/model.ckpt", 7) == f"{tmp_path}/model.ckpt-7"
 
 
-def test_a_checkpoint_is_one_file_and_nothing_else_is_written(tmp_path: Path) -> None:
-    save_steps(tmp_path, 7)
+def test_a_checkpoint_is_one_folder_of_two_files_and_nothing_else_is_written(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 7)
     assert names(tmp_path) == ["model.ckpt-7"]
+    assert names(Path(path)) == ["manifest.json", "state.pt"]
+
+
+def test_a_manifest_says_what_the_checkpoint_is_to_any_reader_of_json(tmp_path: Path) -> None:
+    session = Session(metadata={"lr": 0.1, "sizes": [1, None]})
+    saver = Saver()
+    saver.disk = Clock(99.0)
+    path = saver.save(session, tmp_path / "model.ckpt", 4, score=0.5)
+    state = Path(path, "state.pt").read_bytes()
+    manifest = json.loads(Path(path, "manifest.json").read_text())
+    assert manifest == {
+        "format": 1,
+        "name": "model.ckpt-4",
+        "order": 1,
+        "step": 4,
+        "time": 99.0,
+        "kept": False,
+        "world_size": 1,
+        "score": 0.5,
+        "metadata": {"lr": 0.1, "sizes": [1, None]},
+        "files": {"state.pt": [len(state), zlib.crc32(state)]},
+        "crc32": ANY,
+    }
+
+
+def test_a_manifest_of_a_later_format_is_not_read(tmp_path: Path, lines: Lines) -> None:
+    (path,) = save_steps(tmp_path, 1)
+    rewrite_manifest(path, format=2)
+    assert steps(tmp_path) == []
+    assert "it has format 2, and this version of torchhooks reads 1" in warnings_in(lines)
 
 
 def test_the_folder_is_created_by_the_first_checkpoint(tmp_path: Path) -> None:
@@ -106,7 +141,7 @@ def test_a_relative_path_stays_relative(tmp_path: Path) -> None:
 
 def test_torch_reads_a_checkpoint_without_this_library(tmp_path: Path) -> None:
     (path,) = save_steps(tmp_path, 5)
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(f"{path}/state.pt", weights_only=True)
     assert (saved["box"], saved["global_step"]) == ({"value": 5}, 0)
 
 
@@ -115,13 +150,13 @@ def test_the_list_has_step_path_size_and_time(tmp_path: Path) -> None:
     saver.disk = Clock(99.0)
     (path,) = save_steps(tmp_path, 4, saver=saver)
     (found,) = list_checkpoints(tmp_path)
-    assert (found.step, found.path, found.bytes, found.time) == (4, path, os.path.getsize(path), 99.0)
+    assert (found.step, found.path, found.bytes, found.time) == (4, path, os.path.getsize(f"{path}/state.pt"), 99.0)
 
 
 def test_a_pipe_with_the_name_of_a_checkpoint_is_not_one(tmp_path: Path, lines: Lines) -> None:
     os.mkfifo(tmp_path / "model.ckpt-2")
     assert latest_checkpoint(tmp_path) is None  # without waiting for a writer
-    assert "model.ckpt-2 is not a regular file" in warnings_in(lines)
+    assert "model.ckpt-2 is no folder, as a checkpoint is" in warnings_in(lines)
 
 
 def test_the_latest_is_the_one_written_last_not_the_one_of_the_highest_step(tmp_path: Path) -> None:
@@ -370,7 +405,7 @@ def test_a_numpy_number_comes_back_as_a_python_number(tmp_path: Path, number: An
 
 def test_a_saved_module_keeps_the_versions_of_its_parts(tmp_path: Path) -> None:
     path = Saver().save(make_session(nn.BatchNorm1d(2)), tmp_path / "model.ckpt", 1)
-    saved, of_another = torch.load(path, weights_only=True)["model"], nn.BatchNorm1d(2).state_dict()
+    saved, of_another = torch.load(f"{path}/state.pt", weights_only=True)["model"], nn.BatchNorm1d(2).state_dict()
     assert saved._metadata == of_another._metadata  # type: ignore[attr-defined]  # noqa: SLF001 - torch's
 
 
@@ -436,7 +471,7 @@ def tagged_as_cuda() -> Iterator[None]:
 def test_tensors_of_a_missing_device_load_on_the_cpu(tmp_path: Path, tagged_as_cuda: None) -> None:
     path = Saver().save(boxed(torch.ones(2)), tmp_path / "model.ckpt", 1)
     TAGS.clear()
-    assert b"cuda:0" in Path(path).read_bytes()
+    assert b"cuda:0" in Path(path, "state.pt").read_bytes()
     assert value_in(path).device.type == "cpu"
 
 
@@ -509,7 +544,7 @@ def test_a_training_run_resumed_in_a_new_process_ends_with_the_same_bits(tmp_pat
         make_step(session)
     straight = Saver().save(session, tmp_path / "straight", 6)
     resumed = str(tmp_path / "resumed-6")
-    assert same(torch.load(resumed, weights_only=True), torch.load(straight, weights_only=True))
+    assert same(torch.load(f"{resumed}/state.pt"), torch.load(f"{straight}/state.pt"))
 
 
 # What cannot be saved.
@@ -700,18 +735,39 @@ def cut(path: str, size: int) -> None:
         file.truncate(size)
 
 
-@pytest.mark.parametrize("left", [0, 1, 100, 4000, -1])
-def test_a_half_file_is_skipped_and_named(tmp_path: Path, lines: Lines, left: int) -> None:
+@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
+@pytest.mark.parametrize("left", [0, 1, 100, -1])
+def test_a_half_file_is_skipped_and_named(tmp_path: Path, lines: Lines, name: str, left: int) -> None:
     *_, path = save_steps(tmp_path, 1, 2)
-    cut(path, left % os.path.getsize(path))
+    cut(f"{path}/{name}", left % os.path.getsize(f"{path}/{name}"))
     assert (latest_checkpoint(tmp_path), restored(tmp_path)) == (str(tmp_path / "model.ckpt-1"), 1)
     assert path in warnings_in(lines)
+    assert name in warnings_in(lines)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
+def test_a_checkpoint_without_one_of_its_files_is_skipped_and_named(tmp_path: Path, lines: Lines, name: str) -> None:
+    first, path = save_steps(tmp_path, 1, 2)
+    os.remove(f"{path}/{name}")
+    assert (latest_checkpoint(tmp_path), restored(tmp_path)) == (str(tmp_path / "model.ckpt-1"), 1)
+    assert path in warnings_in(lines)
+    os.remove(f"{first}/{name}")
+    with pytest.raises(CheckpointError, match="all of them are damaged"):
+        Saver().restore_latest(boxed(None), tmp_path)
 
 
 def test_without_the_newest_one_the_one_before_it_is_used(tmp_path: Path) -> None:
     *_, path = save_steps(tmp_path, 1, 2)
-    os.remove(path)
+    shutil.rmtree(path)
     assert restored(tmp_path) == 1
+
+
+def rewrite_manifest(path: str, **entries: Any) -> None:
+    """Change entries of a manifest, and its checksum."""
+    file = Path(path, "manifest.json")
+    manifest = json.loads(file.read_text())
+    del manifest["crc32"]
+    file.write_bytes(encoded({**manifest, **entries}))
 
 
 def flip(path: str, place: int) -> None:
@@ -724,25 +780,25 @@ def flip(path: str, place: int) -> None:
 
 def test_a_changed_byte_is_found_wherever_it_is(tmp_path: Path) -> None:
     path = Saver().save(boxed(torch.arange(50)), tmp_path / "model.ckpt", 1)
-    size = os.path.getsize(path)
-    for place in [*range(0, size - 150, 7), *range(size - 150, size)]:
-        flip(path, place)
-        with pytest.raises(DamagedCheckpointError, match=re.escape(path)):
-            Saver().restore(boxed(None), path)
-        flip(path, place)
+    for name, every in [("state.pt", 7), ("manifest.json", 1)]:
+        for place in range(0, os.path.getsize(f"{path}/{name}"), every):
+            flip(f"{path}/{name}", place)
+            with pytest.raises(DamagedCheckpointError, match=re.escape(path)):
+                Saver().restore(boxed(None), path)
+            flip(f"{path}/{name}", place)
     assert value_in(path).sum() == sum(range(50))
 
 
 def test_a_damaged_newest_one_is_skipped_and_named(tmp_path: Path, lines: Lines) -> None:
     *_, path = save_steps(tmp_path, 1, 2)
-    flip(path, 1000)
+    flip(f"{path}/state.pt", 1000)
     assert restored(tmp_path) == 1
-    assert f"{path} is damaged" in warnings_in(lines)
+    assert f"{path} is damaged: state.pt is not what was written" in warnings_in(lines)
 
 
 def test_starting_over_is_refused_where_every_checkpoint_is_damaged(tmp_path: Path, lines: Lines) -> None:
     for path in save_steps(tmp_path, 1, 2):
-        flip(path, 1000)
+        flip(f"{path}/state.pt", 1000)
     with pytest.raises(CheckpointError, match=r"all of them are damaged.* To start over, move them away"):
         Saver().restore_latest(boxed(None), tmp_path)
 
@@ -754,22 +810,22 @@ def test_a_missing_file_is_an_error_that_says_so(tmp_path: Path) -> None:
 
 def test_a_file_of_plain_torch_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"model": {}}, tmp_path / "model.ckpt-1")
-    with pytest.raises(DamagedCheckpointError, match="was not written by a Saver"):
+    with pytest.raises(DamagedCheckpointError, match="is no folder, as a checkpoint is"):
         Saver().restore(boxed(None), tmp_path / "model.ckpt-1")
 
 
 def test_a_copy_under_another_name_is_skipped_and_named(tmp_path: Path, lines: Lines) -> None:
     first, _ = save_steps(tmp_path, 1, 2)
-    (tmp_path / "model.ckpt-999").write_bytes(Path(first).read_bytes())
+    shutil.copytree(first, tmp_path / "model.ckpt-999")
     assert restored(tmp_path) == 2
     assert "model.ckpt-999 is a copy of model.ckpt-1" in warnings_in(lines)
 
 
 def test_an_old_file_put_back_is_not_the_newest(tmp_path: Path, lines: Lines) -> None:
     (path,) = save_steps(tmp_path, 1)
-    content = Path(path).read_bytes()
+    shutil.copytree(path, tmp_path / "away")
     save_steps(tmp_path, 2, 3, saver=Saver(1))
-    Path(path).write_bytes(content)
+    (tmp_path / "away").rename(path)
     assert restored(tmp_path) == 3
 
 
@@ -786,74 +842,60 @@ def test_a_file_that_is_not_a_checkpoint_is_never_removed(tmp_path: Path, lines:
     torch.save({"model": {}}, tmp_path / "model.ckpt-0")
     save_steps(tmp_path, 1, 2, saver=Saver(1))
     assert names(tmp_path) == ["model.ckpt-0", "model.ckpt-2"]
-    assert "model.ckpt-0 is cut short, or was not written by a Saver" in warnings_in(lines)
+    assert "model.ckpt-0 is no folder, as a checkpoint is" in warnings_in(lines)
 
 
-ODD_SEALS = [
-    '"order": "2", "step": 2, "bytes": {bytes}, "time": 0',
-    '"order": 2, "step": "2", "bytes": {bytes}, "time": 0',
-    '"order": 2, "step": 2, "bytes": {bytes}, "time": null',
-    '"order": 2, "step": 2, "bytes": {bytes}, "time": 1' + 400 * "0",
-    '"order": 2, "bytes": {bytes}, "time": 0',
-    '"order": ' + 2000 * "[" + 2000 * "]",
+ODD_ENTRIES: list[dict[str, Any]] = [
+    {"order": "2"},
+    {"step": "2"},
+    {"step": True},
+    {"step": 1.0},
+    {"time": None},
+    {"time": 10**400},
+    {"score": "good"},
+    {"files": None},
+    {"files": ["state.pt"]},
+    {"files": {"state.pt": 3}},
+    {"files": {"state.pt": ["many", 3]}},
 ]
 
 
-@pytest.mark.parametrize("seal", ODD_SEALS, ids=range(len(ODD_SEALS)))
-def test_a_file_with_an_odd_seal_is_skipped_and_named(tmp_path: Path, lines: Lines, seal: str) -> None:
-    save_steps(tmp_path, 1)
-    text = '{"seal": 1, "name": "model.ckpt-2", ' + seal.replace("{bytes}", "4") + "} 00000000\n"
-    (tmp_path / "model.ckpt-2").write_text("data\n" + text)
+@pytest.mark.parametrize("entries", ODD_ENTRIES, ids=repr)
+def test_a_checkpoint_with_an_odd_manifest_is_skipped_and_named(
+    tmp_path: Path, lines: Lines, entries: dict[str, Any]
+) -> None:
+    *_, path = save_steps(tmp_path, 1, 2)
+    rewrite_manifest(path)
+    assert steps(tmp_path) == [1, 2]
+    rewrite_manifest(path, **entries)
     save_steps(tmp_path, 3)
-    assert restored(tmp_path) == 3
-    assert "model.ckpt-2 is cut short, or was not written by a Saver" in warnings_in(lines)
+    assert (steps(tmp_path), restored(tmp_path)) == ([1, 3], 3)
+    assert "model.ckpt-2 has a damaged manifest.json" in warnings_in(lines)
 
 
-def test_the_seal_of_that_test_is_read_where_it_is_not_odd(tmp_path: Path) -> None:
-    text = '{"seal": 1, "name": "model.ckpt-2", "order": 2, "step": 2, "bytes": 4, "time": 0} 00000000\n'
-    (tmp_path / "model.ckpt-2").write_text("data\n" + text)
-    assert steps(tmp_path) == [2]
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"a": 1', "\xff"])
+def test_a_manifest_that_is_none_is_skipped_and_named(tmp_path: Path, lines: Lines, text: str) -> None:
+    *_, path = save_steps(tmp_path, 1, 2)
+    data = text.encode("latin1")
+    for each in (data, data + b', "crc32": %d}\n' % zlib.crc32(data)):
+        Path(path, "manifest.json").write_bytes(each)
+        assert (steps(tmp_path), restored(tmp_path)) == ([1], 1)
+        assert "model.ckpt-2 has a damaged manifest.json" in warnings_in(lines)
 
 
-INDEXES = [
-    b"",
-    b"[]",
-    b"\xff\x00",
-    b'{"checkpoints": [{}]}',
-    b'{"checkpoints": [], "removing": ["../other", "model.ckpt-30"], "last": "many", "keep_after": {}}',
-    b'{"checkpoints": [], "removing": ["../other"], "last": 9, "keep_after": {"model.ckpt": 0.0}}',
-]
+@pytest.mark.parametrize("prefix", ["model.ckpt", "other"])
+def test_a_file_of_an_earlier_version_is_named_and_stops_a_start(tmp_path: Path, lines: Lines, prefix: str) -> None:
+    with open(tmp_path / f"{prefix}-5", "wb") as file:
+        torch.save({"global_step": 5}, file)
+    with pytest.raises(CheckpointError, match="all of them are damaged"):
+        Saver().restore_latest(boxed(None), tmp_path)
+    assert f"{tmp_path}/{prefix}-5 is no folder, as a checkpoint is: an earlier version" in warnings_in(lines)
 
 
-@pytest.mark.parametrize("content", INDEXES, ids=range(len(INDEXES)))
-def test_the_index_of_an_earlier_version_is_ignored_and_removed(tmp_path: Path, lines: Lines, content: bytes) -> None:
-    folder, other = tmp_path / "run", tmp_path / "other"
-    other.touch()
-    save_steps(folder, 30, 4, 10)
-    (folder / "checkpoints.json").write_bytes(content)
-    assert (steps(folder), restored(folder), warnings_in(lines)) == ([30, 4, 10], 10, "")
-    save_steps(folder, 5, saver=Saver(3))
-    assert (steps(folder), restored(folder)) == ([4, 10, 5], 5)
-    assert not (folder / "checkpoints.json").exists()
-    assert other.exists()
-
-
-def test_a_link_or_folder_with_the_name_of_the_index_is_left_alone(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("other")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "checkpoints.json").symlink_to(other)
-    (tmp_path / "b" / "checkpoints.json").mkdir(parents=True)
-    for folder in ("a", "b"):
-        save_steps(tmp_path / folder, 1)
-        assert names(tmp_path / folder) == ["checkpoints.json", "model.ckpt-1"]
-    assert other.read_text() == "other"
-
-
-def test_a_save_reads_only_the_seals_that_it_has_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_reads_only_the_manifests_that_it_has_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    read_seal = checkpoint_files.read_seal
-    monkeypatch.setattr(checkpoint_files, "read_seal", lambda path: seen.append(Path(path).name) or read_seal(path))  # type: ignore[func-returns-value]
+    inspect = checkpoint_files.inspect
+    monkeypatch.setattr(checkpoint_files, "inspect", lambda path: seen.append(Path(path).name) or inspect(path))  # type: ignore[func-returns-value]
     save_steps(tmp_path, 1, 2, 3)
     seen.clear()
     saver, read = Saver(), []
@@ -867,6 +909,7 @@ def test_a_save_reads_only_the_seals_that_it_has_not_read(tmp_path: Path, monkey
 def test_a_file_that_was_changed_between_two_saves_is_read_again(tmp_path: Path, lines: Lines) -> None:
     saver = Saver(2)
     first, *_ = save_steps(tmp_path, 1, 2, saver=saver)
+    shutil.rmtree(first)
     Path(first).write_bytes(b"a file of the user's")
     save_steps(tmp_path, 3, 4, saver=saver)
     assert names(tmp_path) == ["model.ckpt-1", "model.ckpt-3", "model.ckpt-4"]
@@ -875,26 +918,51 @@ def test_a_file_that_was_changed_between_two_saves_is_read_again(tmp_path: Path,
 
 def leave_temporary(folder: Path) -> Path:
     path = folder / ".model.ckpt-9.0123456789abcdef.tmp"
-    path.write_bytes(b"half")
+    path.mkdir()
+    (path / "state.pt").write_bytes(b"half")
     return path
 
 
-def test_a_temporary_file_of_a_dead_process_is_removed_and_named(tmp_path: Path, lines: Lines) -> None:
+def test_a_temporary_folder_of_a_dead_process_is_removed_and_named(tmp_path: Path, lines: Lines) -> None:
     path = leave_temporary(tmp_path)
     save_steps(tmp_path, 1)
     assert not path.exists()
     assert str(path) in warnings_in(lines)
 
 
-def test_a_temporary_file_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+def test_a_temporary_folder_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
     path = leave_temporary(tmp_path)
-    with open(path, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        save_steps(tmp_path, 1)
+    file = os.open(path, os.O_RDONLY)  # as another process has it
+    fcntl.flock(file, fcntl.LOCK_EX)
+    save_steps(tmp_path, 1)
     assert path.exists()
+    os.close(file)
+    save_steps(tmp_path, 2)
+    assert not path.exists()
 
 
-def test_a_temporary_file_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_that_ranks_of_this_process_write_into_is_left_alone(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path), Disk())
+    path = folder.begin("model.ckpt", 9)
+    save_steps(tmp_path, 1)
+    assert os.path.exists(path)
+    folder.end(path)
+    assert names(tmp_path) == ["model.ckpt-1"]
+
+
+def test_a_checkpoint_that_another_process_has_just_moved_aside_is_not_taken_back(tmp_path: Path) -> None:
+    (path,) = save_steps(tmp_path, 1)
+    aside = tmp_path / ".model.ckpt-1.0123456789abcdef.old"
+    os.rename(path, aside)
+    file = os.open(tmp_path, os.O_RDONLY)  # as the process that saves into the folder has it
+    fcntl.flock(file, fcntl.LOCK_EX)
+    assert restored(tmp_path) is None
+    assert aside.exists()
+    os.close(file)
+    assert restored(tmp_path) == 1
+
+
+def test_a_temporary_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     leave_temporary(tmp_path)
     assert latest_checkpoint(tmp_path) is None
 
@@ -912,23 +980,18 @@ class Evil:
 def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
     folder, proof = tmp_path / "run", tmp_path / "proof"
     write: Callable[[Any], None] = partial(torch.save, {"box": Evil(proof)})
-    Folder(str(folder), Disk()).add("model.ckpt", 1, write, Retention(5, None))
+    Folder(str(folder), Disk()).add("model.ckpt", 1, write, Retention(5, None), {"score": None})
     with pytest.raises(CheckpointError, match=r"model\.ckpt-1 is not damaged, but torch does not load it"):
         Saver().restore_latest(boxed(None), folder)
     assert not proof.exists()
-    torch.load(latest_checkpoint(folder), weights_only=False)  # type: ignore[arg-type]
+    torch.load(f"{latest_checkpoint(folder)}/state.pt", weights_only=False)
     assert proof.exists(), "the pickle was harmless, so nothing was tested"
 
 
-def test_damage_is_found_even_if_torch_is_set_to_write_no_checksums(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        path = Saver().save(boxed(torch.zeros(1000)), tmp_path / "model.ckpt", 1)
-        assert not torch.serialization.get_crc32_options()
-    finally:
-        torch.serialization.set_crc32_options(True)
+def test_damage_in_a_tensor_is_found(tmp_path: Path) -> None:
+    path = Saver().save(boxed(torch.zeros(1000)), tmp_path / "model.ckpt", 1)
     assert value_in(path).sum() == 0
-    flip(path, Path(path).read_bytes().index(bytes(4000)) + 2000)
+    flip(f"{path}/state.pt", Path(path, "state.pt").read_bytes().index(bytes(4000)) + 2000)
     with pytest.raises(DamagedCheckpointError):
         Saver().restore(boxed(None), path)
 
@@ -1079,7 +1142,7 @@ def test_the_copies_of_many_tensors_share_one_block_of_memory(numel: int, tmp_pa
     assert len(device.allocations) == 1
     assert 50 * 4 * numel <= device.allocations[0] <= 50 * (4 * numel + 64)
     assert [value.tolist() for value in value_in(path)] == [tensor.tolist() for tensor in tensors]
-    assert os.path.getsize(path) < 50 * (4 * numel + 300) + 50_000  # each tensor is written on its own
+    assert os.path.getsize(f"{path}/state.pt") < 50 * (4 * numel + 300) + 50_000  # each tensor is written on its own
 
 
 def test_a_block_of_memory_has_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1168,7 +1231,7 @@ def test_temporary_tensors_of_a_state_dict_are_not_mistaken_for_one_another(tmp_
     session = make_session(hooks={str(number): Fresh(number) for number in numbers})
     path = saver.save(session, tmp_path / "model.ckpt", 1)
     saver.close()
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(f"{path}/state.pt", weights_only=True)
     assert [saved[f"hooks.{number}"]["value"][-1].item() for number in numbers] == numbers
     assert [saved[f"hooks.{number}"]["conjugate"][-1].item() for number in numbers] == [-1j * n for n in numbers]
 
@@ -1304,6 +1367,10 @@ class FaultyDisk(Disk):
         if self.count == self.fault_at or (self.count > self.fault_at and isinstance(self.error, Crash)):
             raise self.error
 
+    def create_folder(self, path: str) -> None:
+        self._next()
+        super().create_folder(path)
+
     def create(self, path: str) -> BinaryIO:
         self._next()
         return super().create(path)
@@ -1329,6 +1396,9 @@ class FaultyDisk(Disk):
         self._next()
 
     def remove(self, path: str) -> None:
+        for name in sorted(os.listdir(path)) if os.path.isdir(path) else []:  # a kill may leave a part of a folder
+            self._next()
+            os.remove(os.path.join(path, name))
         self._next()
         super().remove(path)
 
@@ -1411,8 +1481,12 @@ class Diary(Disk):
     def __init__(self) -> None:
         self.entries: list[str] = []
 
+    def create_folder(self, path: str) -> None:
+        self.entries.append("create a folder")
+        super().create_folder(path)
+
     def create(self, path: str) -> BinaryIO:
-        self.entries.append("create")
+        self.entries.append(f"create {Path(path).name}")
         return super().create(path)
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
@@ -1425,15 +1499,15 @@ class Diary(Disk):
         super().sync(file)
 
     def rename(self, path: str, new_path: str) -> None:
-        self.entries.append(f"rename to {Path(new_path).name}")
+        self.entries.append(f"rename to {shown_name(new_path)}")
         super().rename(path, new_path)
 
     def sync_folder(self, path: str) -> None:
-        self.entries.append("sync the folder")
+        self.entries.append(f"sync the folder {shown_name(path)}")
         super().sync_folder(path)
 
     def remove(self, path: str) -> None:
-        self.entries.append(f"remove {Path(path).name}")
+        self.entries.append(f"remove {shown_name(path)}")
         super().remove(path)
 
 
@@ -1442,16 +1516,34 @@ def test_each_part_is_on_disk_before_the_next_is_begun(tmp_path: Path) -> None:
     saver, diary = Saver(1), Diary()
     saver.disk = diary
     save_steps(tmp_path, 2, saver=saver)
-    written = ["create", "write", "sync", "rename to model.ckpt-2", "sync the folder"]
-    assert diary.entries == [*written, "remove model.ckpt-1"]
+    assert diary.entries == [
+        "create a folder",
+        *("create state.pt", "write", "sync"),
+        *("create manifest.json", "write", "sync"),
+        "sync the folder .model.ckpt-2.tmp",
+        *("rename to model.ckpt-2", f"sync the folder {tmp_path.name}"),
+        *("rename to .model.ckpt-1.tmp", "remove .model.ckpt-1.tmp"),
+    ]
+    diary.entries.clear()
+    save_steps(tmp_path, 2, saver=saver)
+    assert diary.entries[7:] == [
+        "sync the folder .model.ckpt-2.tmp",
+        *("rename to .model.ckpt-2.old", "rename to model.ckpt-2", f"sync the folder {tmp_path.name}"),
+        "remove .model.ckpt-2.old",
+    ]
+
+
+def shown_name(path: str) -> str:
+    """Return the name of a file or folder, without the random part of a temporary one."""
+    return re.sub(r"\.[0-9a-f]{16}\.", ".", Path(path).name)
 
 
 def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
-    saver, disk = Saver(), FaultyDisk(3, FULL)
+    saver, disk = Saver(), FaultyDisk(4, FULL)
     saver.disk = disk
     with pytest.raises(CheckpointError):
         save_steps(tmp_path, 1, saver=saver)
-    assert disk.count == 4, "the failed write, and the removal of the file"
+    assert disk.count == 6, "the failed write, and the removal of the file and of the folder"
 
 
 def test_what_was_restored_stays_until_a_newer_one_is_complete(tmp_path: Path, lines: Lines) -> None:
@@ -1469,16 +1561,20 @@ def test_what_was_restored_stays_until_a_newer_one_is_complete(tmp_path: Path, l
             assert (folder / "model.ckpt-1").exists() or restored(folder) == 7
 
 
+def contents(path: str) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in Path(path).iterdir()}
+
+
 def test_a_failed_save_leaves_no_temporary_file_and_the_older_one_as_it_was(tmp_path: Path) -> None:
     def save_twice(folder: Path, place: int) -> int:
         (path,) = save_steps(folder, 1)
-        before = Path(path).read_bytes()
+        before = contents(path)
         saver, disk = Saver(), FaultyDisk(place, FULL)
         saver.disk = disk
         try:
             save_steps(folder, 2, saver=saver)
         finally:
-            assert Path(path).read_bytes() == before
+            assert contents(path) == before
             assert [name for name in names(folder) if name.endswith("tmp")] == []
         return disk.count
 
@@ -1492,10 +1588,10 @@ def test_a_failed_save_leaves_no_temporary_file_and_the_older_one_as_it_was(tmp_
 
 def test_an_old_one_that_cannot_be_removed_is_named_and_removed_later(tmp_path: Path, lines: Lines) -> None:
     class Sticky(Disk):
-        def remove(self, path: str) -> None:
+        def rename(self, path: str, new_path: str) -> None:
             if path.endswith("-1") and not lines:
                 raise PermissionError(errno.EACCES, "Permission denied")
-            super().remove(path)
+            super().rename(path, new_path)
 
     saver = Saver(1)
     saver.disk = Sticky()
@@ -1512,7 +1608,7 @@ def test_a_file_where_the_folder_should_be_is_an_error_that_says_so(tmp_path: Pa
 
 
 def test_a_folder_where_the_checkpoint_should_be_is_an_error_that_says_so(tmp_path: Path) -> None:
-    (tmp_path / "model.ckpt-1").mkdir()
+    (tmp_path / "model.ckpt-1" / "theirs").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="A folder has the name of the checkpoint"):
         save_steps(tmp_path, 1)
     assert names(tmp_path) == ["model.ckpt-1"]

@@ -35,9 +35,8 @@ from torchhooks import (
     read_metadata,
 )
 from torchhooks.__main__ import main
-from torchhooks.checkpoints.files import verify
+from torchhooks.checkpoints.files import inspect, verify
 from torchhooks.checkpoints.gradients import Gradients
-from torchhooks.checkpoints.saver import read_checkpoint
 from torchhooks.checkpoints.sharded import canonical, renamed
 from torchhooks.checkpoints.state import accumulated_gradients, belongs_to_rank, load_gradients
 from torchhooks.common.files import Disk
@@ -100,7 +99,7 @@ def test_a_state_is_restored_sharded_or_whole(
     saver = Saver(async_save=async_save)
     path = saver.save(before, tmp_path / "model.ckpt", 3)
     saver.close()
-    assert os.path.isdir(path) == from_shards
+    assert os.path.exists(f"{path}/.metadata") == from_shards
     after = make_session(0, to_shards)
     assert Saver().restore_latest(after, tmp_path) == path
     assert contents(after) == contents(before)
@@ -306,7 +305,7 @@ class NoSpaceAt(Disk):
         super().rename(path, new_path)
 
 
-@pytest.mark.parametrize("name", ["rank-0.pt", "manifest.json", "model.ckpt-5"])
+@pytest.mark.parametrize("name", ["state.pt", "manifest.json", "model.ckpt-5"])
 def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, name: str) -> None:
     Saver().save(make_session(5), tmp_path / "model.ckpt", 5)
     saver = Saver()
@@ -331,7 +330,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_an_error_of_the_first_save(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(("model", ".model"))]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp", "rank-0.pt", ".metadata"])
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp", "state.pt", ".metadata"])
 def test_a_damaged_folder_is_skipped(tmp_path: Path, name: str, lines: list[tuple[str, str]]) -> None:
     for step in (1, 2):
         Saver().save(make_session(step), tmp_path / "model.ckpt", step)
@@ -346,8 +345,8 @@ def test_a_damaged_folder_is_skipped(tmp_path: Path, name: str, lines: list[tupl
 
 def test_a_folder_without_one_of_its_files_is_damaged(tmp_path: Path) -> None:
     Saver().save(make_session(1), tmp_path / "model.ckpt", 1)
-    (tmp_path / "model.ckpt-1" / "rank-0.pt").unlink()
-    with pytest.raises(DamagedCheckpointError, match=r"rank-0\.pt"):
+    (tmp_path / "model.ckpt-1" / "state.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"state\.pt"):
         Saver().restore(make_session(0), tmp_path / "model.ckpt-1")
 
 
@@ -370,10 +369,11 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     from torchhooks.checkpoints.manifest import encoded, read_manifest
 
     folder = str(tmp_path / "model.ckpt-1")
-    manifest, _ = read_manifest(folder)
+    manifest = read_manifest(folder)
+    del manifest["crc32"]
     manifest["files"]["../other"] = [0, 0]
     Path(folder, "manifest.json").write_bytes(encoded(json.loads(json.dumps(manifest))))
-    with pytest.raises(DamagedCheckpointError, match="other is not what was written"):
+    with pytest.raises(DamagedCheckpointError, match="other cannot be read"):
         verify(folder)
 
 
@@ -382,7 +382,8 @@ def test_metadata_that_could_run_code_is_refused(tmp_path: Path) -> None:
     from torchhooks.checkpoints.manifest import encoded, file_sums, read_manifest
 
     Path(path, ".metadata").write_bytes(pickle.dumps(os.getcwd))
-    manifest, _ = read_manifest(path)
+    manifest = read_manifest(path)
+    del manifest["crc32"]
     manifest["files"] |= file_sums(path, [".metadata"])
     Path(path, "manifest.json").write_bytes(encoded(manifest))
     with pytest.raises(CheckpointError, match="it could run code, so it is not loaded"):
@@ -398,7 +399,8 @@ def test_metadata_that_another_python_wrote_are_read(tmp_path: Path) -> None:
     pickled = pickle.dumps(metadata, protocol=2).replace(b"cpathlib\n", b"cpathlib._local\n")
     assert b"pathlib._local" in pickled
     Path(path, ".metadata").write_bytes(pickled)
-    manifest, _ = read_manifest(path)
+    manifest = read_manifest(path)
+    del manifest["crc32"]
     manifest["files"] |= file_sums(path, [".metadata"])
     Path(path, "manifest.json").write_bytes(encoded(manifest))
     session = make_session(0)
@@ -415,7 +417,8 @@ def test_tensors_outside_of_the_folder_are_not_read(tmp_path: Path) -> None:
     for stored in metadata.storage_data.values():
         stored.relative_path = os.path.relpath(os.path.join(theirs, stored.relative_path), path)
     Path(path, ".metadata").write_bytes(pickle.dumps(metadata))
-    manifest, _ = read_manifest(path)
+    manifest = read_manifest(path)
+    del manifest["crc32"]
     manifest["files"] |= file_sums(path, [".metadata"])
     Path(path, "manifest.json").write_bytes(encoded(manifest))
     with pytest.raises(DamagedCheckpointError, match="outside of the folder"):
@@ -467,7 +470,7 @@ class Waits(Disk):
 
 def test_the_error_of_a_background_save_is_raised_by_the_next(tmp_path: Path) -> None:
     saver = Saver(async_save=True)
-    saver.disk = NoSpaceAt("rank-0.pt")
+    saver.disk = NoSpaceAt("state.pt")
     saver.save(make_session(3), tmp_path / "model.ckpt", 3)
     with pytest.raises(CheckpointError, match=r"model\.ckpt-3 was not written: No space left on device"):
         saver.save(make_session(4), tmp_path / "model.ckpt", 4)
@@ -480,7 +483,7 @@ def test_score_and_metadata_are_in_the_folder(tmp_path: Path) -> None:
     session = make_session(1, metadata={"width": 3})
     path = Saver().save(session, tmp_path / "model.ckpt", 1, score=0.5)
     assert read_metadata(path) == {"width": 3}
-    assert read_checkpoint(path)["score"] == 0.5
+    assert inspect(path).score == 0.5
 
 
 def test_another_shape_is_a_misfit(tmp_path: Path) -> None:
@@ -586,7 +589,6 @@ def test_the_command_lists_and_exports(tmp_path: Path, shards: bool, capsys: pyt
     assert first.startswith("model.ckpt-1  step 1  ")
     assert first.endswith("  intact, kept for good")
     assert second.endswith("  intact")
-    assert f"  {'folder' if shards else 'file'}  " in second
     assert exported == f"{weights}: the model of {tmp_path}/model.ckpt-2"
     bare: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     bare.load_state_dict(torch.load(weights, weights_only=True))
@@ -598,16 +600,22 @@ def test_the_command_lists_and_exports(tmp_path: Path, shards: bool, capsys: pyt
 def test_the_command_takes_one_checkpoint(tmp_path: Path, shards: bool, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):
         path = Saver().save(make_session(step, shards), tmp_path / "model.ckpt", step)
-    assert main(["checkpoints", f"{path}/" if shards else path]) == 0
+    assert main(["checkpoints", f"{path}/"]) == 0
     assert capsys.readouterr().out.startswith("model.ckpt-2  step 2")
 
 
-def test_the_command_fails_for_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_fails_for_a_damaged_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[tuple[str, str]]
+) -> None:
     for step in (1, 2):
         path = Saver().save(make_session(step), tmp_path / "model.ckpt", step)
-    Path(path, "rank-0.pt").write_bytes(b"")
+    data = Path(path, "state.pt").read_bytes()
+    Path(path, "state.pt").write_bytes(data[:-1] + b"x")
     assert main(["checkpoints", str(tmp_path)]) == 1
-    assert "model.ckpt-2 is damaged: rank-0.pt is not what was written." in capsys.readouterr().out
+    assert "model.ckpt-2 is damaged: state.pt is not what was written." in capsys.readouterr().out
+    Path(path, "state.pt").write_bytes(data[:-1])
+    assert main(["checkpoints", str(tmp_path)]) == 1
+    assert "model.ckpt-2 is damaged: state.pt is cut short" in lines[0][1]
 
 
 def test_the_command_fails_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

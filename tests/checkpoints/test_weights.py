@@ -78,9 +78,9 @@ def test_the_names_that_a_wrapper_adds_do_not_count(tmp_path: Path) -> None:
 def test_a_damaged_one_of_a_folder_is_skipped_with_a_warning(tmp_path: Path, lines: Lines) -> None:
     save(tmp_path, filled(1), 6)
     newest = Path(save(tmp_path, filled(3), 7))
-    data = bytearray(newest.read_bytes())
+    data = bytearray((newest / "state.pt").read_bytes())
     data[data.index(b"\x00\x00\x40\x40")] ^= 1
-    newest.write_bytes(data)
+    (newest / "state.pt").write_bytes(data)
     model = filled(0)
     load_weights(tmp_path, model)
     assert numbers(model) == {1}

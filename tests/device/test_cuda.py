@@ -383,7 +383,7 @@ def test_an_asynchronous_save_does_not_make_the_host_wait(tmp_path: Path) -> Non
     saver.close()
     assert all(pending[1:])  # the first save has to allocate pinned memory, for which CUDA may wait
     for step, path in enumerate(paths, 1):
-        (saved,) = torch.load(path, weights_only=True)["model"].values()
+        (saved,) = torch.load(f"{path}/state.pt", weights_only=True)["model"].values()
         assert saved.unique().tolist() == [step]
 
 
@@ -398,7 +398,7 @@ def test_copies_for_a_checkpoint_reuse_pinned_memory(tmp_path: Path) -> None:
     (first, pinned), (second, ordinary) = disk.read_from[:2]
     assert (pinned, ordinary) == (True, False)
     assert disk.read_from == [(first, True), (second, False)] * 3
-    saved = torch.load(path, weights_only=True)["model"]
+    saved = torch.load(f"{path}/state.pt", weights_only=True)["model"]
     assert saved["0"].data_ptr() == saved["1"].data_ptr()
 
 

@@ -39,6 +39,7 @@ from torchhooks import (
     best_checkpoint,
     latest,
     latest_checkpoint,
+    list_checkpoints,
     running_max,
     running_mean,
     running_min,
@@ -687,8 +688,8 @@ def test_best_checkpoint_hook_takes_a_running_mean(tmp_path: Path) -> None:
     trace(hook, losses=[4, 3, 1, 5, 7], model=torch.nn.Linear(1, 1))
     best = best_checkpoint(tmp_path / "best")
     assert best is not None
-    saved = torch.load(best, weights_only=True)
-    assert (saved["global_step"], saved["score"]) == (4, -3.0)
+    (found,) = list_checkpoints(tmp_path / "best")
+    assert (found.path, found.step, found.score) == (best, 4, -3.0)
 
 
 def test_a_hook_that_watches_the_outputs_does_not_count_a_run_twice() -> None:
@@ -898,7 +899,7 @@ def test_a_checkpoint_from_before_the_hook_was_added_starts_over(tmp_path: Path)
 
 def test_a_checkpoint_without_running_fetches_has_no_entry_for_them(tmp_path: Path) -> None:
     trace(CheckpointSaverHook(tmp_path, save_steps=1), losses=[1.0], checkpoint_dir=tmp_path)
-    assert "running_values" not in torch.load(tmp_path / "model.ckpt-1", weights_only=True)
+    assert "running_values" not in torch.load(tmp_path / "model.ckpt-1" / "state.pt", weights_only=True)
 
 
 class FailsOnce(SessionRunHook):

@@ -6,6 +6,7 @@ import errno
 import math
 import random
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -78,8 +79,10 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> FullDisk:
 class KilledBeforeRemoval(Disk):
     """A disk that interrupts a save after the checkpoint was written and before the one it replaces is removed."""
 
-    def remove(self, path: str) -> None:
-        raise KeyboardInterrupt
+    def rename(self, path: str, new_path: str) -> None:
+        if new_path.endswith(".tmp"):
+            raise KeyboardInterrupt
+        super().rename(path, new_path)
 
 
 # -- which ------------------------------------------------------------------------------------------------------------
@@ -330,7 +333,7 @@ def scores_and_values(folder: Path) -> list[tuple[float, Any]]:
     return [
         (
             score,
-            torch.load(folder / "best" / f"{checkpoint.prefix}-{checkpoint.step}", weights_only=True)["box"]["value"],
+            torch.load(f"{checkpoint.path}/state.pt", weights_only=True)["box"]["value"],
         )
         for score, checkpoint in scored_checkpoints(folder / "best")
     ]
@@ -607,7 +610,7 @@ def test_with_a_smaller_keep_a_state_among_the_best_replaces_the_worst(tmp_path:
 def test_with_a_smaller_keep_a_place_beyond_it_counts_as_one_that_is_kept(tmp_path: Path) -> None:
     keep_best(tmp_path, [0.1, 0.2, 0.9], keep=3)
     for place in (1, 2):
-        (tmp_path / "best" / f"model.{place}.ckpt-{place}").unlink()
+        shutil.rmtree(tmp_path / "best" / f"model.{place}.ckpt-{place}")
     keep_best(tmp_path, [0.3, 0.4, 0.2], keep=2, start_step=3)
     assert kept(tmp_path) == [3, 5]
 
@@ -641,10 +644,10 @@ def test_a_damaged_one_is_skipped_with_a_warning_and_its_place_is_free(
     tmp_path: Path, lines: list[tuple[str, str]]
 ) -> None:
     keep_best(tmp_path, [0.9])
-    Path(best_checkpoint(tmp_path / "best")).write_bytes(b"cut short")
+    Path(best_checkpoint(tmp_path / "best"), "state.pt").write_bytes(b"cut short")
     keep_best(tmp_path, [0.1], start_step=1)
     assert best_step(tmp_path) == 2
-    assert any("model.1.ckpt-1 is cut short" in text for _, text in lines)
+    assert any("model.1.ckpt-1 is damaged: state.pt is cut short" in text for _, text in lines)
 
 
 def test_no_folder_has_no_best(tmp_path: Path) -> None:

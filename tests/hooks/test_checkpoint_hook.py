@@ -684,7 +684,7 @@ class Summing(Waiting):
 def test_an_asynchronous_save_has_what_the_callbacks_of_a_hook_with_a_state_changed(tmp_path: Path) -> None:
     saver = Saver(async_save=True)
     save_on(FakeDevice(FAR), saver, tmp_path, Summing(), losses=[0.5, 0.25])
-    saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
+    saved = torch.load(f"{latest_checkpoint(tmp_path)}/state.pt", weights_only=True)
     assert [state["arrived"] for name, state in saved.items() if name.startswith("hooks.")] == [[1.0, 2.0]]
 
 
@@ -741,7 +741,7 @@ class Counting(SessionRunHook):
 def saved_names(directory: Path) -> set[str]:
     newest = latest_checkpoint(directory)
     assert newest is not None
-    return set(torch.load(newest, weights_only=True)) - {"global_step", "position", "random"}
+    return set(torch.load(f"{newest}/state.pt", weights_only=True)) - {"global_step", "position", "random"}
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_the_state_of_a_device_is_that_of_the_step_of_the_checkpoint(tmp_path: P
     with FakeDevice(lag=50):
         stop = StopIfNoDecreaseHook("loss", 5)
         trace(stop, CheckpointSaverHook(tmp_path, save_steps=100), losses=[0.5, 0.25, 0.75])
-    state = torch.load(tmp_path / "model.ckpt-3", weights_only=True)["hooks.StopIfNoDecreaseHook"]
+    state = torch.load(tmp_path / "model.ckpt-3" / "state.pt", weights_only=True)["hooks.StopIfNoDecreaseHook"]
     assert state == {"best": 0.25, "best_step": 2, "last_step": 3}
 
 
@@ -249,7 +249,7 @@ def test_the_count_starts_again_in_another_loop() -> None:
 def test_two_hooks_have_two_names_in_a_checkpoint(tmp_path: Path) -> None:
     hooks = [StopIfNoDecreaseHook("loss", 5), StopIfNoDecreaseHook("loss", 9, name="patient")]
     trace(*hooks, CheckpointSaverHook(tmp_path, save_steps=100))
-    saved = torch.load(tmp_path / "model.ckpt-3", weights_only=True)
+    saved = torch.load(tmp_path / "model.ckpt-3" / "state.pt", weights_only=True)
     assert {"hooks.StopIfNoDecreaseHook", "hooks.patient"} <= set(saved)
 
 

@@ -149,14 +149,16 @@ def test_a_recovery_never_restores_what_was_saved_before(saved_to: str, lines: L
             if run_context.session.global_step == 7 and not self.failed:
                 self.failed = True
                 for step in (4, 6):
-                    Path(saved_to, f"model.ckpt-{step}").write_bytes(b"cut short")
+                    Path(saved_to, f"model.ckpt-{step}", "state.pt").write_bytes(b"cut short")
                 raise AbortedError
 
         failed = False
 
     train("run", 8)
     if saved_to == "run":
-        with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt-4 is cut short.* run has model\.ckpt-0, "):
+        with pytest.raises(
+            DamagedCheckpointError, match=r"model\.ckpt-4 is damaged: state\.pt is cut short.* run has model\.ckpt-0, "
+        ):
             train("run/model.ckpt-4", 9, 100.0, hooks=(Damaging(),))
     else:
         training = Training(100.0)
@@ -188,8 +190,8 @@ def test_a_failure_while_the_session_is_created_restores_it_again(lines: Lines) 
 @pytest.mark.parametrize("name", ["model.ckpt-5", "model.ckpt-4"])
 def test_a_checkpoint_that_is_missing_or_damaged_is_an_error_that_says_what_there_is(name: str) -> None:
     train("run", 6)
-    Path("run/model.ckpt-4").write_bytes(b"cut short")
-    problem = "cannot be read: No such file or directory" if name[-1] == "5" else "is cut short, or was not written by"
+    Path("run/model.ckpt-4/state.pt").write_bytes(b"cut short")
+    problem = "cannot be read: No such file or directory" if name[-1] == "5" else "is damaged: state.pt is cut short"
     with pytest.raises(DamagedCheckpointError) as raised:
         train(f"run/{name}", 9)
     assert problem in str(raised.value)
@@ -261,7 +263,7 @@ def test_what_is_a_checkpoint_and_what_is_a_folder(tmp_path: Path) -> None:
     os.makedirs("run/sub-1/deeper")
     Saver().save(Session(), "run/own", 3)
     os.makedirs("run/model.ckpt-7")
-    Path("run/model.ckpt-7/rank-0.pt").touch()
+    Path("run/model.ckpt-7/state.pt").touch()
     Path("file").touch()
     checkpoints = ["run/own-3", "run/own-4", "run/model.ckpt-5", "run/model.ckpt-7", "file", "new/model.ckpt-5"]
     for path in [*checkpoints, *(os.path.abspath(path) for path in checkpoints)]:

@@ -1151,7 +1151,7 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(tmp_path: Path, lines:
     class Damaging(CheckpointSaverListener):
         def after_save(self, session: Session, step: int) -> None:
             if step == 4:
-                path = Path(f"{tmp_path}/model.ckpt-4")
+                path = Path(f"{tmp_path}/model.ckpt-4/state.pt")
                 path.write_bytes(path.read_bytes()[:-40])
 
     training = Training({5: AbortedError})

@@ -260,7 +260,7 @@ def run_example(folder: str, *signal_at: Any) -> None:
     sys.setprofile(None)
     path = latest_checkpoint(folder)
     assert path is not None
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(f"{path}/state.pt", weights_only=True)
     tensors = [*best_model.state_dict().values(), *saved["model"].values(), torch.get_rng_state()]
     tensors += [value for of_parameter in saved["optimizer"]["state"].values() for value in of_parameter.values()]
     bits = "".join(str(each.tolist()) for each in tensors) + str(saved["scheduler"])

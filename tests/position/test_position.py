@@ -151,7 +151,7 @@ def train(directory: Path) -> None:
         )
         killed = directory / f"{kind}-killed-{k}"
         killed.mkdir()
-        shutil.copy(directory / kind / f"model.ckpt-{k}", killed)
+        shutil.copytree(directory / kind / f"model.ckpt-{k}", killed / f"model.ckpt-{k}")
     (directory / "train.json").write_text(json.dumps(outcomes))
 
 
@@ -257,7 +257,7 @@ def killed_at(directory: Path, step: int) -> Path:
     """Return a folder with only the checkpoint of ``step``, as if the process had been killed right after it."""
     folder = directory / f"killed-{step}"
     folder.mkdir()
-    shutil.copy(directory / f"model.ckpt-{step}", folder)
+    shutil.copytree(directory / f"model.ckpt-{step}", folder / f"model.ckpt-{step}")
     return folder
 
 
@@ -554,7 +554,7 @@ def test_a_body_that_takes_its_item_apart_causes_no_warning(tmp_path: Path, line
 
 def test_an_item_whose_digest_could_not_be_read_is_not_compared(tmp_path: Path, lines: Lines) -> None:
     over(looped(tmp_path, 2), [1, 2, 3])
-    saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
+    saved = torch.load(f"{latest_checkpoint(tmp_path)}/state.pt", weights_only=True)
     assert saved["position"]["path"][0]["digest"] is not None
     saved["position"]["path"][0]["digest"] = None
     with MonitoredLoop(lambda: None) as loop:
@@ -1143,7 +1143,7 @@ def test_a_loader_in_the_state_of_the_loop_is_not_saved_or_loaded_twice(tmp_path
         stream = Stream()
         assert over(looped(tmp_path, stop, state={"stream": stream}), stream) == made
     assert stream.loaded == 1
-    saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
+    saved = torch.load(f"{latest_checkpoint(tmp_path)}/state.pt", weights_only=True)
     assert saved["stream"] == {"next": 4, "odd": None}
     assert saved["position"]["loaders"] == {"1.0": {"generators": {}}}
 
@@ -1269,7 +1269,7 @@ def test_loaders_that_are_gone_are_not_kept(tmp_path: Path) -> None:
             generator = torch.Generator()
             for _ in loop.until_stop(DataLoader(range(2), generator=generator)):  # type: ignore[arg-type]
                 loop.run()
-    saved = torch.load(str(latest_checkpoint(tmp_path)), weights_only=True)
+    saved = torch.load(f"{latest_checkpoint(tmp_path)}/state.pt", weights_only=True)
     assert list(saved["position"]["loaders"]) == []
 
 
@@ -1337,7 +1337,7 @@ def test_a_run_that_was_made_again_counts_once(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_position_leaves_the_data_as_they_are(tmp_path: Path) -> None:
     with looped(tmp_path) as loop:
         loop.run()
-    assert "position" not in torch.load(tmp_path / "model.ckpt-1", weights_only=True)
+    assert "position" not in torch.load(tmp_path / "model.ckpt-1" / "state.pt", weights_only=True)
     assert over(looped(tmp_path), range(3)) == [0, 1, 2]
 
 

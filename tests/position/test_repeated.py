@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -133,7 +134,7 @@ def test_a_checkpoint_that_has_been_removed_meanwhile_is_warned_of(tmp_path: Pat
     def remove() -> None:
         job.scheduler.step()
         for path in tmp_path.glob("model.ckpt*"):
-            path.unlink()
+            shutil.rmtree(path)
 
     job = Job(tmp_path, stop=3)
     with job.loop() as loop:

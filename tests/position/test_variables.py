@@ -122,7 +122,7 @@ def test_an_array_comes_back_that_can_be_written_to(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_readable_without_torchhooks(tmp_path: Path) -> None:
     path = save(tmp_path, Variables(best=0.25, hidden=torch.ones(2), seen={3}, dice=random.Random(0), pickled=["dice"]))
-    saved = torch.load(path, weights_only=True)["vars"]
+    saved = torch.load(f"{path}/state.pt", weights_only=True)["vars"]
     assert saved["best"] == 0.25
     assert saved["hidden"].tolist() == [1, 1]
     assert saved["seen"] == {3}
@@ -283,7 +283,7 @@ def run_harm(word: str) -> None:
 def test_nothing_is_unpickled_unless_the_script_names_it(tmp_path: Path) -> None:
     path = save(tmp_path, Variables(best=1, mine=3, harmful=Harmful(), pickled=["mine", "harmful"]))
     Harmful.ran.clear()
-    torch.load(path, weights_only=True)
+    torch.load(f"{path}/state.pt", weights_only=True)
     for pickled in ([], ["mine"]):
         variables = Variables(best=2, pickled=pickled)
         with pytest.raises(

@@ -312,7 +312,7 @@ def test_resume_fails_when_one_bit_differs() -> None:
 # -- gpt.py and gpt_plain.py ----------------------------------------------------------------------------------------
 
 EPOCH = 18  # batches of tiny_gpt
-CHECKPOINTS = {"gpt": "model.ckpt-30", "gpt_plain": "checkpoint.pt"}
+CHECKPOINTS = {"gpt": "model.ckpt-30/state.pt", "gpt_plain": "checkpoint.pt"}
 each_gpt = pytest.mark.parametrize("name", CHECKPOINTS)
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the order of a sum is not fixed")
 
@@ -341,8 +341,8 @@ def trained(name: str, folder: Path) -> dict[str, Any]:
 
 def step_of(folder: Path) -> int:
     """Return the step of the newest checkpoint in ``folder``, of either script."""
-    path = latest_checkpoint(folder) or folder / "checkpoint.pt"
-    saved = torch.load(path, weights_only=True)
+    path = latest_checkpoint(folder)
+    saved = torch.load(folder / "checkpoint.pt" if path is None else f"{path}/state.pt", weights_only=True)
     return int(saved["global_step"] if "global_step" in saved else saved["progress"]["step"])
 
 
@@ -442,5 +442,5 @@ def test_the_validation_loss_of_gpt_falls(name: str, gpts: dict[str, Path]) -> N
 @each_gpt
 def test_gpt_keeps_its_best_state(name: str, gpts: dict[str, Path]) -> None:
     best = gpts[name] / {"gpt": "best/model.1.ckpt-30", "gpt_plain": "best.pt"}[name]
-    states = torch.load(best, weights_only=True)["model"], trained(name, gpts[name])["model"]
+    states = torch.load(f"{best}/state.pt", weights_only=True)["model"], trained(name, gpts[name])["model"]
     assert example("resume").same(*states)

@@ -1347,7 +1347,7 @@ def test_the_ranks_of_a_group_know_no_others(tmp_path: Path) -> None:
     ], ended
     newest = [latest_checkpoint(tmp_path / str(own)) for own in (0, 1)]
     assert [each and os.path.basename(each) for each in newest] == ["model.ckpt-3", "model.ckpt-7"]
-    weights = [torch.load(path, weights_only=True)["model"]["weight"].item() for path in newest]  # type: ignore[arg-type]
+    weights = [torch.load(f"{path}/state.pt", weights_only=True)["model"]["weight"].item() for path in newest]
     assert weights == [0, 1]
 
 

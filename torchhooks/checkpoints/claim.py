@@ -82,13 +82,30 @@ class Claim:
 
 
 def take_back(folder: str) -> None:
-    """Give checkpoints that a killed process had moved aside their names again, if nothing has replaced them."""
-    for name in os.listdir(folder) if os.path.isdir(folder) else []:
-        if match := _ASIDE.fullmatch(name):
-            path, aside = os.path.join(folder, match[1]), os.path.join(folder, name)
+    """Give checkpoints that a killed process had moved aside their names again, if nothing has replaced them.
+
+    A checkpoint that another process, which is alive, has just moved aside is left to that process.
+    """
+    if not _asides(folder):
+        return
+    with _writing:
+        try:
+            claim = Claim.of(folder)  # noqa: F841 - held to the end of this function
+        except BlockingIOError:
+            return
+        except OSError:  # without locks
+            pass
+        for name, aside in _asides(folder):
+            path, aside = os.path.join(folder, name), os.path.join(folder, aside)
             if not os.path.lexists(path):
                 os.rename(aside, path)
-            elif os.path.isdir(aside):
+            elif os.path.isdir(aside) and not os.path.islink(aside):
                 shutil.rmtree(aside, ignore_errors=True)
             else:
                 os.remove(aside)
+
+
+def _asides(folder: str) -> list[tuple[str, str]]:
+    """Return the names that checkpoints had before they were moved aside, and the names that they have now."""
+    found = map(_ASIDE.fullmatch, os.listdir(folder) if os.path.isdir(folder) else [])
+    return [(match[1], match[0]) for match in found if match is not None]

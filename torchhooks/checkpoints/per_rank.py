@@ -1,8 +1,8 @@
 """Checkpoints of several ranks: every step of saving and restoring is made by all of them, or fails on all of them.
 
-Without DTensors, all ranks have the same model, so a checkpoint is one file, as with one process. The chief writes it,
-and what belongs to another rank alone is gathered into it (:mod:`torchhooks.checkpoints.state`). With DTensors, a
-checkpoint is a folder (:mod:`torchhooks.checkpoints.manifest`), into which all ranks write.
+Without DTensors, all ranks have the same model, so the chief writes a checkpoint, as one process does, and what belongs
+to another rank alone is gathered into it (:mod:`torchhooks.checkpoints.state`). With DTensors, all ranks write into the
+folder of the checkpoint (:mod:`torchhooks.checkpoints.manifest`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import io
 import os
-import shutil
 import time
 from collections.abc import Callable, Container, Mapping
 from functools import partial
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from torchhooks.checkpoints.files import Folder, Retention
-from torchhooks.checkpoints.manifest import Files, file_sums
-from torchhooks.checkpoints.sharded import ShardWriter, canonical, files_of, read_tensors, sharded_parts, split
+from torchhooks.checkpoints.manifest import STATE, Files, file_sums, read_manifest
+from torchhooks.checkpoints.sharded import ShardWriter, canonical, read_tensors, sharded_parts, shards_of, split
 from torchhooks.checkpoints.state import (
     SessionLike,
     accumulated_gradients,
@@ -197,9 +196,7 @@ class Share(NamedTuple):
     state: dict[str, Any]
 
 
-def share_of(
-    session: SessionLike, parts: dict[str, Any], score: float | None, copies: bool, own_differences: dict[str, Any]
-) -> Share:
+def share_of(session: SessionLike, parts: dict[str, Any], copies: bool, own_differences: dict[str, Any]) -> Share:
     """Return the share of this rank. ``parts`` are those that have DTensors, by name.
 
     With ``copies``, training may continue while the share is written. ``own_differences`` is from :func:`differences`.
@@ -213,7 +210,7 @@ def share_of(
         tensors["sharded_gradients"] = sharded_gradients
     if leads(ranks):
         state |= {"sharded_gradients": {}} if sharded_gradients else {}
-        state |= {"size": ranks.size, "sharded": list(parts)} | ({} if score is None else {"score": float(score)})
+        state["sharded"] = list(parts)
     return Share(_copies_in(tensors) if copies else tensors, state)
 
 
@@ -240,12 +237,15 @@ def _copies_in(tree: Any) -> Any:
 
 def write_shards(ranks: Ranks, share: Share, folder: str, disk: Disk) -> Files:
     """Have every rank write its share of a checkpoint into ``folder``; return all files."""
-    writer = ShardWriter(share.tensors, folder, leads(ranks))
+    writer, own_file = (
+        ShardWriter(share.tensors, folder, leads(ranks)),
+        _file_of(ranks.rank if ranks.is_connected else 0),
+    )
 
     def write(plan: Any) -> Any:
         buffer = io.BytesIO()
         save(share.state, buffer)
-        with disk.create(os.path.join(folder, f"rank-{ranks.rank}.pt")) as file:
+        with disk.create(os.path.join(folder, own_file)) as file:
             disk.write(file, buffer.getbuffer())
             disk.sync(file)
         return writer.write(plan)
@@ -257,31 +257,41 @@ def write_shards(ranks: Ranks, share: Share, folder: str, disk: Disk) -> Files:
     def sum_up() -> Files:
         if leads(ranks):
             writer.finish(results)
-        return file_sums(folder, files_of(ranks.rank, folder))
+        return file_sums(folder, [own_file, *shards_of(ranks.rank, folder)])
 
     return {name: about for files in exchange(ranks, sum_up) for name, about in files.items()}
 
 
+def _file_of(rank: int) -> str:
+    return f"rank-{rank}.pt" if rank else STATE
+
+
 def commit_shards(
-    ranks: Ranks, share: Share, writer: Folder, name: str, step: int, disk: Disk, retention: Retention
+    ranks: Ranks,
+    share: Share,
+    writer: Folder,
+    name: str,
+    step: int,
+    disk: Disk,
+    retention: Retention,
+    about: dict[str, Any],
 ) -> None:
     """Have every rank write its share of the checkpoint ``name-step`` with ``writer``, whole or not at all."""
 
     def begin() -> str:
-        return writer.begin_folder(name, step) if leads(ranks) else ""
+        return writer.begin(name, step) if leads(ranks) else ""
 
     def commit(files: Files) -> None:
         if leads(ranks):
             _check_visible(temporary, files)
-            writer.commit_folder(name, step, temporary, files, retention)
+            writer.commit(name, step, temporary, files, retention, about)
 
     temporary = exchange(ranks, begin)[0]
     try:
         all_or_none(ranks, partial(commit, write_shards(ranks, share, temporary, disk)))
-    except BaseException:
+    finally:
         if leads(ranks):
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+            writer.end(temporary)
 
 
 def _check_visible(folder: str, files: Files) -> None:
@@ -298,13 +308,15 @@ def _check_visible(folder: str, files: Files) -> None:
             time.sleep(0.1)
 
 
-def read_folder(session: SessionLike | None, folder: str) -> dict[str, Any]:
+def read_folder(session: SessionLike | None, folder: str, *, mmap: bool = False) -> dict[str, Any]:
     """Return the contents of the checkpoint ``folder``, with the shards that the rank of ``session`` loads.
 
     Without a session, and for parts that are not sharded in it, tensors are whole.
     """
-    saved = load_part(folder, 0)
-    size, names = saved.pop("size"), saved.pop("sharded")
+    saved = load_part(folder, 0, mmap=mmap)
+    if "sharded" not in saved:
+        return saved
+    names, size = saved.pop("sharded"), read_manifest(folder)["world_size"]
     parts = {} if session is None else {name: part for name, part in parts_of(session).items() if name in names}
     gradients = None if session is None else session.gradients
     parameters = [] if gradients is None else gradients.parameters()
@@ -314,10 +326,13 @@ def read_folder(session: SessionLike | None, folder: str) -> dict[str, Any]:
     return saved
 
 
-def load_part(folder: str, rank: int) -> dict[str, Any]:
-    """Return what ``rank`` wrote into the checkpoint ``folder`` that is not sharded."""
-    path = os.path.join(folder, f"rank-{rank}.pt")
-    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+def load_part(folder: str, rank: int, *, mmap: bool = False) -> dict[str, Any]:
+    """Return what ``rank`` wrote into the checkpoint ``folder`` that is not sharded.
+
+    With ``mmap``, a tensor is read from the file when it is used.
+    """
+    path = os.path.join(folder, _file_of(rank))
+    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     return loaded
 
 

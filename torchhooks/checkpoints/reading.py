@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torchhooks.checkpoints.claim import take_back
-from torchhooks.checkpoints.files import Checkpoint, has_checkpoints, list_checkpoints, verify
-from torchhooks.checkpoints.manifest import has_manifest
-from torchhooks.checkpoints.per_rank import load_part, read_folder
+from torchhooks.checkpoints.files import Checkpoint, has_checkpoints, inspect, is_checkpoint, list_checkpoints, verify
+from torchhooks.checkpoints.manifest import read_manifest
+from torchhooks.checkpoints.per_rank import read_folder
 from torchhooks.checkpoints.rollback import Rollback
 from torchhooks.checkpoints.sharded import like_own, renamed
 from torchhooks.checkpoints.state import SessionLike, compare_module
@@ -86,15 +85,14 @@ def best_checkpoint(directory: _Path) -> str:
 
 def scored_checkpoints(directory: _Path) -> list[tuple[float, Checkpoint]]:
     """Return the checkpoints in ``directory`` that have a score, each after its score, in the order of writing."""
-    scored = [(_score(checkpoint.path), checkpoint) for checkpoint in list_checkpoints(directory)]
-    return [(score, checkpoint) for score, checkpoint in scored if score is not None]
+    return [(each.score, each) for each in list_checkpoints(directory) if each.score is not None]
 
 
 @explains_wrong_calls
 def read_metadata(path: _Path) -> dict[str, Any]:
     """Return the ``metadata`` of the loop that wrote the checkpoint at ``path``; ``{}`` if it had none.
 
-    Needs no model, and reads no tensors of the checkpoint: the metadata can say which model to build for them.
+    Needs no model: the metadata can say which one to build. Usually, no tensors of the checkpoint are read.
 
     >>> metadata = {"width": 4}
     >>> with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run", metadata=metadata) as loop:
@@ -105,17 +103,15 @@ def read_metadata(path: _Path) -> dict[str, Any]:
     {'width': 4}
 
     Raises:
-        CheckpointError: the file cannot be read, or is not a checkpoint.
+        CheckpointError: the checkpoint cannot be read, or is none.
     """
-    try:
-        saved = _read_without_tensors(os.fspath(path))
-        if "global_step" not in saved:
-            raise ValueError("it has no global_step")
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint, or cannot be read: {brief(error).splitlines()[0]}"
-        ) from error
-    return cast("dict[str, Any]", saved.get("metadata", {}))
+    folder = os.fspath(path)
+    inspect(folder)
+    metadata: dict[str, Any] | None = read_manifest(folder)["metadata"]
+    if metadata is None:  # JSON cannot hold it
+        verify(folder)
+        metadata = load_file(folder, mmap=True)["metadata"]
+    return metadata
 
 
 @explains_wrong_calls
@@ -162,7 +158,7 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
     if "model" not in saved:
         raise CheckpointError(
             f"{found} has no model, only {shortened([repr(name) for name in saved])}: the loop that wrote it was not "
-            "given one. Give the loop the model, or read other entries with torch.load(path, weights_only=True)"
+            "given one. Give the loop the model, or read other entries with torch.load(f'{path}/state.pt')"
         )
     reshard(model)
     state = renamed(model, saved["model"])
@@ -184,7 +180,7 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
 
 def _at(path: str) -> tuple[str, dict[str, Any]]:
     """Return the path and the contents of the checkpoint at ``path``, or of the newest one in the folder ``path``."""
-    if not os.path.isdir(path) or has_manifest(path):
+    if not os.path.isdir(path) or is_checkpoint(path):
         try:
             verify(path)
         except DamagedCheckpointError as error:
@@ -223,32 +219,13 @@ def read_newest(directory: _Path, load: Callable[[str], dict[str, Any]]) -> tupl
 
 
 def read_checkpoint(path: _Path) -> dict[str, Any]:
-    """Return the contents of the checkpoint at ``path``, a file or a folder, with whole tensors on the CPU.
+    """Return the contents of the checkpoint at ``path``, with whole tensors on the CPU.
 
     Raises:
         DamagedCheckpointError: it is not what was written.
         CheckpointError: it could run code.
     """
     return read_for(os.fspath(path))
-
-
-def _read_without_tensors(path: str) -> dict[str, Any]:
-    if os.path.isdir(path):
-        return load_part(path, 0)  # only small data that is not sharded
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith("/data.pkl"):
-                archive.read(name)  # raises if its checksum does not match, which torch does not compare with mmap
-    return cast("dict[str, Any]", torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-
-
-def _score(path: str) -> float | None:
-    try:
-        saved = _read_without_tensors(path)
-    except Exception as error:
-        logger.warning("%s is damaged, or cannot be read: %s. It is skipped.", path, brief(error).splitlines()[0])
-        return None
-    return saved.get("score")
 
 
 def read_for(path: str, session: SessionLike | None = None) -> dict[str, Any]:
@@ -263,12 +240,10 @@ def read_for(path: str, session: SessionLike | None = None) -> dict[str, Any]:
 def load_file(path: str, session: SessionLike | None = None, *, mmap: bool = False) -> dict[str, Any]:
     """Return what :func:`read_for` does, without a check of the checksum.
 
-    With ``mmap``, a tensor of a file is read from it when it is used.
+    With ``mmap``, a tensor that is not sharded is read from its file when it is used.
     """
     try:
-        if os.path.isdir(path):
-            return read_folder(session, path)
-        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        return read_folder(session, path, mmap=mmap)
     except DamagedCheckpointError:
         raise
     except OSError as error:
@@ -283,4 +258,3 @@ def load_file(path: str, session: SessionLike | None = None, *, mmap: bool = Fal
             f"{path} is not damaged, but torch does not load it with weights_only=True: "
             f"{brief(error).splitlines()[0]} Without weights_only it could run code, so it is not loaded."
         ) from error
-    return saved

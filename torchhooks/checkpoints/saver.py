@@ -1,8 +1,8 @@
-"""Saver: writes the whole state of a training run to one file, and restores it.
+"""Saver: writes the whole state of a training run to a folder, and restores it.
 
-What a checkpoint contains is described in :mod:`torchhooks.checkpoints.state`; ``torch.load(path, weights_only=True)``
-reads it without this library. How files are written atomically, ordered and found again is described in
-:mod:`torchhooks.checkpoints.files`.
+What a checkpoint contains is described in :mod:`torchhooks.checkpoints.state`;
+``torch.load("run/model.ckpt-700/state.pt")`` reads it without this library. How checkpoints are written atomically,
+ordered and found again is described in :mod:`torchhooks.checkpoints.files`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torchhooks.checkpoints.files import (
     is_checkpoint_name,
     list_checkpoints,
 )
+from torchhooks.checkpoints.manifest import as_json
 from torchhooks.checkpoints.per_rank import (
     Share,
     all_or_none,
@@ -107,7 +108,7 @@ class Saver:
         max_to_keep: how many checkpoints of one name stay in a folder; ``None`` or 0 keeps all.
         keep_checkpoint_every_n_hours: in addition, keep the first checkpoint for good, and after that one each time
             so many hours have passed.
-        async_save: copy the state to CPU memory, return, and write the file in a background thread. The next call
+        async_save: copy the state to CPU memory, return, and write the files in a background thread. The next call
             raises an error of that thread. The memory, one copy of the state, is kept for the next save until
             :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, in blocks of up
             to 256 MB, or of one larger tensor, which torch rounds up to a power of two.
@@ -175,19 +176,18 @@ class Saver:
             sharded = sharded_parts(parts_of(session))
             if sharded:
                 own = differences(session)
-                collect_share = partial(share_of, session, sharded, score, self.async_save, own)
-                self._save_shards(session, all_or_none(session.ranks, collect_share), refusals, prefix, step)
+                collect_share = partial(share_of, session, sharded, self.async_save, own)
+                share, about = all_or_none(session.ranks, collect_share), _about(session, score)
+                self._save_shards(session, share, about, refusals, prefix, step)
                 all_or_none(session.ranks, partial(_raise, earlier))
                 return f"{prefix}-{step}"
             snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
             state = collect_of_all(session, plain_tensor if snapshot is None else snapshot)
-            if score is not None:
-                state["score"] = float(score)
 
             def start() -> None:
                 if leads(session.ranks):
-                    self._start(state, snapshot, refusals, prefix, step)
+                    self._start(state, _about(session, score), snapshot, refusals, prefix, step)
                 _raise(earlier)
 
             all_or_none(session.ranks, start)
@@ -207,7 +207,7 @@ class Saver:
         too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
 
         Raises:
-            DamagedCheckpointError: the file is missing or damaged. :meth:`restore_latest` falls back to an older one.
+            DamagedCheckpointError: the checkpoint is missing or damaged. :meth:`restore_latest` uses an older one.
             CheckpointError: it does not match the session, or could run code.
         """
         checkpoint = os.fspath(path)
@@ -254,6 +254,7 @@ class Saver:
         self,
         session: SessionLike,
         share: Share,
+        about: dict[str, Any],
         refusals: Iterable[Callable[[], str | None]],
         prefix: str,
         step: int,
@@ -269,7 +270,7 @@ class Saver:
             for reason in [reason for each in reasons for reason in each][:1]:
                 logger.warning("no checkpoint of step %d: %s", step, reason)
                 return
-            commit = partial(commit_shards, ranks, share, writer, name, step, self.disk, self._retention)
+            commit = partial(commit_shards, ranks, share, writer, name, step, self.disk, self._retention, about)
             self._reported(f"{prefix}-{step} was not written", commit)
 
         def write_later() -> None:
@@ -287,6 +288,7 @@ class Saver:
     def _start(
         self,
         state: dict[str, Any],
+        about: dict[str, Any],
         snapshot: Snapshot | None,
         refusals: Iterable[Callable[[], str | None]],
         prefix: str,
@@ -294,14 +296,14 @@ class Saver:
     ) -> None:
         folder, name = os.path.split(os.path.abspath(prefix))
         if snapshot is None:
-            self._write(state, refusals, folder, name, step)
+            self._write(state, about, refusals, folder, name, step)
             return
         held = snapshot.end()
         gate, started = threading.Lock(), threading.Event()
         # Not a daemon: Python waits for it at the end of the process.
         thread = threading.Thread(
             target=self._write_later,
-            args=(gate, started, snapshot, state, refusals, folder, name, step),
+            args=(gate, started, snapshot, state, about, refusals, folder, name, step),
             name=f"save {name}-{step}",
         )
         # The thread that trains holds the gate, so that the new thread blocks at once. Otherwise start() would return
@@ -323,7 +325,7 @@ class Saver:
                 "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
             )
             snapshot.wait()
-            self._write(state, refusals, folder, name, step)
+            self._write(state, about, refusals, folder, name, step)
         self._held = held  # the thread still reads it: the next save joins the thread before it copies into this memory
 
     def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
@@ -339,6 +341,7 @@ class Saver:
     def _write(
         self,
         state: dict[str, Any],
+        about: dict[str, Any],
         refusals: Iterable[Callable[[], str | None]],
         folder: str,
         name: str,
@@ -351,7 +354,7 @@ class Saver:
                 return
         writer = self._folders.setdefault(folder, Folder(folder, self.disk))
         message = f"{os.path.join(folder, name)}-{step} was not written"
-        self._reported(message, lambda: writer.add(name, step, partial(save, state), self._retention))
+        self._reported(message, lambda: writer.add(name, step, partial(save, state), self._retention, about))
 
     def _reported(self, message: str, write: Callable[[], T]) -> T:
         """Return ``write()``; turn an error of the operating system into a CheckpointError."""
@@ -502,8 +505,17 @@ _WAYS_OUT = {
     errno.ENOENT: "The folder is gone, with the checkpoints in it: put it back, or choose another.",
     errno.EEXIST: "A file has the name of the folder: choose another path.",
     errno.ENOTDIR: "A file has the name of the folder: choose another path.",
-    errno.EISDIR: "A folder has the name of the checkpoint: choose another path.",
+    errno.ENOTEMPTY: "A folder has the name of the checkpoint: choose another path.",
 }
+
+
+def _about(session: SessionLike, score: float | None) -> dict[str, Any]:
+    """Return entries of the manifest: how good the state is, and what the loop says about itself."""
+    return {
+        "world_size": session.ranks.size if session.ranks.is_connected else 1,
+        "score": None if score is None else float(score),
+        "metadata": as_json(session.metadata),
+    }
 
 
 def _raise(error: BaseException | None) -> None:

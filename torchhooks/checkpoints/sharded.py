@@ -234,10 +234,10 @@ class ShardWriter:
         self._writer.finish(self._metadata, results)
 
 
-def files_of(rank: int, folder: str) -> list[str]:
-    """Return the names of the files that ``rank`` has written into ``folder``."""
+def shards_of(rank: int, folder: str) -> list[str]:
+    """Return the names of the files with tensors that ``rank`` has written into ``folder``."""
     shards = [name for name in os.listdir(folder) if name.startswith(f"__{rank}_")]
-    return [*shards, f"rank-{rank}.pt", *([_METADATA] if rank == 0 else [])]
+    return [*shards, *([_METADATA] if rank == 0 else [])]
 
 
 def read_tensors(

@@ -14,7 +14,6 @@ A checkpoint is a dict with these entries:
   ``"sharded_gradients"``: those that are DTensors;
 * ``"running_values"``: what running fetches have accumulated since their last reports
   (:mod:`torchhooks.fetches.accumulated`);
-* ``"score"``, if one was passed to ``Saver.save``;
 * ``"ranks"``: with several ranks, what belongs to each of the others alone, from rank 1 on: its ``"random"``,
   ``"position"`` and ``"gradients"``, the states of its hooks, those of the loaders in ``session.state``, and
   what differs from rank 0: ``"rank_tensors"``, the tensors of modules by name and the states of optimizers by number,
@@ -56,7 +55,7 @@ from torchhooks.ranks.ranks import LoopRanks
 
 _OWN = (
     *("classes", "global_step", "gradients", "metadata", "position", "random", "rank_parts"),
-    *("rank_tensors", "ranks", "running_values", "score", "sharded_gradients"),
+    *("rank_tensors", "ranks", "running_values", "sharded_gradients"),
 )
 _OF_EACH_RANK = ("gradients", "position", "random", "running_values")
 _RESERVED = ("model", "optimizer", *_OWN)

@@ -79,18 +79,18 @@ class CheckpointError(TorchHooksError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint file is missing, truncated or modified, or is not a checkpoint at all.
+    """A file of a checkpoint is missing, truncated or modified, or the path is not a checkpoint at all.
 
     A loop that starts skips a damaged checkpoint, with a warning, and restores the newest intact one. The error is
     raised if a damaged one is asked for by its path:
 
     >>> path = Saver().save(Session(model), "run/model.ckpt", 100)
-    >>> with open(path, "r+b") as file:
+    >>> with open(f"{path}/state.pt", "r+b") as file:
     ...     size = file.truncate(1000)
     >>> Saver().restore(Session(model), path)
     Traceback (most recent call last):
         ...
-    torchhooks.DamagedCheckpointError: run/model.ckpt-100 is cut short, or was not written by a Saver: ...
+    torchhooks.DamagedCheckpointError: run/model.ckpt-100 is damaged: state.pt is cut short, ...
     """
 
 

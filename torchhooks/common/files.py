@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import time
 from typing import BinaryIO
 
@@ -41,6 +42,9 @@ def warn_if_removed(file: io.FileIO, path: str) -> bool:
 class Disk:
     """The calls of the operating system that a save makes. Tests replace it, to have a save fail at any of them."""
 
+    def create_folder(self, path: str) -> None:
+        os.mkdir(path)
+
     def create(self, path: str) -> BinaryIO:
         """Create a file, and follow no link to another one."""
         return open(path, "x+b", buffering=CHUNK, opener=no_link)
@@ -67,7 +71,11 @@ class Disk:
             os.close(folder)
 
     def remove(self, path: str) -> None:
-        os.remove(path)
+        """Remove a file, a link, or a folder with what is in it."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
 
     def now(self) -> float:
         """Return the time, in seconds since 1970."""

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torchhooks.checkpoints.files import Checkpoint, Seals, list_again
+from torchhooks.checkpoints.files import Checkpoint, Seen, list_again
 from torchhooks.checkpoints.gradients import Gradients
 from torchhooks.checkpoints.saver import latest_checkpoint, list_checkpoints
 from torchhooks.common.errors import DamagedCheckpointError, add_note
@@ -64,7 +64,7 @@ class SessionCreator:
         if self._folder is not None and arguments.checkpoint is not None:
             self._chosen = os.path.join(self._folder, arguments.checkpoint)
         self._saved_to = arguments.saved_to or self._folder
-        self._seals: Seals = {}
+        self._seen: Seen = {}
         self._order_before: int | None = None  # of the newest checkpoint there when the loop began
         self._schedule = schedule
         self._readback = readback
@@ -138,7 +138,7 @@ class SessionCreator:
     def _saved_since(self) -> list[str]:
         """Return the paths of the checkpoints that were saved since the first call of this method, newest first."""
         assert self._saved_to is not None
-        checkpoints = list_again(self._saved_to, self._seals)
+        checkpoints = list_again(self._saved_to, self._seen)
         if self._order_before is None:
             self._order_before = checkpoints[-1].order if checkpoints else 0
             self._tell_of_later(checkpoints)
