@@ -18,6 +18,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support import simulated
+
 import torchhooks.ranks.ranks
 from torchhooks import SummaryWriterCache
 from torchhooks.common.log import speak_as
@@ -41,12 +43,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"also run the tests marked {', '.join(LEFT_OUT)}, and more examples of each property."
         " Naming a file, a test or a marker (-m) does the same.",
     )
+    parser.addoption(
+        "--simulated",
+        action="store_true",
+        help="register an accelerator that runs on the CPU, for the tests that need one: see tests/support/simulated.py.",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.all |= names_tests(config)
     settings.load_profile("all" if config.option.all else "quick")
     config.stash[left_out_key] = {}
+    if config.option.simulated:
+        simulated.register()
 
 
 def names_tests(config: pytest.Config) -> bool:
@@ -104,6 +113,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("fsdp2") and torch.__version__ < "2.7":  # compared as versions
         pytest.skip("FSDP2 on a CPU needs torch 2.7")
+    if item.get_closest_marker("accelerator") and not torch.accelerator.is_available():
+        pytest.skip("needs an accelerator: pytest --simulated has one")
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from torchhooks import (
 )
 from torchhooks.common.requester import Requester
 from torchhooks.common.trees import as_snapshot
-from torchhooks.device.cuda import pack, unpack
+from torchhooks.device.accelerator import pack, unpack
 from torchhooks.device.readback import BATCH_RUNS, BATCH_SECS, Elapsed, Moment, Readback, to_host
 from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter, plain, trace
 

@@ -751,6 +751,11 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
     return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
+bool is_set_to(const Tensor& self, const Tensor& other) {
+    return self.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() && self.sizes() == other.sizes() &&
+        self.storage_offset() == other.storage_offset() && self.strides() == other.strides();
+}
+
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
     Tensor mask = at::empty_like(input, input.options().dtype(at::kBool));
     mask.bernoulli_(train.value_or(true) ? 1 - p : 1.0);
@@ -771,6 +776,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("set_.source_Storage", set_whole_storage);
     m.impl("set_.source_Storage_storage_offset", set_storage);
     m.impl("set_.source_Tensor", set_tensor);
+    m.impl("is_set_to", is_set_to);
     m.impl("record_stream", record_stream);
     m.impl("native_dropout", native_dropout);
     m.impl("as_strided", at::native::as_strided_tensorimpl);

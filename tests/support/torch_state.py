@@ -1,4 +1,4 @@
-"""What torch has no public names for: what is registered there, what is running, and work of any length."""
+"""What torch has no public names for: what is registered there and what is running."""
 
 from __future__ import annotations
 
@@ -40,11 +40,3 @@ def has_dispatch_mode() -> bool:
     """Return whether a mode, such as one that counts operations, sees the operators."""
     return dispatch._get_current_dispatch_mode() is not None  # noqa: SLF001 - torch's
 
-
-BUSY = 5_000_000
-"""Cycles that take a few milliseconds: much longer than a run takes on the host, so that the device lags far."""
-
-
-def keep_busy(cycles: int = BUSY) -> None:
-    """Queue work on the current CUDA device that takes ``cycles``."""
-    torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's

@@ -41,18 +41,18 @@ def test_a_tensor_is_on_a_device_while_one_is_entered() -> None:
 
 
 def test_leaving_a_device_restores_the_copiers() -> None:
-    before = dict(host.copiers)
+    before = host.copier("cpu")
     device = FakeDevice()
     with device, FakeDevice(), device:
-        assert host.copiers["cpu"] is device
-    assert host.copiers == before
+        assert host.copier("cpu") is device
+    assert host.copier("cpu") is before
 
 
 def test_the_device_that_was_entered_last_is_the_one_in_use() -> None:
     with FakeDevice() as outer:
         with FakeDevice() as inner:
-            assert host.copiers["cpu"] is inner
-        assert host.copiers["cpu"] is outer
+            assert host.copier("cpu") is inner
+        assert host.copier("cpu") is outer
 
 
 def test_a_device_counts_what_it_copies() -> None:

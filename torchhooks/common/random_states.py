@@ -11,7 +11,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Return the global random states of Python, NumPy and torch, and of CUDA once it is in use.
+    """Return the global random states of Python, NumPy and torch, and of the accelerator once it is in use.
 
     The states are plain data, so that ``torch.load(..., weights_only=True)`` can read them back.
     """
@@ -20,19 +20,25 @@ def random_states() -> dict[str, Any]:
         "numpy": without_arrays(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if getattr(module, "is_initialized", module.is_available)() and hasattr(module, "get_rng_state"):
+            devices = [torch.device(accelerator.type, index) for index in range(module.device_count())]
+            states[accelerator.type] = [module.get_rng_state(device) for device in devices]
     return states
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set what :func:`random_states` returned, on as many CUDA devices as there are."""
+    """Set what :func:`random_states` returned, on as many accelerators as there are."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for device, state in enumerate(states.get("cuda", [])[:devices]):
-        torch.cuda.set_rng_state(state, device)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in states:
+        module = torch.get_device_module(accelerator)
+        for index, state in enumerate(states[accelerator.type][: module.device_count()]):
+            module.set_rng_state(state, torch.device(accelerator.type, index))
 
 
 def same_random_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

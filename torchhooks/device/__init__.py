@@ -1,6 +1,6 @@
 """Values on their way from a device to the host, without making the device or the host wait.
 
 Read ``readback`` first: nothing outside of this package waits for a device. ``host`` says what is on the host and what
-brings the rest there. ``cuda`` has the copier of CUDA devices, and ``snapshot`` the copies from which a checkpoint is
+brings the rest there. ``accelerator`` has the copier of accelerators, and ``snapshot`` the copies from which a checkpoint is
 written while training continues.
 """

@@ -1,15 +1,16 @@
-"""Which tensors are on the host, and how the values of the others get there: one copier for each type of device."""
+"""Which tensors are on the host, and how values get there from devices and back: one copier for each type of device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
-from torchhooks.device.cuda import CudaCopier
+from torchhooks.device.accelerator import copier_of
 
 
 class Pending(Protocol):
@@ -54,23 +55,52 @@ class Copier(Protocol):
     def event(self, device: torch.device) -> DeviceEvent:
         """Record an event on the current stream of ``device``."""
 
+    def moment(self, device: torch.device) -> DeviceEvent:
+        """Record an event that comes after what is on the current stream of ``device``, and all earlier moments."""
+
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` on the host. Blocks."""
+
+    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a copy of ``tensor``, which is on the host, on ``device``. Blocks only if there is no memory."""
 
 
 class Host:
     """Where values have to arrive before Python can read them without waiting. There is one, :data:`host`."""
 
     def __init__(self) -> None:
-        self.copiers: Mapping[str, Copier] = {"cuda": CudaCopier()}
-        """The copier for each device type that supports copies without blocking."""
+        self._copiers: dict[str, Copier | None] = {"cpu": None, "meta": None}
         self.holds: Callable[[torch.Tensor], bool] = attrgetter("is_cpu")  # in every run, so without a Python frame
         """Return whether a tensor is on the host."""
 
+    def copier(self, kind: str) -> Copier | None:
+        """Return the copier for a type of device; ``None`` if it does not support copies without blocking."""
+        try:
+            return self._copiers[kind]
+        except KeyError:  # also if the type was registered with torch just now
+            found = copier_of(kind)
+            if found is not None:
+                self._copiers[kind] = found
+            return found
+
+    def prepare(self, nbytes: int) -> None:
+        """Allocate memory for ``nbytes`` bytes of copies if an accelerator is in use. Called before it is busy."""
+        accelerator = torch.accelerator.current_accelerator()
+        copier = None if accelerator is None else self.copier(accelerator.type)
+        if copier is not None:
+            copier.prepare(nbytes)
+
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor``, which is on a device. Blocks."""
-        copier = self.copiers.get(tensor.device.type)
+        copier = self.copier(tensor.device.type)
         return tensor.to("cpu") if copier is None else copier.fetch(tensor)  # waits for the device
+
+    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a copy of ``tensor``, which is on the host, on ``device``. Blocks only without a copier."""
+        if not tensor.dim():
+            return torch.full((), tensor.item(), dtype=tensor.dtype, device=device)
+        copier = self.copier(device.type)
+        return tensor.to(device) if copier is None else copier.send(tensor, device)  # waits for the device
 
     @contextmanager
     def simulating(self, kind: str, copier: Copier, holds: Callable[[torch.Tensor], bool]) -> Iterator[None]:
@@ -78,12 +108,24 @@ class Host:
 
         For tests, such as those on a :class:`torchhooks.testing.FakeDevice`.
         """
-        before = self.copiers, self.holds
-        self.copiers, self.holds = {**self.copiers, kind: copier}, holds
+        before = self._copiers, self.holds
+        self._copiers, self.holds = {**self._copiers, kind: copier}, holds
         try:
             yield
         finally:
-            self.copiers, self.holds = before
+            self._copiers, self.holds = before
+
+
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Return whether ``device`` computes in float64."""
+    if device.type == "xpu":  # allocates what it cannot compute
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    try:
+        torch.empty((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):  # of mps and others
+        return False
+    return True
 
 
 host = Host()

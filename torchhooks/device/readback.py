@@ -6,8 +6,8 @@ and later runs poll that event. The requests of a few runs share one batch, and 
 share one copy, so that reading back one value per step costs little more than the snapshot of the value. The bytes in
 flight are bounded by :data:`MAX_BYTES`.
 
-It works for the device types that have a copier, see :mod:`torchhooks.device.host`. On others, such as ``mps`` and
-``xpu``, the copy is made at once and the host waits for it.
+It works for the accelerator that torch has, see :func:`torchhooks.device.accelerator.copier_of`. On other devices, and
+on ``mps`` by default, the copy is made at once and the host waits for it.
 
 Only this package waits for a device. Each line that does has a name or a comment that says so.
 """
@@ -42,8 +42,8 @@ BATCH_BYTES = 1 << 20
 MAX_BYTES = 1 << 25
 """How many bytes at most wait on devices. With more, the host waits for the oldest batch at the end of a run.
 
-So much pinned memory is allocated, once per process, when the first loop is created after CUDA is initialized; set it
-before that.
+So much pinned memory is allocated, once per process, when the first loop is created after the accelerator is
+initialized; set it before that.
 """
 
 _NEVER = sys.maxsize
@@ -57,8 +57,8 @@ class Moment:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.secs = time.monotonic()
-        copier = host.copiers.get(device.type)
-        self.event = None if copier is None else copier.event(device)
+        copier = host.copier(device.type)
+        self.event = None if copier is None else copier.moment(device)
 
 
 class Elapsed:
@@ -127,10 +127,13 @@ class Batch(NamedTuple):
         """Return whether all values have arrived. Never blocks."""
         return all(part.done() for part in self.pending)
 
-    def copies(self) -> dict[int, torch.Tensor]:
-        """Block until all values have arrived, and return their copies by the ids of the originals."""
+    def wait(self) -> None:
+        """Block until all values have arrived."""
         for part in self.pending:
             part.wait()
+
+    def copies(self) -> dict[int, torch.Tensor]:
+        """Return the copies of the values, which have arrived, by the ids of the originals."""
         return {
             id(original): copy
             for transfer, originals in self.transfers
@@ -176,8 +179,7 @@ class Readback:
         self._delivering: Delivery | None = None
         self._closed = False
         self._measured_call: Callable[[Delivery, Any], object] | None = None
-        for copier in host.copiers.values():
-            copier.prepare(MAX_BYTES)
+        host.prepare(MAX_BYTES)
 
     def request(
         self,
@@ -288,7 +290,15 @@ class Readback:
         """Move the deliveries of the oldest batch to those that have arrived. Blocks if the batch is not done."""
         batch = self._in_flight.popleft()
         self._bytes -= batch.nbytes
-        copies = batch.copies()
+        try:
+            batch.wait()
+            copies = batch.copies()
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: it is received by the next call
+            self._in_flight.appendleft(batch)
+            self._bytes += batch.nbytes
+            raise
         self._arrived.extend((delivery, copies) for delivery in batch.deliveries)
 
     def _deliver(self) -> None:
@@ -404,7 +414,8 @@ def _routes_of(tensors: Iterable[torch.Tensor]) -> _Routes:
     for tensor in tensors:
         device = tensor.device
         if device not in routes:
-            copier = host.copiers[device.type]
+            copier = host.copier(device.type)
+            assert copier is not None  # otherwise, the tensor is not copied without blocking
             routes[device] = copier, copier.stream(device)
     return routes
 
@@ -412,7 +423,7 @@ def _routes_of(tensors: Iterable[torch.Tensor]) -> _Routes:
 def _can_copy_async(tensor: torch.Tensor) -> bool:
     # Tensors of other layouts, and subclasses that wrap several tensors, have no single block of memory to copy.
     return (
-        tensor.device.type in host.copiers
+        host.copier(tensor.device.type) is not None
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchhooks.device.cuda import ALIGNMENT
+from torchhooks.device.accelerator import ALIGNMENT
 from torchhooks.device.host import DeviceEvent, host
 
 Held = list[tuple[str, torch.Tensor]]
@@ -52,7 +52,7 @@ class Snapshot:
         originals = list(self._originals.values())
         for (storage, tensors), memory in zip(originals, self._memory_for(originals), strict=True):
             kind = storage.device.type
-            if kind in host.copiers:
+            if host.copier(kind) is not None:
                 # The stream keeps the order: the next step changes the original only after this copy.
                 memory.copy_(storage, non_blocking=True)
             elif kind == "cpu":
@@ -63,8 +63,8 @@ class Snapshot:
             for copy, tensor in tensors:
                 copy.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
         _copy(pieces)
-        devices = {storage.device for storage, _ in originals}
-        self._events = [host.copiers[device.type].event(device) for device in devices if device.type in host.copiers]
+        copiers = {storage.device: host.copier(storage.device.type) for storage, _ in originals}
+        self._events = [copier.event(device) for device, copier in copiers.items() if copier is not None]
         return self._held
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ class Snapshot:
 
 
 def _allocated(kind: str, nbytes: int) -> torch.Tensor:
-    copier = host.copiers.get(kind)
+    copier = host.copier(kind)
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copier is None else copier.memory(nbytes)
 
 

@@ -13,6 +13,7 @@ import torch
 from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
 from torchhooks.common.trees import as_snapshot, snapshot
+from torchhooks.device.host import has_float64, host
 from torchhooks.device.readback import is_remote
 from torchhooks.fetches.fetch import Evaluator, describe
 
@@ -67,7 +68,7 @@ class Accumulator:
             self.total = part
         else:
             if isinstance(total, torch.Tensor) and isinstance(part, torch.Tensor) and total.device != part.device:
-                total = total.to(part.device, non_blocking=True)  # restored from a checkpoint, so it is on the CPU
+                total = host.send(total, part.device)  # restored from a checkpoint, so it is on the CPU
             self.total = total + part if _PARTS[self.op] == 0 else _extreme(self.op, total, part)
         self.count += partial[3]
 
@@ -285,9 +286,9 @@ class WeightedSource(Source):
                 )
             if isinstance(value, torch.Tensor) and value.device != weight.device:
                 if is_remote(value):
-                    weight = weight.to(value.device, non_blocking=True)
+                    weight = host.send(weight, value.device)
                 else:
-                    value = value.to(weight.device, non_blocking=True)
+                    value = host.send(value, weight.device)
         return value * weight
 
     @property
@@ -390,7 +391,7 @@ def _wide(dtype: torch.dtype, device: torch.device | None = None) -> torch.dtype
     if dtype.is_complex:
         return torch.complex128
     if dtype.is_floating_point:
-        return torch.float32 if device is not None and device.type == "mps" else torch.float64
+        return torch.float64 if device is None or has_float64(device) else torch.float32
     return torch.int64
 
 
@@ -407,7 +408,7 @@ def _item(values: torch.Tensor | None, index: int) -> torch.Tensor | None:
 
 def _ratio(total: Any, divisor: Any) -> Any:
     if isinstance(divisor, torch.Tensor) and isinstance(total, torch.Tensor) and divisor.device != total.device:
-        divisor = divisor.to(total.device, non_blocking=True)
+        divisor = host.send(divisor, total.device)
     elif not isinstance(divisor, torch.Tensor) and not divisor:  # all weights are 0
         return total * math.nan
     return total / divisor

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from torchhooks.common.text import shown
+from torchhooks.device.host import has_float64
 
 TOKENS_RATE, FLOPS_RATE, MFU = "tokens/sec", "flops/sec", "mfu"
 DEVICE_MEMORY, HOST_MEMORY = "memory/device_peak", "memory/host"
@@ -88,8 +89,10 @@ class Tokens:
         if isinstance(value, torch.Tensor):
             value = value.detach().reshape(())
             if not isinstance(self.total, torch.Tensor):
-                # float64, because float32 has no odd numbers beyond 16.7 million.
-                self.total = torch.full((), self.total, dtype=torch.float64, device=value.device)
+                # float64, because float32 has no odd numbers beyond 16.7 million; int64 where there is no float64.
+                exact = torch.float32 if value.is_floating_point() else torch.int64
+                dtype = torch.float64 if has_float64(value.device) else exact
+                self.total = torch.full((), self.total, dtype=dtype, device=value.device)
         # Not in-place, because the value of an earlier period may be in flight.
         self.total = self.total + value
 
@@ -101,9 +104,10 @@ class Tokens:
 
 def memory(device: torch.device) -> Iterator[tuple[str, float]]:
     """Yield the curves of memory, in bytes: the peak on ``device`` since the last call, and the host's at present."""
-    if device.type == "cuda":
-        yield DEVICE_MEMORY, float(torch.cuda.max_memory_allocated(device))
-        torch.cuda.reset_peak_memory_stats(device)
+    module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
+    if hasattr(module, "max_memory_allocated"):  # not on mps
+        yield DEVICE_MEMORY, float(module.max_memory_allocated(device))
+        module.reset_peak_memory_stats(device)
     resident = _resident_bytes()
     if resident is not None:
         yield HOST_MEMORY, resident

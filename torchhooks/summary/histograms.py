@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from torchhooks.common.trees import as_snapshot
-from torchhooks.device.host import host
+from torchhooks.device.host import has_float64, host
 from torchhooks.device.readback import is_remote
 from torchhooks.fetches.over_ranks import ValueInParts
 from torchhooks.ranks.dtensors import is_sharded, without_partial
@@ -62,11 +62,9 @@ def edges() -> list[float]:
 
 def can_count(value: Any) -> bool:
     """Return whether :func:`count` takes ``value``: an ordinary tensor, on the CPU or on a device with a copier."""
-    return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
-        and not value.is_nested
-        and (host.holds(value) or value.device.type in host.copiers)
-    )
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_nested:
+        return False
+    return host.holds(value) or (host.copier(value.device.type) is not None and has_float64(value.device))
 
 
 def count(tensor: torch.Tensor) -> Counts:
@@ -212,7 +210,8 @@ class _Cells(NamedTuple):
     def moments(self, values: torch.Tensor, *, may_look: bool) -> torch.Tensor:
         """Return the minimum, the maximum, the sum and the sum of squares of the elements that have a bin."""
         if not values.numel():  # a rank may have no part of a small tensor
-            return torch.tensor([math.inf, -math.inf, 0.0, 0.0], dtype=torch.float64, device=values.device)
+            nothing = torch.tensor([math.inf, -math.inf, 0.0, 0.0], dtype=torch.float64, device="cpu")
+            return host.send(nothing, values.device)
         low, high = values.aminmax()
         if may_look and -self.end < low and high < self.end:  # false if an element is NaN
             doubles = values.double()
@@ -227,8 +226,7 @@ class _Cells(NamedTuple):
 def _cells(dtype: torch.dtype, device: torch.device) -> _Cells:
     if device.type != "cpu":
         on_host = _cells(dtype, torch.device("cpu"))
-        # Without blocking, because a host that waits for a copy waits for all that the device has queued before it.
-        offsets, bins = (table.to(device, non_blocking=True) for table in (on_host.offsets, on_host.bins))
+        offsets, bins = (host.send(table, device) for table in (on_host.offsets, on_host.bins))
         return _Cells(on_host.bits, on_host.shift, offsets, bins, on_host.end)
     is_single = dtype is torch.float32
     floating: Any = np.float32 if is_single else np.float64

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhooks.device import cuda, readback
-from torchhooks.device.cuda import pack, unpack
+from torchhooks.device import accelerator, readback
+from torchhooks.device.accelerator import pack, unpack
 from torchhooks.device.host import Host, host
 from torchhooks.device.readback import Batch, Delivery, Elapsed, Readback
 from torchhooks.fetches.fetch import Evaluator
@@ -103,6 +103,11 @@ class FakeDevice:
 
     def event(self, device: torch.device) -> _FakeEvent:
         return _FakeEvent(self, self.lag if self._stream_lag is None else self._stream_lag)
+
+    moment = event
+
+    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor.to(device)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         self.note_wait("a tensor that is read at once")
@@ -256,7 +261,7 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
                 yield syncs
         else:
             with (
-                nullcontext() if "cpu" in host.copiers else FakeDevice(),
+                nullcontext() if host.copier("cpu") else FakeDevice(),
                 _waits_for_fake(note),
                 _SyncingOperators(note),
             ):
@@ -265,7 +270,7 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
 
 @contextmanager
 def _waits_for_fake(note: Callable[[str], None]) -> Iterator[None]:
-    fake = host.copiers["cpu"]
+    fake = host.copier("cpu")
     if not isinstance(fake, FakeDevice):
         yield
         return
@@ -282,7 +287,7 @@ _FUNCTIONS: list[tuple[Any, str, str]] = [
     (torch.cuda.Stream, "synchronize", "torch.cuda.Stream.synchronize"),
     (torch.accelerator, "synchronize", "torch.accelerator.synchronize"),
     (torch.Tensor, "pin_memory", "Tensor.pin_memory"),
-    (cuda, "pinned", "an allocation of pinned memory"),
+    (accelerator, "pinned", "an allocation of pinned memory"),
 ]
 """Functions that wait for a device, or may, and that torch's debug mode does not report: owner, attribute, name."""
 
@@ -452,6 +457,7 @@ def _followed(calls: _Calls) -> Iterator[None]:
         (Readback, "end_run", lambda _: _EndOfRun()),
         (Readback, "request", lambda *_, **__: _Callback()),  # calls back at once if the values are on the host
         (readback, "start_batch", lambda deliveries, nbytes: _Wait(_most_urgent(deliveries))),
+        (Batch, "wait", lambda batch: _Wait(_most_urgent(batch.deliveries))),
         (Batch, "copies", lambda batch: _Wait(_most_urgent(batch.deliveries))),
         (Delivery, "arrived", lambda delivery, copies: _Wait(delivery)),
         (Delivery, "call_back", lambda delivery, values: _Callback(delivery)),

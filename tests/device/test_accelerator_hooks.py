@@ -1,4 +1,4 @@
-"""On a real GPU: evaluation, early stopping, called functions, profiles and the bar do not block the host."""
+"""On an accelerator: evaluation, early stopping, called functions, profiles and the bar do not block the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.torch_state import keep_busy
+from support.accelerators import DEVICE, keep_busy
 
 from torchhooks import (
     BestCheckpointHook,
@@ -28,19 +28,16 @@ from torchhooks import (
 )
 from torchhooks.testing import RecordingWriter, sync_audit
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.accelerator
 
 
 class Training:
     """A small network with dropout, one batch for all steps, and the losses for comparison."""
 
     def __init__(self) -> None:
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1)).cuda()
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1)).to(DEVICE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.batch = torch.randn(32, 8, device="cuda")
+        self.batch = torch.randn(32, 8, device=DEVICE)
         self.losses: list[torch.Tensor] = []
 
     def step(self) -> torch.Tensor:
@@ -49,11 +46,11 @@ class Training:
         loss.backward()
         self.optimizer.step()
         self.losses.append(loss.detach())
-        keep_busy(1_000_000)  # the device lags, so that a wait would take long
+        keep_busy(0.001)  # the device lags, so that a wait would take long
         return loss
 
     def evaluate(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        torch.rand(3, device="cuda")
+        torch.rand(3, device=DEVICE)
         return {"error": model(self.batch).square().mean()}
 
     def run(self, *hooks: SessionRunHook, runs: int = 20) -> MonitoredLoop[torch.Tensor]:
@@ -81,7 +78,7 @@ def test_no_hook_makes_the_host_wait() -> None:
     ]
     with MonitoredLoop(training.step, training.model, training.optimizer, hooks=hooks) as loop:
         loop.run()  # initialises what torch initialises lazily
-        with sync_audit("cuda") as syncs:
+        with sync_audit() as syncs:
             for _ in range(19):
                 loop.run()
     assert syncs == []
@@ -94,7 +91,7 @@ def test_a_progress_bar_does_not_make_the_host_wait() -> None:
     hook = ProgressBarHook(20, ["loss"], file=terminal)
     with MonitoredLoop(training.step, training.model, training.optimizer, hooks=[hook]) as loop:
         loop.run()
-        with sync_audit("cuda") as syncs:
+        with sync_audit() as syncs:
             for _ in range(19):
                 loop.run()
     assert syncs == []
