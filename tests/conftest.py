@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-
 from support import simulated
 
 import torchhooks.ranks.ranks
@@ -46,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--simulated",
         action="store_true",
-        help="register an accelerator that runs on the CPU, for the tests that need one: see tests/support/simulated.py.",
+        help="register a simulated accelerator, for the tests that need one; see tests/support/simulated.py",
     )
 
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.accelerators import DEVICE
 from support.disks import no_space_after
 from support.processes import call
 from support.states import Box
@@ -435,26 +436,24 @@ def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     assert draw() == expected
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.accelerator
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_checkpoint_of_cuda_tensors_loads_on_the_cpu(tmp_path: Path, async_save: bool) -> None:
+def test_a_checkpoint_of_device_tensors_loads_on_the_cpu(tmp_path: Path, async_save: bool) -> None:
     saver = Saver(async_save=async_save)
-    session = make_session(nn.Linear(2, 2).cuda(), box=Box(torch.ones(3, device="cuda")))
+    session = make_session(nn.Linear(2, 2).to(DEVICE), box=Box(torch.ones(3, device=DEVICE)))
     path = saver.save(session, tmp_path / "model.ckpt", 1)
     cpu = make_session(nn.Linear(2, 2), box=Box())
     saver.restore(cpu, path)
     assert torch.equal(box_of(cpu).value, torch.ones(3))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
-    torch.randn(1, device="cuda")
+@pytest.mark.accelerator
+def test_random_numbers_of_a_device_continue_where_they_were(tmp_path: Path) -> None:
+    torch.randn(1, device=DEVICE)
     path = Saver().save(make_session(), tmp_path / "model.ckpt", 1)
-    expected = torch.randn(3, device="cuda")
+    expected = torch.randn(3, device=DEVICE)
     Saver().restore(make_session(), path)
-    assert torch.equal(torch.randn(3, device="cuda"), expected)
+    assert torch.equal(torch.randn(3, device=DEVICE), expected)
 
 
 TAGS: list[str] = []  # if not empty, the device that torch.save records for every storage

@@ -136,6 +136,7 @@ def test_the_best_checkpoint_takes_the_result_of_an_evaluation(tmp_path: Path) -
     assert best_checkpoint(tmp_path / "best") is not None
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("runs", [1, 2])
 def test_a_profile_contains_the_kernels(runs: int, tmp_path: Path) -> None:
     Training().run(ProfilerHook(save_steps=5, output_dir=tmp_path, runs=runs), runs=9)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.accelerators import DEVICE
 from support.torch_state import has_dispatch_mode
 from torch import nn
 
@@ -206,7 +207,7 @@ def test_a_step_that_fails_while_it_is_measured_leaves_no_mode() -> None:
         ("Something else", None),
     ],
 )
-def test_the_peak_of_common_gpus_is_known(name: str, peak: float | None) -> None:
+def test_the_peak_of_common_devices_is_known(name: str, peak: float | None) -> None:
     assert known_peak_flops(name) == peak
 
 
@@ -235,12 +236,11 @@ def test_everything_is_in_one_log_line() -> None:
     )
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_peak_of_a_gpu_is_that_of_the_period() -> None:
-    device = torch.device("cuda")
+@pytest.mark.accelerator
+def test_the_peak_of_a_device_is_that_of_the_period() -> None:
+    device = torch.device(DEVICE)
     dict(memory(device))
-    before = torch.cuda.memory_allocated()
+    before = torch.accelerator.memory_allocated()
     del (large := [torch.empty(2**26, dtype=torch.uint8, device=device)])[:]
     assert dict(memory(device))["memory/device_peak"] >= before + 2**26
     assert dict(memory(device))["memory/device_peak"] < before + 2**26

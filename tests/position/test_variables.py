@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from support.accelerators import DEVICE
 from support.rank_threads import Hub, ThreadRanks, in_threads
 from support.scripts import start
 from torch import nn
@@ -475,12 +476,11 @@ def test_a_tensor_from_a_device_that_this_process_has_not_is_on_the_cpu(lines: L
     ]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.accelerator
 def test_a_tensor_on_a_device_returns_to_it(tmp_path: Path) -> None:
-    path = save(tmp_path, Variables(hidden=(torch.ones(2, device="cuda"),), other=torch.ones(2)))
-    found = restore(path, Variables(hidden=None, other=torch.zeros(1, device="cuda")))
-    assert [found.hidden[0].device.type, found.other.device.type] == ["cuda", "cuda"]
+    path = save(tmp_path, Variables(hidden=(torch.ones(2, device=DEVICE),), other=torch.ones(2)))
+    found = restore(path, Variables(hidden=None, other=torch.zeros(1, device=DEVICE)))
+    assert [found.hidden[0].device.type, found.other.device.type] == [DEVICE, DEVICE]
 
 
 # -- a process that is killed ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.accelerators import DEVICE
 from support.events import read
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
@@ -182,14 +183,13 @@ def test_only_the_counts_travel_from_a_device_and_the_host_never_waits(tmp_path:
     assert device.copies == 6  # of each step, the bins and the moments
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_counting_on_a_gpu_finds_torchs_bins() -> None:
+@pytest.mark.accelerator
+def test_counting_on_a_device_finds_torchs_bins() -> None:
     for dtype in FLOATS:
         value = edge_cases(dtype)
-        on_gpu, on_host = count(value.cuda()), count(value)
-        assert torch.equal(on_gpu.bins.cpu(), on_host.bins)
-        assert on_gpu.moments.cpu().numpy() == pytest.approx(on_host.moments.numpy(), rel=1e-12, abs=1e12)
+        on_device, on_host = count(value.to(DEVICE)), count(value)
+        assert torch.equal(on_device.bins.cpu(), on_host.bins)
+        assert on_device.moments.cpu().numpy() == pytest.approx(on_host.moments.numpy(), rel=1e-12, abs=1e12)
 
 
 # -- writers ------------------------------------------------------------------------------------------------------

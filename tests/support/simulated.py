@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
+from torch.utils import backend_registration, cpp_extension
 
 SOURCE = Path(__file__).with_name("simulated_device.cpp")
 NAME = "simulated"
@@ -29,16 +29,16 @@ _library: Any = None
 
 def register() -> None:
     """Build and register the device, once per process."""
-    global _library  # noqa: PLW0603 - there is one device type for the process
+    global _library
     if _library is not None:
         return
     _library = ctypes.CDLL(str(built()))
     _library.simulated_waits.restype = ctypes.c_char_p
     _library.simulated_hazards.restype = ctypes.c_int64
     _library.simulated_is_forked.restype = ctypes.c_bool
-    torch.utils.rename_privateuse1_backend(NAME)
+    backend_registration.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())  # noqa: SLF001 - documented for backends
-    torch.utils.generate_methods_for_privateuse1_backend()
+    backend_registration.generate_methods_for_privateuse1_backend()
     atexit.register(_library.simulated_finish)
 
 
@@ -85,7 +85,7 @@ def fail(text: str) -> None:
 
 def waits() -> list[str]:
     """Return what this thread has waited for since the last :func:`forget_waits`."""
-    return _library.simulated_waits().decode().split()
+    return str(_library.simulated_waits(), "ascii").split()
 
 
 def forget_waits() -> None:

@@ -181,6 +181,7 @@ void wait_for_device(int device) {
 
 struct Event {
     bool timed;
+    int device = 0;
     std::shared_ptr<Moment> moment;
 };
 
@@ -368,19 +369,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
     void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag flag) const override {
-        if (*event == nullptr) *event = new Event{flag == c10::EventFlag::BACKEND_DEFAULT, nullptr};
+        if (*event == nullptr) *event = new Event{flag == c10::EventFlag::BACKEND_DEFAULT, 0, nullptr};
+        static_cast<Event*>(*event)->device = stream.device_index();
         static_cast<Event*>(*event)->moment = workers.at(stream).moment();
     }
     void block(void* event, const c10::Stream& stream) const override {
         if (event == nullptr) return;
         workers.at(stream).push([moment = static_cast<Event*>(event)->moment] { moment->wait(); });
     }
-    bool queryEvent(void* event) const override { return event == nullptr || static_cast<Event*>(event)->moment->query(); }
+    bool queryEvent(void* event) const override {
+        if (event == nullptr) return true;
+        errors.raise(static_cast<Event*>(event)->device);
+        return static_cast<Event*>(event)->moment->query();
+    }
     void synchronizeEvent(void* event) const override {
         if (event == nullptr) return;
         note_wait("Event.synchronize");
         static_cast<Event*>(event)->moment->wait();
-        for (int device = 0; device < kDevices; ++device) errors.raise(device);
+        errors.raise(static_cast<Event*>(event)->device);
     }
     double elapsedTime(void* start, void* end, const DeviceIndex) const override {
         auto *from = static_cast<Event*>(start), *to = static_cast<Event*>(end);

@@ -39,4 +39,3 @@ def is_profiling() -> bool:
 def has_dispatch_mode() -> bool:
     """Return whether a mode, such as one that counts operations, sees the operators."""
     return dispatch._get_current_dispatch_mode() is not None  # noqa: SLF001 - torch's
-

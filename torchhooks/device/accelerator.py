@@ -21,7 +21,7 @@ ALIGNMENT = 64
 WAITED_FOR = {"mps"}
 """Types of accelerators for whose values the host waits, although they may have all that the copies need.
 
-On ``mps``, nobody has run ``benchmarks/first_hour_on_a_gpu.py`` yet. ``WAITED_FOR.discard("mps")`` before the first loop
+Nobody has run ``benchmarks/first_hour_on_a_gpu.py`` on ``mps`` yet. ``WAITED_FOR.discard("mps")`` before the first loop
 of the process lets values travel without waiting there, too.
 """
 

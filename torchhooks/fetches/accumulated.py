@@ -16,7 +16,7 @@ a tensor, more of them  float32 or its own, if wider     a tensor of its shape; 
 ======================  ===============================  =======================================================
 
 The mean of integers is float32, their sum int64. A maximum or minimum has the dtype of the value. NumPy values count as
-tensors. A device without float64, such as ``mps`` and some of ``xpu``, uses float32. NaN in one run makes each of the four NaN. A weight is
+tensors. A device without float64, such as ``mps``, uses float32. NaN in one run makes each of the four NaN. A weight is
 multiplied with the value where the value is, and the weights of a mean are added up like any value.
 """
 

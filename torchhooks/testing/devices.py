@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 import warnings
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchhooks.device import accelerator, readback
 from torchhooks.device.accelerator import pack, unpack
 from torchhooks.device.host import Host, host
-from torchhooks.device.readback import Batch, Delivery, Elapsed, Readback
+from torchhooks.device.readback import Batch, Delivery, Elapsed, Readback, is_remote
 from torchhooks.fetches.fetch import Evaluator
 from torchhooks.loop.schedule import ScheduledHook
 from torchhooks.loop.session_creator import SessionCreator
@@ -224,30 +225,34 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
     >>> print(*syncs, sep="\\n")
     Report() in after_run at step 1: ...
 
-    On a GPU, torch reports the operators and copies that synchronize (``torch.cuda.set_sync_debug_mode``). Without one,
-    the audit runs on a :class:`FakeDevice` and lists the operators that would synchronize on a GPU: ``item()``,
-    ``nonzero()``, indexing with a mask and the like. There it does not see ``numpy()`` and ``tolist()``, which read
-    memory without an operator.
+    On CUDA, torch reports the operators and copies that synchronize (``torch.cuda.set_sync_debug_mode``). On other
+    accelerators, the audit looks at the operators itself: ``item()``, ``nonzero()``, indexing with a mask and the like,
+    and copies between the device and the host that block, such as ``cpu()`` and ``tolist()``. Without an accelerator,
+    it runs on a :class:`FakeDevice` and lists the operators that would synchronize. There it does not see ``cpu()``,
+    ``numpy()`` and ``tolist()``, which read memory without an operator.
 
-    On both, the audit lists what torch does not report: calls of ``torch.cuda.synchronize()``,
-    ``torch.accelerator.synchronize()``, ``torch.cuda.Event.synchronize()``, ``torch.cuda.Stream.synchronize()`` and
-    ``Tensor.pin_memory()``, the pinned memory that torchhooks allocates, and the waits of torchhooks itself: for a
-    value whose deadline has come, and for everything that is pending before a checkpoint is saved.
+    On all, the audit lists calls of ``synchronize()`` of ``torch.accelerator``, ``torch.Event``, ``torch.Stream`` and
+    their counterparts in ``torch.cuda``, and of ``Tensor.pin_memory()``, the pinned memory that torchhooks allocates,
+    and the waits of torchhooks itself: for a value whose deadline has come, and for everything that is pending before a
+    checkpoint is saved.
 
-    It does not see ``torch.empty(..., pin_memory=True)`` on a GPU, ``torch.Event`` and ``torch.Stream``, waits inside
-    of C++ extensions, and allocations for which CUDA itself waits. It sees only the thread that runs the hook.
-    Operations of the step are not listed, nor are those of ``when_ready`` callbacks, whose values are on the host, nor
-    the wait for pending values when the loop closes.
+    It does not see ``torch.empty(..., pin_memory=True)`` on a device, waits inside of C++ extensions, and allocations
+    for which a device itself waits. It sees only the thread that runs the hook. Operations of the step are not listed,
+    nor are those of ``when_ready`` callbacks, whose values are on the host, nor the wait for pending values when the
+    loop closes.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``, for a test that has to do the same on every machine. The default is ``"cuda"``
-            if it is available, else ``"cpu"``.
+        device: the type of the accelerator, such as ``"cuda"``, or ``"cpu"``, for a test that has to do the same on
+            every machine. The default is the accelerator if there is one, else ``"cpu"``.
 
     Raises:
         ValueError: ``device`` is something else.
     """
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"sync_audit(device={device!r}): give 'cuda' or 'cpu', or None for what is available")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    available = "cpu" if accelerator is None else accelerator.type
+    if device not in (None, "cpu", available):
+        choice = "None or 'cpu'" if accelerator is None else f"None, {available!r} or 'cpu'"
+        raise ValueError(f"sync_audit(device={device!r}): on this machine, give {choice}")
     syncs: list[Sync] = []
     calls = _Calls()
 
@@ -256,14 +261,17 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
             syncs.append(sync)
 
     with _followed(calls), _waiting_functions(note):
-        if device == "cuda" or (device is None and torch.cuda.is_available()):
+        if (device or available) == "cuda":
             with _cuda_syncs(note):
+                yield syncs
+        elif (device or available) != "cpu":
+            with _SyncingOperators(note, is_remote), _BlockingCopies(note):
                 yield syncs
         else:
             with (
                 nullcontext() if host.copier("cpu") else FakeDevice(),
                 _waits_for_fake(note),
-                _SyncingOperators(note),
+                _SyncingOperators(note, torch.is_tensor),
             ):
                 yield syncs
 
@@ -298,7 +306,28 @@ def _waiting_functions(note: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, attribute, name in _FUNCTIONS:
             stack.enter_context(_replaced(owner, attribute, _noting(getattr(owner, attribute), name, note)))
+        stack.enter_context(_profiled(note))
         yield
+
+
+@contextmanager
+def _profiled(note: Callable[[str], None]) -> Iterator[None]:
+    """Call ``note`` for each call of ``synchronize()`` of the classes whose attributes cannot be replaced."""
+    before = sys.getprofile()
+
+    def profile(frame: Any, event: Any, argument: Any) -> None:
+        if event == "c_call" and argument.__name__ == "synchronize":
+            kind = type(argument.__self__)
+            if kind in (torch.Event, torch.Stream):
+                note(f"torch.{kind.__name__}.synchronize")
+        if before is not None:
+            before(frame, event, argument)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 _INHERITED: Any = object()
@@ -356,17 +385,36 @@ _SYNCING = (
 
 
 class _SyncingOperators(TorchDispatchMode):
-    """Calls ``note`` for each operator that would block the host if its tensors were on a GPU."""
+    """Calls ``note`` for each operator that blocks the host, or would, if ``is_there`` says where its tensor is."""
+
+    def __init__(self, note: Callable[[str], None], is_there: Callable[[Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note, self._is_there = note, is_there
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if (name in _SYNCING or _indexes_with_mask(name, args)) and self._is_there(args[0]):
+            self._note(f"aten.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+class _BlockingCopies(TorchDispatchMode):
+    """Calls ``note`` for each copy between a device and the host that blocks the host."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in _SYNCING or _indexes_with_mask(name, args):
-            self._note(f"aten.{name}")
-        return func(*args, **(kwargs or {}))
+        if name == "lift_fresh" and is_remote(result):  # what torch.tensor() calls last
+            self._note(f"a copy from cpu to {result.device}")
+        elif name in ("_to_copy", "copy_") and not (args[-1] is True or (kwargs or {}).get("non_blocking")):
+            source = args[0] if name == "_to_copy" else args[1]
+            if is_remote(source) != is_remote(result):
+                self._note(f"a copy from {source.device} to {result.device}")
+        return result
 
 
 def _indexes_with_mask(name: str, args: Sequence[Any]) -> bool:
