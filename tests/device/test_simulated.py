@@ -17,16 +17,17 @@ FILES = sorted(
     for file in (ROOT / "tests").rglob("test_*.py")
     if "mark.accelerator" in file.read_text(encoding="utf-8") and file != Path(__file__)
 )
+HERE = [file for file in FILES if file.startswith("tests/device/")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
-def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(file: str) -> None:
+@pytest.mark.parametrize("files", [HERE, [file for file in FILES if file not in HERE]], ids=["device", "others"])
+def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(files: list[str]) -> None:
     if simulated.compiler() is None:
         why = "the simulated device needs a C++ compiler"
         pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
     measuring = coverage.Coverage.current()
-    command = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--simulated", "-m", "accelerator", file]
+    command = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--simulated", "-m", "accelerator", *files]
     if measuring is not None:  # pytest-cov combines what is next to its own file
         data = measuring.get_option("run:data_file")
         command = ["-m", "coverage", "run", "--parallel-mode", f"--data-file={data}", *command]
@@ -36,3 +37,8 @@ def test_the_tests_that_need_an_accelerator_pass_on_a_simulated_one(file: str) -
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+def test_some_tests_need_an_accelerator() -> None:
+    assert "tests/device/test_accelerator.py" in HERE
+    assert "tests/checkpoints/test_saver.py" in FILES
