@@ -1,19 +1,24 @@
-"""Answer, on the first GPU at hand, what no CPU can answer about torchhooks, and print a report.
+"""Answer, on the first accelerator at hand, what no CPU can answer about torchhooks, and print a report.
 
-    python benchmarks/first_hour_on_a_gpu.py [--only PART ...] [--repeat 20] [--gigabytes 10] [--results FOLDER]
+    python benchmarks/first_hour_on_a_gpu.py [--simulated] [--only PART ...] [--repeat 20] [--gigabytes 10]
+                                             [--results FOLDER]
 
 The parts, in this order:
 
-    tests       the tests marked cuda, 20 times; those that fail only sometimes are named
+    tests       the tests marked cuda and accelerator, 20 times; those that fail only sometimes are named
     pinning     how long pinning memory takes while the device is busy, by size
     streams     two requests on two streams, a hundred rounds
     saving      a save with a NaN guard and async_save during a long step, with the waits counted
     memory      memory under large fetches, and under replays of a CUDA graph
+    hooks       benchmarks/accelerator.py
     speed       benchmarks/gpu.py
     in_place    an asynchronous save of 10 GB that is updated in place at once, bits compared
     compiled    CUDA graphs and torch.compile(mode="reduce-overhead") with all hooks, values compared with eager
     lost        a lost context, in a process of its own
     two_gpus    a save from the second GPU creates no context on the first one
+
+On a Mac, the values of ``mps`` travel without waiting here, which torchhooks does not do by default: see
+``torchhooks.device.accelerator.WAITED_FOR``. ``--simulated`` tries the script out on the simulated device of the tests.
 
 A part that needs something that this machine lacks says so and is skipped; on a CPU, some parts run on a FakeDevice or
 on small sizes. The report is Markdown. It is printed, and written to ``FOLDER/first_hour_on_a_gpu.md``. The exit code
@@ -57,16 +62,22 @@ from torchhooks import (
     list_checkpoints,
     summary,
 )
+from torchhooks.device.accelerator import WAITED_FOR
 from torchhooks.device.readback import MAX_BYTES, Readback
 from torchhooks.lifecycle.recovery import is_poisoned
 from torchhooks.testing import FakeDevice, RecordingWriter, sync_audit
 
 from common import RESULTS, describe, machine, table
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import accelerators, simulated
+from support.accelerators import BUSY
+
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-BUSY = 5_000_000  # cycles that take a few milliseconds
+DEVICE = accelerators.use(simulated_one=True) if "--simulated" in sys.argv else accelerators.DEVICE
+ACCELERATOR = DEVICE != "cpu"
+WAITED_FOR.discard(DEVICE)
 
 
 class Skip(Exception):  # noqa: N818 - not an error
@@ -87,23 +98,29 @@ def need_cuda(why: str = "needs a CUDA device") -> None:
         raise Skip(why)
 
 
-def keep_busy(cycles: int = BUSY) -> None:
-    """Queue work that takes the device ``cycles``; nothing without a device."""
-    if CUDA:
-        torch.cuda._sleep(cycles)  # noqa: SLF001 - torch's only way to keep a device busy
+def need_accelerator() -> None:
+    """Skip the part without an accelerator."""
+    if not ACCELERATOR:
+        raise Skip("needs an accelerator")
+
+
+def keep_busy(secs: float = BUSY) -> None:
+    """Queue work that takes the device about ``secs``; nothing without a device."""
+    if ACCELERATOR:
+        accelerators.keep_busy(secs)
 
 
 def synchronize() -> None:
     """Wait until the device is idle."""
-    if CUDA:
-        torch.cuda.synchronize()
+    if ACCELERATOR:
+        torch.accelerator.synchronize()
 
 
 @contextmanager
-def fake_device_without_cuda(lag: int) -> Iterator[str]:
+def fake_device_without_accelerator(lag: int) -> Iterator[str]:
     """Have the CPU stand for a device if there is no other, and return how to call it in the report."""
-    with nullcontext() if CUDA else FakeDevice(lag):
-        yield "on the GPU" if CUDA else f"on a FakeDevice(lag={lag}), because there is no GPU"
+    with nullcontext() if ACCELERATOR else FakeDevice(lag):
+        yield f"on {DEVICE}" if ACCELERATOR else f"on a FakeDevice(lag={lag}), because there is no accelerator"
 
 
 class Reader(SessionRunHook):
@@ -130,8 +147,8 @@ class Reader(SessionRunHook):
 
 
 def tests(options: Options) -> str:
-    """Run the tests marked ``cuda`` again and again."""
-    need_cuda()
+    """Run the tests marked ``cuda`` and ``accelerator`` again and again."""
+    need_accelerator()
     outcomes: dict[str, Counter[str]] = {}
     texts: dict[str, str] = {}
     with TemporaryDirectory() as name:
@@ -142,8 +159,9 @@ def tests(options: Options) -> str:
                 "-m",
                 "pytest",
                 "-q",
+                *(["--simulated"] if DEVICE == simulated.NAME else []),
                 "-m",
-                "cuda",
+                "cuda or accelerator",
                 "-n",
                 "0",
                 "-p",
@@ -174,20 +192,20 @@ def tests(options: Options) -> str:
 
 def pinning(options: Options) -> str:
     """Measure how long pinning takes, on an idle and on a busy device."""
-    need_cuda()
+    need_accelerator()
     rows: list[tuple[str, float, float]] = []
     kept = [torch.empty(1, pin_memory=True)]  # torch would hand out again what is freed
     for exponent in range(12, 31, 2):
         secs = []
-        for cycles in (0, 20 * BUSY):
+        for busy in (0, 20 * BUSY):
             synchronize()
-            if cycles:
-                keep_busy(cycles)
+            if busy:
+                keep_busy(busy)
             started = time.perf_counter()
             kept.append(torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=True))
             secs.append(time.perf_counter() - started)
         rows.append((f"{1 << exponent:,} bytes", secs[0] * 1e3, secs[1] * 1e3))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
     begin.record()
     keep_busy(20 * BUSY)
     end.record()
@@ -199,12 +217,12 @@ def pinning(options: Options) -> str:
 def streams(options: Options) -> str:
     """Request values on two streams, and compare each with what was computed there."""
     wrong = 0
-    with fake_device_without_cuda(lag=3) as where:
-        side: Any = torch.cuda.Stream() if CUDA else None
+    with fake_device_without_accelerator(lag=3) as where:
+        side: Any = torch.Stream(device=DEVICE) if ACCELERATOR else nullcontext()
         for number in range(100):
             readback, got = Readback(), list[Tensor]()
             readback.request(torch.full((1000,), float(number), device=DEVICE), got.append)
-            with torch.cuda.stream(side) if CUDA else nullcontext():
+            with side:
                 keep_busy()
                 readback.request(torch.full((1000,), -float(number), device=DEVICE), got.append)
             for _ in range(3):
@@ -217,10 +235,10 @@ def streams(options: Options) -> str:
 
 def saving(options: Options) -> str:
     """Save with a NaN guard while the device is busy, and count what the host waits for."""
-    cycles, rows = 40 * BUSY, []
+    busy, rows = 40 * BUSY, []
     for async_save in (True, False):
         weight, saver = torch.nn.Linear(1000, 1000).to(DEVICE), Saver(async_save=async_save)
-        with TemporaryDirectory() as folder, fake_device_without_cuda(lag=1000) as where, sync_audit() as syncs:
+        with TemporaryDirectory() as folder, fake_device_without_accelerator(lag=1000) as where, sync_audit() as syncs:
             hooks = [
                 NanTensorHook("loss"),
                 Reader(),
@@ -234,7 +252,7 @@ def saving(options: Options) -> str:
                 saver.wait()
                 synchronize()
                 syncs.clear()
-                keep_busy(cycles)
+                keep_busy(busy)
                 started = time.perf_counter()
                 loop.run()
                 secs, waits = time.perf_counter() - started, [str(sync) for sync in syncs]
@@ -258,25 +276,30 @@ def saving(options: Options) -> str:
 
 def memory(options: Options) -> str:
     """Fetch large values from a device that lags, and values of a CUDA graph that is replayed."""
-    need_cuda()
+    need_accelerator()
+    if not hasattr(torch.get_device_module(DEVICE), "max_memory_allocated"):
+        raise Skip(f"torch does not tell the peak of the memory of {DEVICE}")
     lines = []
     reader = Reader(keep=False)
 
     def step() -> Tensor:
         keep_busy()
-        return torch.ones(1 << 20, device="cuda")
+        return torch.ones(1 << 20, device=DEVICE)
 
     with MonitoredLoop(step, hooks=[reader]) as loop:
         loop.run()
         synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
         for _ in range(300):
             loop.run()
-        used = torch.cuda.max_memory_allocated() - before
+        used = torch.accelerator.max_memory_allocated() - before
     assert reader.count == 301, f"{reader.count} of 301 values arrived"
     assert used <= MAX_BYTES + (16 << 20), f"{used:,} bytes in flight, with MAX_BYTES={MAX_BYTES:,}"
     lines.append(f"* 300 fetches of 4 MB each: at most {used / 1e6:.1f} MB of device memory in flight.")
+
+    if not CUDA:
+        return "\n".join(lines)
 
     static, graph = torch.zeros(1 << 18, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -304,6 +327,17 @@ def memory(options: Options) -> str:
     return "\n".join(lines)
 
 
+def hooks(options: Options) -> str:
+    """Run benchmarks/accelerator.py."""
+    need_accelerator()
+    command = [sys.executable, str(ROOT / "benchmarks" / "accelerator.py"), "--results", str(options.results)]
+    command += ["--simulated"] if DEVICE == simulated.NAME else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return done.stdout
+
+
 def speed(options: Options) -> str:
     """Run benchmarks/gpu.py."""
     small = [] if CUDA else ["--device", "cpu", "--runs", "20", "--rounds", "1"]
@@ -316,10 +350,10 @@ def speed(options: Options) -> str:
 
 def in_place(options: Options) -> str:
     """Save a large state asynchronously, update it in place at once, and compare the bits of the checkpoint."""
-    gigabytes = options.gigabytes if CUDA else min(options.gigabytes, 0.1)
+    gigabytes = options.gigabytes if DEVICE not in ("cpu", simulated.NAME) else min(options.gigabytes, 0.1)
     sizes = [1 << 28, 100_000_000, 1 << 20, 12_345, 1]  # elements: larger than a block of memory, and smaller
     parameters: list[Tensor] = []
-    for size in itertools.cycle(sizes if CUDA else sizes[2:]):
+    for size in itertools.cycle(sizes if gigabytes > 0.1 else sizes[2:]):
         if sum(parameter.nbytes for parameter in parameters) >= gigabytes * 1e9:
             break
         parameters.append(torch.randn(size, device=DEVICE))
@@ -347,7 +381,7 @@ def in_place(options: Options) -> str:
         del saved
         saver.close()
     total = sum(value.nbytes for value in expected) / 1e9
-    where = "on the GPU" if CUDA else "on the CPU"
+    where = f"on {DEVICE}"
     text = f"{len(parameters)} tensors, {total:.1f} GB, {where}: all bits are those before the update.\n\n"
     return text + table(["", "s until save() returned", "s until the file was there"], rows)
 
@@ -518,6 +552,7 @@ PARTS: list[Callable[[Options], str]] = [
     streams,
     saving,
     memory,
+    hooks,
     speed,
     in_place,
     compiled,
@@ -546,6 +581,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.__name__ for part in PARTS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help="the parts to run")
+    parser.add_argument("--simulated", action="store_true", help="run on the simulated device of the tests")
     parser.add_argument("--repeat", type=int, default=20, help="how often to run the tests (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=10.0, help="size of the large state (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the report (default: %(default)s)")
@@ -555,7 +591,7 @@ def main() -> None:
     logging.getLogger("torchhooks").addHandler(logging.NullHandler())  # the report is the only output
     logging.getLogger("torchhooks").propagate = False
     options = Options(chosen.repeat, chosen.gigabytes, chosen.results)
-    sections = [f"# First hour on a GPU\n\nMachine: {describe(machine())}.\n"]
+    sections = [f"# First hour on {DEVICE}\n\nMachine: {describe(machine())}.\n"]
     print(sections[0], flush=True)
     verdicts: dict[str, str] = {}
     for part in PARTS:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import scripts
+from support import scripts, simulated
 from support.paths import ROOT
 
 ARGUMENTS = {
+    "accelerator": ["--simulated", "--secs", "0.02", "--runs", "4", "--rounds", "1"],
     "checkpoint": ["--megabytes", "12", "--rounds", "1"],
     "gpu": ["--device", "cpu", "--runs", "40", "--rounds", "1"],
     "histograms": ["--elements", "10000", "--rounds", "1"],
@@ -31,12 +32,14 @@ class Ran(NamedTuple):
     document: dict[str, Any]
 
 
-SLOW = "checkpoint", "gpu", "ranks"
+SLOW = "accelerator", "checkpoint", "gpu", "ranks"
 
 
 @functools.cache
 def run(name: str) -> Ran:
     """Run a benchmark in a new process."""
+    if "--simulated" in ARGUMENTS[name]:
+        simulated.needs_compiler()
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, name)
         arguments = *ARGUMENTS[name], "--results", folder
@@ -72,7 +75,7 @@ def test_the_first_hour_on_a_gpu_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) 
     for part in parts:
         assert f"## {part}: " in done.stdout
     assert (tmp_path / "first_hour_on_a_gpu.md").read_text() in done.stdout
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         assert "## tests: skipped" in done.stdout
         assert "## streams: passed" in done.stdout
 

@@ -11,9 +11,24 @@ import torch
 
 from support import simulated
 
-_ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
-DEVICE = "cpu" if _ACCELERATOR is None else _ACCELERATOR.type
+
+def _type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+DEVICE = _type()
 """The type of the accelerator, ``"cpu"`` if there is none. The tests marked ``accelerator`` are skipped then."""
+
+
+def use(*, simulated_one: bool) -> str:
+    """Register the simulated accelerator if it is asked for or there is no other, and return the type of device."""
+    global DEVICE
+    if simulated.compiler() is not None and (simulated_one or DEVICE == "cpu"):
+        simulated.register()
+        DEVICE = _type()
+    return DEVICE
+
 
 BUSY = 0.004
 """Seconds that are much longer than a run takes on the host, so that the device lags far."""

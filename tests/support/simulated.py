@@ -18,6 +18,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils import backend_registration, cpp_extension
 
@@ -71,6 +72,13 @@ def built() -> Path:
 def compiler() -> str | None:
     """Return the path of the C++ compiler; ``None`` if there is none."""
     return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def needs_compiler() -> None:
+    """Skip the test without a C++ compiler, and fail in the gate."""
+    if compiler() is None:
+        why = "the simulated device needs a C++ compiler, such as g++"
+        pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
 
 
 def sleep(secs: float) -> None:
