@@ -320,7 +320,7 @@ def test_a_restore_that_fails_names_what_it_cannot_put_back(tmp_path: Path) -> N
     path = save(tmp_path, Session(state={"box": Box(1)}))
     with pytest.raises(ZeroDivisionError) as raised:
         Saver().restore(Session(state={"box": Box(2, ZeroDivisionError())}), path)
-    assert "'box' may not be what it was before the restore: ZeroDivisionError" in raised.value.__notes__
+    assert "'box' may not be what it was before: ZeroDivisionError" in raised.value.__notes__
 
 
 def test_a_part_whose_state_cannot_be_read_yet_is_restored(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from torchhooks.checkpoints.claim import take_back
 from torchhooks.checkpoints.files import Checkpoint, has_checkpoints, inspect, is_checkpoint, list_checkpoints, verify
 from torchhooks.checkpoints.manifest import read_manifest
 from torchhooks.checkpoints.per_rank import read_folder
-from torchhooks.checkpoints.rollback import Rollback
 from torchhooks.checkpoints.sharded import like_own, renamed
 from torchhooks.checkpoints.state import SessionLike, compare_module
+from torchhooks.checkpoints.undo import Undo
 from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, brief, interrupt_in
 from torchhooks.common.log import logger
@@ -168,11 +168,11 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
         if strict:
             raise CheckpointError(f"{report}\nMake them match, or load what matches with strict=False.")
         logger.warning("%s\nThe rest is loaded.", report)
-    rollback = Rollback({"model": model}, None)
+    undo = Undo().random_states().loads({"model": model})
     try:
         result: _IncompatibleKeys = model.load_state_dict(like_own(model, state), strict=strict)
     except BaseException as error:
-        rollback.put_back(error)
+        undo.put_back(error)
         raise
     logger.info("loaded the weights of step %d from %s", saved["global_step"], found)
     return result
