@@ -52,7 +52,7 @@ from torchhooks.checkpoints.reading import (
 from torchhooks.checkpoints.sharded import like_own, sharded_parts
 from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, parts_of
 from torchhooks.checkpoints.torch_save import save
-from torchhooks.checkpoints.undo import Undo
+from torchhooks.checkpoints.undo import Undo, finish, plain_modules
 from torchhooks.common.checks import explains_wrong_calls, seconds, whole_number
 from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.common.files import Disk
@@ -387,15 +387,27 @@ class Saver:
         position = session.position
         # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
         pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
+        parts = {name: part for name, (part, _) in pairs.items()}
+        last: dict[str, Any] = {name: pairs.pop(name) for name in plain_modules(parts)}
         groups = [] if session.optimizer is None else session.optimizer.param_groups
         undo = Undo().random_states().gradients(parameter for group in groups for parameter in group["params"])
-        undo.loads({name: part for name, (part, _) in pairs.items()})
-        step = session.global_step
+        undo.loads({name: parts[name] for name in pairs})
+        step, is_last = session.global_step, False
+
+        def load_last() -> None:
+            for part, state in last.values():
+                part.load_state_dict(like_own(part, state), strict=self._strict)
+
         try:
             all_or_none(session.ranks, lambda: self._load_all(session, saved, pairs, path))
+            is_last = True
+            load_last()
         except BaseException as error:
-            session.global_step = step
-            undo.put_back(error)
+            if is_last:
+                finish(load_last, error)
+            else:
+                session.global_step = step
+                undo.put_back(error)
             raise
         if is_whole:
             warn_of_buckets(session)

@@ -16,7 +16,8 @@ Each user captures what it needs, and what was captured last is put back first:
 >>> print(weight.grad)
 None
 
-A module that :func:`loads_plainly` needs no copy for a restore: it is loaded last, by :func:`finishing`.
+A module that :func:`loads_plainly` needs no copy for a restore: it is loaded last, and an interrupt waits until
+that is done.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -35,7 +36,6 @@ from torchhooks.common.trees import map_leaves
 from torchhooks.position.variables import Variables
 from torchhooks.ranks.dtensors import is_sharded
 
-T = TypeVar("T")
 _Call = Callable[[], object]
 _KNOWN = ("torch", "torchdata", "torchhooks")
 
@@ -130,26 +130,23 @@ class Undo:
         return self
 
 
-def finishing(load: Callable[[], T]) -> T:
-    """Return ``load()``, which is called again after a Ctrl-C: what was begun to be loaded is loaded as a whole.
+def finish(load: _Call, error: BaseException) -> None:
+    """Call ``load()``, which loads modules that load plainly, again after ``error`` has interrupted it.
 
-    For modules that load plainly. A copy of their values before, only for a Ctrl-C, would take a quarter of the time of
-    the whole restore: a restore has to finish instead, which takes a moment, and then raises the Ctrl-C.
+    Nothing but an interrupt, such as a Ctrl-C, is expected there. A copy of their values only for that would take a
+    quarter of the time of a restore. So the restore is not taken back, but finished, which takes a moment.
     """
-    try:
-        return load()
-    except Exception:
-        raise
-    except BaseException:
+    if isinstance(error, Exception):
+        add_note(error, "The modules may have been loaded in part")
+    else:
         load()
-        raise
 
 
 def plain_modules(parts: Mapping[str, Any]) -> list[str]:
     """Return the names of the modules in ``parts`` that can be loaded last, so that no copy of them is needed.
 
-    None if another part may look at what was loaded into them, such as an optimizer that keeps a copy of the weights.
-    Classes of torch and torchhooks do not.
+    That is none if another part may look at what was loaded into them, as an optimizer does that keeps a copy of the
+    weights in another dtype. Classes of torch and torchhooks do not.
     """
     modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
     others = [part for name, part in parts.items() if name not in modules]
