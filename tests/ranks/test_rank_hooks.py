@@ -1179,7 +1179,7 @@ def sharded(rank: int) -> list[str]:
     assert torch.equal(value["weight"], final)
     assert not torch.equal(value["weight"], before)
     assert value["weight"].shape == (6, 4)
-    assert float(value["mean"]) == pytest.approx(float(final.mean()))
+    assert float(value["mean"]) == pytest.approx(float(final.mean()), abs=1e-6)  # near 0, and in float32
     assert type(value["norm"]) is torch.Tensor
     if rank == 0:
         results.append(f"{float(value['norm']):.6f}")
