@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from typing_extensions import TypeVar
@@ -56,7 +56,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
     state: Mapping[str, Stateful] | None = None,
     save_checkpoint_secs: float | None = USE_DEFAULT,
     save_checkpoint_steps: int | None = USE_DEFAULT,
-    async_save: bool = False,
+    async_save: bool | Literal["skip"] = False,
     save_summaries_steps: int | None = USE_DEFAULT,
     save_summaries_secs: float | None = USE_DEFAULT,
     summary_dir: _Folder | None = None,

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,7 @@ from torchhooks import (
     SessionRunValues,
     StepCounterHook,
     SummarySaverHook,
+    list_checkpoints,
     running_mean,
     summary,
 )
@@ -618,6 +620,22 @@ def test_an_error_of_the_device_comes_out_of_the_loop(waits: bool) -> None:
 
     with pytest.raises(torch.AcceleratorError, match="an operator failed"):
         train()
+
+
+@pytest.mark.accelerator
+def test_a_save_that_is_skipped_does_not_wait_for_the_device(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    step = Step(0.1)
+    saving = CheckpointSaverHook(tmp_path, save_steps=1, async_save="skip")
+    with MonitoredLoop(step, step.model, step.optimizer, hooks=[saving], checkpoint_dir=tmp_path) as loop:
+        loop.run()
+        torch.accelerator.synchronize()
+        start = time.monotonic()
+        with no_waits():
+            for _ in range(6):
+                loop.run()
+            assert time.monotonic() - start < 0.3  # of 0.6 s that the device takes
+    assert any("still being written" in text for _, text in lines)
+    assert list_checkpoints(tmp_path)[-1].step == 7
 
 
 @pytest.mark.accelerator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -815,15 +816,19 @@ class GatedDisk(Disk):
         super().rename(path, new_path)
 
 
-def in_background(directory: Path, *fails: str, own: bool | None, **hook: Any) -> tuple[GatedDisk, Callable[..., Any]]:
+def in_background(
+    directory: Path, *fails: str, own: bool | None, skips: bool = False, **hook: Any
+) -> tuple[GatedDisk, Callable[..., Any]]:
     """Return a disk, and a function that creates a loop which saves to it in the background.
 
     The saver is the hook's own, or the session's. With ``None``, it is the session's, and only the hook has async_save.
     """
+    if skips:
+        hook["async_save"] = "skip"
     saver, disk = Saver(async_save=own is not None), GatedDisk(*fails)
     saver.disk = disk
     if own is None:
-        hook["async_save"] = True
+        hook.setdefault("async_save", True)
     saves = CheckpointSaverHook(directory, save_steps=1, saver=saver if own else None, **hook)
     scaffold = Scaffold(saver=None if own else saver)
 
@@ -844,6 +849,37 @@ def test_training_continues_while_a_checkpoint_is_written(own: bool | None, tmp_
     loop.run()
     loop.close()
     assert steps(tmp_path) == [0, 1]
+
+
+@OWN
+def test_by_choice_a_checkpoint_is_skipped_while_one_is_being_written(
+    own: bool | None, tmp_path: Path, lines: Lines
+) -> None:
+    disk, make = in_background(tmp_path, own=own, skips=True)
+    with make() as loop:
+        for _ in range(2):
+            loop.run()
+        disk.gate.set()
+    skipped = "no checkpoint of step {}: the one before it is still being written"
+    assert warnings_in(lines) == [skipped.format(1), skipped.format(2)]
+    assert steps(tmp_path) == [0, 2]  # the end of the loop saves what was skipped
+
+
+def test_a_stop_saves_also_while_a_checkpoint_is_being_written(tmp_path: Path, lines: Lines) -> None:
+    disk, make = in_background(tmp_path, own=True, skips=True)
+    opener = threading.Timer(0.02, disk.gate.set)
+    with make(StopAtStepHook(last_step=1)) as loop:
+        for _ in loop.until_stop(range(9)):
+            opener.start()
+            loop.run()
+    assert warnings_in(lines) == []
+    assert steps(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("value", ["wait", None, 2])
+def test_other_choices_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"async_save={value!r}: give CheckpointSaverHook True")):
+        CheckpointSaverHook("run", save_steps=1, async_save=value)
 
 
 @OWN

@@ -107,8 +107,8 @@ class Saver:
             so many hours have passed.
         async_save: copy the state to CPU memory, return, and write the files in a background thread. The next call
             raises an error of that thread. The memory, one copy of the state, is kept for the next save until
-            :meth:`close`, which has to be called at the end. For tensors on a CUDA device it is pinned, in blocks of up
-            to 256 MB, or of one larger tensor, which torch rounds up to a power of two.
+            :meth:`close`, which has to be called at the end. For tensors on an accelerator it is pinned, in blocks of
+            up to 256 MB, or of one larger tensor, which torch rounds up to a power of two.
         strict: whether a checkpoint that does not match the session is an error. Otherwise the parts that match are
             loaded, and a warning names the others.
 
@@ -150,7 +150,8 @@ class Saver:
     ) -> str:
         """Write the state of ``session`` as it is now. The folder is created if necessary.
 
-        With ``async_save``, first wait for the previous save, so that there is one copy of the state at a time. If the
+        With ``async_save``, first wait for the previous save, so that there is one copy of the state at a time;
+        :attr:`is_writing` tells whether that takes time. If the
         previous save failed, its error is raised here, but this checkpoint is written all the same.
 
         Args:
@@ -202,7 +203,7 @@ class Saver:
         """Load the checkpoint at ``path``, as returned by ``save``. Everything is checked before anything is loaded.
 
         Tensors are loaded to the devices of those in the session, wherever they were saved from. Random states are set
-        too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
+        too, on as many accelerators as there are. If anything raises, everything is put back as it was.
 
         Raises:
             DamagedCheckpointError: the checkpoint is missing or damaged. :meth:`restore_latest` uses an older one.
@@ -238,6 +239,11 @@ class Saver:
         error = self._finish()
         if error is not None:
             raise error
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written in the background, so that the next save would wait."""
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """Call :meth:`wait`, and release the memory for copies. The Saver can still be used and closed again."""

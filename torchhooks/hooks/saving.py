@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torchhooks.checkpoints.changes import StateMark
 from torchhooks.checkpoints.files import is_checkpoint_name
@@ -269,7 +269,10 @@ class CheckpointSaverHook(WritingHook):
             ``session.saver`` does.
         listeners: called for every checkpoint, all of them even if one asks to stop; instances of
             :class:`CheckpointSaverListener`.
-        async_save: write in a background thread, as ``Saver(async_save=True)`` does, whatever the saver is set to.
+        async_save: write in a background thread, as ``Saver(async_save=True)`` does, whatever the saver is set to. If
+            the previous checkpoint is still being written when one comes due, which includes its way from a device,
+            ``True`` waits for it, and ``"skip"`` saves nothing, with a warning. The save at a stop and at the end of
+            the loop is never skipped.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
@@ -293,7 +296,7 @@ class CheckpointSaverHook(WritingHook):
         scaffold: Scaffold | None = None,
         listeners: Iterable[CheckpointSaverListener] | None = None,
         *,
-        async_save: bool = False,
+        async_save: bool | Literal["skip"] = False,
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
@@ -309,6 +312,11 @@ class CheckpointSaverHook(WritingHook):
         # The step that was last saved or refused. Not the timer's: a StopIteration may prevent a save that came due.
         self._handled_step: int | None = None
         self._given_saver, self._scaffold = saver, scaffold
+        if async_save not in (False, True, "skip"):
+            raise ValueError(
+                f"async_save={shown(async_save)}: give CheckpointSaverHook True, which waits for the previous "
+                'checkpoint, "skip", which does not save while that is being written, or False'
+            )
         self._async_save = async_save
         self._saver: Any = None
         if not is_checkpoint_name(checkpoint_basename):
@@ -339,7 +347,7 @@ class CheckpointSaverHook(WritingHook):
         given = self._given_saver if self._scaffold is None else self._scaffold.saver
         self._saver = session.saver if given is None else given
         session.savers.append(self._saver)
-        self._checks = False
+        self._checks, self._coord = False, coord
         session.at_stop(self, lambda: self._save_for_stop(session))
         self._save(session)
         self._timer.start_at(session.global_step)
@@ -394,8 +402,18 @@ class CheckpointSaverHook(WritingHook):
     def _save_due(self, run_context: SessionRunContext) -> None:
         session = run_context.session
         self._timer.update_last_triggered_step(session.global_step)
+        if self._async_save == "skip" and self._is_writing(run_context):
+            logger.warning("no checkpoint of step %d: the one before it is still being written", session.global_step)
+            return
         if self._save(session):
             run_context.request_stop(f"a checkpoint listener asked to at step {session.global_step}")
+
+    def _is_writing(self, run_context: SessionRunContext) -> bool:
+        """Return whether the previous checkpoint is being written on any rank, unless training stops with this item."""
+        stops = run_context.stop_requested or self._coord.should_stop()
+        state = getattr(self._saver, "is_writing", False), stops
+        states = run_context.session.ranks.gather(state, "whether a checkpoint is being written")
+        return any(is_writing for is_writing, _ in states) and not any(stops for _, stops in states)
 
     def _save_for_stop(self, session: Session) -> None:
         self._timer.update_last_triggered_step(session.global_step)
