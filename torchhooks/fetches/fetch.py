@@ -305,11 +305,11 @@ class Evaluator:
         watched: Mapping[str, Any] = _EMPTY,
         requests: Iterable[tuple[Requester, Any]] = (),
     ) -> None:
-        # The requests of the run are for the subclass for several ranks.
         self.session = session
         self.outputs = outputs
         self.feeds = feeds
         self.watched = watched  # "fc1:output" and its like, already copied
+        self._requests = requests  # of the run, for the subclass for several ranks
         self._inputs = inputs  # called only when a fetch needs the arguments of the step
         self._values: dict[Any, Any] = {}  # by name, by closure, and by id for other objects
         self._outputs = {"loss": outputs} if type(outputs) is torch.Tensor else named_outputs(outputs)

@@ -6,11 +6,8 @@ if its hook may be called in a run in which the same hook of another rank is not
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -66,16 +63,10 @@ class OverRanks(ComposedFetch):
                 f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss', a running one, or a "
                 "result of an evaluation. Another fetch that is made of others cannot be combined"
             )
+        self.watched_names = watched_names([fetch, weight])
+        self.accumulated_parts = accumulated_parts([fetch, weight])
         name = fetch if isinstance(fetch, str) else type(fetch).__name__
         self.__name__ = getattr(fetch, "__name__", getattr(fetch, "name", name))
-
-    @functools.cached_property
-    def watched_names(self) -> list[str]:
-        return watched_names([self.fetch, self.weight])
-
-    @functools.cached_property
-    def accumulated_parts(self) -> list[Any]:
-        return accumulated_parts([self.fetch, self.weight])
 
     def compose(self, value: Any) -> Any:
         """Return ``value``, which is that of all ranks, because there is only one."""
@@ -148,18 +139,9 @@ class RanksEvaluator(Evaluator):
     ``requests`` are those of the run: who made each, and the request, whose first item is the fetches.
     """
 
-    def __init__(
-        self,
-        session: Any,
-        outputs: Any = None,
-        feeds: Mapping[str, Any] = MappingProxyType({}),
-        inputs: Callable[[], Mapping[str, Any]] = dict,
-        watched: Mapping[str, Any] = MappingProxyType({}),
-        requests: Iterable[tuple[Requester, Any]] = (),
-    ) -> None:
-        super().__init__(session, outputs, feeds, inputs, watched)
+    def __init__(self, session: Any, *of_run: Any) -> None:
+        super().__init__(session, *of_run)
         self._ranks: LoopRanks = session.ranks
-        self._requests = requests
         self._combined: dict[tuple[int, int], tuple[OverRanks, Any]] = {}  # with the fetch: its id stays its own
         self._full: dict[int, tuple[Any, torch.Tensor]] = {}
 
