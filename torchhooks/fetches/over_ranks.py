@@ -44,7 +44,7 @@ class Evaluated(Protocol):
 
 
 class OverRanks(ComposedFetch):
-    """A fetch whose value is combined from those of all ranks. See :func:`over_ranks`."""
+    """A fetch whose value is combined from the values of all ranks. See :func:`over_ranks`."""
 
     def __init__(self, fetch: Any, op: str, weight: Any = None, optional: bool = False) -> None:
         self.fetch = fetch
@@ -69,7 +69,7 @@ class OverRanks(ComposedFetch):
         self.__name__ = getattr(fetch, "__name__", getattr(fetch, "name", name))
 
     def compose(self, value: Any) -> Any:
-        """Return ``value``, which is that of all ranks, because there is only one."""
+        """Return ``value``, as it is, because there is only one rank."""
         return math.nan if value is None else snapshot(value)
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class OverRanks(ComposedFetch):
 
 
 class EvaluatedOverRanks(OverRanks):
-    """A result of an evaluation, combined from those of all ranks. Hooks are due with the evaluation."""
+    """A result of an evaluation, combined from the results of all ranks. Hooks are due with the evaluation."""
 
     def __init__(self, fetch: Evaluated, op: str, weight: Any = None, optional: bool = False) -> None:
         super().__init__(fetch, op, weight, optional)
@@ -136,7 +136,7 @@ def over_ranks(fetch: Any, op: str, *, weight: Any = None, optional: bool = Fals
 class RanksEvaluator(Evaluator):
     """Evaluates the fetches of one run, in which the other ranks evaluate the same ones.
 
-    ``requests`` are those of the run: who made each, and the request, whose first item is the fetches.
+    Of the ``requests`` of the run, each is who made it, and the request, whose first item is the fetches.
     """
 
     def __init__(self, session: Any, *of_run: Any) -> None:
@@ -255,7 +255,7 @@ def _key(fetch: OverRanks, requester: Requester) -> tuple[int, int]:
 
 
 def over_ranks_in(fetches: Any) -> list[OverRanks]:
-    """Return the fetches of :func:`over_ranks` in ``fetches``, also those that other fetches are made of."""
+    """Return the fetches of :func:`over_ranks` in ``fetches``, also inside of other fetches."""
     found: list[Any] = []
     map_leaves(found.append, fetches)
     for leaf in found:

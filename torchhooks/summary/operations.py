@@ -234,7 +234,7 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
 
 
 class histogram(SummaryOp):  # noqa: N801
-    """The distribution of the elements of a tensor or array of any shape; the arguments are those of :class:`scalar`.
+    """The distribution of the elements of a tensor or array of any shape; the arguments are as for :class:`scalar`.
 
     >>> ops = {"loss": "loss", "weight": summary.histogram("weight", "weight")}
     >>> hook = SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=ops)
@@ -563,7 +563,7 @@ def _takes_walltime(writer: Any, method: str) -> bool:
     if getattr(type(writer), "takes_walltime", False):
         return True
     # Not imported here: if the module is not loaded, the writer cannot be torch's. A subclass of torch's writer may
-    # override the method with one that takes fewer arguments.
+    # override the method and take fewer arguments.
     torchs = getattr(sys.modules.get("torch.utils.tensorboard.writer"), "SummaryWriter", None)
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
 
