@@ -17,7 +17,7 @@ import numpy as np
 
 from torchhooks.common.checks import period, whole_number
 from torchhooks.common.errors import LifecycleError, NoRunYetError
-from torchhooks.common.log import logger
+from torchhooks.common.log import fallback, logger
 from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due, SecondOrStepTimer
 from torchhooks.common.trees import GroupRates, map_leaves
@@ -312,7 +312,7 @@ def _is_notebook(bar_class: type) -> bool:
 
 def _terminal_handlers() -> list[logging.Handler]:
     """Return the logging handlers that write to a terminal."""
-    loggers = [logging.root, *list(logging.Logger.manager.loggerDict.values())]
+    loggers = [logging.root, fallback, *logging.Logger.manager.loggerDict.values()]
     handlers = {handler for each in loggers for handler in getattr(each, "handlers", ())}
     return [each for each in handlers if isinstance(each, logging.StreamHandler) and _is_terminal(each.stream)]
 
