@@ -74,7 +74,7 @@ def identity(hook: object) -> Identity:
 
 
 def _hooks_of_some(hooks: list[Any], rosters: list[list[Identity]]) -> list[object]:
-    """Return those of ``hooks`` that not every rank has, given the identities of the hooks of all ranks.
+    """Return the ``hooks`` that not every rank has, given the identities of the hooks of all ranks.
 
     If all ranks have as many hooks of a class, these are the same hooks. Otherwise, periods and arguments tell.
     """
