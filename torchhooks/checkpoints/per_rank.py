@@ -29,6 +29,7 @@ from torchhooks.checkpoints.state import (
     own_parts,
     parts_of,
     shared_tensors,
+    unreduced,
 )
 from torchhooks.checkpoints.torch_save import save
 from torchhooks.common.digests import fingerprints
@@ -204,6 +205,14 @@ def share_of(session: SessionLike, parts: dict[str, Any], copies: bool, own_diff
     ranks = session.ranks
     tensors, rest = split(parts, leads(ranks))
     rest["gradients"], sharded_gradients = accumulated_gradients(session)
+    if leads(ranks) and "unreduced" not in session.warned and unreduced(session):
+        session.warned.add("unreduced")
+        logger.warning(
+            "the checkpoint of step %d has no gradients that FSDP2 has not reduced over the ranks yet, so a process "
+            "that resumes from it makes the next step of the optimizer without them. Save and stop after a step of the "
+            "optimizer, or leave set_requires_gradient_sync(True)",
+            session.global_step,
+        )
     state = collect(session, _copied if copies else plain_tensor, of_rank_only=not leads(ranks), given=rest)
     state |= own_differences
     if sharded_gradients:
