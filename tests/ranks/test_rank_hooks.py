@@ -61,8 +61,8 @@ from torchhooks.common.log import logger, speak_as
 from torchhooks.common.requester import Requester
 from torchhooks.common.timers import NOW, Due
 from torchhooks.fetches.over_ranks import RanksEvaluator
+from torchhooks.loop.same_loops import identity
 from torchhooks.ranks.ranks import LoopRanks
-from torchhooks.ranks.roster import identity
 from torchhooks.summary.histograms import as_histogram, count
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
 

@@ -92,6 +92,11 @@ class ComposedFetch(Leaf):
     fits_every_run: bool = False
     """Whether it can be evaluated in every run: it takes little time, and no other rank has to take part."""
 
+    is_fixed: bool = True
+    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
+    fetch: Any = None
+    """The fetch to evaluate."""
+
     @functools.cached_property
     def watched_names(self) -> list[str]:
         """The names in :attr:`fetch` for which a submodule has to be watched during the step."""
@@ -101,13 +106,6 @@ class ComposedFetch(Leaf):
     def accumulated_parts(self) -> list[Any]:
         """The parts of :attr:`fetch` that are accumulated from run to run."""
         return accumulated_parts(self.fetch)
-
-    @property
-    def fetch(self) -> Any:
-        """The fetch to evaluate."""
-
-    is_fixed: bool = True
-    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
 
     def compose(self, value: Any) -> Any:
         """Return the value of this fetch, given the value of :attr:`fetch`."""

@@ -212,10 +212,7 @@ class BestCheckpointHook(ReportingHook):
     def end(self, session: Session) -> None:
         if session.global_step != self._evaluated_at and not session.stopped_by_signal:
             self._evaluate_at_end(session)
-        if hasattr(self._saver, "wait_for_all"):
-            self._saver.wait_for_all(session)
-        else:
-            self._saver.wait()
+        self._saver.wait_for_all(session)
 
     def teardown(self) -> None:
         self._fetch.restore()

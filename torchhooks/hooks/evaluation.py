@@ -358,11 +358,7 @@ class EvaluationValue(ComposedFetch):
         self.timer = evaluation.timer
         """The timer of the evaluation."""
         self._evaluation = evaluation
-        self._results = results
-
-    @property
-    def fetch(self) -> Any:
-        return self._results
+        self.fetch = results
 
     def compose(self, value: Mapping[str, Any] | None) -> Any:
         if value is None:  # nothing was evaluated yet

@@ -270,6 +270,7 @@ class CheckpointSaverHook(WritingHook):
             ``session.saver`` does.
         listeners: called for every checkpoint, all of them even if one asks to stop; instances of
             :class:`CheckpointSaverListener`.
+        async_save: write in a background thread, as ``Saver(async_save=True)`` does, whatever the saver is set to.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
@@ -293,6 +294,7 @@ class CheckpointSaverHook(WritingHook):
         scaffold: Scaffold | None = None,
         listeners: Iterable[CheckpointSaverListener] | None = None,
         *,
+        async_save: bool = False,
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
@@ -308,6 +310,7 @@ class CheckpointSaverHook(WritingHook):
         # The step that was last saved or refused. Not the timer's: a StopIteration may prevent a save that came due.
         self._handled_step: int | None = None
         self._given_saver, self._scaffold = saver, scaffold
+        self._async_save = async_save
         self._saver: Any = None
         if not is_checkpoint_name(checkpoint_basename):
             raise ValueError(
@@ -418,7 +421,8 @@ class CheckpointSaverHook(WritingHook):
         """
         step = session.global_step
         # With several ranks, all of them have to know whether one refuses before the chief writes.
-        is_later = getattr(self._saver, "async_save", False) and session.ranks.size == 1
+        is_async = self._async_save or getattr(self._saver, "async_save", False)
+        is_later = is_async and session.ranks.size == 1
         later: list[Refusal] | None = [] if is_later else None
         answer = session.why_no_checkpoint(later), may_wait and self._must_wait(session)
         answers = session.ranks.gather(answer, "a checkpoint")
@@ -442,8 +446,10 @@ class CheckpointSaverHook(WritingHook):
             for listener in self._listeners:
                 listener.before_save(session, step)
             logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
-            # Other savers than those that write later need not have the argument.
-            options = {"refusals": later} if later else {}
+            # Other savers than those that write later need not have the arguments.
+            options: dict[str, Any] = {"refusals": later} if later else {}
+            if self._async_save:
+                options["async_save"] = True
             path = self._saver.save(session, self._path, step, **options)
             self._handled_step = session.saved_step = step
             if session.ranks.is_chief:
