@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from torchhooks.checkpoints.state import modules_of
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.text import did_you_mean, shortened, shown
@@ -16,7 +17,7 @@ from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
 from torchhooks.hooks.calling import names_nothing
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue, modules_of, undisturbed
+from torchhooks.lifecycle.evaluating import IfDue, undisturbed
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
 from torchhooks.summary import operations as summary

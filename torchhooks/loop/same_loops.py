@@ -102,7 +102,7 @@ def _other_periods(own: list[Identity], others: list[Identity]) -> Iterator[tupl
 
 
 def _period(hook: object) -> str:
-    timer = getattr(hook, "_timer", None)
+    timer = getattr(hook, "due_timer", None)
     if isinstance(timer, EverySteps | EveryEpochs | AtSteps):
         return repr(timer)
     steps = getattr(timer, "every_steps", None)
