@@ -46,6 +46,9 @@ from torchhooks.testing import RecordingWriter, Sync, log_lines, sync_audit
 
 pytestmark = pytest.mark.accelerator
 
+NOISE = 10 if DEVICE == simulated.NAME else 1
+"""By how much the times of the device vary more than those of a GPU: threads have to wait for a processor."""
+
 
 class Training:
     """A small network, one batch for all steps, and what the step returned, for comparison."""
@@ -552,8 +555,8 @@ def test_steps_per_second_are_within_one_percent_of_the_devices() -> None:
     true = [period * 1e3 / events[end - period].elapsed_time(events[end]) for end, _ in rates]
     errors = sorted(abs(rate / by_events - 1) for (_, rate), by_events in zip(rates, true, strict=True))
     # A period in which the host was interrupted between the two events may be off by more.
-    assert median(errors) <= 0.01
-    assert errors[11] <= 0.02
+    assert median(errors) <= 0.01 * NOISE
+    assert errors[11] <= 0.02 * NOISE
 
 
 def rate_with_pauses(secs: float) -> float:
@@ -571,7 +574,7 @@ def rate_with_pauses(secs: float) -> float:
 def test_a_pause_on_the_device_is_not_counted() -> None:
     warm_up()
     with_pauses = median(rate_with_pauses(4 * BUSY) for _ in range(5))
-    assert with_pauses == pytest.approx(median(rate_with_pauses(1e-6) for _ in range(5)), rel=0.1)
+    assert with_pauses == pytest.approx(median(rate_with_pauses(1e-6) for _ in range(5)), rel=0.1 * NOISE**0.5)
 
 
 @pytest.mark.parametrize("bound", [None, 0, 3])

@@ -44,7 +44,7 @@ using c10::DeviceIndex;
 using c10::IValue;
 
 constexpr int kDevices = 2;
-constexpr int kStreams = 8;  // of each device; after the default one, they are handed out in turns
+constexpr int kStreams = 8;  // of each device and priority; after the default one, they are handed out in turns
 constexpr int kFreed = 0xCD;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr auto kKey = c10::DispatchKey::PrivateUse1;
@@ -155,11 +155,11 @@ class Worker {
 
 struct Workers {
     std::vector<std::unique_ptr<Worker>> of[kDevices];
-    std::atomic<int> next[kDevices] = {};
+    std::atomic<int> next[kDevices] = {}, next_of_priority[kDevices] = {};
 
     Workers() {
         for (int device = 0; device < kDevices; ++device)
-            for (int number = 0; number <= kStreams; ++number) of[device].push_back(std::make_unique<Worker>(device));
+            for (int number = 0; number <= 2 * kStreams; ++number) of[device].push_back(std::make_unique<Worker>(device));
     }
     Worker& at(int device, int64_t number) { return *of[device].at(number); }
     Worker& at(const c10::Stream& stream) { return at(stream.device_index(), stream.id()); }
@@ -357,9 +357,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         return stream(device, current_streams[device.index() < 0 ? current_device : device.index()]);
     }
     c10::Stream getDefaultStream(Device device) const override { return stream(device, 0); }
-    c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
-    c10::Stream getNewStream(Device device, int) const override {
+    c10::Stream getStreamFromGlobalPool(Device device, bool high) const override { return getNewStream(device, high ? -1 : 0); }
+    c10::Stream getNewStream(Device device, int priority) const override {
         const int index = device.index() < 0 ? current_device : device.index();
+        if (priority < 0) return stream(device, 1 + kStreams + workers.next_of_priority[index]++ % kStreams);
         return stream(device, 1 + workers.next[index]++ % kStreams);
     }
     c10::Stream exchangeStream(c10::Stream stream) const override {

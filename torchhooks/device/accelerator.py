@@ -120,9 +120,18 @@ def copier_of(kind: str) -> AcceleratorCopier | None:
 
 def private_stream(device: torch.device) -> torch.Stream:
     """Return a stream that is not the current one."""
-    stream = torch.Stream(device)
-    # Backends hand out streams in turns, of which the step may use one.
-    return torch.Stream(device) if stream == torch.accelerator.current_stream(device) else stream
+    # Backends hand out streams in turns, so the step may get any of them. Few steps ask for one of high priority.
+    stream = torch.Stream(device, priority=-1)
+    is_current = stream == torch.accelerator.current_stream(device)
+    return torch.Stream(device, priority=-1) if is_current else stream
+
+
+def _on(stream: Any) -> AbstractContextManager[Any]:
+    """Make ``stream`` the current one of this thread in a ``with`` block."""
+    if stream.device.type == "cuda":
+        return torch.cuda.stream(stream)
+    # Threads share streams. A ``with`` block keeps the previous stream in the object, so each gets one of its own.
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class AcceleratorCopier:
@@ -148,7 +157,7 @@ class AcceleratorCopier:
 
     def start(self, tensors: Sequence[torch.Tensor], stream: Any) -> _Transfer:
         assert self._slab is not None
-        with stream:
+        with _on(stream):
             return _Transfer(tensors, self._slab, self.fetch_late)
 
     def event(self, device: torch.device) -> _Event:
@@ -161,7 +170,7 @@ class AcceleratorCopier:
             self._clocks[device] = private_stream(device)
         clock = self._clocks[device]
         clock.wait_stream(torch.accelerator.current_stream(device))
-        with clock:
+        with _on(clock):
             return _Event(device, timed=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -172,7 +181,7 @@ class AcceleratorCopier:
         device = tensor.device
         if self._late.get(device) in (None, torch.accelerator.current_stream(device)):
             self._late[device] = private_stream(device)
-        with self._late[device]:  # the stream of the step may be far from done
+        with _on(self._late[device]):  # the stream of the step may be far from done
             return tensor.to("cpu")  # waits for this copy
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
