@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchhooks.checkpoints.changes import StateMark
 from torchhooks.checkpoints.claim import take_back
 from torchhooks.checkpoints.files import (
     Checkpoint,
@@ -48,9 +47,9 @@ from torchhooks.checkpoints.reading import (
     read_newest,
     scored_checkpoints,
 )
-from torchhooks.checkpoints.rollback import Rollback
 from torchhooks.checkpoints.sharded import like_own, sharded_parts
-from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, of_rank, parts_of
+from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, parts_of
+from torchhooks.checkpoints.undo import Undo, finish, plain_modules
 from torchhooks.common.checks import explains_wrong_calls, seconds, whole_number
 from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.common.files import Disk
@@ -345,13 +344,27 @@ class Saver:
         position = session.position
         # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
         pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
-        rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
-        step = session.global_step
+        parts = {name: part for name, (part, _) in pairs.items()}
+        last: dict[str, Any] = {name: pairs.pop(name) for name in plain_modules(parts)}
+        groups = [] if session.optimizer is None else session.optimizer.param_groups
+        undo = Undo().random_states().gradients(parameter for group in groups for parameter in group["params"])
+        undo.loads({name: parts[name] for name in pairs})
+        step, is_last = session.global_step, False
+
+        def load_last() -> None:
+            for part, state in last.values():
+                part.load_state_dict(like_own(part, state), strict=self._strict)
+
         try:
             all_or_none(session.ranks, lambda: self._load_all(session, saved, pairs, path))
+            is_last = True
+            load_last()
         except BaseException as error:
-            session.global_step = step
-            rollback.put_back(error)
+            if is_last:
+                finish(load_last, error)
+            else:
+                session.global_step = step
+                undo.put_back(error)
             raise
         if is_whole:
             warn_of_buckets(session)
@@ -384,34 +397,8 @@ class Saver:
             set_random_states(saved["random"])
             session.accumulated.load_state_dict(saved.get("running_values"))
         if session.position is not None:
-            mark_state = partial(self._mark_state, session, path)
-            session.position.load_state_dict(saved.get("position"), saved.get("random"), mark_state)
-
-    def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
-        """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""
-        parts: dict[str, Any] = dict(parts_of(session))
-        if session.gradients is not None:
-            parts["gradients"] = session.gradients
-        mark = StateMark(parts)
-        return lambda: self._restore_changed(session, path, mark.changed())
-
-    def _restore_changed(self, session: SessionLike, path: str, changed: list[str]) -> None:
-        if not changed:
-            return
-        try:
-            saved, _ = of_rank(session, read_for(path, session))
-            pairs, misfits = compare(session, saved)
-            if misfits:
-                raise CheckpointError(f"{path} does not match any more: {shortened(misfits)}")
-        except (OSError, CheckpointError) as error:
-            logger.warning("the body of the loop changed %s a second time: %s", shortened(changed, 8), brief(error))
-            return
-        for name, (part, state) in pairs.items():
-            if name in changed and not (session.position is not None and session.position.iterates(part)):
-                self._load(name, part, state, path)
-        if "gradients" in changed:
-            load_gradients(session, saved)
-        logger.info("restored %s again, which code that the checkpoint follows had changed", shortened(changed, 8))
+            undoing = partial(_undoing, session)
+            session.position.load_state_dict(saved.get("position"), saved.get("random"), undoing)
 
     def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
         try:
@@ -478,3 +465,30 @@ def _about(session: SessionLike, score: float | None) -> dict[str, Any]:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+def _undoing(session: SessionLike) -> Callable[[], None]:
+    """Return a function that puts back what has changed in the states of ``session`` since this call."""
+    position = session.position
+    parts: dict[str, Any] = dict(parts_of(session))
+    if session.gradients is not None:
+        parts["gradients"] = session.gradients
+
+    def load(name: str, part: Stateful, state: Any) -> bool:
+        if position is not None and position.iterates(part):
+            return False
+        try:
+            part.load_state_dict(state)
+        except Exception as error:
+            logger.warning("the body of the loop changed %s a second time: %s", name, brief(error))
+            return False
+        return True
+
+    undo = Undo().states(parts, load)
+
+    def put_back() -> None:
+        changed = undo.put_back()
+        if changed:
+            logger.info("put back %s, which code that the checkpoint follows had changed again", shortened(changed, 8))
+
+    return put_back

@@ -249,10 +249,11 @@ class CheckpointSaverHook(WritingHook):
     restored is saved again when it is created. A StepCounterHook does not count the time that saving takes.
 
     In a loop driven by ``until_stop``, the hook saves when the body of the ``for`` is done with the item in which a
-    checkpoint came due, and at the item in which a stop is noticed. If a whole period passes within one item, it saves
-    in the middle of it too. Otherwise, as in TensorFlow, it saves at its place in the list of hooks, after flushing the
-    writers of curves. Place it after the hooks that use them: a point of the same step that is written after the save
-    is lost if the process is then killed.
+    checkpoint came due, and at the item in which a stop is noticed. After the last item of an inner loop, it saves
+    when the item of the outer loop is done, if the loop can know that it was the last one. If a whole period passes
+    within one item, it saves in the middle of it too. Otherwise, as in TensorFlow, it saves at its place in the list
+    of hooks, after flushing the writers of curves. Place it after the hooks that use them: a point of the same step
+    that is written after the save is lost if the process is then killed.
 
     Unlike TensorFlow, nothing is saved from a run in which a NanTensorHook sees NaN, or from a later one, wherever the
     two are in the list. Listeners are not called then. With ``async_save``, a NaN that is still on a device is found by

@@ -36,9 +36,9 @@ from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.unsaved import UnsavedParts
-from torchhooks.loop.arguments import LoopArguments, checked_arguments
+from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.body import Body
-from torchhooks.loop.parts import build
+from torchhooks.loop.parts import LoopParts
 from torchhooks.loop.schedule import claim_hooks
 from torchhooks.position.progress import NO_OUTPUTS
 from torchhooks.ranks.ranks import Ranks
@@ -114,7 +114,7 @@ class MonitoredLoop(Generic[R]):
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
     ) -> None:
-        arguments = checked_arguments(
+        arguments = LoopArguments(
             step=step,
             model=model,
             optimizer=optimizer,
@@ -133,7 +133,7 @@ class MonitoredLoop(Generic[R]):
             metadata=metadata,
             ranks=ranks,
         )
-        self._parts = parts = build(arguments)
+        self._parts = parts = LoopParts(arguments)
         # What an idle run looks at, so that it finds it with one lookup.
         self._ending, self._schedule, self._sessions = parts.ending, parts.schedule, parts.sessions
         self._between_runs = parts.between_runs
