@@ -223,27 +223,21 @@ def read_newest(directory: _Path, load: Callable[[str], dict[str, Any]]) -> tupl
     return None
 
 
-def read_checkpoint(path: _Path) -> dict[str, Any]:
-    """Return the contents of the checkpoint at ``path``, with whole tensors on the CPU.
+def read_checkpoint(path: str, session: SessionLike | None = None) -> dict[str, Any]:
+    """Return the contents of the checkpoint at ``path``, with the parts that this rank of ``session`` needs.
+
+    Without a session, all tensors are whole and on the CPU.
 
     Raises:
         DamagedCheckpointError: it is not what was written.
         CheckpointError: it could run code.
-    """
-    return read_for(os.fspath(path))
-
-
-def read_for(path: str, session: SessionLike | None = None) -> dict[str, Any]:
-    """Return the contents of the checkpoint at ``path``, with the parts that this rank of ``session`` needs.
-
-    Raises the errors of :func:`read_checkpoint`.
     """
     verify(path)
     return load_file(path, session)
 
 
 def load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
-    """Return what :func:`read_for` does, without a check of the checksum."""
+    """Return what :func:`read_checkpoint` does, without a check of the checksum."""
     try:
         return read_folder(session, path)
     except DamagedCheckpointError:
