@@ -367,9 +367,10 @@ def main() -> None:
         return
     where = machine()
     print(describe(where), end="\n\n")
-    figures = {state: measure_once(state, chosen.rounds, chosen.folder) for state in chosen.states}
-    for state, several in figures.items():
-        print(show_once(state, several), end="\n\n")
+    figures: dict[str, dict[str, list[Once]]] = {}
+    for state in chosen.states:
+        figures[state] = measure_once(state, chosen.rounds, chosen.folder)
+        print(show_once(state, figures[state]), end="\n\n", flush=True)
     done: list[Measured] = []
     for megabytes in chosen.megabytes:
         done.append(measure(megabytes, chosen.rounds, chosen.folder))
