@@ -1,6 +1,9 @@
-"""Measure how long saving a checkpoint blocks training: Saver, with and without async_save, compared with torch.save.
+"""Measure saving and restoring: Saver, with and without async_save, torch.save, torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint.py [--check] [--megabytes 1000 ...] [--folder FOLDER]
+    python benchmarks/checkpoint.py [--check] [--states 600x60 ...] [--megabytes 1000 ...] [--folder FOLDER]
+
+The first tables have the processor time and the additional peak memory of one call, each in a process of its own, as at
+the start of a training run. "600x60" is a model of 600 MB in 60 tensors. The others have how long a save blocks.
 
 The state is a model and the two moments that Adam keeps of it. By hand, each checkpoint goes to a new file and then the
 previous one is removed, which is what Saver(max_to_keep=1) does. Without fsync this could lose both files in a power
@@ -14,16 +17,23 @@ for the thread that writes.
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
 import logging
 import os
+import resource
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
-from typing import NamedTuple
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,6 +60,100 @@ ASYNC_SPARE_CORE = "the same, one core left free"
 TENSOR = (1000, 1000)  # 4 MB
 TENSORS_EACH = 3
 LEAST_MEGABYTES = 4 * TENSORS_EACH
+
+
+DCP_SAVE, LOAD, RESTORE, DCP_LOAD = "dcp.save", "torch.load and load_state_dict", "Saver().restore", "dcp.load"
+ONCE = (SYNCED, OURS, ASYNC, DCP_SAVE, LOAD, RESTORE, DCP_LOAD)
+"""What is measured once in each process. The first ones write what the last ones read."""
+
+
+class Once(NamedTuple):
+    """The figures of one call."""
+
+    cpu: float
+    """Processor time in seconds, until everything is on disk."""
+    wall: float
+    """How long the call took, in seconds."""
+    peak: float
+    """By how much the peak memory of the process grew, in megabytes."""
+
+
+def once(name: str, state: str, folder: Path) -> Once:
+    """Make the call ``name`` in this process."""
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")  # takes a second
+    warnings.simplefilter("ignore")  # dcp warns of the process group that is missing
+    torch.set_num_threads(1)
+    megabytes, tensors = map(int, state.split("x"))
+    model = nn.ParameterList([torch.ones(megabytes * 250_000 // tensors) for _ in range(tensors)])
+    saver = Saver(async_save=name == ASYNC)
+
+    def synced_save() -> None:
+        with Path(folder, "plain.pt").open("wb") as file:
+            torch.save({"model": model.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    calls: dict[str, Callable[[], object]] = {
+        SYNCED: synced_save,
+        OURS: lambda: saver.save(Session(model), folder / "model.ckpt", 1),
+        ASYNC: lambda: saver.save(Session(model), folder / "async.ckpt", 1),
+        DCP_SAVE: lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp"),
+        LOAD: lambda: model.load_state_dict(torch.load(folder / "plain.pt", weights_only=True)["model"]),
+        RESTORE: lambda: saver.restore(Session(model), folder / "model.ckpt-1"),
+        DCP_LOAD: lambda: dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "dcp"),
+    }
+    before, began, started = _peak(), process_time(), perf_counter()
+    calls[name]()
+    wall = perf_counter() - started
+    saver.close()
+    return Once(process_time() - began, wall, _peak() - before)
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+def measure_once(state: str, rounds: int, folder: Path | None) -> dict[str, list[Once]]:
+    """Make every call in a process of its own, in turns."""
+    figures: dict[str, list[Once]] = {name: [] for name in ONCE}
+    for _ in range(rounds):
+        with TemporaryDirectory(dir=folder) as place:
+            for name in ONCE:
+                command = [sys.executable, __file__, "--once", name, state, place]
+                printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+                figures[name].append(Once(*json.loads(printed)))
+    return figures
+
+
+def show_once(state: str, figures: dict[str, list[Once]]) -> str:
+    """Return the table of one state."""
+    rows = [
+        (
+            name,
+            median(each.cpu for each in several) * 1e3,
+            f"{_relative(figures, name):.2f} x",
+            median(each.wall for each in several) * 1e3,
+            f"{median(each.peak for each in several):,.0f} MB",
+        )
+        for name, several in figures.items()
+    ]
+    megabytes, tensors = state.split("x")
+    header = ["processor time", "relative to torch", "the call took", "additional peak memory"]
+    return table([f"ms, {megabytes} MB in {int(tensors):,} tensors", *header], rows)
+
+
+def _relative(figures: dict[str, list[Once]], name: str) -> float:
+    base = SYNCED if name in (OURS, ASYNC, DCP_SAVE, SYNCED) else LOAD
+    return median_ratio([each.cpu for each in figures[name]], [each.cpu for each in figures[base]])
+
+
+def once_budgets(state: str, figures: dict[str, list[Once]]) -> list[Budget]:
+    """Return the limits on processor time. Many small tensors cost a save the check of each."""
+    save_limit = 1.1 if int(state.split("x")[1]) < 1000 else 1.3
+    return [
+        Budget(f"{state}, Saver(): processor time, relative to torch.save", _relative(figures, OURS), save_limit, "x"),
+        Budget(f"{state}, restore: processor time, relative to torch.load", _relative(figures, RESTORE), 1.2, "x"),
+    ]
 
 
 class Measured(NamedTuple):
@@ -249,21 +353,32 @@ def budgets(measured: Measured) -> list[Budget]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--megabytes", type=int, nargs="+", default=[1000], help="sizes of the state (default: 1000)")
+    options.add_argument("--states", nargs="+", default=["600x60", "60x20000"], help="models, as megabytes x tensors")
+    options.add_argument("--once", nargs=3, help=argparse.SUPPRESS)
     options.add_argument("--rounds", type=int, default=9, help="number of rounds (default: %(default)s)")
     options.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
     chosen = options.parse_args()
     if min(chosen.megabytes) < LEAST_MEGABYTES:
         options.error(f"--megabytes {min(chosen.megabytes)}: must be {LEAST_MEGABYTES} or more")
     logging.getLogger("torchhooks").addHandler(logging.NullHandler())
+    if chosen.once:
+        name, state, folder = chosen.once
+        print(json.dumps(once(name, state, Path(folder))))
+        return
     where = machine()
     print(describe(where), end="\n\n")
+    figures: dict[str, dict[str, list[Once]]] = {}
+    for state in chosen.states:
+        figures[state] = measure_once(state, chosen.rounds, chosen.folder)
+        print(show_once(state, figures[state]), end="\n\n", flush=True)
     done: list[Measured] = []
     for megabytes in chosen.megabytes:
         done.append(measure(megabytes, chosen.rounds, chosen.folder))
         print(show(done[-1]), end="\n\n")
-    judged = [budget for measured in done for budget in budgets(measured)]
+    judged = [budget for state, several in figures.items() for budget in once_budgets(state, several)]
+    judged += [budget for measured in done for budget in budgets(measured)]
     sizes = [measured._asdict() for measured in done]
-    finish(chosen.results, "checkpoint", check=chosen.check, budgets=judged, machine=where, sizes=sizes)
+    finish(chosen.results, "checkpoint", check=chosen.check, budgets=judged, machine=where, sizes=sizes, once=figures)
 
 
 if __name__ == "__main__":

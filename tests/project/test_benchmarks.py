@@ -17,7 +17,7 @@ from support.paths import ROOT
 
 ARGUMENTS = {
     "accelerator": ["--simulated", "--secs", "0.02", "--runs", "4", "--rounds", "1"],
-    "checkpoint": ["--megabytes", "12", "--rounds", "1"],
+    "checkpoint": ["--megabytes", "12", "--states", "8x2", "--rounds", "1"],
     "gpu": ["--device", "cpu", "--runs", "40", "--rounds", "1"],
     "histograms": ["--elements", "10000", "--rounds", "1"],
     "overhead": ["--runs", "200", "--rounds", "1"],

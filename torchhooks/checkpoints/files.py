@@ -21,7 +21,6 @@ one process at a time may write to a folder; a second one logs a warning.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -45,8 +44,6 @@ except ImportError:  # Windows, where an open file cannot be removed anyway
 
 _NAME = re.compile(r"(?!.*tfevents)[^.].*-\d+", re.DOTALL)
 _TEMPORARY = re.compile(r"\..+-\d+\.[0-9a-f]{16}\.tmp", re.DOTALL)
-_BEGIN = re.compile(rb"PK\x03\x04.{26}archive/data\.pkl", re.DOTALL)  # of a file that an earlier version wrote
-_MOST_WARNINGS = 8  # in one look at a folder, which may have thousands of files that others have named like checkpoints
 
 
 @dataclass(frozen=True)
@@ -278,51 +275,31 @@ def _survey(folder: str, seen: Seen) -> list[Checkpoint]:
             seen[name] = stamp, None
     found = [checkpoint for _, checkpoint in seen.values() if checkpoint is not None]
     prefixes = {checkpoint.prefix for checkpoint in found}
-    told = [str(error) for name, error in damaged.items() if _may_be_ours(folder, name, prefixes)]
-    for text in told[:_MOST_WARNINGS]:
-        logger.warning("%s It is skipped.", text)
-    if len(told) > _MOST_WARNINGS:
-        logger.warning("%s has %d more such files. They are skipped.", folder, len(told) - _MOST_WARNINGS)
+    ours = [name for name in damaged if _is_ours(folder, name) or name.rpartition("-")[0] in prefixes]
+    files = [name for name in ours if os.path.isfile(os.path.join(folder, name))]
+    for name in sorted(set(ours).difference(files[1:])):
+        logger.warning("%s It is skipped.", damaged[name])
+    if files[1:]:
+        logger.warning("%s has %d more such files. They are skipped.", folder, len(files) - 1)
     # Two have one number if the newest was moved away and is put back after the next save.
     return sorted(found, key=attrgetter("order", "time"))
 
 
 def _names(folder: str) -> list[str]:
-    with os.scandir(folder) as entries:
-        found = [entry for entry in entries if _NAME.fullmatch(entry.name)]
-        return sorted(entry.name for entry in found if not _is_folder(entry) or is_checkpoint(entry.path))
+    """Return the names of checkpoints, damaged or not, and of files that are named like one."""
+    named = {name: os.path.join(folder, name) for name in os.listdir(folder) if _NAME.fullmatch(name)}
+    return sorted(name for name, path in named.items() if is_checkpoint(path) or os.path.isfile(path))
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether ``entry`` is a folder, or a link that leads to itself, which is no file either."""
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        return error.errno == errno.ELOOP
+def _is_ours(folder: str, name: str) -> bool:
+    """Return whether the entry ``name`` has a manifest, or the default name of a checkpoint."""
+    return name.rpartition("-")[0].endswith(".ckpt") or has_manifest(os.path.join(folder, name))
 
 
 def is_checkpoint(path: str) -> bool:
     """Return whether ``path`` is a checkpoint, damaged or not: a folder that has its name, and a file that it has."""
     named = _NAME.fullmatch(os.path.basename(os.path.normpath(path)))
-    return has_manifest(path) or (named is not None and os.path.exists(os.path.join(path, STATE)))
-
-
-def _may_be_ours(folder: str, name: str, prefixes: set[str]) -> bool:
-    """Return whether the entry ``name``, which has no valid manifest, may be a damaged checkpoint, or an old one.
-
-    It may if it is named like one, by default or like the others in the folder, or if it begins like an old one.
-    """
-    prefix = name.rpartition("-")[0]
-    return prefix.endswith(".ckpt") or prefix in prefixes or _is_old(os.path.join(folder, name))
-
-
-def _is_old(path: str) -> bool:
-    """Return whether ``path`` begins like a checkpoint that an earlier version wrote, which was a file."""
-    with suppress(OSError):
-        if os.path.isfile(path):  # to open a pipe would block
-            with open(path, "rb") as file:
-                return _BEGIN.match(file.read(64)) is not None
-    return False
+    return has_manifest(path) or (named is not None and os.path.isfile(os.path.join(path, STATE)))
 
 
 def _stamp(path: str) -> tuple[int, ...]:
@@ -435,16 +412,8 @@ def split_checkpoint(path: str) -> tuple[str, str | None]:
         prefix, _, step = name.rpartition("-")
         others = _names(folder) if os.path.isdir(folder) and bool(_NAME.fullmatch(name)) else []
         named_alike = (os.path.join(folder, other) for other in others if other.rpartition("-")[0] == prefix)
-        is_one = (prefix.endswith(".ckpt") and step.isdecimal()) or any(map(_is_intact, named_alike))
+        is_one = (prefix.endswith(".ckpt") and step.isdecimal()) or any(map(has_manifest, named_alike))
     return (folder, name) if is_one else (path, None)
-
-
-def _is_intact(path: str) -> bool:
-    try:
-        inspect(path)
-    except DamagedCheckpointError:
-        return False
-    return True
 
 
 def is_checkpoint_name(prefix: str) -> bool:
@@ -456,9 +425,5 @@ def is_checkpoint_name(prefix: str) -> bool:
 def has_checkpoints(directory: str | os.PathLike[str]) -> bool:
     """Return whether ``directory`` has checkpoints, complete or not. Files of others that are named so do not count."""
     folder = os.fspath(directory)
-    paths = [os.path.join(folder, name) for name in _names(folder)] if os.path.isdir(folder) else []
-    return any(has_manifest(path) or _is_old(path) or _has_default_name(path) for path in paths)
-
-
-def _has_default_name(path: str) -> bool:
-    return os.path.isdir(path) and path.rpartition("-")[0].endswith(".ckpt")
+    names = _names(folder) if os.path.isdir(folder) else []
+    return any(os.path.isdir(os.path.join(folder, name)) and _is_ours(folder, name) for name in names)

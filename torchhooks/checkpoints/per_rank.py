@@ -308,16 +308,20 @@ def _check_visible(folder: str, files: Files) -> None:
             time.sleep(0.1)
 
 
-def read_folder(session: SessionLike | None, folder: str, *, mmap: bool = False) -> dict[str, Any]:
+def read_folder(session: SessionLike | None, folder: str) -> dict[str, Any]:
     """Return the contents of the checkpoint ``folder``, with the shards that the rank of ``session`` loads.
 
-    Without a session, and for parts that are not sharded in it, tensors are whole.
+    Without a session, and for parts that are not sharded in it, tensors are whole. Tensors of modules, which loading
+    copies, are read from the file when they are used, and so is everything without a session.
     """
-    saved = load_part(folder, 0, mmap=mmap)
+    saved, parts = load_part(folder, 0), {} if session is None else parts_of(session)
+    if session is not None:
+        kept = [value for name, value in saved.items() if not isinstance(parts.get(name), torch.nn.Module)]
+        _move_to_memory(kept, {})
     if "sharded" not in saved:
         return saved
     names, size = saved.pop("sharded"), read_manifest(folder)["world_size"]
-    parts = {} if session is None else {name: part for name, part in parts_of(session).items() if name in names}
+    parts = {name: part for name, part in parts.items() if name in names}
     gradients = None if session is None else session.gradients
     parameters = [] if gradients is None else gradients.parameters()
     read_tensors(folder, saved, parts, {("sharded_gradients", str(i)): each for i, each in enumerate(parameters)})
@@ -326,14 +330,35 @@ def read_folder(session: SessionLike | None, folder: str, *, mmap: bool = False)
     return saved
 
 
-def load_part(folder: str, rank: int, *, mmap: bool = False) -> dict[str, Any]:
-    """Return what ``rank`` wrote into the checkpoint ``folder`` that is not sharded.
-
-    With ``mmap``, a tensor is read from the file when it is used.
-    """
+def load_part(folder: str, rank: int) -> dict[str, Any]:
+    """Return what ``rank`` wrote into the checkpoint ``folder`` apart from shards; tensors stay in the mapped file."""
     path = os.path.join(folder, _file_of(rank))
-    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    loaded: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return loaded
+
+
+def _move_to_memory(tree: Any, copies: dict[int, torch.UntypedStorage]) -> None:
+    """Copy the tensors in ``tree`` from the mapped file, in place. What shares memory does so afterwards.
+
+    ``copies`` has the memory that was copied, by address.
+    """
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif isinstance(tree, torch.Tensor):
+        if tree.layout is not torch.strided or tree.is_quantized:
+            tree.data = tree.detach().clone()
+            return
+        storage = tree.untyped_storage()
+        if storage.data_ptr() not in copies:
+            copy = storage.clone()
+            copies[storage.data_ptr()] = copies[copy.data_ptr()] = copy  # the second for a tensor that comes again
+        moved = torch.empty(0, dtype=tree.dtype, device="cpu")
+        tree.data = moved.set_(copies[storage.data_ptr()], tree.storage_offset(), tree.size(), tree.stride())
+        return
+    elif not isinstance(tree, (list, tuple, set)):
+        return
+    for value in tree:
+        _move_to_memory(value, copies)
 
 
 def read_for_all(

@@ -111,7 +111,7 @@ def read_metadata(path: _Path) -> dict[str, Any]:
     metadata: dict[str, Any] | None = read_manifest(folder)["metadata"]
     if metadata is None:  # JSON cannot hold it
         verify(folder)
-        metadata = load_file(folder, mmap=True)["metadata"]
+        metadata = load_file(folder)["metadata"]
     return metadata
 
 
@@ -193,8 +193,8 @@ def _at(path: str) -> tuple[str, dict[str, Any]]:
                 f"{error} Pass an undamaged checkpoint, or its folder for the newest one. A file of "
                 "torch.save(model.state_dict()) is loaded with model.load_state_dict(torch.load(path))"
             ) from error
-        return path, load_file(path, mmap=True)
-    found = read_newest(path, load=lambda path: load_file(path, mmap=True))
+        return path, load_file(path)
+    found = read_newest(path, load_file)
     if found is None:
         raise CheckpointError(f"{path} has no checkpoint: pass a folder that a Saver has written to, or a checkpoint")
     return found
@@ -223,32 +223,23 @@ def read_newest(directory: _Path, load: Callable[[str], dict[str, Any]]) -> tupl
     return None
 
 
-def read_checkpoint(path: _Path) -> dict[str, Any]:
-    """Return the contents of the checkpoint at ``path``, with whole tensors on the CPU.
+def read_checkpoint(path: str, session: SessionLike | None = None) -> dict[str, Any]:
+    """Return the contents of the checkpoint at ``path``, with the parts that this rank of ``session`` needs.
+
+    Without a session, all tensors are whole and on the CPU.
 
     Raises:
         DamagedCheckpointError: it is not what was written.
         CheckpointError: it could run code.
     """
-    return read_for(os.fspath(path))
-
-
-def read_for(path: str, session: SessionLike | None = None) -> dict[str, Any]:
-    """Return the contents of the checkpoint at ``path``, with the parts that this rank of ``session`` needs.
-
-    Raises the errors of :func:`read_checkpoint`.
-    """
     verify(path)
     return load_file(path, session)
 
 
-def load_file(path: str, session: SessionLike | None = None, *, mmap: bool = False) -> dict[str, Any]:
-    """Return what :func:`read_for` does, without a check of the checksum.
-
-    With ``mmap``, a tensor that is not sharded is read from its file when it is used.
-    """
+def load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
+    """Return what :func:`read_checkpoint` does, without a check of the checksum."""
     try:
-        return read_folder(session, path, mmap=mmap)
+        return read_folder(session, path)
     except DamagedCheckpointError:
         raise
     except OSError as error:

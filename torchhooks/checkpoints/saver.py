@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -42,7 +42,6 @@ from torchhooks.checkpoints.reading import (
     load_file,
     load_weights,
     read_checkpoint,
-    read_for,
     read_metadata,
     read_newest,
     scored_checkpoints,
@@ -72,7 +71,6 @@ __all__ = [
     "scored_checkpoints",
 ]
 
-T = TypeVar("T")
 _NOT_STRICT = "MonitoredLoop(..., scaffold=Scaffold(saver=Saver(strict=False)))"
 _Path = str | os.PathLike[str]
 
@@ -214,7 +212,7 @@ class Saver:
 
         def choose() -> tuple[str, dict[str, Any]]:
             take_back(os.path.dirname(checkpoint) or os.curdir)
-            return checkpoint, read_for(checkpoint, session)
+            return checkpoint, read_checkpoint(checkpoint, session)
 
         self.wait_for_all(session)
         self._restore(session, choose)
@@ -317,12 +315,8 @@ class Saver:
         path, name = os.path.split(os.path.abspath(prefix))
         folder = self._folders.setdefault(path, Folder(path, self.disk, self._retention))
         message = f"{os.path.join(path, name)}-{step} was not written"
-        self._reported(message, lambda: write_checkpoint(ranks, share, folder, name, step, about))
-
-    def _reported(self, message: str, write: Callable[[], T]) -> T:
-        """Return ``write()``; turn an error of the operating system into a CheckpointError."""
         try:
-            return write()
+            write_checkpoint(ranks, share, folder, name, step, about)
         except (CheckpointError, PeerError):  # the second is a RuntimeError too
             raise
         except (RuntimeError, OSError) as error:
