@@ -100,6 +100,11 @@ class Position:
         return None if place is self._root or place.nests else place.taken - 1
 
     @property
+    def current_item(self) -> Any:
+        """The item of the innermost loop whose body is running; ``None`` if there is none."""
+        return self._innermost.current_item
+
+    @property
     def epoch_items(self) -> tuple[int, int | None] | None:
         """How many items of the epoch that :attr:`epoch` numbers were taken, and how many it has, if that is known."""
         place = self._innermost

@@ -1,0 +1,54 @@
+"""What a loop does because of ``nan.json``: with which checkpoint it begins, and which hook it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchhooks.autopsy.examination import Examination
+from torchhooks.autopsy.request import NAME, checkpoint_before, read
+from torchhooks.common.log import logger
+from torchhooks.lifecycle.hook import SessionRunHook
+
+
+class Plan(NamedTuple):
+    """How a loop begins."""
+
+    checkpoint: str | None
+    """The name of the checkpoint, ``None`` to begin without one."""
+    hook: SessionRunHook
+
+
+def plan(folder: str, checkpoint: str | None, hooks: Sequence[SessionRunHook], counts_runs: bool) -> Plan | None:
+    """Return how to begin the loop with ``hooks`` whose ``checkpoint_dir`` is ``folder``; ``None`` for as ever.
+
+    ``checkpoint`` is the name of the one that the caller chose, if any.
+    """
+    try:
+        request = read(folder)
+    except ValueError as error:
+        logger.warning("no autopsy: %s", error)
+        return None
+    able = [hook for hook in hooks if hasattr(hook, "why_examined")]
+    if request is None or not able:
+        return None
+    step = request["step"]
+    finder = next((hook for hook in able if repr(hook) == request["hook"]), None)
+    if finder is None:
+        logger.warning(
+            "no autopsy of step %d: %s is from %s, which the loop does not have. Remove the file, or put the hook back",
+            *(step, NAME, request["hook"]),
+        )
+        return None
+    if checkpoint is None:
+        found = checkpoint_before(folder, step)
+        name = None if found is None else found.name
+    else:
+        name = checkpoint
+    if not _is_before(name, folder, step):
+        logger.warning(
+            "no autopsy of step %d, about which %s is: %s has no checkpoint before it to begin with",
+            *(step, NAME, folder if checkpoint is None else checkpoint),
+        )
+        return None
+    return Plan(name, Examination(request, finder, counts_runs))

@@ -1,0 +1,389 @@
+"""The report of an autopsy: ``report.json`` for programs, ``report.md`` for people, and ten lines of it in the log."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from torchhooks.autopsy.figures import Figures
+from torchhooks.autopsy.modules import Call
+from torchhooks.autopsy.operations import Origin
+from torchhooks.autopsy.request import Request, write_json
+from torchhooks.common.log import logger
+from torchhooks.lifecycle.session import Session
+
+_PHASES = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "optimizer": "in optimizer.step()",
+    "after": "in a fetch, after the step",
+}
+# In this order a rank has the cause: what begins in the forward pass of one reaches the gradients of all.
+_ORDER = ["before", "forward", "after", "backward", "optimizer"]
+
+
+class Report:
+    """What an examination has found on one rank. ``request`` is what it was asked."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._runs: list[tuple[dict[str, Any], Any, list[Call]]] = []
+        self.step: int = request["step"]
+        self.problem: str | None = None
+        """What is wrong with the value this time."""
+        self.came_back = True
+        self.eager = False
+        """Whether compiled code was run as Python instead."""
+        self.restored_step = 0
+        self.origin: Origin | None = None
+        self.broken: dict[str, Any] | None = None
+        """Which parameters and buffers were not finite first, and when."""
+        self.parameters: dict[str, Figures] = {}
+        """Those before the step."""
+        self.modules: list[Call] = []
+        self.kinds: dict[str, str] = {}
+        self.outputs: dict[str, Any] = {}
+        self.digests: dict[str, str] = {}
+        self.environment: dict[str, Any] = {}
+        self.has_state = False
+        self.batch: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.unreadable = 0
+
+    def add_run(
+        self, step: int, session: Session, value: Any, gradient: Any, optimizer_steps: int, calls: list[Call]
+    ) -> None:
+        """Add the figures of a run. They are read from the device in :meth:`to_save`."""
+        groups = getattr(session.optimizer, "param_groups", [])
+        about = {
+            "step": step,
+            "value": _plain(value),
+            "lr": [float(group["lr"]) for group in groups if "lr" in group],
+            "optimizer_steps": optimizer_steps,
+        }
+        self._runs.append((about, gradient, calls))
+
+    def to_save(self, session: Session) -> dict[str, Any]:
+        """Return all of it as plain data. Waits for the device."""
+        runs = [
+            {**about, "gradient_norm": None if norm is None else float(norm), "largest": _largest(calls)}
+            for about, norm, calls in self._runs
+        ]
+        parameters = {name: figures.to_save() for name, figures in self.parameters.items()}
+        return {
+            "step": self.step,
+            "came_back": self.came_back,
+            "rank": session.ranks.rank,
+            "problem": self.problem,
+            "origin": None if self.origin is None else self.origin.to_save(),
+            "module": self._first_module(),
+            "eager": self.eager,
+            "restored_step": self.restored_step,
+            "epoch": session.epoch,
+            "batch": session.batch,
+            "outputs": {name: _plain(value) for name, value in self.outputs.items()},
+            "not_finite_first": self.broken,
+            "runs": runs,
+            "modules": [
+                {
+                    "path": call.path,
+                    "class": self.kinds.get(call.path),
+                    "inputs": [each.to_save() for each in call.inputs],
+                    "outputs": [each.to_save() for each in call.outputs],
+                }
+                for call in self.modules
+            ],
+            "parameters": parameters,
+            "batch_file": self.batch,
+            "has_state": self.has_state,
+            "digests": self.digests,
+            "environment": self.environment,
+            "notes": self.notes + _notes(self.unreadable),
+        }
+
+    def _first_module(self) -> dict[str, Any] | None:
+        """Return the first call, in the order of execution, whose inputs are finite and whose output is not."""
+        for call in self.modules:
+            if _finite(call.inputs) and not _finite(call.outputs):
+                return {"path": call.path, "class": self.kinds.get(call.path)}
+        return None
+
+
+def _finite(figures: list[Figures]) -> bool:
+    return not any(each.to_save().get("not_finite") for each in figures)
+
+
+def _largest(calls: list[Call]) -> dict[str, float]:
+    """Return the largest absolute value among the finite ones that each module returned."""
+    found: dict[str, float] = {}
+    for call in calls:
+        for each in (figures.to_save() for figures in call.outputs):
+            if "min" in each:
+                found[call.path] = max(found.get(call.path, 0.0), abs(each["min"]), abs(each["max"]))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if hasattr(value, "numel"):
+        return float(value) if value.numel() == 1 and not value.is_complex() else Figures(value).to_save()
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+
+
+def _notes(unreadable: int) -> list[str]:
+    return [f"The results of {unreadable} operators could not be looked at."] if unreadable else []
+
+
+def write_report(folder: str, ranks: list[dict[str, Any]], request: Request) -> None:
+    """Write the report about what ``ranks`` have found into ``folder``, and log the beginning."""
+    chosen = min(ranks, key=_order)
+    report = {**chosen, "request": request, "of_ranks": len(ranks)}
+    if len(ranks) > 1:
+        report["ranks"] = [{name: each[name] for name in ("rank", "problem", "origin")} for each in ranks]
+    report["lines"] = lines = lines_of(report, folder)
+    write_json(os.path.join(folder, "report.json"), report)
+    with open(os.path.join(folder, "report.md"), "w", encoding="utf-8") as file:
+        file.write(as_markdown(report, lines))
+    for line in lines:
+        logger.warning("%s", line)
+
+
+def _order(found: dict[str, Any]) -> tuple[int, int, int]:
+    origin = found["origin"]
+    if origin is None:
+        return 1, 0, found["rank"]
+    # What came from another rank is known by nothing on this one.
+    unnamed = origin["phase"] == "before" and origin.get("tensor") is None
+    return unnamed, origin["step"] * len(_ORDER) + _ORDER.index(origin["phase"]), found["rank"]
+
+
+# -- the words --------------------------------------------------------------------------------------------------------
+
+
+def lines_of(report: dict[str, Any], folder: str) -> list[str]:
+    """Return what the log says: the cause first, then what is known about it, and where the rest is."""
+    request = report["request"]
+    if not report["came_back"]:
+        return [*_not_again(report), f"The report is {os.path.join(folder, 'report.md')}. The training run goes on."]
+    lines = [_headline(report), *_cause(report)]
+    if report["eager"]:
+        lines.append("This run was made in eager mode, without torch.compile, and the value is not finite there too.")
+    if report["not_finite_first"] is not None:
+        broken = report["not_finite_first"]
+        lines.append(f"Parameters and buffers: {_listed(broken['names'])} not finite {broken['when']}.")
+    elif request["kind"] == "NaN":
+        lines.append("Parameters and buffers: all finite up to and including this step.")
+    lines += _item(report) + _trend(report) + report["notes"]
+    lines.append(f"The report is {os.path.join(folder, 'report.md')}.{_rerun(report, folder)}")
+    return lines
+
+
+def _headline(report: dict[str, Any]) -> str:
+    request, rank = report["request"], _of_rank(report)
+    again = "again" if report["step"] == request["step"] else f"now at step {report['step']}"
+    return f"autopsy of step {request['step']}: {report['problem'] or request['message']}, {again}{rank}."
+
+
+def _of_rank(report: dict[str, Any]) -> str:
+    return f" (rank {report['rank']} of {report['of_ranks']})" if report["of_ranks"] > 1 else ""
+
+
+def _cause(report: dict[str, Any]) -> list[str]:
+    origin = report["origin"]
+    if report["request"]["kind"] != "NaN":
+        return _growth(report)
+    if origin is None:
+        module = report["module"]
+        if module is None:
+            return ["The cause was not found: no operator of torch made it of finite values in this process."]
+        return [f"The first module that made it of finite inputs is {_module(report, module['path'])}."]
+    lines = [f"Cause: {_origin(report, origin)}"]
+    if origin.get("inputs"):
+        lines.append(f"It got {'; '.join(map(shown_figures, origin['inputs']))}.")
+    if origin.get("outputs") and origin["phase"] != "before":
+        lines.append(f"It made {'; '.join(map(shown_figures, origin['outputs']))}.")
+    if "became_nan" in origin:
+        lines.append(f"The infinity became a NaN: {_origin(report, origin['became_nan'])}")
+    return lines
+
+
+def _origin(report: dict[str, Any], origin: dict[str, Any]) -> str:
+    """Return a sentence about where a value that is not finite was made, or that it was there."""
+    kind = "a NaN" if origin["kind"] == "NaN" else "an infinity"
+    if origin["phase"] == "before":
+        name = origin.get("tensor")
+        share = shown_figures(origin["outputs"][0]) if origin.get("outputs") else ""
+        if name is None:
+            return f"{kind} in a tensor that was there before the operators that were watched ({share})."
+        if name.startswith(("input", "item")):
+            return f"the data. There is {kind} in {name} of the batch ({share})."
+        return f"{name} had {kind} before step {origin['step']} ({share})."
+    sentence = f"{origin['operation']} made {kind} {_PHASES[origin['phase']]}"
+    if origin["step"] != report["step"]:
+        sentence += f" of step {origin['step']}"
+    if "module" in origin:
+        sentence += f", in {_module(report, origin['module'])}"
+    elif origin["phase"] == "forward":
+        sentence += ", outside of the model"
+    if "tensor" in origin:
+        sentence += f", in {origin['tensor']}"
+    if "node" in origin:
+        sentence += f", as {origin['node']}"
+    if "source" in origin:
+        source = origin["source"]
+        sentence += f" ({os.path.basename(source['file'])}:{source['line']}: {source['text']})"
+    return sentence + "."
+
+
+def _module(report: dict[str, Any], path: str) -> str:
+    kinds = {each["path"]: each["class"] for each in report["modules"]}
+    return f"{path or 'the model'} ({kinds[path]})" if path in kinds else path or "the model"
+
+
+def shown_figures(figures: dict[str, Any]) -> str:
+    """Return the figures of a tensor in a few words."""
+    shape = "x".join(map(str, figures["shape"])) or "one number"
+    about = f"{figures['dtype']} {shape}"
+    if "part" in figures:
+        about += f" (of which this rank has {'x'.join(map(str, figures['part']))})"
+    if "min" in figures:
+        about += f" from {figures['min']:.4g} to {figures['max']:.4g}, mean of |x| {figures['mean_abs']:.4g}"
+    if figures.get("not_finite"):
+        about += f", {100 * figures['not_finite']:.3g} % not finite"
+    return about
+
+
+def _item(report: dict[str, Any]) -> list[str]:
+    if report["batch"] is None:
+        return []
+    return [f"The data: item {report['batch']} of epoch {report['epoch']}, both counted from 0."]
+
+
+def _trend(report: dict[str, Any]) -> list[str]:
+    runs = report["runs"][-6:]
+    norms = [f"{run['gradient_norm']:.4g}" for run in runs if run["gradient_norm"] is not None]
+    skipped = [str(run["step"]) for run in runs[:-1] if not run["optimizer_steps"]]
+    lines = []
+    if norms:
+        lines.append(f"The norm of the gradients up to this step: {', '.join(norms)}.")
+    if skipped and any(run["optimizer_steps"] for run in runs):
+        lines.append(f"The optimizer made no step in {', '.join(skipped)}, as when a GradScaler skips one.")
+    return lines + _growth(report, 10)
+
+
+def _growth(report: dict[str, Any], least: float = 2) -> list[str]:
+    """Return a line about the first modules whose outputs are far larger than in the runs before."""
+    *before, last = report["runs"]
+    grown = []
+    for path, largest in last["largest"].items():
+        earlier = [run["largest"][path] for run in before if path in run["largest"]]
+        if earlier and largest > least * statistics.median(earlier) > 0:
+            grown.append(f"{_module(report, path)} {statistics.median(earlier):.4g} -> {largest:.4g}")
+    return [f"Largest outputs, against the median of the runs before: {', '.join(grown[:4])}."] if grown else []
+
+
+def _rerun(report: dict[str, Any], folder: str) -> str:
+    if not report["has_state"]:
+        return ""
+    state = os.path.join(folder, f"model.ckpt-{report['step'] - 1}")
+    return f" To begin with the state before the step: checkpoint_dir={state!r}."
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'was' if len(names) == 1 else 'were'}"
+
+
+def _not_again(report: dict[str, Any]) -> list[str]:
+    """Return the lines about a NaN that did not come back."""
+    request = report["request"]
+    before, now = request["digests"], report["digests"]
+    common = [name for name in before if name in now]
+    other = [name for name in common if before[name] != now[name]]
+    lines = [f"autopsy of step {request['step']}: {request['message']} at the first time, and not this time."]
+    shown = "; ".join(f"{name} {before[name]} then, {now[name]} now" for name in (other or common))
+    then, env = request["environment"], report["environment"]
+    changed = [name for name in ("script_digest", "torch", "host", "device", "device_uuid") if then.get(name) != env.get(name)]
+    if "script_digest" in changed:
+        lines.append("The script has been changed since, so this says nothing about the hardware.")
+    if report["eager"]:
+        lines.append("This run was made in eager mode: the NaN may be one of the compiled code alone.")
+    if any(name.startswith("input") for name in other):
+        lines.append(f"The data are not the same: {shown}. What loads or augments them is not seeded.")
+    elif other:
+        lines.append(f"Random numbers are not the same: {shown}. A source of noise is not seeded, or not saved.")
+    else:
+        same = f"The digests are the same ({shown}), and the result is not: " if common else ""
+        lines.append(
+            f"{same}an operator that is not deterministic, noise from a source that a checkpoint does not contain, or a "
+            f"fault of the hardware: {then.get('host')}, {then.get('device_name') or then.get('device')}."
+        )
+    names = [name for name in changed if name != "script_digest"]
+    if names:
+        lines.append(f"Not as at the first time: {', '.join(f'{each} {then.get(each)} -> {env.get(each)}' for each in names)}.")
+    return lines
+
+
+def as_markdown(report: dict[str, Any], lines: list[str]) -> str:
+    """Return ``report.md``."""
+    parts = [f"# Autopsy of step {report['request']['step']}", "", *(f"* {line}" for line in lines), ""]
+    parts += _table("The last runs", ["step", "value", "lr", "gradient norm", "optimizer steps"], [
+        [run["step"], run["value"], _numbers(run["lr"]), _number(run["gradient_norm"]), run["optimizer_steps"]]
+        for run in report["runs"]
+    ])  # fmt: skip
+    if report["outputs"]:
+        parts += _table("What the step returned", ["name", "value"], [[*item] for item in report["outputs"].items()])
+    rows = [
+        [each["path"] or "the model", each["class"], what, *_cells(figures)]
+        for each in report["modules"]
+        for what in ("inputs", "outputs")
+        for figures in each[what]
+    ]
+    names = ["tensor", "min", "max", "mean of absolute values", "not finite"]
+    parts += _table("The modules, in the order in which they returned", ["module", "class", "what", *names], rows)
+    history = [
+        [path or "the model", *(_number(run["largest"].get(path)) for run in report["runs"])]
+        for path in dict.fromkeys(path for run in report["runs"] for path in run["largest"])
+    ]
+    steps = [f"step {run['step']}" for run in report["runs"]]
+    parts += _table("The largest output of each module", ["module", *steps], history)
+    rows = [[name, *_cells(figures)] for name, figures in report["parameters"].items()]
+    parts += _table("What was there before the step", ["name", *names], rows)
+    if report["batch_file"]:
+        parts += ["## Files", "", _about_batch(report["batch_file"]), ""]
+    return "\n".join(parts)
+
+
+def _about_batch(about: dict[str, Any]) -> str:
+    if "missing" in about:
+        return f"There is no batch.pt: {about['missing']}"
+    only = "" if about["weights_only"] else ", weights_only=False"
+    return f"`torch.load({about['file']!r}{only})` returns {about['what']}."
+
+
+def _table(title: str, names: list[str], rows: list[list[Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [names, ["---"] * len(names), *rows]
+    return [f"## {title}", "", *("| " + " | ".join(map(str, row)) + " |" for row in lines), ""]
+
+
+def _cells(figures: dict[str, Any]) -> list[str]:
+    about = f"{figures['dtype']} {figures.get('part', figures['shape'])}"
+    share = figures.get("not_finite")
+    shown = [_number(figures.get(name)) for name in ("min", "max", "mean_abs")]
+    return [about, *shown, "" if share is None else f"{100 * share:.3g} %"]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _numbers(values: list[float]) -> str:
+    return ", ".join(map(_number, values))
+
