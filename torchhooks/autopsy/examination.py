@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from typing import Any, Protocol, cast
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchhooks.autopsy import request as requests
 from torchhooks.autopsy.figures import Figures, has_numbers, is_finite, part_of, tensors_in
 from torchhooks.autopsy.modules import Modules
 from torchhooks.autopsy.operations import Operations, Origin
-from torchhooks.autopsy.report import Report, write_report
+from torchhooks.autopsy.report import Report, began_before, write_report
+from torchhooks.checkpoints.gradients import register_step_post_hook
 from torchhooks.checkpoints.saver import Saver
 from torchhooks.checkpoints.sharded import canonical
 from torchhooks.common.errors import brief
@@ -83,8 +83,8 @@ class Examination(SessionRunHook):
         if not self._is_over:
             self._note_state("in the checkpoint" if session.was_restored else "at the start")
             logger.warning(
-                "%s at step %d (%s): the runs from step %d on are made again, to find out where it came from",
-                *(self._request["message"], self._step, requests.NAME, session.global_step),
+                "%s, says %s: the runs from step %d on are made again, to find out where it came from",
+                *(self._request["message"], requests.NAME, session.global_step),
             )
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
@@ -108,15 +108,15 @@ class Examination(SessionRunHook):
         raw, outputs = run_values.results, session.outputs
         self._end()
         value = to_host(raw)
-        problem = None if raw is None else self._finder.why_examined(step, value)
         if session.optimizer is not None and self._gradient is None:
             self._gradient = _gradients(session.optimizer)
         self._report.add_run(step, session, value, self._gradient, self._optimizer_steps, self._modules.calls)
         self._note_state(f"after step {step}")
+        problem = self._problem(step, raw, value)
         problems = session.ranks.gather(problem, "an autopsy")
         is_past = step > self._step or (step == self._step and self._counts_runs)
         if any(each is not None for each in problems) or is_past:
-            if self._request["kind"] == "NaN":
+            if self._request["kind"] != "spike":
                 self._report.origin = self._origin(raw, outputs)
             self._conclude(session, run_context, step, problem, problems, outputs)
 
@@ -148,8 +148,9 @@ class Examination(SessionRunHook):
     def _begin(self, run_context: SessionRunContext, step: int, compiled: bool, is_last: bool) -> None:
         session = run_context.session
         self._begun_watch, self._gradient, self._optimizer_steps = True, None, 0
-        self._watch.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
-        self._watch.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+        if hasattr(session.optimizer, "register_step_pre_hook"):
+            self._watch.callback(session.optimizer.register_step_pre_hook(self._optimizer_begins).remove)
+            self._watch.callback(register_step_post_hook(session.optimizer, self._optimizer_ends).remove)
         self._modules.calls = []
         self._report.parameters = {name: Figures(tensor) for name, tensor in _named_state(session)}
         if compiled and not is_last:
@@ -183,14 +184,11 @@ class Examination(SessionRunHook):
             self._operations.is_paused = before
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is self._session.optimizer:
-            with self._paused():
-                self._gradient = _gradients(optimizer)
-        self._operations.in_optimizer = True
+        with self._paused():
+            self._gradient = _gradients(optimizer)
 
-    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._operations.in_optimizer = False
-        self._optimizer_steps += optimizer is self._session.optimizer
+    def _optimizer_ends(self, *_: Any) -> None:
+        self._optimizer_steps += 1
 
     def _note_state(self, when: str) -> None:
         """Note the first parameter or buffer that is not finite, and since when."""
@@ -216,6 +214,13 @@ class Examination(SessionRunHook):
     def _folder(self, step: int) -> str:
         assert self._session.checkpoint_dir is not None
         return requests.folder_of(self._session.checkpoint_dir, step)
+
+    def _problem(self, step: int, raw: Any, value: Any) -> str | None:
+        """Return what is wrong after ``step``, whose value is ``raw``, and ``value`` on the host."""
+        if self._request["kind"] == "state":
+            broken = self._report.broken
+            return None if broken is None else f"{broken['names'][0]} is not finite after step {step}"
+        return None if raw is None else self._finder.why_examined(step, value)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -255,9 +260,13 @@ class Examination(SessionRunHook):
         if session.ranks.is_chief or len(ranks) < session.ranks.size:
             try:
                 os.makedirs(folder, exist_ok=True)
-                write_report(folder, ranks, self._request)
-                aside = os.path.join(folder, requests.NAME)
-                os.replace(os.path.join(os.path.dirname(folder), requests.NAME), aside)
+                report = write_report(folder, ranks, self._request)
+                path = os.path.join(os.path.dirname(folder), requests.NAME)
+                requests.write_json(os.path.join(folder, requests.NAME), self._request)
+                if (earlier := began_before(report)) is None:
+                    os.remove(path)
+                else:
+                    requests.write_json(path, {**self._request, **earlier})
             except OSError as error:
                 logger.warning("the report of the autopsy was not written into %s: %s", folder, brief(error))
 

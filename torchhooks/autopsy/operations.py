@@ -14,9 +14,9 @@ import bisect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -94,8 +94,6 @@ class Operations(TorchDispatchMode):
         self.found: list[Origin] = []
         self.read: Origin | None = None
         """The origin of the last number that the script read with ``item()`` and that was not finite."""
-        self.in_optimizer = False
-        """Whether the step of an optimizer is in progress."""
         self.is_paused = False
         """Whether operators are those of torchhooks, which are not looked at."""
         self.unreadable = 0
@@ -141,18 +139,18 @@ class Operations(TorchDispatchMode):
             return
         self.count += 1
         node = torch._C._current_autograd_node()  # noqa: SLF001
-        if node is None and _sequence_number is not None and torch.is_grad_enabled() and not self.in_optimizer:
+        if node is None and _sequence_number is not None and torch.is_grad_enabled():
             self._forward.append((_sequence_number() - 1, self._path(), _line()))
         given = [part_of(each) for each in tensors_in((args, kwargs))]
         if name == "_local_scalar_dense" and has_numbers(given[0]) and not is_finite(given[0]):
             self.read = self._origin_among(given, set()) or self._was_there(None, given[0])
             return
-        results = [part_of(each) for each in tensors_in(result)]
+        written: set[int] = set()
         if func._schema.is_mutable:  # noqa: SLF001
-            results += self._written(func, args, kwargs)
+            results = self._written(func, args, kwargs)
             written = {_memory(each) for each in results}
         else:
-            written = set()
+            results = [part_of(each) for each in tensors_in(result)]
             memory = {_memory(each) for each in given}
             results = [each for each in results if _memory(each) not in memory]  # a view is what it was
         if name in _EMPTY:
@@ -232,7 +230,7 @@ class Operations(TorchDispatchMode):
     def _phase(self, node: Any) -> str:
         if node is not None:
             return "backward"
-        if self.in_optimizer:
+        if _is_in_optimizer():
             return "optimizer"
         return "after" if self._is_made() else "forward"
 
@@ -252,14 +250,29 @@ def _memory(tensor: torch.Tensor) -> int:
 _theirs: dict[CodeType, bool] = {}
 
 
-def _line() -> tuple[str, int] | None:
-    """Return the file and the line of the script, or of a library other than torch, that is running."""
-    frame = sys._getframe(1)  # noqa: SLF001 - the only way
+def _frames() -> Iterator[tuple[FrameType, bool]]:
+    """Yield the frames that are running, the innermost first, and whether they are neither torch's nor torchhooks'."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way
     while frame is not None:
         code = frame.f_code
         if code not in _theirs:
             _theirs[code] = not os.path.abspath(code.co_filename).startswith(_OURS) and code.co_filename[:1] != "<"
-        if _theirs[code]:
-            return code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        yield frame, _theirs[code]
+        frame = frame.f_back
+
+
+def _line() -> tuple[str, int] | None:
+    """Return the file and the line of the script, or of a library other than torch, that is running."""
+    for frame, is_theirs in _frames():
+        if is_theirs:
+            return frame.f_code.co_filename, frame.f_lineno
     return None
+
+
+def _is_in_optimizer() -> bool:
+    """Return whether the code that is running is that of an optimizer, torch's own or another one."""
+    for frame, is_theirs in _frames():
+        is_one = isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+        if is_one or is_theirs:  # a closure that an optimizer calls is no part of it
+            return is_one
+    return False

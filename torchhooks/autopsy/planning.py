@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchhooks.autopsy.examination import Examination
-from torchhooks.autopsy.request import NAME, checkpoint_before, read
+from torchhooks.autopsy.request import NAME, checkpoint_before, name_of, read
+from torchhooks.checkpoints.files import inspect, list_checkpoints
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.hook import SessionRunHook
 
@@ -33,7 +35,7 @@ def plan(folder: str, checkpoint: str | None, hooks: Sequence[SessionRunHook], c
     if request is None or not able:
         return None
     step = request["step"]
-    finder = next((hook for hook in able if repr(hook) == request["hook"]), None)
+    finder = next((hook for hook in able if name_of(hook) == request["hook"]), None)
     if finder is None:
         logger.warning(
             "no autopsy of step %d: %s is from %s, which the loop does not have. Remove the file, or put the hook back",
@@ -42,13 +44,13 @@ def plan(folder: str, checkpoint: str | None, hooks: Sequence[SessionRunHook], c
         return None
     if checkpoint is None:
         found = checkpoint_before(folder, step)
-        name = None if found is None else found.name
+        checkpoint, is_before = (None, not list_checkpoints(folder)) if found is None else (found.name, True)
     else:
-        name = checkpoint
-    if not _is_before(name, folder, step):
+        is_before = inspect(os.path.join(folder, checkpoint)).step < step
+    if not is_before:
         logger.warning(
             "no autopsy of step %d, about which %s is: %s has no checkpoint before it to begin with",
             *(step, NAME, folder if checkpoint is None else checkpoint),
         )
         return None
-    return Plan(name, Examination(request, finder, counts_runs))
+    return Plan(checkpoint, Examination(request, finder, counts_runs))

@@ -29,7 +29,7 @@ class Report:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._runs: list[tuple[dict[str, Any], Any, list[Call]]] = []
+        self._runs: list[tuple[dict[str, Any], Any, list[Call], dict[str, Figures]]] = []
         self.step: int = request["step"]
         self.problem: str | None = None
         """What is wrong with the value this time."""
@@ -63,15 +63,20 @@ class Report:
             "lr": [float(group["lr"]) for group in groups if "lr" in group],
             "optimizer_steps": optimizer_steps,
         }
-        self._runs.append((about, gradient, calls))
+        self._runs.append((about, gradient, calls, self.parameters))
 
     def to_save(self, session: Session) -> dict[str, Any]:
         """Return all of it as plain data. Waits for the device."""
         runs = [
-            {**about, "gradient_norm": None if norm is None else float(norm), "largest": _largest(calls)}
-            for about, norm, calls in self._runs
+            {
+                **about,
+                "gradient_norm": None if norm is None else float(norm),
+                "largest": _largest(calls),
+                "modules": self._calls(calls),
+                "parameters": {name: figures.to_save() for name, figures in parameters.items()},
+            }
+            for about, norm, calls, parameters in self._runs
         ]
-        parameters = {name: figures.to_save() for name, figures in self.parameters.items()}
         return {
             "step": self.step,
             "came_back": self.came_back,
@@ -86,22 +91,25 @@ class Report:
             "outputs": {name: _plain(value) for name, value in self.outputs.items()},
             "not_finite_first": self.broken,
             "runs": runs,
-            "modules": [
-                {
-                    "path": call.path,
-                    "class": self.kinds.get(call.path),
-                    "inputs": [each.to_save() for each in call.inputs],
-                    "outputs": [each.to_save() for each in call.outputs],
-                }
-                for call in self.modules
-            ],
-            "parameters": parameters,
+            "modules": self._calls(self.modules),
+            "parameters": {name: figures.to_save() for name, figures in self.parameters.items()},
             "batch_file": self.batch,
             "has_state": self.has_state,
             "digests": self.digests,
             "environment": self.environment,
             "notes": self.notes + _notes(self.unreadable),
         }
+
+    def _calls(self, calls: list[Call]) -> list[dict[str, Any]]:
+        return [
+            {
+                "path": call.path,
+                "class": self.kinds.get(call.path),
+                "inputs": [each.to_save() for each in call.inputs],
+                "outputs": [each.to_save() for each in call.outputs],
+            }
+            for call in calls
+        ]
 
     def _first_module(self) -> dict[str, Any] | None:
         """Return the first call, in the order of execution, whose inputs are finite and whose output is not."""
@@ -131,7 +139,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if hasattr(value, "numel"):
-        return float(value) if value.numel() == 1 and not value.is_complex() else Figures(value).to_save()
+        return value.item() if value.numel() == 1 and not value.is_complex() else Figures(value).to_save()
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
@@ -139,8 +147,8 @@ def _notes(unreadable: int) -> list[str]:
     return [f"The results of {unreadable} operators could not be looked at."] if unreadable else []
 
 
-def write_report(folder: str, ranks: list[dict[str, Any]], request: Request) -> None:
-    """Write the report about what ``ranks`` have found into ``folder``, and log the beginning."""
+def write_report(folder: str, ranks: list[dict[str, Any]], request: Request) -> dict[str, Any]:
+    """Write the report about what ``ranks`` have found into ``folder``, log the beginning, and return it."""
     chosen = min(ranks, key=_order)
     report = {**chosen, "request": request, "of_ranks": len(ranks)}
     if len(ranks) > 1:
@@ -151,6 +159,21 @@ def write_report(folder: str, ranks: list[dict[str, Any]], request: Request) -> 
         file.write(as_markdown(report, lines))
     for line in lines:
         logger.warning("%s", line)
+    return report
+
+
+def began_before(report: dict[str, Any]) -> Request | None:
+    """Return what to ask of the next process if the state was broken before the runs that were watched."""
+    broken, runs = report["not_finite_first"], report["runs"]
+    if broken is None or not runs or not report["restored_step"] < broken["step"] < runs[0]["step"]:
+        return None
+    return {
+        "step": broken["step"],
+        "kind": "state",
+        "message": f"{broken['names'][0]} is not finite after step {broken['step']}",
+        "rank": report["rank"],
+        "digests": {},
+    }
 
 
 def _order(found: dict[str, Any]) -> tuple[int, int, int]:
@@ -175,9 +198,11 @@ def lines_of(report: dict[str, Any], folder: str) -> list[str]:
         lines.append("This run was made in eager mode, without torch.compile, and the value is not finite there too.")
     if report["not_finite_first"] is not None:
         broken = report["not_finite_first"]
-        lines.append(f"Parameters and buffers: {_listed(broken['names'])} not finite {broken['when']}.")
+        lines.append(f"The state: {_listed(broken['names'])} not finite {broken['when']}, and nothing was before.")
+        if (earlier := began_before(report)) is not None:
+            lines.append(f"Start the script again to look at step {earlier['step']} in the same way.")
     elif request["kind"] == "NaN":
-        lines.append("Parameters and buffers: all finite up to and including this step.")
+        lines.append("The state: all parameters and buffers are finite, also after this step.")
     lines += _item(report) + _trend(report) + report["notes"]
     lines.append(f"The report is {os.path.join(folder, 'report.md')}.{_rerun(report, folder)}")
     return lines
@@ -195,7 +220,7 @@ def _of_rank(report: dict[str, Any]) -> str:
 
 def _cause(report: dict[str, Any]) -> list[str]:
     origin = report["origin"]
-    if report["request"]["kind"] != "NaN":
+    if report["request"]["kind"] == "spike":
         return _growth(report)
     if origin is None:
         module = report["module"]
@@ -273,13 +298,15 @@ def _trend(report: dict[str, Any]) -> list[str]:
         lines.append(f"The norm of the gradients up to this step: {', '.join(norms)}.")
     if skipped and any(run["optimizer_steps"] for run in runs):
         lines.append(f"The optimizer made no step in {', '.join(skipped)}, as when a GradScaler skips one.")
-    return lines + _growth(report, 10)
+    return lines + ([] if report["request"]["kind"] == "spike" else _growth(report, 10))
 
 
 def _growth(report: dict[str, Any], least: float = 2) -> list[str]:
     """Return a line about the first modules whose outputs are far larger than in the runs before."""
+    grown: list[str] = []
+    if not report["runs"]:
+        return grown
     *before, last = report["runs"]
-    grown = []
     for path, largest in last["largest"].items():
         earlier = [run["largest"][path] for run in before if path in run["largest"]]
         if earlier and largest > least * statistics.median(earlier) > 0:

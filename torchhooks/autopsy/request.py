@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import secrets
 import sys
 import time
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 
-from torchhooks.autopsy.figures import part_of, tensors_in
+from torchhooks.autopsy.figures import has_numbers, is_finite, part_of, tensors_in
 from torchhooks.checkpoints.files import Checkpoint, list_checkpoints, verify
+from torchhooks.checkpoints.manifest import STATE
+from torchhooks.checkpoints.reading import load_file
 from torchhooks.common.digests import fingerprints
 from torchhooks.common.errors import DamagedCheckpointError, brief
 from torchhooks.common.log import logger
@@ -33,8 +36,17 @@ def folder_of(checkpoint_dir: str, step: int) -> str:
     return os.path.join(checkpoint_dir, f"nan-{step}")
 
 
-def leave(session: Session, step: int, message: str, hook: object, inputs: Mapping[str, Any]) -> None:
+def name_of(hook: object) -> str:
+    """Return what tells ``hook`` from others, also in another process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(hook))
+
+
+def leave(
+    session: Session, step: int, message: str, hook: object, inputs: Mapping[str, Any], *, kind: str = "NaN"
+) -> None:
     """Write ``nan.json``: ``hook`` has found at ``step`` what ``message`` says, in a run with ``inputs``.
+
+    ``kind`` is ``"NaN"``, or ``"spike"`` for a value that is finite.
 
     Nothing is written without a ``checkpoint_dir``, or about a step whose autopsy has just been made. Of several ranks,
     the one with the earliest step is kept. An error is logged: the NaN itself is what the caller has to see.
@@ -45,8 +57,9 @@ def leave(session: Session, step: int, message: str, hook: object, inputs: Mappi
     path = os.path.join(folder, NAME)
     request = {
         "step": step,
+        "kind": kind,
         "message": message,
-        "hook": repr(hook),
+        "hook": name_of(hook),
         "rank": session.ranks.rank,
         "ranks": session.ranks.size,
         "begun_at": session.begun_at,
@@ -124,7 +137,7 @@ def read(folder: str) -> Request | None:
             request = json.load(file)
     except FileNotFoundError:
         return None
-    if not isinstance(request, dict) or not {"step", "hook", "rank", "digests", "environment"} <= request.keys():
+    if not isinstance(request, dict) or not {"step", "kind", "hook", "rank"} <= request.keys():
         raise ValueError(f"{path} is not what torchhooks writes: remove it")
     return request
 
@@ -143,15 +156,28 @@ def write_json(path: str, value: Any) -> None:
 
 
 def checkpoint_before(folder: str, step: int) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint in ``folder`` of a step before ``step``; ``None`` if there is none."""
+    """Return the newest undamaged checkpoint in ``folder`` of a step before ``step``; ``None`` if there is none.
+
+    One with a model that is not finite comes last: what made it so comes before it.
+    """
+    broken = None
     for checkpoint in reversed(list_checkpoints(folder)):
         if checkpoint.step < step:
             try:
                 verify(checkpoint.path)
+                if _is_finite(checkpoint.path):
+                    return checkpoint
             except DamagedCheckpointError as error:
                 logger.warning("%s It is skipped.", error)
             else:
-                return checkpoint
-    return None
+                broken = broken or checkpoint
+    return broken
+
+
+def _is_finite(path: str) -> bool:
+    """Return whether the model in the checkpoint at ``path`` is finite, as far as it is in one file."""
+    if "model" not in (saved := load_file(path, mmap=True) if os.listdir(path).count(STATE) else {}):
+        return True
+    return all(is_finite(each) for each in tensors_in(saved["model"]) if has_numbers(each))
 
 

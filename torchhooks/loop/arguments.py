@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -130,6 +130,20 @@ def checked_arguments(
         metadata=checked_metadata,
         ranks=used_ranks,
     )
+
+
+def with_autopsy(arguments: LoopArguments) -> LoopArguments:
+    """Return ``arguments`` with what the last process that trained here has asked for, which is usually nothing."""
+    folder = arguments.checkpoint_dir
+    if folder is None or not os.path.exists(os.path.join(folder, "nan.json")):
+        return arguments
+    # Not imported before there is a NaN.
+    from torchhooks.autopsy.planning import plan
+
+    planned = plan(folder, arguments.checkpoint, arguments.hooks, arguments.step_unit == "run")
+    if planned is None:
+        return arguments
+    return replace(arguments, hooks=(planned.hook, *arguments.hooks), checkpoint=planned.checkpoint)
 
 
 def checked_place(checkpoint_dir: Any) -> tuple[str, str | None]:

@@ -36,7 +36,7 @@ from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.unsaved import UnsavedParts
-from torchhooks.loop.arguments import LoopArguments, checked_arguments
+from torchhooks.loop.arguments import LoopArguments, checked_arguments, with_autopsy
 from torchhooks.loop.body import Body
 from torchhooks.loop.parts import build
 from torchhooks.loop.schedule import claim_hooks
@@ -114,7 +114,7 @@ class MonitoredLoop(Generic[R]):
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
     ) -> None:
-        arguments = checked_arguments(
+        checked = checked_arguments(
             step=step,
             model=model,
             optimizer=optimizer,
@@ -133,6 +133,7 @@ class MonitoredLoop(Generic[R]):
             metadata=metadata,
             ranks=ranks,
         )
+        arguments = with_autopsy(checked)
         self._parts = parts = build(arguments)
         # What an idle run looks at, so that it finds it with one lookup.
         self._ending, self._schedule, self._sessions = parts.ending, parts.schedule, parts.sessions
