@@ -463,7 +463,7 @@ def test_a_weight_that_was_broken_long_before_is_looked_at_by_the_third_process(
     reports = {path.parent.name: json.loads(path.read_text()) for path in Path("run").glob("nan-*/report.json")}
     second, third = reports["nan-18"], reports["nan-7"]
     assert second["origin"]["tensor"] == "parameter late.weight"
-    assert second["not_finite_first"] == {"when": "after step 7", "step": 7, "names": ["parameter late.weight"]}
+    assert second["not_finite_first"] == {"when": "since step 7", "step": 7, "names": ["parameter late.weight"]}
     assert "Start the script again to look at step 7 in the same way." in second["lines"]
     assert (third["origin"]["step"], third["origin"]["operation"]) == (7, "aten.mul_.Tensor")
     assert third["origin"]["source"]["text"] == 'self.model["late"].weight.mul_(float("inf"))  # type: ignore[index]'

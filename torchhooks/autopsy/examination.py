@@ -81,7 +81,8 @@ class Examination(SessionRunHook):
         self._optimizer_steps = 0
         self._gradient: Figures | None = None
         if not self._is_over:
-            self._note_state("in the checkpoint" if session.was_restored else "at the start")
+            state = _named_state(session)
+            self._report.broken_at_start = [name for name, tensor in state if not is_finite(part_of(tensor))]
             logger.warning(
                 "%s, says %s: the runs from step %d on are made again, to find out where it came from",
                 *(self._request["message"], requests.NAME, session.global_step),
@@ -103,7 +104,7 @@ class Examination(SessionRunHook):
         session = run_context.session
         step = session.global_step
         if not self._begun_watch:
-            self._note_state(f"after step {step}")
+            self._note_state(f"since step {step}")
             return
         raw, outputs = run_values.results, session.outputs
         self._end()
@@ -111,7 +112,7 @@ class Examination(SessionRunHook):
         if session.optimizer is not None and self._gradient is None:
             self._gradient = _gradients(session.optimizer)
         self._report.add_run(step, session, value, self._gradient, self._optimizer_steps, self._modules.calls)
-        self._note_state(f"after step {step}")
+        self._note_state(f"since step {step}")
         problem = self._problem(step, raw, value)
         problems = session.ranks.gather(problem, "an autopsy")
         is_past = step > self._step or (step == self._step and self._counts_runs)
@@ -191,11 +192,12 @@ class Examination(SessionRunHook):
         self._optimizer_steps += 1
 
     def _note_state(self, when: str) -> None:
-        """Note the first parameter or buffer that is not finite, and since when."""
+        """Note the first parameters and buffers that are not finite and were at the start, and when that was found."""
         if self._report.broken is None:
-            bad = [name for name, tensor in _named_state(self._session) if not _all_finite(tensor)]
-            if bad:
-                self._report.broken = {"when": when, "step": self._session.global_step, "names": bad}
+            bad = [name for name, tensor in _named_state(self._session) if not is_finite(part_of(tensor))]
+            new = [name for name in bad if name not in self._report.broken_at_start]
+            if new:
+                self._report.broken = {"when": when, "step": self._session.global_step, "names": new}
 
     def _keep(self, run_context: SessionRunContext, step: int) -> None:
         """Save the state before the run, and what the run gets."""
@@ -288,10 +290,6 @@ def _named_state(session: Session) -> list[tuple[str, torch.Tensor]]:
         owner = names.get(id(parameter), "a parameter that the model does not have")
         found += [(f"{key} of {owner}", each) for key, each in state.items() if isinstance(each, torch.Tensor)]
     return [(name, each) for name, each in found if has_numbers(part_of(each))]
-
-
-def _all_finite(tensor: torch.Tensor) -> bool:
-    return is_finite(part_of(tensor))
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:

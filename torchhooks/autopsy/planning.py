@@ -1,4 +1,4 @@
-"""What a loop does because of ``nan.json``: with which checkpoint it begins, and which hook it gets."""
+"""What a loop does because of ``nan.json`` or ``stop_before``: from which checkpoint it begins, and with which hook."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torchhooks.autopsy.debugging import StopBefore
 from torchhooks.autopsy.examination import Examination
 from torchhooks.autopsy.request import NAME, checkpoint_before, name_of, read
 from torchhooks.checkpoints.files import inspect, list_checkpoints
@@ -19,6 +20,13 @@ class Plan(NamedTuple):
     checkpoint: str | None
     """The name of the checkpoint, ``None`` to begin without one."""
     hook: SessionRunHook
+
+
+def plan_stop(folder: str | None, checkpoint: str | None, step: int) -> Plan:
+    """Return how to begin a loop that is to stop before ``step``, in ``folder`` or from its ``checkpoint``."""
+    if folder is not None and checkpoint is None and (found := checkpoint_before(folder, step)) is not None:
+        checkpoint = found.name
+    return Plan(checkpoint, StopBefore(step))
 
 
 def plan(folder: str, checkpoint: str | None, hooks: Sequence[SessionRunHook], counts_runs: bool) -> Plan | None:

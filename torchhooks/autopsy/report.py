@@ -12,6 +12,7 @@ from torchhooks.autopsy.modules import Call
 from torchhooks.autopsy.operations import Origin
 from torchhooks.autopsy.request import Request, write_json
 from torchhooks.common.log import logger
+from torchhooks.common.text import shortened
 from torchhooks.lifecycle.session import Session
 
 _PHASES = {
@@ -40,6 +41,8 @@ class Report:
         self.origin: Origin | None = None
         self.broken: dict[str, Any] | None = None
         """Which parameters and buffers were not finite first, and when."""
+        self.broken_at_start: list[str] = []
+        """Which were not finite when the first run began, as a mask of infinities."""
         self.parameters: dict[str, Figures] = {}
         """Those before the step."""
         self.modules: list[Call] = []
@@ -89,6 +92,7 @@ class Report:
             "epoch": session.epoch,
             "batch": session.batch,
             "outputs": {name: _plain(value) for name, value in self.outputs.items()},
+            "not_finite_at_start": self.broken_at_start,
             "not_finite_first": self.broken,
             "runs": runs,
             "modules": self._calls(self.modules),
@@ -196,12 +200,14 @@ def lines_of(report: dict[str, Any], folder: str) -> list[str]:
     lines = [_headline(report), *_cause(report)]
     if report["eager"]:
         lines.append("This run was made in eager mode, without torch.compile, and the value is not finite there too.")
+    if report["not_finite_at_start"]:
+        lines.append(f"The state: {_listed(report['not_finite_at_start'])} not finite when this process began.")
     if report["not_finite_first"] is not None:
         broken = report["not_finite_first"]
-        lines.append(f"The state: {_listed(broken['names'])} not finite {broken['when']}, and nothing was before.")
+        lines.append(f"The state: {_listed(broken['names'])} not finite {broken['when']}.")
         if (earlier := began_before(report)) is not None:
             lines.append(f"Start the script again to look at step {earlier['step']} in the same way.")
-    elif request["kind"] == "NaN":
+    elif request["kind"] == "NaN" and not report["not_finite_at_start"]:
         lines.append("The state: all parameters and buffers are finite, also after this step.")
     lines += _item(report) + _trend(report) + report["notes"]
     lines.append(f"The report is {os.path.join(folder, 'report.md')}.{_rerun(report, folder)}")
@@ -322,8 +328,7 @@ def _rerun(report: dict[str, Any], folder: str) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more} {'was' if len(names) == 1 else 'were'}"
+    return f"{shortened(names, 3)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _not_again(report: dict[str, Any]) -> list[str]:

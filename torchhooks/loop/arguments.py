@@ -22,8 +22,11 @@ from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
+from torchhooks.position.passing import NAME as SKIPS
+from torchhooks.position.passing import Steps, read_skips
 from torchhooks.ranks.ranks import LoopRanks, Ranks, checked_ranks
 
+_STOP_BEFORE = "TORCHHOOKS_STOP_BEFORE"
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
 
 
@@ -55,6 +58,8 @@ class LoopArguments:
     hook_costs: bool
     metadata: Mapping[str, Any]
     ranks: LoopRanks
+    skips: list[Steps]
+    """The runs whose items are passed over."""
 
     @property
     def steps_per_run(self) -> int:
@@ -129,18 +134,43 @@ def checked_arguments(
         hook_costs=hook_costs,
         metadata=checked_metadata,
         ranks=used_ranks,
+        skips=checked_skips(place, step_unit),
     )
 
 
-def with_autopsy(arguments: LoopArguments) -> LoopArguments:
-    """Return ``arguments`` with what the last process that trained here has asked for, which is usually nothing."""
-    folder = arguments.checkpoint_dir
-    if folder is None or not os.path.exists(os.path.join(folder, "nan.json")):
-        return arguments
-    # Not imported before there is a NaN.
-    from torchhooks.autopsy.planning import plan
+def checked_skips(folder: str | None, step_unit: str) -> list[Steps]:
+    """Return which runs ``skip.json`` in ``folder`` names, which usually does not exist."""
+    skips = [] if folder is None or not os.path.exists(os.path.join(folder, SKIPS)) else read_skips(folder)
+    if skips and step_unit != "run":
+        raise ValueError(
+            f'step_unit={step_unit!r}: {SKIPS} in {folder} names runs by their steps, of which each run has to make one: '
+            'use step_unit="run", or remove the file'
+        )
+    return skips
 
-    planned = plan(folder, arguments.checkpoint, arguments.hooks, arguments.step_unit == "run")
+
+def with_autopsy(arguments: LoopArguments, stop_before: int | None) -> LoopArguments:
+    """Return ``arguments`` with what the last process that trained here has asked for, which is usually nothing.
+
+    ``stop_before`` is the step before which to call ``breakpoint()``, for which there is no autopsy.
+    """
+    folder, given = arguments.checkpoint_dir, os.environ.get(_STOP_BEFORE)
+    if stop_before is not None:
+        step = whole_number(stop_before, "stop_before", 1)
+    elif given is not None:
+        step = whole_number(int(given) if given.isdecimal() else given, _STOP_BEFORE, 1)
+    elif folder is None or not os.path.exists(os.path.join(folder, "nan.json")):
+        return arguments
+    else:
+        step = None
+    # Not imported before there is a NaN.
+    from torchhooks.autopsy.planning import plan, plan_stop
+
+    if step is not None:
+        planned = plan_stop(folder, arguments.checkpoint, step)
+    else:
+        assert folder is not None
+        planned = plan(folder, arguments.checkpoint, arguments.hooks, arguments.step_unit == "run")
     if planned is None:
         return arguments
     return replace(arguments, hooks=(planned.hook, *arguments.hooks), checkpoint=planned.checkpoint)
