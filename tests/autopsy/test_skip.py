@@ -32,7 +32,7 @@ def loader(kind: str) -> Any:
     if kind == "list":
         return list(range(12))
     cls: Any = StatefulDataLoader if kind == "stateful" else torch.utils.data.DataLoader
-    return cls(Numbers(), batch_size=None, sampler=torch.utils.data.RandomSampler(Numbers()))
+    return cls(Numbers(), shuffle=True)
 
 
 def train(kind: str, last_step: int, folder: str = "run", seed: int = 0, **arguments: Any) -> dict[int, str]:
