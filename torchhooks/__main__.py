@@ -103,7 +103,9 @@ def _export(path: str, file: str) -> None:
 def _nan(path: str) -> int:
     request = read(path)
     if request is not None:
-        print(f"{os.path.join(path, NAN)}: {request['message']}. Start the script again to find out where it came from.")
+        print(
+            f"{os.path.join(path, NAN)}: {request['message']}. Start the script again to find out where it came from."
+        )
     reports = glob.glob(os.path.join(glob.escape(path), "nan-*", "report.md"))
     for report in sorted(reports, key=os.path.getmtime)[-1:]:
         with open(report, encoding="utf-8") as file:

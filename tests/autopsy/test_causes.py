@@ -65,9 +65,7 @@ class Case:
         losses: list[str] = []
         loop: Any = None
         try:
-            with MonitoredLoop(
-                self.step, self.model, self.optimizer, hooks=self.hooks(), checkpoint_dir="run"
-            ) as loop:
+            with MonitoredLoop(self.step, self.model, self.optimizer, hooks=self.hooks(), checkpoint_dir="run") as loop:
                 self.number = loop.global_step
                 for _ in loop.until_stop(range(2)):
                     for inputs, targets in loop.until_stop(self.loader()):
@@ -128,7 +126,13 @@ class InTheLoss(Case):
 class InAGradient(Case):
     """The square root of zero is finite, and its derivative is not. The loss shows it one step later."""
 
-    expected = {"phase": "backward", "module": "last", "operation": "aten.div.Tensor", "node": "SqrtBackward0", "step": 13}
+    expected = {
+        "phase": "backward",
+        "module": "last",
+        "operation": "aten.div.Tensor",
+        "node": "SqrtBackward0",
+        "step": 13,
+    }
     text = "return self.linear(x).square().sqrt()"
 
     def build(self) -> None:
@@ -417,7 +421,9 @@ def test_the_report_says_what_autograd_hooks_see() -> None:
     seen: dict[str, list[Any]] = {}
     case = InAGradient()
     for name, module in case.model.named_modules():
-        module.register_forward_hook(lambda _module, _args, out, name=name: seen.setdefault(name, []).append(out.detach()))
+        module.register_forward_hook(
+            lambda _module, _args, out, name=name: seen.setdefault(name, []).append(out.detach())
+        )
     norms = []
 
     def note_norm(optimizer: Any, *_: Any) -> None:

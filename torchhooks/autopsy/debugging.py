@@ -39,7 +39,7 @@ class StopBefore(SessionRunHook):
         """Stop with everything that matters in a variable."""
         model, optimizer, state = session.model, session.optimizer, session.state  # noqa: F841 - for the debugger
         logger.warning("before step %d: look at model, optimizer, state, inputs and session", self._step)
-        breakpoint()  # noqa: T100 - what this hook is for
+        breakpoint()
 
     def next_due(self) -> Due:
         return NEVER if self._is_over else Due(step=self._step)

@@ -1,8 +1,8 @@
 """The examination of the run in which a hook found a NaN, when the same runs are made again.
 
-The loop begins with the newest checkpoint before that run, and makes the same runs: they have the same bits. In the last
-of them, from ``_WATCHED`` runs before, every operator and every module is watched. What is found goes into a folder,
-``nan-81234/``, which :mod:`torchhooks.autopsy.report` writes.
+The loop begins with the newest checkpoint before that run, and makes the same runs: they have the same bits. In the
+last of them, from ``_WATCHED`` runs before, every operator and every module is watched. What is found goes into a
+folder, ``nan-81234/``, which :mod:`torchhooks.autopsy.report` writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchhooks.autopsy import request as requests
 from torchhooks.autopsy.figures import Figures, has_numbers, is_finite, part_of, tensors_in
 from torchhooks.autopsy.modules import Modules
 from torchhooks.autopsy.operations import Operations, Origin
-from torchhooks.autopsy.report import Report, began_before, write_report
+from torchhooks.autopsy.report import Gradients, Report, began_before, write_report
 from torchhooks.checkpoints.gradients import register_step_post_hook
 from torchhooks.checkpoints.saver import Saver
 from torchhooks.checkpoints.sharded import canonical
@@ -79,7 +79,7 @@ class Examination(SessionRunHook):
         self._operations = Operations(self._modules.path, self._is_made)
         self._is_over = session.global_step >= self._step
         self._optimizer_steps = 0
-        self._gradient: Figures | None = None
+        self._gradients: Gradients = {}
         if not self._is_over:
             state = _named_state(session)
             self._report.broken_at_start = [name for name, tensor in state if not is_finite(part_of(tensor))]
@@ -109,9 +109,8 @@ class Examination(SessionRunHook):
         raw, outputs = run_values.results, session.outputs
         self._end()
         value = to_host(raw)
-        if session.optimizer is not None and self._gradient is None:
-            self._gradient = _gradients(session.optimizer)
-        self._report.add_run(step, session, value, self._gradient, self._optimizer_steps, self._modules.calls)
+        gradients = self._gradients or _gradients(session)
+        self._report.add_run(step, session, value, gradients, self._optimizer_steps, self._modules.calls)
         self._note_state(f"since step {step}")
         problem = self._problem(step, raw, value)
         problems = session.ranks.gather(problem, "an autopsy")
@@ -148,23 +147,26 @@ class Examination(SessionRunHook):
 
     def _begin(self, run_context: SessionRunContext, step: int, compiled: bool, is_last: bool) -> None:
         session = run_context.session
-        self._begun_watch, self._gradient, self._optimizer_steps = True, None, 0
-        if hasattr(session.optimizer, "register_step_pre_hook"):
-            self._watch.callback(session.optimizer.register_step_pre_hook(self._optimizer_begins).remove)
-            self._watch.callback(register_step_post_hook(session.optimizer, self._optimizer_ends).remove)
+        self._begun_watch, self._gradients, self._optimizer_steps = True, {}, 0
+        optimizer: Any = session.optimizer
+        if hasattr(optimizer, "register_step_pre_hook"):
+            self._watch.callback(optimizer.register_step_pre_hook(self._optimizer_begins).remove)
+            self._watch.callback(register_step_post_hook(optimizer, self._optimizer_ends).remove)
         self._modules.calls = []
         self._report.parameters = {name: Figures(tensor) for name, tensor in _named_state(session)}
         if compiled and not is_last:
             return  # compiled code is not seen, and would be another code if it were
         if compiled:
             self._report.eager = True
-            self._watch.enter_context(torch.compiler.set_stance("force_eager"))  # type: ignore[no-untyped-call]
+            self._watch.enter_context(torch.compiler.set_stance("force_eager"))
         self._modules.open()
         self._watch.callback(self._modules.close)
         inputs = [(f"input {name}", value) for name, value in run_context.inputs().items()]
         if not inputs and session.position is not None:
             inputs = [("item", session.position.current_item)]
-        named = [(_numbered(name, index), each) for name, value in inputs for index, each in enumerate(tensors_in(value))]
+        named = [
+            (_numbered(name, index), each) for name, value in inputs for index, each in enumerate(tensors_in(value))
+        ]
         self._operations.begin(step, _named_state(session), named)
         self._made_at = step
         self._watch.enter_context(self._operations)
@@ -184,9 +186,9 @@ class Examination(SessionRunHook):
         finally:
             self._operations.is_paused = before
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _optimizer_begins(self, *_: Any) -> None:
         with self._paused():
-            self._gradient = _gradients(optimizer)
+            self._gradients = _gradients(self._session)
 
     def _optimizer_ends(self, *_: Any) -> None:
         self._optimizer_steps += 1
@@ -292,11 +294,20 @@ def _named_state(session: Session) -> list[tuple[str, torch.Tensor]]:
     return [(name, each) for name, each in found if has_numbers(part_of(each))]
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    """Return the norm of the gradients that ``optimizer`` has, of this rank's part; ``None`` if there is none."""
-    grads = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    parts = [part_of(each).detach() for each in grads if not each.is_sparse]
-    return torch.nn.utils.get_total_norm(parts) if parts else None
+def _gradients(session: Session) -> Gradients:
+    """Return the norm of each gradient that the optimizer has, of this rank's part, by the name of its parameter."""
+    names = {} if session.model is None else {id(each): name for name, each in session.model.named_parameters()}
+    found: Gradients = {}
+    for number, parameter in enumerate(_parameters(session.optimizer)):
+        grad = parameter.grad
+        if grad is not None and not grad.is_sparse and grad.numel():
+            name = canonical(names.get(id(parameter), f"parameter {number}"))
+            found[name] = torch.linalg.vector_norm(part_of(grad).detach())
+    return found
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
 
 
 def _uses_compiler(model: torch.nn.Module | None) -> bool:
@@ -326,5 +337,3 @@ def _save_batch(run_context: SessionRunContext, folder: str) -> dict[str, Any]:
     except Exception:
         return {"file": name, "what": what, "weights_only": False}
     return {"file": name, "what": what, "weights_only": True}
-
-

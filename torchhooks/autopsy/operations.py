@@ -4,8 +4,8 @@ A value that is not finite has an :class:`Origin`: the operator that made it out
 there before. Each tensor that is not finite is followed by its memory, so a value that an operator replaces again, as
 ``nan_to_num`` does, leads nowhere, and what the loss has in the end has one origin.
 
-Watching changes no bits: operators are called as they are, and what they return is looked at. It waits for the device at
-each of them.
+Watching changes no bits: operators are called as they are, and what they return is looked at. It waits for the device
+at each of them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Origin:
 
     def to_save(self) -> dict[str, Any]:
         """Return the origin as plain data."""
-        found = {name: getattr(self, name) for name in ("step", "phase", "kind", "operation", "module", "node", "tensor")}
+        found = {
+            name: getattr(self, name) for name in ("step", "phase", "kind", "operation", "module", "node", "tensor")
+        }
         if self.source is not None:
             file, line = self.source
             text = linecache.getline(file, line).strip()
@@ -82,7 +84,7 @@ class Operations(TorchDispatchMode):
     """
 
     def __init__(self, path: Callable[[], str | None], is_made: Callable[[], bool]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._path, self._is_made = path, is_made
         self._step = 0
         self._names: dict[int, str] = {}
@@ -165,7 +167,9 @@ class Operations(TorchDispatchMode):
             self._empty.discard(memory_of_it)
             if any(each is one for one in bad) and cause is not None:
                 self._origins[memory_of_it] = cause
-            elif each.numel() * each.element_size() >= each.untyped_storage().nbytes():  # not one row of a larger tensor
+            elif (
+                each.numel() * each.element_size() >= each.untyped_storage().nbytes()
+            ):  # not one row of a larger tensor
                 self._origins.pop(memory_of_it, None)
 
     @staticmethod

@@ -22,18 +22,25 @@ class Plan(NamedTuple):
     hook: SessionRunHook
 
 
-def plan_stop(folder: str | None, checkpoint: str | None, step: int) -> Plan:
-    """Return how to begin a loop that is to stop before ``step``, in ``folder`` or from its ``checkpoint``."""
-    if folder is not None and checkpoint is None and (found := checkpoint_before(folder, step)) is not None:
-        checkpoint = found.name
-    return Plan(checkpoint, StopBefore(step))
-
-
-def plan(folder: str, checkpoint: str | None, hooks: Sequence[SessionRunHook], counts_runs: bool) -> Plan | None:
+def plan(
+    folder: str | None,
+    checkpoint: str | None,
+    hooks: Sequence[SessionRunHook],
+    counts_runs: bool,
+    stop_before: int | None,
+) -> Plan | None:
     """Return how to begin the loop with ``hooks`` whose ``checkpoint_dir`` is ``folder``; ``None`` for as ever.
 
-    ``checkpoint`` is the name of the one that the caller chose, if any.
+    Args:
+        checkpoint: the name of the one that the caller chose, if any.
+        counts_runs: whether each run makes one global step.
+        stop_before: the step before which to call ``breakpoint()``, instead of an autopsy.
     """
+    if stop_before is not None or folder is None:
+        if folder is not None and checkpoint is None and stop_before is not None:
+            found = checkpoint_before(folder, stop_before)
+            checkpoint = None if found is None else found.name
+        return None if stop_before is None else Plan(checkpoint, StopBefore(stop_before))
     try:
         request = read(folder)
     except ValueError as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from torchhooks.autopsy.figures import Figures
 from torchhooks.autopsy.modules import Call
@@ -25,12 +28,16 @@ _PHASES = {
 _ORDER = ["before", "forward", "after", "backward", "optimizer"]
 
 
+Gradients = dict[str, torch.Tensor]
+"""The norms of gradients, by the name of the parameter."""
+
+
 class Report:
     """What an examination has found on one rank. ``request`` is what it was asked."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._runs: list[tuple[dict[str, Any], Any, list[Call], dict[str, Figures]]] = []
+        self._runs: list[tuple[dict[str, Any], Gradients, list[Call], dict[str, Figures]]] = []
         self.step: int = request["step"]
         self.problem: str | None = None
         """What is wrong with the value this time."""
@@ -56,7 +63,7 @@ class Report:
         self.unreadable = 0
 
     def add_run(
-        self, step: int, session: Session, value: Any, gradient: Any, optimizer_steps: int, calls: list[Call]
+        self, step: int, session: Session, value: Any, gradients: Gradients, optimizer_steps: int, calls: list[Call]
     ) -> None:
         """Add the figures of a run. They are read from the device in :meth:`to_save`."""
         groups = getattr(session.optimizer, "param_groups", [])
@@ -66,19 +73,19 @@ class Report:
             "lr": [float(group["lr"]) for group in groups if "lr" in group],
             "optimizer_steps": optimizer_steps,
         }
-        self._runs.append((about, gradient, calls, self.parameters))
+        self._runs.append((about, gradients, calls, self.parameters))
 
     def to_save(self, session: Session) -> dict[str, Any]:
         """Return all of it as plain data. Waits for the device."""
         runs = [
             {
                 **about,
-                "gradient_norm": None if norm is None else float(norm),
+                **_norms(gradients),
                 "largest": _largest(calls),
                 "modules": self._calls(calls),
                 "parameters": {name: figures.to_save() for name, figures in parameters.items()},
             }
-            for about, norm, calls, parameters in self._runs
+            for about, gradients, calls, parameters in self._runs
         ]
         return {
             "step": self.step,
@@ -121,6 +128,12 @@ class Report:
             if _finite(call.inputs) and not _finite(call.outputs):
                 return {"path": call.path, "class": self.kinds.get(call.path)}
         return None
+
+
+def _norms(gradients: Gradients) -> dict[str, Any]:
+    norms = {name: norm.item() for name, norm in gradients.items()}
+    total = math.sqrt(sum(norm**2 for norm in norms.values())) if norms else None
+    return {"gradient_norm": total, "gradients": norms}
 
 
 def _finite(figures: list[Figures]) -> bool:
@@ -227,7 +240,7 @@ def _of_rank(report: dict[str, Any]) -> str:
 def _cause(report: dict[str, Any]) -> list[str]:
     origin = report["origin"]
     if report["request"]["kind"] == "spike":
-        return _growth(report)
+        return _growth(report) or ["No output of a module and no gradient is twice as large as in the runs before."]
     if origin is None:
         module = report["module"]
         if module is None:
@@ -308,16 +321,19 @@ def _trend(report: dict[str, Any]) -> list[str]:
 
 
 def _growth(report: dict[str, Any], least: float = 2) -> list[str]:
-    """Return a line about the first modules whose outputs are far larger than in the runs before."""
-    grown: list[str] = []
-    if not report["runs"]:
-        return grown
-    *before, last = report["runs"]
-    for path, largest in last["largest"].items():
-        earlier = [run["largest"][path] for run in before if path in run["largest"]]
-        if earlier and largest > least * statistics.median(earlier) > 0:
-            grown.append(f"{_module(report, path)} {statistics.median(earlier):.4g} -> {largest:.4g}")
-    return [f"Largest outputs, against the median of the runs before: {', '.join(grown[:4])}."] if grown else []
+    """Return lines about the modules and gradients that are far larger than in the runs before."""
+    lines: list[str] = []
+    for title, key in (("outputs", "largest"), ("gradients", "gradients")):
+        grown = []
+        *before, last = report["runs"] or [{key: {}}]
+        for path, value in last[key].items():
+            earlier = [run[key][path] for run in before if path in run[key]]
+            if earlier and value > least * statistics.median(earlier) > 0:
+                name = _module(report, path) if key == "largest" else path
+                grown.append(f"{name} {statistics.median(earlier):.4g} -> {value:.4g}")
+        if grown:
+            lines.append(f"Largest {title}, from the median of the runs before to this one: {shortened(grown, 4)}.")
+    return lines
 
 
 def _rerun(report: dict[str, Any], folder: str) -> str:
@@ -340,7 +356,9 @@ def _not_again(report: dict[str, Any]) -> list[str]:
     lines = [f"autopsy of step {request['step']}: {request['message']} at the first time, and not this time."]
     shown = "; ".join(f"{name} {before[name]} then, {now[name]} now" for name in (other or common))
     then, env = request["environment"], report["environment"]
-    changed = [name for name in ("script_digest", "torch", "host", "device", "device_uuid") if then.get(name) != env.get(name)]
+    changed = [
+        name for name in ("script_digest", "torch", "host", "device", "device_uuid") if then.get(name) != env.get(name)
+    ]
     if "script_digest" in changed:
         lines.append("The script has been changed since, so this says nothing about the hardware.")
     if report["eager"]:
@@ -352,12 +370,14 @@ def _not_again(report: dict[str, Any]) -> list[str]:
     else:
         same = f"The digests are the same ({shown}), and the result is not: " if common else ""
         lines.append(
-            f"{same}an operator that is not deterministic, noise from a source that a checkpoint does not contain, or a "
-            f"fault of the hardware: {then.get('host')}, {then.get('device_name') or then.get('device')}."
+            f"{same}an operator that is not deterministic, noise from a source that a checkpoint does not contain, or "
+            f"a fault of the hardware: {then.get('host')}, {then.get('device_name') or then.get('device')}."
         )
     names = [name for name in changed if name != "script_digest"]
     if names:
-        lines.append(f"Not as at the first time: {', '.join(f'{each} {then.get(each)} -> {env.get(each)}' for each in names)}.")
+        lines.append(
+            f"Not as at the first time: {', '.join(f'{each} {then.get(each)} -> {env.get(each)}' for each in names)}."
+        )
     return lines
 
 
@@ -418,4 +438,3 @@ def _number(value: float | None) -> str:
 
 def _numbers(values: list[float]) -> str:
     return ", ".join(map(_number, values))
-

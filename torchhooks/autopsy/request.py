@@ -74,7 +74,11 @@ def leave(
     }
     try:
         earlier = read(folder)
-        if earlier is not None and earlier.get("begun_at") == request["begun_at"] and earlier["rank"] != request["rank"]:
+        if (
+            earlier is not None
+            and earlier.get("begun_at") == request["begun_at"]
+            and earlier["rank"] != request["rank"]
+        ):
             request = min(earlier, request, key=lambda each: (each["step"], each["rank"]))
         os.makedirs(folder, exist_ok=True)
         write_json(path, request)
@@ -179,5 +183,3 @@ def _is_finite(path: str) -> bool:
     if "model" not in (saved := load_file(path, mmap=True) if os.listdir(path).count(STATE) else {}):
         return True
     return all(is_finite(each) for each in tensors_in(saved["model"]) if has_numbers(each))
-
-

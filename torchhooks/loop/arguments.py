@@ -143,34 +143,27 @@ def checked_skips(folder: str | None, step_unit: str) -> list[Steps]:
     skips = [] if folder is None or not os.path.exists(os.path.join(folder, SKIPS)) else read_skips(folder)
     if skips and step_unit != "run":
         raise ValueError(
-            f'step_unit={step_unit!r}: {SKIPS} in {folder} names runs by their steps, of which each run has to make one: '
-            'use step_unit="run", or remove the file'
+            f"step_unit={step_unit!r}: {SKIPS} in {folder} names runs by their steps, of which each run has to make "
+            'one: use step_unit="run", or remove the file'
         )
     return skips
 
 
-def with_autopsy(arguments: LoopArguments, stop_before: int | None) -> LoopArguments:
+def with_autopsy(arguments: LoopArguments, stop_before: Any) -> LoopArguments:
     """Return ``arguments`` with what the last process that trained here has asked for, which is usually nothing.
 
     ``stop_before`` is the step before which to call ``breakpoint()``, for which there is no autopsy.
     """
-    folder, given = arguments.checkpoint_dir, os.environ.get(_STOP_BEFORE)
-    if stop_before is not None:
-        step = whole_number(stop_before, "stop_before", 1)
-    elif given is not None:
-        step = whole_number(int(given) if given.isdecimal() else given, _STOP_BEFORE, 1)
-    elif folder is None or not os.path.exists(os.path.join(folder, "nan.json")):
+    folder, given, name = arguments.checkpoint_dir, stop_before, "stop_before"
+    if given is None and (said := os.environ.get(_STOP_BEFORE)) is not None:
+        given, name = int(said) if said.isdecimal() else said, _STOP_BEFORE
+    step = None if given is None else whole_number(given, name, 1)
+    if step is None and (folder is None or not os.path.exists(os.path.join(folder, "nan.json"))):
         return arguments
-    else:
-        step = None
     # Not imported before there is a NaN.
-    from torchhooks.autopsy.planning import plan, plan_stop
+    from torchhooks.autopsy.planning import plan
 
-    if step is not None:
-        planned = plan_stop(folder, arguments.checkpoint, step)
-    else:
-        assert folder is not None
-        planned = plan(folder, arguments.checkpoint, arguments.hooks, arguments.step_unit == "run")
+    planned = plan(folder, arguments.checkpoint, arguments.hooks, arguments.step_unit == "run", step)
     if planned is None:
         return arguments
     return replace(arguments, hooks=(planned.hook, *arguments.hooks), checkpoint=planned.checkpoint)
