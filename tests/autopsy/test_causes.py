@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop, NanLossDuringTrainingError, NanTensorHook
 
-Step = Callable[..., Any]
+Found = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +29,7 @@ class Case:
 
     def __init__(self) -> None:
         torch.manual_seed(7)
-        self.model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.number = 0
         self.build()
         self.optimizer = self.new_optimizer()
@@ -44,7 +43,7 @@ class Case:
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(outputs, targets)
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         return self.loss(self.model(inputs), targets)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -70,7 +69,7 @@ class Case:
                 for _ in loop.until_stop(range(2)):
                     for inputs, targets in loop.until_stop(self.loader()):
                         self.number = loop.global_step + 1
-                        loss = torch.as_tensor(self.run(loop, inputs, targets)).item()
+                        loss = float(torch.as_tensor(self.run(loop, inputs, targets)).detach())
                         losses.append(f"{self.number} {loss.hex()}")
         except NanLossDuringTrainingError:
             losses.append("failed")
@@ -88,7 +87,7 @@ class Root(nn.Module):
 class InAModule(Case):
     """A norm without eps gets zeros."""
 
-    expected = {"phase": "forward", "module": "2.norm", "operation": "aten.div.Tensor", "kind": "NaN"}
+    expected: ClassVar[Found] = {"phase": "forward", "module": "2.norm", "operation": "aten.div.Tensor", "kind": "NaN"}
     text = "return x / x.pow(2).sum(-1, keepdim=True).sqrt()"
 
     def build(self) -> None:
@@ -99,12 +98,12 @@ class InAModule(Case):
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         if self.number == 13:
             with torch.no_grad():
-                self.model[0].bias.fill_(-50.0)  # type: ignore[index, union-attr]
+                self.model[0].bias.fill_(-50.0)
         return super().step(inputs, targets)
 
 
 class InTheData(Case):
-    expected = {"phase": "before", "tensor": "input inputs", "kind": "NaN"}
+    expected: ClassVar[Found] = {"phase": "before", "tensor": "input inputs", "kind": "NaN"}
 
     def loader(self) -> Any:
         self.data.tensors[0][17, 2] = float("nan")
@@ -114,7 +113,7 @@ class InTheData(Case):
 class InTheLoss(Case):
     """All activations are finite, and the loss function divides by zero."""
 
-    expected = {"phase": "forward", "module": None, "operation": "aten.div.Tensor", "kind": "NaN"}
+    expected: ClassVar[Found] = {"phase": "forward", "module": None, "operation": "aten.div.Tensor", "kind": "NaN"}
     text = "return errors.sum() / weights.sum()"
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -126,7 +125,7 @@ class InTheLoss(Case):
 class InAGradient(Case):
     """The square root of zero is finite, and its derivative is not. The loss shows it one step later."""
 
-    expected = {
+    expected: ClassVar[Found] = {
         "phase": "backward",
         "module": "last",
         "operation": "aten.div.Tensor",
@@ -139,9 +138,9 @@ class InAGradient(Case):
         class Last(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.linear = nn.Linear(8, 1)
+                self.linear: Any = nn.Linear(8, 1)
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def forward(self, x: torch.Tensor) -> Any:
                 return self.linear(x).square().sqrt()
 
         self.model = nn.Sequential()
@@ -158,7 +157,12 @@ class InAGradient(Case):
 class InTheOptimizer(Case):
     """Adam without eps divides zero by zero for a unit that no example has activated. The loss shows it later."""
 
-    expected = {"phase": "optimizer", "tensor": "parameter 0.weight", "operation": "aten.addcdiv_.default", "step": 1}
+    expected: ClassVar[Found] = {
+        "phase": "optimizer",
+        "tensor": "parameter 0.weight",
+        "operation": "aten.addcdiv_.default",
+        "step": 1,
+    }
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=1e-2, eps=0, foreach=False)
@@ -190,18 +194,18 @@ class InABuffer(Case):
         self.model.add_module("norm", Norm())
         self.model.add_module("last", nn.Linear(8, 1))
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         size = 1 if self.number == 13 else 4
         return super().forward(inputs[:size], targets[:size])
 
-    expected = {"phase": "forward", "module": "norm", "operation": "aten.div.Tensor", "step": 13}
+    expected: ClassVar[Found] = {"phase": "forward", "module": "norm", "operation": "aten.div.Tensor", "step": 13}
     text = "variance = (x - x.mean(0)).square().sum(0) / (len(x) - 1)"
 
 
 class AnInfinity(Case):
     """A softmax by hand: the exponential is infinite, and its quotient is NaN."""
 
-    expected = {"phase": "forward", "module": "1", "operation": "aten.exp.default", "kind": "infinity"}
+    expected: ClassVar[Found] = {"phase": "forward", "module": "1", "operation": "aten.exp.default", "kind": "infinity"}
     text = "high = x.exp()"
 
     def build(self) -> None:
@@ -212,14 +216,14 @@ class AnInfinity(Case):
 
         self.model = nn.Sequential(nn.Linear(4, 8), Softmax(), nn.Linear(8, 1))
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         return super().forward(inputs * (1e4 if self.number == 13 else 1), targets)
 
 
 class ReplacedAgain(Case):
     """One branch has NaNs in every run and replaces them. The other one has the cause."""
 
-    expected = {"phase": "forward", "module": "cause", "operation": "aten.log.default", "kind": "NaN"}
+    expected: ClassVar[Found] = {"phase": "forward", "module": "cause", "operation": "aten.log.default", "kind": "NaN"}
     text = "return x.log()"
 
     def build(self) -> None:
@@ -236,18 +240,24 @@ class ReplacedAgain(Case):
                 super().__init__()
                 self.first, self.harmless, self.cause = nn.Linear(4, 1), Harmless(), Cause()
 
-            def forward(self, x: torch.Tensor, high: float) -> torch.Tensor:
+            def forward(self, x: torch.Tensor, high: float) -> Any:
                 x = self.first(x)
                 return x + self.harmless(x.detach()) + self.cause(x.detach() + high)
 
         self.model = Both()
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         return self.loss(self.model(inputs, -100.0 if self.number == 13 else 100.0), targets)
 
 
 class InTheFirstStep(InTheLoss):
-    expected = {"phase": "forward", "module": None, "operation": "aten.log.default", "kind": "NaN", "step": 1}
+    expected: ClassVar[Found] = {
+        "phase": "forward",
+        "module": None,
+        "operation": "aten.log.default",
+        "kind": "NaN",
+        "step": 1,
+    }
     text = "return (outputs - targets - 100).log().mean()"
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -266,7 +276,12 @@ class InABody(InAModule):
 class AMaskedRow(Case):
     """The mask of attention leaves nothing of a row: the infinity is the mask's."""
 
-    expected = {"phase": "forward", "module": "attention", "operation": "aten.masked_fill.Scalar", "kind": "infinity"}
+    expected: ClassVar[Found] = {
+        "phase": "forward",
+        "module": "attention",
+        "operation": "aten.masked_fill.Scalar",
+        "kind": "infinity",
+    }
     text = 'scores = (x @ x.T).masked_fill(mask, float("-inf"))'
 
     def build(self) -> None:
@@ -280,12 +295,12 @@ class AMaskedRow(Case):
                 super().__init__()
                 self.first, self.attention, self.last = nn.Linear(4, 8), Attention(), nn.Linear(8, 1)
 
-            def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-                return self.last(self.attention(self.first(x), mask))  # type: ignore[no-any-return]
+            def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+                return self.last(self.attention(self.first(x), mask))
 
         self.model = Model()
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         mask = torch.ones(4, 4, dtype=torch.bool).triu(0 if self.number == 13 else 1)
         return self.loss(self.model(inputs, mask), targets)
 
@@ -293,7 +308,7 @@ class AMaskedRow(Case):
 class TooLargeARate(Case):
     """The learning rate is far too large: the sum of products overflows to both sides."""
 
-    expected = {"phase": "forward", "module": "1", "operation": "aten.addmm.default", "kind": "NaN"}
+    expected: ClassVar[Found] = {"phase": "forward", "module": "1", "operation": "aten.addmm.default", "kind": "NaN"}
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=1e3)
@@ -307,17 +322,17 @@ class SkippedByAScaler(InAModule):
 
     def build(self) -> None:
         super().build()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)  # type: ignore[attr-defined]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         if self.number == 13:
             with torch.no_grad():
-                self.model[0].bias.fill_(-50.0)  # type: ignore[index, union-attr]
+                self.model[0].bias.fill_(-50.0)
         self.optimizer.zero_grad()
         loss = self.forward(inputs, targets)
         self.scaler.scale(loss).backward()
         if self.number == 11:
-            self.model[0].weight.grad[0, 0] = float("inf")  # type: ignore[index, union-attr]
+            self.model[0].weight.grad[0, 0] = float("inf")
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss
@@ -342,7 +357,7 @@ class ABrokenDevice(_Once):
 
     said = "The digests are the same", "a fault of the hardware"
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         return super().forward(inputs, targets) + (float("nan") if self.is_first else 0.0)
 
 
@@ -354,7 +369,7 @@ class UnseededNoise(_Once):
     def build(self) -> None:
         self.noise = random.Random(os.urandom(8))
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         noise = self.noise.uniform(-1, 1) * 1e-3
         return super().forward(inputs + noise, targets) / (0.0 if self.is_first else 1.0) * (not self.is_first)
 
@@ -373,7 +388,7 @@ class UnseededData(_Once):
 
 def report() -> dict[str, Any]:
     (folder,) = Path("run").glob("nan-*")
-    return json.loads((folder / "report.json").read_text())  # type: ignore[no-any-return]
+    return dict(json.loads((folder / "report.json").read_text()))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -456,11 +471,11 @@ class BrokenLongBefore(Case):
     def build(self) -> None:
         self.model = nn.ModuleDict({"early": nn.Linear(4, 1), "late": nn.Linear(4, 1)})
 
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
         if self.number == 7:
             with torch.no_grad():
-                self.model["late"].weight.mul_(float("inf"))  # type: ignore[index]
-        return self.loss(self.model["late" if self.number == 18 else "early"](inputs), targets)  # type: ignore[index]
+                self.model["late"].weight.mul_(float("inf"))
+        return self.loss(self.model["late" if self.number == 18 else "early"](inputs), targets)
 
 
 def test_a_weight_that_was_broken_long_before_is_looked_at_by_the_third_process() -> None:
@@ -472,6 +487,6 @@ def test_a_weight_that_was_broken_long_before_is_looked_at_by_the_third_process(
     assert second["not_finite_first"] == {"when": "since step 7", "step": 7, "names": ["parameter late.weight"]}
     assert "Start the script again to look at step 7 in the same way." in second["lines"]
     assert (third["origin"]["step"], third["origin"]["operation"]) == (7, "aten.mul_.Tensor")
-    assert third["origin"]["source"]["text"] == 'self.model["late"].weight.mul_(float("inf"))  # type: ignore[index]'
+    assert third["origin"]["source"]["text"] == 'self.model["late"].weight.mul_(float("inf"))'
     # The checkpoints of steps 10 and 15 have the infinite weight.
     assert second["restored_step"] == third["restored_step"] == 5

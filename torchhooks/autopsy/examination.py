@@ -159,6 +159,7 @@ class Examination(SessionRunHook):
         if compiled:
             self._report.eager = True
             self._watch.enter_context(torch.compiler.set_stance("force_eager"))
+        self._report.watched_from = self._report.watched_from or step
         self._modules.open()
         self._watch.callback(self._modules.close)
         inputs = [(f"input {name}", value) for name, value in run_context.inputs().items()]

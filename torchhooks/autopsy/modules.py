@@ -42,9 +42,10 @@ class Modules:
     def open(self) -> None:
         """Begin to watch, and forget earlier calls."""
         self.calls, self._open, self._count = [], [], {}
-        for name, module in () if self._model is None else self._model.named_modules():
-            path = canonical(f"{name}.").removesuffix(".")
-            self.kinds[path] = type(module).__name__  # of a wrapper and the module in it, that of the module
+        named = [] if self._model is None else self._model.named_modules()
+        # Of a wrapper and the module in it, which have one path, the module comes last.
+        for path, module in {canonical(f"{name}.").removesuffix("."): module for name, module in named}.items():
+            self.kinds[path] = type(module).__name__
             self._watch(module, path)
 
     def path(self) -> str | None:

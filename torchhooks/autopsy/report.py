@@ -45,6 +45,8 @@ class Report:
         self.eager = False
         """Whether compiled code was run as Python instead."""
         self.restored_step = 0
+        self.watched_from: int | None = None
+        """The first step whose operators were watched."""
         self.origin: Origin | None = None
         self.broken: dict[str, Any] | None = None
         """Which parameters and buffers were not finite first, and when."""
@@ -96,6 +98,7 @@ class Report:
             "module": self._first_module(),
             "eager": self.eager,
             "restored_step": self.restored_step,
+            "watched_from": self.watched_from,
             "epoch": session.epoch,
             "batch": session.batch,
             "outputs": {name: _plain(value) for name, value in self.outputs.items()},
@@ -181,8 +184,8 @@ def write_report(folder: str, ranks: list[dict[str, Any]], request: Request) -> 
 
 def began_before(report: dict[str, Any]) -> Request | None:
     """Return what to ask of the next process if the state was broken before the runs that were watched."""
-    broken, runs = report["not_finite_first"], report["runs"]
-    if broken is None or not runs or not report["restored_step"] < broken["step"] < runs[0]["step"]:
+    broken = report["not_finite_first"]
+    if broken is None or not report["restored_step"] < broken["step"] < (report["watched_from"] or 0):
         return None
     return {
         "step": broken["step"],
@@ -212,7 +215,7 @@ def lines_of(report: dict[str, Any], folder: str) -> list[str]:
         return [*_not_again(report), f"The report is {os.path.join(folder, 'report.md')}. The training run goes on."]
     lines = [_headline(report), *_cause(report)]
     if report["eager"]:
-        lines.append("This run was made in eager mode, without torch.compile, and the value is not finite there too.")
+        lines.append("This run was made in eager mode, without torch.compile, and shows the same.")
     if report["not_finite_at_start"]:
         lines.append(f"The state: {_listed(report['not_finite_at_start'])} not finite when this process began.")
     if report["not_finite_first"] is not None:

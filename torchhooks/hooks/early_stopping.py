@@ -317,7 +317,8 @@ class _StopAtThreshold(_StopByMetric):
 
     def why_examined(self, step: int, value: Any) -> str | None:
         """Return what is wrong with ``value``, which is on the host, for an autopsy."""
-        return self.reason_to_stop(step, float(value))
+        reason = self.reason_to_stop(step, float(value))
+        return None if reason is None else reason.rstrip(".")
 
     def _stops(self, run_context: SessionRunContext, step: int, reason: str) -> None:
         if self._autopsy:
