@@ -13,7 +13,7 @@ import torch
 from torchhooks.autopsy.figures import Figures
 from torchhooks.autopsy.modules import Call
 from torchhooks.autopsy.operations import Origin
-from torchhooks.autopsy.request import Request, write_json
+from torchhooks.autopsy.request import Request, shown_path, write_json
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened
 from torchhooks.lifecycle.session import Session
@@ -212,7 +212,10 @@ def lines_of(report: dict[str, Any], folder: str) -> list[str]:
     """Return what the log says: the cause first, then what is known about it, and where the rest is."""
     request = report["request"]
     if not report["came_back"]:
-        return [*_not_again(report), f"The report is {os.path.join(folder, 'report.md')}. The training run goes on."]
+        return [
+            *_not_again(report),
+            f"The report is {shown_path(os.path.join(folder, 'report.md'))}. The training run goes on.",
+        ]
     lines = [_headline(report), *_cause(report)]
     if report["eager"]:
         lines.append("This run was made in eager mode, without torch.compile, and shows the same.")
@@ -226,7 +229,7 @@ def lines_of(report: dict[str, Any], folder: str) -> list[str]:
     elif request["kind"] == "NaN" and not report["not_finite_at_start"]:
         lines.append("The state: all parameters and buffers are finite, also after this step.")
     lines += _item(report) + _trend(report) + report["notes"]
-    lines.append(f"The report is {os.path.join(folder, 'report.md')}.{_rerun(report, folder)}")
+    lines.append(f"The report is {shown_path(os.path.join(folder, 'report.md'))}.{_rerun(report, folder)}")
     return lines
 
 
@@ -342,7 +345,7 @@ def _growth(report: dict[str, Any], least: float = 2) -> list[str]:
 def _rerun(report: dict[str, Any], folder: str) -> str:
     if not report["has_state"]:
         return ""
-    state = os.path.join(folder, f"model.ckpt-{report['step'] - 1}")
+    state = shown_path(os.path.join(folder, f"model.ckpt-{report['step'] - 1}"))
     return f" To begin with the state before the step: checkpoint_dir={state!r}."
 
 

@@ -36,6 +36,12 @@ def folder_of(checkpoint_dir: str, step: int) -> str:
     return os.path.join(checkpoint_dir, f"nan-{step}")
 
 
+def shown_path(path: str) -> str:
+    """Return ``path`` as a person would write it: from the current directory, if it is in there."""
+    short = os.path.relpath(path)
+    return path if short.startswith(os.pardir) else short
+
+
 def name_of(hook: object) -> str:
     """Return what tells ``hook`` from others, also in another process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(hook))
@@ -83,9 +89,11 @@ def leave(
         os.makedirs(folder, exist_ok=True)
         write_json(path, request)
     except (OSError, ValueError) as error:
-        logger.warning("%s was not written, so the next process does not look for the cause: %s", path, brief(error))
+        logger.warning(
+            "%s was not written, so the next process does not look for the cause: %s", shown_path(path), brief(error)
+        )
         return
-    logger.info("start the script again to find out where it came from: %s says what to look at", path)
+    logger.info("start the script again to find out where it came from: %s says what to look at", shown_path(path))
 
 
 def digests(session: Session, step: int, inputs: Mapping[str, Any]) -> dict[str, str]:
