@@ -16,6 +16,8 @@ from peer_loops import PERIOD, Job
 
 PACKAGE = "torchhooks"
 COLUMNS = ("plain", "monitored", "nan", "idle")
+LOGGED = ["global_step", "loss", "steps_per_sec"]
+LINE = "step {global_step}: loss {loss:g}, {steps_per_sec:g} steps/sec"
 
 
 class Idle(SessionRunHook):
@@ -31,9 +33,9 @@ def hooks(job: Job) -> list[SessionRunHook]:
     if job.monitored:
         chosen += [
             StopAtStepHook(last_step=job.steps),
-            StepCounterHook(PERIOD, output_dir=job.folder),
+            StepCounterHook(PERIOD, output_dir=job.folder, log=False),
             SummarySaverHook(PERIOD, output_dir=job.folder, summary_op={"loss": "loss"}),
-            LoggingTensorHook(["loss", "global_step"], every_n_iter=PERIOD),
+            LoggingTensorHook(LOGGED, every_n_iter=PERIOD, formatter=LINE.format_map),
         ]
     if job.checks_nan:
         chosen.append(NanTensorHook("loss"))

@@ -321,9 +321,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, name: str) ->
 def test_a_folder_that_the_ranks_do_not_share_is_an_error_of_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = torchhooks.checkpoints.per_rank.write_shards
+    write = torchhooks.checkpoints.per_rank.write_files
     elsewhere = {"__1_0.distcp": (100, 0)}  # which rank 1 has written on its own machine
-    monkeypatch.setattr(torchhooks.checkpoints.per_rank, "write_shards", lambda *args: write(*args) | elsewhere)
+    monkeypatch.setattr(torchhooks.checkpoints.per_rank, "write_files", lambda *args: write(*args) | elsewhere)
     monkeypatch.setattr(torchhooks.checkpoints.per_rank, "_VISIBLE_SECS", 0.2)
     with pytest.raises(CheckpointError, match=r"has written __1_0\.distcp into .* folder that all ranks share"):
         Saver().save(make_session(5), tmp_path / "model.ckpt", 5)

@@ -42,6 +42,7 @@ class Modules:
     def open(self) -> None:
         """Begin to watch, and forget earlier calls."""
         self.calls, self._open, self._count = [], [], {}
+        self._handles.append(CleanCopies())
         named = [] if self._model is None else self._model.named_modules()
         # Of a wrapper and the module in it, which have one path, the module comes last.
         for path, module in {canonical(f"{name}.").removesuffix("."): module for name, module in named}.items():
@@ -71,6 +72,9 @@ class Modules:
                 with self._paused():
                     self.calls.append(Call(path, inputs, figures_of(output)))
 
-        self._handles.append(CleanCopies(module))
-        self._handles.append(module.register_forward_pre_hook(ModuleHook(module, on_call), with_kwargs=True))
+        hook = ModuleHook(module, on_call)
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        # Torch only looks for the key here, and this value stays out of copies too.
+        module._forward_pre_hooks_with_kwargs[handle.id] = hook  # type: ignore[assignment]  # noqa: SLF001 - torch has no other way
+        self._handles.append(handle)
         self._handles.append(module.register_forward_hook(ModuleHook(module, on_return)))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
+from torchhooks.common.errors import DamagedCheckpointError
 from torchhooks.ranks.dtensors import dtensors_exist, is_sharded
 
 _METADATA = ".metadata"
@@ -104,8 +104,6 @@ def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dcp() -> Any:
-    if torch.__version__ < "2.7":  # compared as versions
-        raise CheckpointError(f"this is torch {torch.__version__}: checkpoints of DTensors need torch 2.7 or newer")
     return importlib.import_module("torch.distributed.checkpoint")  # not loaded before it is needed
 
 

@@ -210,14 +210,15 @@ def _with_tensors(state: Any, values: Mapping[Any, Any]) -> Any:
 def collect(
     session: SessionLike,
     copy: Callable[[torch.Tensor], torch.Tensor],
+    given: Mapping[str, Any],
     *,
     of_rank_only: bool = False,
-    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the contents of a checkpoint, each tensor passed through ``copy``.
 
-    With ``of_rank_only``, leave out what all ranks have in common. The states in ``given``, by name, are used instead
-    of asking for them. If something could not be loaded again, raise a CheckpointError that lists all of it.
+    With ``of_rank_only``, leave out what all ranks have in common. ``given`` has the gradients, and states by name that
+    are used instead of asking for them. If something could not be loaded again, raise a CheckpointError that lists all
+    of it.
     """
     plain = _PlainCopy(copy)
     state: dict[str, Any] = {}
@@ -226,7 +227,7 @@ def collect(
         parts = own_parts(parts)
     for name, part in parts.items():
         try:
-            own = given[name] if given is not None and name in given else part.state_dict()
+            own = given[name] if name in given else part.state_dict()
         except BaseException as error:
             add_note(error, f"while saving {name!r}")
             raise
@@ -235,9 +236,8 @@ def collect(
         _check_schedulers(session, parts, state)
     if session.metadata and not of_rank_only:
         state["metadata"] = plain(session.metadata, ("metadata",))
-    gradients = accumulated_gradients(session)[0] if given is None else given.get("gradients")
-    if gradients:
-        state["gradients"] = plain(gradients, ("gradients",))
+    if given["gradients"]:
+        state["gradients"] = plain(given["gradients"], ("gradients",))
     accumulated = session.accumulated.state_dict()
     if accumulated is not None:
         state["running_values"] = plain(accumulated, ("running_values",))

@@ -4,7 +4,7 @@
     ├── TorchHooksError
     │   ├── AbortedError                    raise it in a run to ask for recovery
     │   ├── CheckpointError                 a checkpoint cannot be written, read or loaded
-    │   │   └── DamagedCheckpointError      its file is missing, truncated or modified
+    │   │   └── DamagedCheckpointError      a file of it is missing, truncated or modified
     │   ├── FeedError                       (also RuntimeError) two feeds for one parameter, or none to feed
     │   ├── FetchError                      (also LookupError) a fetch has no value
     │   │   └── NoRunYetError               only a run could give it one, and there is none

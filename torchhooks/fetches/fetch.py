@@ -69,7 +69,7 @@ from torchhooks.common.log import logger
 from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import did_you_mean, shortened, shown
 from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
-from torchhooks.fetches.modules import Computed, find_computed, find_tensor, is_property, submodule_names, tensor_names
+from torchhooks.fetches.modules import Computed, find, is_property, submodule_names, tensor_names
 
 _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
@@ -92,6 +92,11 @@ class ComposedFetch(Leaf):
     fits_every_run: bool = False
     """Whether it can be evaluated in every run: it takes little time, and no other rank has to take part."""
 
+    is_fixed: bool = True
+    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
+    fetch: Any = None
+    """The fetch to evaluate."""
+
     @functools.cached_property
     def watched_names(self) -> list[str]:
         """The names in :attr:`fetch` for which a submodule has to be watched during the step."""
@@ -101,13 +106,6 @@ class ComposedFetch(Leaf):
     def accumulated_parts(self) -> list[Any]:
         """The parts of :attr:`fetch` that are accumulated from run to run."""
         return accumulated_parts(self.fetch)
-
-    @property
-    def fetch(self) -> Any:
-        """The fetch to evaluate."""
-
-    is_fixed: bool = True
-    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
 
     def compose(self, value: Any) -> Any:
         """Return the value of this fetch, given the value of :attr:`fetch`."""
@@ -221,21 +219,19 @@ def _model_value(model: torch.nn.Module | None, name: str) -> Any:
     """
     if model is None:
         return _MISSING
-    tensor = find_tensor(model, name)
-    if tensor is not None:
-        return tensor
-    if name.endswith(".grad"):
-        parameter = find_tensor(model, name.removesuffix(".grad"))
-        if parameter is not None:
-            # A computed one (torch.nn.utils.spectral_norm) keeps no gradient, and reading its .grad is a warning.
-            return parameter.grad if parameter.is_leaf or parameter.retains_grad else None
-        if find_computed(model, name.removesuffix(".grad")) is not None:
-            return None  # computed for each use, so it keeps no gradient either
-    computed = find_computed(model, name)
-    if computed is None:
-        return _MISSING
-    value = computed.value()
-    return computed if value is None else value
+    found = find(model, name)
+    if found is None and name.endswith(".grad"):
+        parameter = find(model, name.removesuffix(".grad"))
+        # A computed one (torch.nn.utils.spectral_norm) keeps no gradient, and reading its .grad is a warning.
+        if isinstance(parameter, Computed) or (
+            parameter is not None and not parameter.is_leaf and not parameter.retains_grad
+        ):
+            return None
+        return _MISSING if parameter is None else parameter.grad
+    if not isinstance(found, Computed):
+        return _MISSING if found is None else found
+    value = found.value()
+    return found if value is None else value
 
 
 # -- closures -----------------------------------------------------------------------------------------------------

@@ -51,15 +51,6 @@ def attributes(module: torch.nn.Module) -> dict[str, Any]:
     return own
 
 
-def find_tensor(model: torch.nn.Module, name: str) -> torch.Tensor | None:
-    """Return the parameter, buffer or other tensor that ``model`` stores as ``name``; ``None`` if there is none."""
-    for module, leaf in _owners(model, name):
-        value = stored(module, leaf, torch.Tensor)
-        if value is not None:
-            return value
-    return None
-
-
 class Computed(NamedTuple):
     """A tensor that a parametrization computes (``torch.nn.utils.parametrize``)."""
 
@@ -90,9 +81,17 @@ class Computed(NamedTuple):
         return value  # type: ignore[no-any-return]
 
 
-def find_computed(model: torch.nn.Module, name: str) -> Computed | None:
-    """Return how a parametrization computes the tensor ``name`` of ``model``; ``None`` if none does."""
-    for module, leaf in _owners(model, name):
+def find(model: torch.nn.Module, name: str) -> torch.Tensor | Computed | None:
+    """Return the parameter, buffer or other tensor that ``model`` stores as ``name``; ``None`` if there is none.
+
+    Returns a :class:`Computed` for a tensor that a parametrization computes.
+    """
+    owners = [*_owners(model, name)]
+    for module, leaf in owners:
+        value = stored(module, leaf, torch.Tensor)
+        if value is not None:
+            return value
+    for module, leaf in owners:
         parametrizations = stored(module, "parametrizations", torch.nn.Module)
         if parametrizations is not None and (steps := stored(parametrizations, leaf, ParametrizationList)) is not None:
             own, path = attributes(steps), name.removesuffix(leaf)

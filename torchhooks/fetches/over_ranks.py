@@ -50,7 +50,7 @@ class OverRanks(ComposedFetch):
     """A fetch whose value is combined from those of all ranks. See :func:`over_ranks`."""
 
     def __init__(self, fetch: Any, op: str, weight: Any = None, optional: bool = False) -> None:
-        self._fetch = fetch
+        self.fetch = fetch
         self.op = op
         self.weight = weight
         self.optional = optional
@@ -71,15 +71,11 @@ class OverRanks(ComposedFetch):
 
     @functools.cached_property
     def watched_names(self) -> list[str]:
-        return watched_names([self._fetch, self.weight])
+        return watched_names([self.fetch, self.weight])
 
     @functools.cached_property
     def accumulated_parts(self) -> list[Any]:
-        return accumulated_parts([self._fetch, self.weight])
-
-    @property
-    def fetch(self) -> Any:
-        return self._fetch
+        return accumulated_parts([self.fetch, self.weight])
 
     def compose(self, value: Any) -> Any:
         """Return ``value``, which is that of all ranks, because there is only one."""
@@ -87,7 +83,7 @@ class OverRanks(ComposedFetch):
 
     def __repr__(self) -> str:
         weight = "" if self.weight is None else f", weight={self.weight!r}"
-        return f"over_ranks({self._fetch!r}, {self.op!r}{weight}{', optional=True' if self.optional else ''})"
+        return f"over_ranks({self.fetch!r}, {self.op!r}{weight}{', optional=True' if self.optional else ''})"
 
 
 class EvaluatedOverRanks(OverRanks):
@@ -102,11 +98,11 @@ class EvaluatedOverRanks(OverRanks):
     @property
     def now(self) -> OverRanks:
         """The same for the step at which it is requested, which is evaluated."""
-        return EvaluatedOverRanks(self._fetch.now, self.op, self.weight, self.optional)
+        return EvaluatedOverRanks(self.fetch.now, self.op, self.weight, self.optional)
 
     def latest(self) -> tuple[int, Any] | None:
         """Return the step of the latest evaluation in this session, and its value on this rank alone."""
-        latest: tuple[int, Any] | None = self._fetch.latest()
+        latest: tuple[int, Any] | None = self.fetch.latest()
         return latest
 
 

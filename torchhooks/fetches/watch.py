@@ -81,9 +81,13 @@ class ModuleWatch:
         def on_output(_args: Any, output: Any) -> None:
             self._values[name] = snapshot(output)
 
-        self._handles.append(CleanCopies(module))
+        if not self._handles:
+            self._handles.append(CleanCopies())
         if name.endswith(":input"):  # caught before the call, which may change it in place
-            handle = module.register_forward_pre_hook(ModuleHook(module, on_input), with_kwargs=True)
+            hook = ModuleHook(module, on_input)
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            # Torch only looks for the key here, and this value stays out of copies too.
+            module._forward_pre_hooks_with_kwargs[handle.id] = hook  # type: ignore[assignment]  # noqa: SLF001 - torch has no other way
         else:
             catch = on_output if name.endswith(":output") else self._grad_catcher(name)
             handle = module.register_forward_hook(ModuleHook(module, catch))

@@ -167,8 +167,7 @@ class _StopIfNoImprovement(_StopByMetric):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set what :meth:`state_dict` returned."""
-        self._best, self._best_step = state_dict["best"], state_dict["best_step"]
-        self._last_step = state_dict.get("last_step")  # earlier versions did not save it
+        self._best, self._best_step, self._last_step = (state_dict[name] for name in ("best", "best_step", "last_step"))
 
     def _forget(self) -> None:
         self._best = self._best_step = self._last_step = None

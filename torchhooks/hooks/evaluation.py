@@ -16,7 +16,7 @@ from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
 from torchhooks.hooks.calling import names_nothing
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue, Undisturbed
+from torchhooks.lifecycle.evaluating import IfDue, modules_of, undisturbed
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
 from torchhooks.summary import operations as summary
@@ -286,13 +286,14 @@ class EvaluationHook(ReportingHook):
             raise LifecycleError(f"{self!r} is not in this loop: add it to hooks, for its results to be requested")
 
     def _evaluate(self, session: Session) -> _Result:
-        before = Undisturbed(session)
+        before = undisturbed(session)
         try:
             with session.paused():
-                before.evaluation_mode()
+                for module in modules_of(session):
+                    module.eval()
                 returned = session.run(self._function, who=self)
         finally:
-            before.restore()
+            before.put_back()
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
         for name, value in named.items():  # in the run that computed the values
             _check_result(self._function, name, value, is_whole=returned is value)
@@ -356,11 +357,7 @@ class EvaluationValue(ComposedFetch):
         self.timer = evaluation.timer
         """The timer of the evaluation."""
         self._evaluation = evaluation
-        self._results = results
-
-    @property
-    def fetch(self) -> Any:
-        return self._results
+        self.fetch = results
 
     def compose(self, value: Mapping[str, Any] | None) -> Any:
         if value is None:  # nothing was evaluated yet

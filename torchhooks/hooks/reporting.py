@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -155,7 +156,9 @@ class LoggingTensorHook(ReportingHook):
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
         texts = {tag: map_leaves(printable, value) for tag, value in values.items()}
         if self._formatter is not None:
-            with np.printoptions(suppress=True):  # TensorFlow's hook prints arrays without exponents
+            plain = all(isinstance(text, (np.generic, float, int, str)) for text in texts.values())
+            # TensorFlow's hook prints arrays without exponents.
+            with nullcontext() if plain else np.printoptions(suppress=True):
                 line = self._formatter(texts)
         else:
             line = tagged_line(texts)

@@ -249,10 +249,11 @@ class CheckpointSaverHook(WritingHook):
     restored is saved again when it is created. A StepCounterHook does not count the time that saving takes.
 
     In a loop driven by ``until_stop``, the hook saves when the body of the ``for`` is done with the item in which a
-    checkpoint came due, and at the item in which a stop is noticed. If a whole period passes within one item, it saves
-    in the middle of it too. Otherwise, as in TensorFlow, it saves at its place in the list of hooks, after flushing the
-    writers of curves. Place it after the hooks that use them: a point of the same step that is written after the save
-    is lost if the process is then killed.
+    checkpoint came due, and at the item in which a stop is noticed. After the last item of an inner loop, it saves
+    when the item of the outer loop is done, if the loop can know that it was the last one. If a whole period passes
+    within one item, it saves in the middle of it too. Otherwise, as in TensorFlow, it saves at its place in the list
+    of hooks, after flushing the writers of curves. Place it after the hooks that use them: a point of the same step
+    that is written after the save is lost if the process is then killed.
 
     Unlike TensorFlow, nothing is saved from a run in which a NanTensorHook sees NaN, or from a later one, wherever the
     two are in the list. Listeners are not called then. With ``async_save``, a NaN that is still on a device is found by
@@ -268,6 +269,7 @@ class CheckpointSaverHook(WritingHook):
             ``session.saver`` does.
         listeners: called for every checkpoint, all of them even if one asks to stop; instances of
             :class:`CheckpointSaverListener`.
+        async_save: write in a background thread, as ``Saver(async_save=True)`` does, whatever the saver is set to.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
@@ -291,6 +293,7 @@ class CheckpointSaverHook(WritingHook):
         scaffold: Scaffold | None = None,
         listeners: Iterable[CheckpointSaverListener] | None = None,
         *,
+        async_save: bool = False,
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
@@ -306,6 +309,7 @@ class CheckpointSaverHook(WritingHook):
         # The step that was last saved or refused. Not the timer's: a StopIteration may prevent a save that came due.
         self._handled_step: int | None = None
         self._given_saver, self._scaffold = saver, scaffold
+        self._async_save = async_save
         self._saver: Any = None
         if not is_checkpoint_name(checkpoint_basename):
             raise ValueError(
@@ -401,7 +405,8 @@ class CheckpointSaverHook(WritingHook):
         """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop."""
         step = session.global_step
         # With several ranks, all of them have to know whether one refuses before the chief writes.
-        is_later = getattr(self._saver, "async_save", False) and session.ranks.size == 1
+        is_async = self._async_save or getattr(self._saver, "async_save", False)
+        is_later = is_async and session.ranks.size == 1
         later: list[Refusal] | None = [] if is_later else None
         reasons = session.ranks.gather(session.why_no_checkpoint(later), "a checkpoint")
         reason = next((each for each in reasons if each is not None), None)
@@ -414,8 +419,10 @@ class CheckpointSaverHook(WritingHook):
             for listener in self._listeners:
                 listener.before_save(session, step)
             logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
-            # Other savers than those that write later need not have the argument.
-            options = {"refusals": later} if later else {}
+            # Other savers than those that write later need not have the arguments.
+            options: dict[str, Any] = {"refusals": later} if later else {}
+            if self._async_save:
+                options["async_save"] = True
             path = self._saver.save(session, self._path, step, **options)
             self._handled_step = session.saved_step = step
             if session.ranks.is_chief:

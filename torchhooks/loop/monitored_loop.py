@@ -36,9 +36,9 @@ from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.unsaved import UnsavedParts
-from torchhooks.loop.arguments import LoopArguments, checked_arguments, with_autopsy
+from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.body import Body
-from torchhooks.loop.parts import build
+from torchhooks.loop.parts import LoopParts
 from torchhooks.loop.schedule import claim_hooks
 from torchhooks.position.progress import NO_OUTPUTS
 from torchhooks.ranks.ranks import Ranks
@@ -119,7 +119,7 @@ class MonitoredLoop(Generic[R]):
         ranks: Ranks | Literal[False] | None = None,
         stop_before: int | None = None,
     ) -> None:
-        checked = checked_arguments(
+        arguments = LoopArguments(
             step=step,
             model=model,
             optimizer=optimizer,
@@ -137,9 +137,9 @@ class MonitoredLoop(Generic[R]):
             hook_costs=hook_costs,
             metadata=metadata,
             ranks=ranks,
+            stop_before=stop_before,
         )
-        arguments = with_autopsy(checked, stop_before)
-        self._parts = parts = build(arguments)
+        self._parts = parts = LoopParts(arguments)
         # What an idle run looks at, so that it finds it with one lookup.
         self._ending, self._schedule, self._sessions = parts.ending, parts.schedule, parts.sessions
         self._between_runs = parts.between_runs

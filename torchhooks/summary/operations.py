@@ -138,11 +138,7 @@ class SummaryOp(ComposedFetch):
         self.tag = _checked_tag(tag, self.kind)
         if fetch is None or isinstance(fetch, (SummaryOp, Mapping, list, tuple, set)):
             raise TypeError(f"{self.kind}({tag!r}, {fetch!r}): give one fetch; for several values, create several ops")
-        self._fetch = fetch
-
-    @property
-    def fetch(self) -> Any:
-        return self._fetch
+        self.fetch = fetch
 
     def compose(self, value: Any) -> Summary:
         """Return ``value`` with this op, after checking all that can be known without waiting for its device."""
@@ -175,7 +171,7 @@ class SummaryOp(ComposedFetch):
         return f"{self.kind} {self.tag!r}: got {got}; {wanted}"
 
     def __repr__(self) -> str:
-        return f"{self.kind}({self.tag!r}, {self._fetch!r})"
+        return f"{self.kind}({self.tag!r}, {self.fetch!r})"
 
 
 class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.partial is
@@ -204,7 +200,7 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
         """Return ``value`` with this op; the rates of several parameter groups as a list, one op for each."""
         if type(value) is GroupRates:
             groups = zip(value.names, value, strict=True)
-            return [scalar(f"{self.tag}/{name}", self._fetch).compose(rate) for name, rate in groups]
+            return [scalar(f"{self.tag}/{name}", self.fetch).compose(rate) for name, rate in groups]
         self._check(value)
         return Summary(self, value)
 
