@@ -23,6 +23,7 @@ from torchhooks import (
     EvaluationHook,
     LoggingTensorHook,
     MonitoredLoop,
+    MonitoredTrainingLoop,
     NanLossDuringTrainingError,
     NanTensorHook,
     PeerError,
@@ -33,7 +34,7 @@ from torchhooks import (
 )
 from torchhooks.__main__ import main
 from torchhooks.fetches.modules import attributes
-from torchhooks.testing import log_lines
+from torchhooks.testing import FakeDevice, log_lines
 
 
 @pytest.fixture(autouse=True)
@@ -409,3 +410,51 @@ def test_what_compiled_code_broke_before_is_looked_at_by_the_third_process() -> 
     assert report(8)["origin"]["tensor"] == "parameter 0.weight"
     assert "Start the script again to look at step 7 in the same way." in report(8)["lines"]
     assert report(7)["origin"]["operation"] == "aten.fill_.Scalar"
+
+
+def test_a_nan_that_is_noticed_some_runs_later_is_looked_at_in_its_own_run() -> None:
+    """On a device, the hook notices the NaN when its value has been read."""
+    with FakeDevice(lag=3):
+        error = train(new_model(), 10)
+        assert "loss is NaN at step 10" in str(error)
+        request = json.loads(Path("run", "nan.json").read_text())
+        assert (request["step"], request["noticed_at"], request["checkpoint"]) == (10, 12, 8)
+        train(new_model(), 10)
+    assert (report()["origin"]["operation"], report()["origin"]["step"]) == ("aten.sqrt.default", 10)
+    assert report()["digests"]["input inputs"] == request["digests"]["input inputs"]
+    assert not Path("run", "nan.json").exists()
+
+
+def test_the_default_hooks_of_a_training_loop() -> None:
+    def script() -> None:
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(inputs: torch.Tensor) -> torch.Tensor:
+            model[1].bad = loop.global_step == 9
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        arguments: Any = {"save_checkpoint_steps": 4, "save_summaries_steps": 1, "hooks": [NanTensorHook("loss")]}
+        with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run", **arguments) as loop:
+            for inputs in loop.until_stop(torch.ones(20, 8, 4)):
+                loop.run(inputs)
+
+    for _ in range(2):
+        with pytest.raises(NanLossDuringTrainingError):
+            script()
+    assert report()["origin"]["module"] == "1"
+
+
+def test_a_command_to_skip_puts_the_request_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    train(new_model(), 10)
+    assert main(["skip", "run", "--steps", "10"]) == 0
+    assert not Path("run", "nan.json").exists()
+    assert Path("run", "nan-10", "nan.json").exists()
+    with log_lines() as lines:
+        assert train(new_model(), None, last_step=12).global_step == 12
+    assert ("INFO", "passed over item 4, the one of step 10, because of skip.json") in lines
+    assert not Path("run", "nan-10", "report.json").exists()

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from torchhooks.autopsy import request as requests
-from torchhooks.autopsy.figures import Figures, has_numbers, is_finite, part_of, tensors_in
+from torchhooks.autopsy.figures import Figures, has_numbers, not_finite, part_of, tensors_in
 from torchhooks.autopsy.modules import Modules
 from torchhooks.autopsy.operations import Operations, Origin
 from torchhooks.autopsy.report import Gradients, Report, began_before, write_report
@@ -81,8 +81,7 @@ class Examination(SessionRunHook):
         self._optimizer_steps = 0
         self._gradients: Gradients = {}
         if not self._is_over:
-            state = _named_state(session)
-            self._report.broken_at_start = [name for name, tensor in state if not is_finite(part_of(tensor))]
+            self._report.broken_at_start = not_finite(_named_state(session))
             logger.warning(
                 "%s, says %s: the runs from step %d on are made again, to find out where it came from",
                 *(self._request["message"], requests.NAME, session.global_step),
@@ -153,7 +152,8 @@ class Examination(SessionRunHook):
             self._watch.callback(optimizer.register_step_pre_hook(self._optimizer_begins).remove)
             self._watch.callback(register_step_post_hook(optimizer, self._optimizer_ends).remove)
         self._modules.calls = []
-        self._report.parameters = {name: Figures(tensor) for name, tensor in _named_state(session)}
+        state = _named_state(session, with_optimizer=is_last)
+        self._report.parameters = {name: Figures(tensor) for name, tensor in state}
         if compiled and not is_last:
             return  # compiled code is not seen, and would be another code if it were
         if compiled:
@@ -197,7 +197,7 @@ class Examination(SessionRunHook):
     def _note_state(self, when: str) -> None:
         """Note the first parameters and buffers that are not finite and were at the start, and when that was found."""
         if self._report.broken is None:
-            bad = [name for name, tensor in _named_state(self._session) if not is_finite(part_of(tensor))]
+            bad = not_finite(_named_state(self._session))
             new = [name for name in bad if name not in self._report.broken_at_start]
             if new:
                 self._report.broken = {"when": when, "step": self._session.global_step, "names": new}
@@ -280,7 +280,7 @@ def _numbered(name: str, index: int) -> str:
     return f"{name}[{index}]" if index else name
 
 
-def _named_state(session: Session) -> list[tuple[str, torch.Tensor]]:
+def _named_state(session: Session, with_optimizer: bool = True) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors that stay from run to run, by name: parameters, buffers, and the state of the optimizer."""
     found: list[tuple[str, torch.Tensor]] = []
     names: dict[int, str] = {}
@@ -289,7 +289,7 @@ def _named_state(session: Session) -> list[tuple[str, torch.Tensor]]:
             names[id(parameter)] = canonical(name)
             found.append((f"parameter {canonical(name)}", parameter))
         found += [(f"buffer {canonical(name)}", each) for name, each in session.model.named_buffers()]
-    for parameter, state in getattr(session.optimizer, "state", {}).items():
+    for parameter, state in getattr(session.optimizer, "state", {}).items() if with_optimizer else ():
         owner = names.get(id(parameter), "a parameter that the model does not have")
         found += [(f"{key} of {owner}", each) for key, each in state.items() if isinstance(each, torch.Tensor)]
     return [(name, each) for name, each in found if has_numbers(part_of(each))]

@@ -44,6 +44,17 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
+def not_finite(named: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """Return the names of the tensors in ``named`` that are not finite. Waits once for the device if there is none."""
+    parts = [part_of(tensor).detach() for _, tensor in named]
+    try:
+        if not parts or math.isfinite(torch.nn.utils.get_total_norm(parts, math.inf).item()):
+            return []
+    except RuntimeError:  # of a dtype that has no norm
+        pass
+    return [name for (name, _), part in zip(named, parts, strict=True) if not is_finite(part)]
+
+
 def kind_of(tensor: torch.Tensor) -> str:
     """Return what is not finite in ``tensor``: ``"NaN"`` if anything is, or else ``"infinity"``."""
     return "NaN" if bool(torch.isnan(tensor.detach()).any()) else "infinity"

@@ -72,8 +72,6 @@ def leave(
         "checkpoint": session.saved_step,
         "runs_since_checkpoint": None if session.saved_step is None else step - session.saved_step,
         "noticed_at": session.global_step,
-        "epoch": session.epoch,
-        "batch": session.batch,
         "digests": digests(session, step, inputs),
         "environment": environment(session),
         "time": time.time(),
