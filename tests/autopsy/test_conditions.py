@@ -427,7 +427,7 @@ def test_a_nan_that_is_noticed_some_runs_later_is_looked_at_in_its_own_run() -> 
 
 def test_the_default_hooks_of_a_training_loop() -> None:
     def script() -> None:
-        model = new_model()
+        model: Any = new_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
         def step(inputs: torch.Tensor) -> torch.Tensor:

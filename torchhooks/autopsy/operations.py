@@ -137,8 +137,8 @@ class Operations(TorchDispatchMode):
 
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         namespace, name = func.namespace, func._opname  # noqa: SLF001
-        if namespace in _NOT_LOOKED_AT:
-            return
+        if namespace in _NOT_LOOKED_AT or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return  # waiting for the device would break the capture of a CUDA graph
         self.count += 1
         node = torch._C._current_autograd_node()  # noqa: SLF001
         if node is None and _sequence_number is not None and torch.is_grad_enabled():

@@ -362,11 +362,9 @@ def _not_again(report: dict[str, Any]) -> list[str]:
     lines = [f"autopsy of step {request['step']}: {request['message']} at the first time, and not this time."]
     shown = "; ".join(f"{name} {before[name]} then, {now[name]} now" for name in (other or common))
     then, env = request["environment"], report["environment"]
-    changed = [
-        name for name in ("script_digest", "torch", "host", "device", "device_uuid") if then.get(name) != env.get(name)
-    ]
-    if "script_digest" in changed:
-        lines.append("The script has been changed since, so this says nothing about the hardware.")
+    changed = [name for name in ("code", "torch", "host", "device", "device_uuid") if then.get(name) != env.get(name)]
+    if "code" in changed:
+        lines.append("The code has been changed since, so this says nothing about the hardware.")
     if report["eager"]:
         lines.append("This run was made in eager mode: the NaN may be one of the compiled code alone.")
     if any(name.startswith("input") for name in other):
@@ -379,7 +377,7 @@ def _not_again(report: dict[str, Any]) -> list[str]:
             f"{same}an operator that is not deterministic, noise from a source that a checkpoint does not contain, or "
             f"a fault of the hardware: {then.get('host')}, {then.get('device_name') or then.get('device')}."
         )
-    names = [name for name in changed if name != "script_digest"]
+    names = [name for name in changed if name != "code"]
     if names:
         lines.append(
             f"Not as at the first time: {', '.join(f'{each} {then.get(each)} -> {env.get(each)}' for each in names)}."

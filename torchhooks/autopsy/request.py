@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -117,7 +118,7 @@ def environment(session: Session) -> dict[str, Any]:
     """Return which program runs, and on what."""
     device = session.device
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    found = {
+    found: dict[str, Any] = {
         "command": [*sys.orig_argv],
         "folder": os.getcwd(),
         "script": None if script is None else os.path.abspath(script),
@@ -129,10 +130,20 @@ def environment(session: Session) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found["device_name"] = properties.name
         found["device_uuid"] = str(getattr(properties, "uuid", ""))
-    if script is not None and os.path.isfile(script):
-        with open(script, "rb") as file:
-            found["script_digest"] = f"{zlib.crc32(file.read()):08x}"
+    if script is not None:
+        found["code"] = _digest_of_code(os.path.dirname(found["script"] or ""))
     return found
+
+
+def _digest_of_code(folder: str) -> str:
+    """Return a digest of the modules of this process whose files are in ``folder``, that of the script."""
+    files = {os.path.abspath(file) for each in [*sys.modules.values()] if (file := getattr(each, "__file__", None))}
+    own = sorted(file for file in files if file.startswith(folder + os.sep) and "site-packages" not in file)
+    checksum = 0
+    for path in own:
+        with contextlib.suppress(OSError), open(path, "rb") as code:
+            checksum = zlib.crc32(code.read(), checksum)
+    return f"{checksum:08x}"
 
 
 def read(folder: str) -> Request | None:
