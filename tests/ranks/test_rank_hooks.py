@@ -277,6 +277,8 @@ class Saves:
 
     def wait(self) -> None: ...
 
+    def wait_for_all(self, session: Any) -> None: ...
+
     def close(self) -> None: ...
 
     def save(self, session: Any, path: str, step: int, *, score: float) -> None:
@@ -995,6 +997,12 @@ def test_the_period_of_a_users_subclass_is_compared_whatever_its_arguments_are()
     ]
 
 
+class HasTimer(SessionRunHook):
+    """A hook of a user that lets the ranks compare its period."""
+
+    due_timer = EverySteps(7)
+
+
 @pytest.mark.parametrize(
     ("hook", "period"),
     [
@@ -1007,6 +1015,7 @@ def test_the_period_of_a_users_subclass_is_compared_whatever_its_arguments_are()
         (LoggingTensorHook(["loss"], every_n_secs=10), ""),
         (LoggingTensorHook(["loss"], at_end=True), ""),
         (SessionRunHook(), ""),
+        (HasTimer(), "EverySteps(7)"),
     ],
 )
 def test_the_ranks_exchange_the_period_of_a_hook(hook: SessionRunHook, period: str) -> None:

@@ -28,6 +28,7 @@ from torchhooks.checkpoints.state import (
     own_parts,
     parts_of,
     shared_tensors,
+    unreduced,
 )
 from torchhooks.checkpoints.torch_save import write_state
 from torchhooks.common.digests import fingerprints
@@ -110,6 +111,7 @@ def share_of(session: SessionLike, sharded: dict[str, Any], snapshot: Snapshot |
     """
     ranks = session.ranks
     own_differences = differences(session)
+    _warn_of_unreduced(session)
 
     def collect_here() -> Share:
         tensors, given = split(sharded, leads(ranks))
@@ -132,6 +134,18 @@ def share_of(session: SessionLike, sharded: dict[str, Any], snapshot: Snapshot |
     if leads(ranks):
         return Share({}, {**share.state, "ranks": others} if others else share.state)
     return Share({}, {})
+
+
+def _warn_of_unreduced(session: SessionLike) -> None:
+    """Log a warning, once, if a checkpoint is saved without gradients that FSDP2 has not reduced yet."""
+    if leads(session.ranks) and "unreduced" not in session.warned and unreduced(session):
+        session.warned.add("unreduced")
+        logger.warning(
+            "the checkpoint of step %d has no gradients that FSDP2 has not reduced over the ranks yet, so a process "
+            "that resumes from it makes the next step of the optimizer without them. Save and stop after a step of the "
+            "optimizer, or leave set_requires_gradient_sync(True)",
+            session.global_step,
+        )
 
 
 def differences(session: SessionLike) -> dict[str, Any]:

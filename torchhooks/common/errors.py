@@ -162,7 +162,7 @@ class NanLossDuringTrainingError(TorchHooksError, RuntimeError):
 class PeerError(TorchHooksError, RuntimeError):
     """The loop cannot continue because of another rank: it failed, it does not answer, or it ended too early.
 
-    Every rank that is still running raises it, so that no process waits forever for one that has failed:
+    Every rank that is still running raises it, so that no process waits forever for another that has failed:
 
     >>> def main():
     ...     raise PeerError("rank 3 failed in run 12: OSError: disk full", rank=3, run=12, reason="OSError: disk full")

@@ -1,6 +1,6 @@
 """Timers that decide when a periodic hook runs.
 
-The rules are those of ``tf.train.SecondOrStepTimer``: a timer that has never triggered triggers at once, no timer
+The rules are TensorFlow's (``tf.train.SecondOrStepTimer``): a timer that has never triggered triggers at once, no timer
 triggers twice for one step, and a period starts at the last trigger, not at a multiple of the period.
 :class:`EverySteps` has another rule: it triggers at the multiples of its period. :class:`EveryEpochs` triggers at the
 end of an epoch, between two runs, and :class:`AtSteps` once at each of some steps.
@@ -351,7 +351,7 @@ class EveryEpochs(Timer):
     ``break``. It does not end when the loop stops in its middle. ``EveryEpochs(2)`` triggers after epochs 2, 4 and 6 of
     the whole training run, also after a resume.
 
-    The hooks are called between two runs, before the code that follows the inner loop: outputs of the step are those of
+    The hooks are called between two runs, before the code that follows the inner loop: outputs of the step come from
     the last run. Each hook uses a copy of the timer.
 
     Args:
@@ -410,7 +410,7 @@ class _SharedTimer(Timer):
     """The use that one hook makes of a timer that it may share with others.
 
     A timer triggers once for all of its hooks. So a hook is also due if another one has had the timer trigger since its
-    own last trigger, and the elapsed time is that of this hook.
+    own last trigger, and the elapsed time is this hook's.
     """
 
     _known: int | None = None  # the last trigger of the timer that this hook took part in

@@ -123,7 +123,7 @@ def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> Runni
     last = 0.5, mean = 0.75 (... sec)
 
     A hook with a period of its own, such as ``every_n_iter=100``, reports in its first run, so that its first mean is
-    that of one run. With ``timer=EverySteps(100)``, each report is a mean of 100 runs.
+    over one run. With ``timer=EverySteps(100)``, each report is a mean of 100 runs.
 
     Each hook has a mean of its own. It includes the run in which it is requested, and starts over after it, unless the
     hook calls ``run_context.not_reported()``. The first one begins with the first run: the loop finds the running
@@ -158,8 +158,8 @@ def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> Runni
             mean of the epoch.
 
     Returns:
-        A fetch. Its value is a Python number if those of ``fetch`` are, and otherwise a tensor of their shape, which is
-        float32 for integers and half precision. If one value is NaN, so is the mean.
+        A fetch. Its value is a Python number if the values of ``fetch`` are, and otherwise a tensor of their shape,
+        which is float32 for integers and half precision. If one value is NaN, so is the mean.
 
     Raises:
         TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
@@ -418,7 +418,7 @@ class AccumulatedValues:
     # -- every run --------------------------------------------------------------------------------------------------
 
     def add(self, outputs: Any, args: Any, kwargs: Any, evaluator: Evaluator | None = None) -> bool:
-        """Add the values of one run. ``evaluator`` is that of the run, if a hook is due in it.
+        """Add the values of one run. ``evaluator`` is the run's, if a hook is due in it.
 
         Returns false: no hook has to be called because of them.
         """

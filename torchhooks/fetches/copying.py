@@ -54,8 +54,8 @@ class CleanCopies:
             CleanCopies._count -= 1
             if not self._count:
                 del copyreg.dispatch_table[OrderedDict]
-                if self._before is not None:
-                    copyreg.pickle(OrderedDict, self._before)
+                if CleanCopies._before is not None:  # read from the class, because an instance would bind it
+                    copyreg.pickle(OrderedDict, CleanCopies._before)
 
 
 def _without_hooks(mapping: OrderedDict[Any, Any]) -> Any:

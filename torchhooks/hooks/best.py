@@ -109,7 +109,7 @@ class BestCheckpointHook(ReportingHook):
         mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
         name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, even in two
-            loops of a process that are open at the same time. The number before ``ckpt`` is that of a place, from 1 to
+            loops of a process that are open at the same time. The number before ``ckpt`` is a place, from 1 to
             ``keep``, and not a rank.
         async_save: write in a background thread, as ``Saver(async_save=True)`` does.
 
@@ -227,7 +227,7 @@ class BestCheckpointHook(ReportingHook):
         return self._timer.next_due() if self._to_save is None else due_now(self._timer)
 
     def _is_of(self, step: int) -> bool:
-        """Return whether the value of the metric is that of ``step``, and not of an earlier evaluation."""
+        """Return whether the value of the metric belongs to ``step``, and not to an earlier evaluation."""
         latest = (step, None) if self._evaluated is None else self._evaluated.latest()
         if latest is not None and latest[0] == step:
             return True

@@ -37,13 +37,13 @@ class _Arguments:
 def names_nothing(function: Callable[..., object]) -> bool:
     """Return whether ``function`` takes arguments, as ``*args`` or ``**kwargs``, but names none that it needs."""
     if isinstance(function, (functools.partial, torch.nn.Module)):
-        return False  # a partial function has its arguments, and the signature of a module is that of __call__
+        return False  # a partial function has its arguments, and the signature of a module is __call__'s
     try:
         kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
     except (TypeError, ValueError):  # a builtin without a signature
         return False
     named = closure_parameters(function)
-    if inspect.Parameter.VAR_POSITIONAL in kinds:  # options such as those of print() are not what it is called with
+    if inspect.Parameter.VAR_POSITIONAL in kinds:  # options, such as print() has, are not what it is called with
         named = tuple(each for each in named if each.kind is not each.KEYWORD_ONLY or each.default is each.empty)
     return not named and bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
@@ -59,10 +59,10 @@ class CallFnHook(StandardHook):
     step 4: loss ..., learning rate 0.1
     step 8: loss ..., learning rate 0.1
 
-    The parameters are those of a closure: names of fetches, such as outputs and inputs of the step, and ``model``,
+    The parameters are a closure's: names of fetches, such as outputs and inputs of the step, and ``model``,
     ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. Tensors are on the CPU, with
     the values at the end of the run. On a GPU, the host does not wait for them, and the function is called a few runs
-    later; what it reads from ``model`` or ``session`` is then that of the later run. What the function returns is
+    later; what it reads from ``model`` or ``session`` is then the later run's. What the function returns is
     ignored. An exception from it propagates.
 
     Args:

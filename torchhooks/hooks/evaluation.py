@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from torchhooks.checkpoints.state import modules_of
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.text import did_you_mean, shortened, shown
@@ -16,7 +17,7 @@ from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
 from torchhooks.hooks.calling import names_nothing
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue, modules_of, undisturbed
+from torchhooks.lifecycle.evaluating import IfDue, undisturbed
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
 from torchhooks.summary import operations as summary
@@ -84,7 +85,7 @@ class EvaluationHook(ReportingHook):
     ``evaluation["error"]`` is a fetch for other hooks, such as a :class:`torchhooks.BestCheckpointHook` or a
     :class:`torchhooks.StopIfNoDecreaseHook`, wherever they are in the list. Hooks that request it in a run in which the
     evaluation is due share one call of the function. A hook that requests it in any other run has the function called
-    for that step; the results are then reported together with those of the next evaluation. There is at most one call
+    for that step; the results are then reported together with the results of the next one. There is at most one call
     for each step.
 
     With several ranks, the function is called on every rank, and the chief logs and writes its own results. To report
@@ -100,7 +101,7 @@ class EvaluationHook(ReportingHook):
             function then cannot ask for outputs of the step.
         at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated, or a signal stopped
             the loop.
-        name: the name of its state in checkpoints, which contain the latest results. By default, that of the function.
+        name: the name of its state in checkpoints, which contain the latest results. By default, the function's name.
         output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`. Without either, the
             results are only logged. A curve of the training loss needs another name there.
         log: whether to log the results; if not, they are for other hooks, as ``evaluation["name"]``.
@@ -159,7 +160,7 @@ class EvaluationHook(ReportingHook):
 
     @property
     def values(self) -> dict[str, float]:
-        """The latest results by name, as numbers, also those of an earlier process; empty before the first.
+        """The latest results by name, as numbers, also of an earlier process; empty before the first.
 
         After an epoch with ``every_n_epochs``, these are the results of that epoch. On a GPU, this waits for them.
         """

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
+from torchhooks.checkpoints.state import SessionLike, modules_of
 from torchhooks.checkpoints.undo import Undo
 from torchhooks.common.timers import Timer
 from torchhooks.fetches.fetch import ComposedFetch, accumulated_parts, watched_names
 from torchhooks.ranks.dtensors import reshard
 
 
-class Trained(Protocol):
-    """The part of a session that an evaluation can disturb, and its global step."""
-
-    @property
-    def model(self) -> torch.nn.Module | None: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
-
-    @property
-    def state(self) -> Mapping[str, Any]: ...
-
-    @property
-    def global_step(self) -> int: ...
-
-
-def modules_of(session: Trained) -> list[torch.nn.Module]:
-    """Return the model and the modules in the loop's state, such as an average of the weights."""
-    return [each for each in (session.model, *session.state.values()) if isinstance(each, torch.nn.Module)]
-
-
-def undisturbed(session: Trained) -> Undo:
+def undisturbed(session: SessionLike) -> Undo:
     """Capture what an evaluation may disturb in ``session``: random states, gradients and the training mode."""
     modules = modules_of(session)
     groups = [] if session.optimizer is None else session.optimizer.param_groups
@@ -58,7 +35,7 @@ class IfDue(ComposedFetch):
 
     is_fixed = False
 
-    session: Trained
+    session: SessionLike
     """The session, which the hook sets in ``after_create_session``."""
 
     def __init__(self, fetch: Any, timer: Timer) -> None:

@@ -213,9 +213,9 @@ def check_collective_hooks(hooks: Iterable[SessionRunHook], ranks: Ranks) -> Non
 
 
 def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
-    """Return the hooks that have a state, by the name under which it is saved: ``hook.name``, or that of its class.
+    """Return the hooks that have a state, by the name under which it is saved: ``hook.name``, or its class's.
 
-    Logs a warning for a hook that comes after one that saves checkpoints.
+    Logs a warning for a hook that comes after a hook that saves checkpoints.
 
     Raises:
         ValueError: two hooks have the same name.

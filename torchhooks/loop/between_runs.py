@@ -106,7 +106,7 @@ class BetweenRuns:
         return False
 
     def warn_of_stop_iteration(self, error: BaseException) -> None:
-        """Log where the step raised ``error``, if it is one that ends the loop without an error, as in TensorFlow."""
+        """Log where the step raised ``error``, if it ends the loop without an error, as in TensorFlow."""
         if type(error) is not StopIteration or getattr(error, "__notes__", None):  # a hook's has a note
             return
         tb = error.__traceback__
@@ -152,7 +152,7 @@ class BetweenRuns:
             self.peers.failed(error)
 
     def make(self, calls: Callable[[], object]) -> bool:
-        """Make ``calls``, whose errors count as those of a run; return whether they succeeded."""
+        """Make ``calls``, whose errors count as a run's; return whether they succeeded."""
         self.ending.state = RUNNING  # none of them may start a run
         try:
             calls()

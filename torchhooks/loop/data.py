@@ -184,7 +184,7 @@ class Data:
         accumulated, due = self._schedule.accumulated, self._schedule.due_at_end_of(ended)
         accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
         if due and self._ending.state in (RUNNING, State.CLOSED):
-            # The body left by a break, and the next run begins, or the loop closes: an error is that of the run.
+            # The body left by a break, and the next run begins, or the loop closes: an error is the run's.
             self._between_runs.lifecycle.end_epoch(due)
             return
         while due and self._is_healthy():
@@ -263,7 +263,7 @@ class Data:
         self._stop_is_settled = True
 
     def _settle(self, place: Place) -> bool:
-        """Make the calls that wait for the end of an item, and at a stop those for it.
+        """Make the calls that wait for the end of an item, and at a stop the calls for a stop.
 
         Returns:
             False if one of them failed and the loop recovered, so that the item has to be yielded again.

@@ -74,7 +74,7 @@ def identity(hook: object) -> Identity:
 
 
 def _hooks_of_some(hooks: list[Any], rosters: list[list[Identity]]) -> list[object]:
-    """Return those of ``hooks`` that not every rank has, given the identities of the hooks of all ranks.
+    """Return the ``hooks`` that not every rank has, given the identities of the hooks of all ranks.
 
     If all ranks have as many hooks of a class, these are the same hooks. Otherwise, periods and arguments tell.
     """
@@ -102,7 +102,7 @@ def _other_periods(own: list[Identity], others: list[Identity]) -> Iterator[tupl
 
 
 def _period(hook: object) -> str:
-    timer = getattr(hook, "_timer", None)
+    timer = getattr(hook, "due_timer", None)
     if isinstance(timer, EverySteps | EveryEpochs | AtSteps):
         return repr(timer)
     steps = getattr(timer, "every_steps", None)

@@ -93,7 +93,7 @@ class Ranks:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is rank 0, the one that writes and reports."""
+        """Whether this process is rank 0, which writes and reports."""
         return self.rank == 0
 
     @property
@@ -141,7 +141,7 @@ So that the ``gather`` of a Ranks that a script has created works too. Kept here
 class LoopRanks(Ranks):
     """The ranks of one loop: which process this is, and the connection to the others once the loop has made it.
 
-    The rank and the size are those of the process group when the loop is created: the group may be newer than
+    The rank and the size are the process group's when the loop is created: the group may be newer than
     ``given``, and the script may destroy it before it closes the loop.
 
     Args:
@@ -277,7 +277,7 @@ _ALONE = (
 
 
 _connected: list[LoopRanks] = []
-"""Those of the loops that are not closed, in the order in which they were created."""
+"""The ranks of the loops that are not closed, in the order in which they were created."""
 
 
 def checked_ranks(given: Any) -> LoopRanks:

@@ -53,7 +53,7 @@ class JsonLinesWriter:
     list. After a recovery within the process, they are removed immediately, and SummarySaverHook and StepCounterHook
     write the repeated steps again, unlike with event files.
 
-    Give each loop a file of its own, even one that runs within a step of another loop: their steps are not told apart.
+    Give each loop a file of its own, even a loop within a step of another loop: their steps are not told apart.
     Several writers of one process can have the same path. Only one process at a time may write to a file, which is not
     checked; with several ranks, write on one of them.
 
