@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from torchhooks.autopsy.request import ASIDE, checkpoint_before, folder_of, put_aside, read, write_json
 from torchhooks.autopsy.request import NAME as NAN
-from torchhooks.autopsy.request import checkpoint_before, folder_of, read, write_json
 from torchhooks.checkpoints.files import Checkpoint, inspect, is_checkpoint, verify
 from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
 from torchhooks.checkpoints.sharded import canonical
@@ -118,8 +118,7 @@ def _nan(path: str) -> int:
 def _replay(path: str, step: int) -> int:
     whole_number(step, "step", 1)
     command, where = "the command that starts the script", "in its folder"
-    for folder in (path, folder_of(path, step)):
-        request = read(folder)
+    for request in (read(path), read(folder_of(path, step), ASIDE)):
         if request is not None:
             command, where = shlex.join(request["environment"]["command"]), f"in {request['environment']['folder']}"
     before = checkpoint_before(path, step)
@@ -148,8 +147,7 @@ def _skip(path: str, given: str) -> int:
     write_json(os.path.join(path, SKIPS), {"steps": [*earlier, steps]})
     request = read(path)
     if request is not None:  # its runs are made again in vain
-        os.makedirs(folder_of(path, request["step"]), exist_ok=True)
-        os.replace(os.path.join(path, NAN), os.path.join(folder_of(path, request["step"]), NAN))
+        put_aside(path, request)
     count = steps.last - steps.first + 1
     print(f"Start the script again: from {newest.path} on, it passes over the {count} items of steps {steps.name}.")
     return 0

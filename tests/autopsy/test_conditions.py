@@ -240,8 +240,10 @@ def test_the_state_before_the_step_and_the_batch_make_the_nan_again() -> None:
     train(new_model(), 10)
     assert torch.load("run/nan-10/batch.pt")["inputs"].shape == (8, 4)
     folder = "run/nan-10/model.ckpt-9"
+    Path("run/nan-10/report.md").unlink()
     assert isinstance(train(new_model(), 10, loop_arguments={"checkpoint_dir": folder}), NanLossDuringTrainingError)
     assert train(new_model(), None, [], 10, loop_arguments={"checkpoint_dir": folder}).global_step == 10
+    assert not list(Path("run/nan-10").glob("**/report.md"))
 
 
 def test_a_spike_is_looked_at_where_it_is_asked_for() -> None:
@@ -453,7 +455,7 @@ def test_a_command_to_skip_puts_the_request_aside(capsys: pytest.CaptureFixture[
     train(new_model(), 10)
     assert main(["skip", "run", "--steps", "10"]) == 0
     assert not Path("run", "nan.json").exists()
-    assert Path("run", "nan-10", "nan.json").exists()
+    assert Path("run", "nan-10", "request.json").exists()
     with log_lines() as lines:
         assert train(new_model(), None, last_step=12).global_step == 12
     assert ("INFO", "passed over item 4, the one of step 10, because of skip.json") in lines

@@ -79,6 +79,7 @@ class Examination(SessionRunHook):
         self._operations = Operations(self._modules.path, self._is_made)
         self._is_over = session.global_step >= self._step
         self._optimizer_steps = 0
+        self._is_kept = False
         self._gradients: Gradients = {}
         if not self._is_over:
             self._report.broken_at_start = not_finite(_named_state(session))
@@ -93,7 +94,8 @@ class Examination(SessionRunHook):
         if step < self._first:
             return None
         is_last = step >= self._step
-        if is_last and not self._report.has_state:
+        if is_last and not self._is_kept:
+            self._is_kept = True
             self._keep(run_context, step)
         compiled = _uses_compiler(session.model)
         self._begin(run_context, step, compiled, is_last)
@@ -131,9 +133,8 @@ class Examination(SessionRunHook):
             )
             return
         # The step raised an error, as an assertion of the script does. The other ranks may not be there.
-        self._report.origin = self._operations.read or min(
-            self._operations.found, key=lambda origin: origin.number, default=None
-        )
+        self._report.origin = self._operations.read or self._operations.first_alive()
+        self._report.notes.append("The step did not return, so the cause is the first of what was not finite by then.")
         self._report.modules, self._report.kinds = self._modules.calls, self._modules.kinds
         self._report.step = self._session.global_step + 1
         self._report.problem = "the step raised an error"
@@ -213,7 +214,6 @@ class Examination(SessionRunHook):
             self._report.has_state = True
             self._report.batch = _save_batch(run_context, folder)
         except Exception as error:
-            self._report.has_state = True
             self._report.notes.append(f"The state before the step was not saved: {brief(error)}")
 
     def _folder(self, step: int) -> str:
@@ -266,12 +266,10 @@ class Examination(SessionRunHook):
             try:
                 os.makedirs(folder, exist_ok=True)
                 report = write_report(folder, ranks, self._request)
-                path = os.path.join(os.path.dirname(folder), requests.NAME)
-                requests.write_json(os.path.join(folder, requests.NAME), self._request)
-                if (earlier := began_before(report)) is None:
-                    os.remove(path)
-                else:
-                    requests.write_json(path, {**self._request, **earlier})
+                checkpoint_dir, earlier = os.path.dirname(folder), began_before(report)
+                requests.put_aside(checkpoint_dir, self._request)
+                if earlier is not None:
+                    requests.write_json(os.path.join(checkpoint_dir, requests.NAME), {**self._request, **earlier})
             except OSError as error:
                 logger.warning("the report of the autopsy was not written into %s: %s", folder, brief(error))
 

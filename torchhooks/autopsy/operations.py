@@ -125,6 +125,10 @@ class Operations(TorchDispatchMode):
                 found.append(self._origins.get(_memory(tensor)) or self._was_there(None, tensor))
         return min(found, key=lambda origin: origin.number, default=None)
 
+    def first_alive(self) -> Origin | None:
+        """Return the first origin of what is not finite now, as far as it was not replaced."""
+        return min(self._origins.values(), key=lambda origin: origin.number, default=None)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.is_paused:

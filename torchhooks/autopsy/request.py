@@ -27,6 +27,8 @@ from torchhooks.common.random_states import random_states
 from torchhooks.lifecycle.session import Session
 
 NAME = "nan.json"
+ASIDE = "request.json"
+"""Its name in the folder of the report, where it asks for nothing any more."""
 
 Request = dict[str, Any]
 """What ``nan.json`` contains."""
@@ -146,13 +148,13 @@ def _digest_of_code(folder: str) -> str:
     return f"{checksum:08x}"
 
 
-def read(folder: str) -> Request | None:
+def read(folder: str, name: str = NAME) -> Request | None:
     """Return what ``nan.json`` in ``folder`` contains, ``None`` if there is none.
 
     Raises:
         ValueError: it is not what :func:`leave` writes.
     """
-    path = os.path.join(folder, NAME)
+    path = os.path.join(folder, name)
     try:
         with open(path, encoding="utf-8") as file:
             request = json.load(file)
@@ -174,6 +176,14 @@ def write_json(path: str, value: Any) -> None:
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+
+
+def put_aside(folder: str, request: Request) -> None:
+    """Move ``nan.json``, which contains ``request``, into the folder of its report."""
+    aside = folder_of(folder, request["step"])
+    os.makedirs(aside, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # another rank was faster
+        os.replace(os.path.join(folder, NAME), os.path.join(aside, ASIDE))
 
 
 def checkpoint_before(folder: str, step: int) -> Checkpoint | None:

@@ -126,6 +126,9 @@ class NanTensorHook(StandardHook):
     NaN on one rank ends the loop on all of them: with a :class:`torchhooks.PeerError` that names the rank, or by a stop
     whose reason does.
 
+    If the loop has a ``checkpoint_dir``, the hook leaves ``nan.json`` there, and the process that starts next
+    :doc:`finds where the NaN came from </autopsy>`.
+
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers, such as ``"loss"`` or
             :func:`torchhooks.grad_norm`. A single NaN among them is enough.
