@@ -223,6 +223,51 @@ def test_an_error_of_the_step_itself_is_looked_at() -> None:
     assert (report()["origin"]["operation"], report()["origin"]["module"]) == ("aten.sqrt.default", "1")
 
 
+def test_an_interrupt_of_a_run_that_is_watched_is_no_finding() -> None:
+    def interrupt(*_: Any) -> None:
+        if model[1].bad:
+            raise KeyboardInterrupt
+
+    train(new_model(), 10)
+    model = new_model()
+    model.register_forward_pre_hook(interrupt)
+    with log_lines() as lines, pytest.raises(KeyboardInterrupt):
+        train(model, 9)
+    assert ("WARNING", "no autopsy was made: the loop ended at step 8, before step 10") in lines
+    assert Path("run", "nan.json").exists()
+
+
+def test_runs_of_an_accumulation_that_make_no_step_are_watched_too() -> None:
+    """The NaN is in the first of the two runs that step 8 takes, when 7 steps have been made."""
+
+    def script() -> None:
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(inputs: torch.Tensor, number: int) -> torch.Tensor:
+            rooted.bad = number == 14
+            loss: torch.Tensor = model(inputs).square().mean()
+            loss.backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        rooted: Any = model[1]
+        saver = CheckpointSaverHook("run", save_steps=3)
+        arguments: Any = {"checkpoint_dir": "run", "step_unit": "optimizer_step"}
+        with MonitoredLoop(step, model, optimizer, hooks=[NanTensorHook("loss"), saver], **arguments) as loop:
+            for number, inputs in loop.enumerate(torch.ones(30, 8, 4)):
+                loop.run(inputs, number)
+
+    for _ in range(2):
+        with pytest.raises(NanLossDuringTrainingError, match="loss is NaN at step 7"):
+            script()
+    assert (report(7)["origin"]["operation"], report(7)["origin"]["module"]) == ("aten.sqrt.default", "1")
+    assert report(7)["restored_step"] == 6
+    assert report(7)["batch"] == 14
+
+
 def _assert_finite(output: torch.Tensor) -> None:
     assert output.isfinite().all(), "not finite"
 

@@ -126,14 +126,14 @@ class Examination(SessionRunHook):
         self._watch.close()
         if self._is_over or not hasattr(self, "_session"):
             return
-        if not begun:
+        self._report.origin = (self._operations.read or self._operations.first_alive()) if begun else None
+        if self._report.origin is None:
             logger.warning(
                 "no autopsy was made: the loop ended at step %d, before step %d",
                 *(self._session.global_step, self._step),
             )
             return
         # The step raised an error, as an assertion of the script does. The other ranks may not be there.
-        self._report.origin = self._operations.read or self._operations.first_alive()
         self._report.notes.append("The step did not return, so the cause is the first of what was not finite by then.")
         self._report.modules, self._report.kinds = self._modules.calls, self._modules.kinds
         self._report.step = self._session.global_step + 1
