@@ -126,6 +126,9 @@ class NanTensorHook(StandardHook):
     NaN on one rank ends the loop on all of them: with a :class:`torchhooks.PeerError` that names the rank, or by a stop
     whose reason does.
 
+    If the loop has a ``checkpoint_dir``, the hook leaves ``nan.json`` there, and the process that starts next
+    :doc:`finds where the NaN came from </autopsy>`.
+
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers, such as ``"loss"`` or
             :func:`torchhooks.grad_norm`. A single NaN among them is enough.
@@ -155,6 +158,7 @@ class NanTensorHook(StandardHook):
         if max_lag_steps is not None:
             whole_number(max_lag_steps, "max_lag_steps", 0)
         self._max_lag_steps = max_lag_steps
+        self._also_inf = also_inf
         self._check = _NonFiniteCheck(loss_tensor, also_inf)
         self._request = SessionRunArgs(self._check)
         self._findings = itertools.count()  # never restarts: a late callback must not report on another run
@@ -194,6 +198,16 @@ class NanTensorHook(StandardHook):
     def next_due(self) -> Due | None:
         return None if self._joins_every_run else Due(when=self._needs_check)
 
+    @property
+    def examined(self) -> Any:
+        """The fetch that an autopsy looks at."""
+        return self._loss_tensor
+
+    def why_examined(self, step: int, value: Any) -> str | None:
+        """Return what is wrong with ``value``, which is on the host, for an autopsy."""
+        found = _NonFiniteCheck(self._loss_tensor, self._also_inf).compose(value)
+        return None if found is None else self._problem([(step, found)])
+
     def _needs_check(self, outputs: Any) -> bool:
         """Return whether to join the run with these ``outputs``: not if the value in them is a finite number."""
         name, value = self._loss_tensor, outputs  # called after every step, so the usual "loss" has a fast path
@@ -232,6 +246,10 @@ class NanTensorHook(StandardHook):
         if message is None or self._message is not None:
             return
         self._message = message
+        # Not imported before there is a NaN.
+        from torchhooks.autopsy.request import leave
+
+        leave(run_context.session, finding[0], message, self, run_context.inputs())
         if self._fail_on_nan_loss:
             logger.error("%s: training fails", message)
             raise NanLossDuringTrainingError(

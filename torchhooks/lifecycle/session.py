@@ -144,6 +144,8 @@ class Session:
         """Whether this session began with a checkpoint."""
         self.saved_step: int | None = None
         """The step of the checkpoint that a CheckpointSaverHook saved last; ``None`` if there is none."""
+        self.examined_step: int | None = None
+        """The step of which an autopsy has been made in this session."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -160,6 +162,12 @@ class Session:
     @global_step.setter
     def global_step(self, step: int) -> None:
         self._progress.set_step(step)
+
+    @property
+    def outputs(self) -> Any:
+        """What the step returned in the last run; ``None`` before the first one."""
+        outputs = self._progress.outputs
+        return None if outputs is NO_OUTPUTS else outputs
 
     def finish_epoch(self) -> None:
         """Make the calls of an epoch that the body left by ``break``, and all pending ``when_ready`` calls.

@@ -21,8 +21,11 @@ from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
+from torchhooks.position.passing import NAME as SKIPS
+from torchhooks.position.passing import Steps, read_skips
 from torchhooks.ranks.ranks import Ranks, checked_ranks
 
+_STOP_BEFORE = "TORCHHOOKS_STOP_BEFORE"
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
 
 
@@ -55,6 +58,7 @@ class LoopArguments:
         hook_costs: bool,
         metadata: Mapping[str, Any] | None,
         ranks: Ranks | Literal[False] | None,
+        stop_before: int | None,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, step_unit)
@@ -94,6 +98,38 @@ class LoopArguments:
         folders = (hook.checkpoint_dir for hook in savers if hasattr(hook, "checkpoint_dir"))
         self.saved_to: str | None = next(folders, None)
         """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
+        self.skips = checked_skips(self.checkpoint_dir, step_unit)
+        """The runs whose items are passed over."""
+        self._plan_autopsy(stop_before)
+
+    def _plan_autopsy(self, stop_before: Any) -> None:
+        """Begin with what the last process that trained here has asked for, which is usually nothing.
+
+        ``stop_before`` is the step before which to call ``breakpoint()``, for which there is no autopsy.
+        """
+        folder, given, name = self.checkpoint_dir, stop_before, "stop_before"
+        if given is None and (said := os.environ.get(_STOP_BEFORE)) is not None:
+            given, name = int(said) if said.isdecimal() else said, _STOP_BEFORE
+        step = None if given is None else whole_number(given, name, 1)
+        if step is None and (folder is None or not os.path.exists(os.path.join(folder, "nan.json"))):
+            return
+        # Not imported before there is a NaN.
+        from torchhooks.autopsy.planning import plan
+
+        planned = plan(folder, self.checkpoint, self.hooks, bool(self.steps_per_run), step)
+        if planned is not None:
+            self.hooks, self.checkpoint = (planned.hook, *self.hooks), planned.checkpoint
+
+
+def checked_skips(folder: str | None, step_unit: str) -> list[Steps]:
+    """Return which runs ``skip.json`` in ``folder`` names, which usually does not exist."""
+    skips = [] if folder is None or not os.path.exists(os.path.join(folder, SKIPS)) else read_skips(folder)
+    if skips and step_unit != "run":
+        raise ValueError(
+            f"step_unit={step_unit!r}: {SKIPS} in {folder} names runs by their steps, of which each run has to make "
+            'one: use step_unit="run", or remove the file'
+        )
+    return skips
 
 
 def checked_place(checkpoint_dir: Any) -> tuple[str | None, str | None]:

@@ -68,8 +68,9 @@ class MonitoredLoop(Generic[R]):
         state: further objects with ``state_dict`` and ``load_state_dict`` to save and restore, by name.
         step_unit: what one global step is: ``"run"``, a run whose step returned, or ``"optimizer_step"``, a completed
             ``optimizer.step()``, so that one run counts zero, one or several.
-        checkpoint_dir: the folder whose newest undamaged checkpoint is restored, here and when recovering. The loop
-            does not write to it: a :class:`torchhooks.CheckpointSaverHook` does. A checkpoint, such as
+        checkpoint_dir: the folder whose newest undamaged checkpoint is restored, here and when recovering. A
+            :class:`torchhooks.CheckpointSaverHook` writes the checkpoints. If the last process ended with a NaN, the
+            loop looks for :doc:`its cause </autopsy>` there. A checkpoint, such as
             ``"run/model.ckpt-600"``, is restored itself. A recovery then restores the newest one that was saved since.
         recoverable_errors: exceptions, of a run or a background thread, after which the loop restores the newest
             checkpoint and makes the failed run again. Without a checkpoint to restore, they propagate.
@@ -84,6 +85,9 @@ class MonitoredLoop(Generic[R]):
         ranks: the processes that train together. ``None`` means the ranks of ``torch.distributed``, if it is
             initialized; False means this process alone. A :class:`torchhooks.Ranks` sets periods. With several ranks,
             each creates the same loop, all make the same last run, and if one fails, the others raise a PeerError.
+        stop_before: call ``breakpoint()`` before the run that makes this global step, of several ranks on the chief.
+            The loop begins with the newest checkpoint before it. By default, what the environment variable
+            ``TORCHHOOKS_STOP_BEFORE`` says, so that a script need not be changed for it.
 
     Raises:
         TypeError, ValueError: an item of ``hooks`` is not a hook, or another argument is not valid.
@@ -113,6 +117,7 @@ class MonitoredLoop(Generic[R]):
         hook_costs: bool = False,
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
+        stop_before: int | None = None,
     ) -> None:
         arguments = LoopArguments(
             step=step,
@@ -132,6 +137,7 @@ class MonitoredLoop(Generic[R]):
             hook_costs=hook_costs,
             metadata=metadata,
             ranks=ranks,
+            stop_before=stop_before,
         )
         self._parts = parts = LoopParts(arguments)
         # What an idle run looks at, so that it finds it with one lookup.

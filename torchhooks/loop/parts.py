@@ -16,6 +16,7 @@ from torchhooks.loop.peers import Peers
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.session_creator import SessionCreator
 from torchhooks.position.items import Items
+from torchhooks.position.passing import Passing
 from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits
 
@@ -32,7 +33,8 @@ class LoopParts:
         self.peers = Peers(ranks, schedule, self.ending) if ranks.size > 1 else None
         self.recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
         self.costs = HookCosts(schedule, self.readback) if arguments.hook_costs else None
-        position, waits = Position(schedule, arguments.state, arguments.step.function), DataWaits()
+        passing = None if not arguments.skips else Passing(arguments.skips, lambda: schedule.progress.global_step)
+        position, waits = Position(schedule, arguments.state, arguments.step.function, passing), DataWaits()
         self.items = Items(lambda: position.depth)
         saves = arguments.checkpoint_dir is not None or arguments.has_saver
         watched = optimizer if saves and hasattr(optimizer, "register_step_post_hook") else None

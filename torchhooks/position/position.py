@@ -6,7 +6,8 @@ Each ``until_stop`` has a :class:`Place`. The open ones, outermost first, are th
 * ``"path"``: the :class:`Entry` of each place, outermost first: how many items it has taken, its :class:`State`, which
   says whether the last of them is done, and the random states with which it was started;
 * ``"loaders"``: by depth and number, the state of a loader: the states of its generators, and its ``state_dict()``;
-* ``"epochs"``: how many have ended in the whole training run, and whether one is in progress.
+* ``"epochs"``: how many have ended in the whole training run, and whether one is in progress;
+* ``"passed_over"``: how many items were passed over: see :mod:`torchhooks.position.passing`.
 
 A checkpoint is usually taken between two items, when the last one is done, however many runs it took. A checkpoint that
 is taken within an item cannot know how many runs are left in it. Such an item counts as done if exactly one run was
@@ -26,6 +27,7 @@ from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened
 from torchhooks.position.loaders import Loaders
+from torchhooks.position.passing import Passing
 from torchhooks.position.place import Entry, Place, Saved, State
 from torchhooks.position.resuming import (
     VARIABLES,
@@ -55,11 +57,19 @@ class Position:
         schedule: counts the runs.
         state: what else is in the loop's checkpoints.
         step: the step function of the loop.
+        passing: the items to pass over, if there are any.
     """
 
-    def __init__(self, schedule: RunCounter, state: Mapping[str, Stateful], step: object = None) -> None:
+    def __init__(
+        self,
+        schedule: RunCounter,
+        state: Mapping[str, Stateful],
+        step: object = None,
+        passing: Passing | None = None,
+    ) -> None:
         self._schedule = schedule
         self._step = step
+        self._passing = passing
         self._loaders = Loaders(state)
         self._root = Place(None, None, 0)
         self._root.state = State.LEFT  # there is no outer loop that would continue after the outermost until_stop
@@ -72,6 +82,7 @@ class Position:
         self._warned = False  # of places that are not inside of each other
         # From the restored checkpoint:
         self._path: list[Entry] = []
+        self._passed_over: dict[str, int] = {}
         self._random: Saved | None = None  # None if it was saved by another number of ranks
         self._undoing: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
@@ -98,6 +109,11 @@ class Position:
         """The index of the current item of the innermost loop; ``None`` if none is open, or an inner one has ended."""
         place = self._innermost
         return None if place is self._root or place.nests else place.taken - 1
+
+    @property
+    def current_item(self) -> Any:
+        """The item of the innermost loop whose body is running; ``None`` if there is none."""
+        return self._innermost.current_item
 
     @property
     def epoch_items(self) -> tuple[int, int | None] | None:
@@ -204,7 +220,8 @@ class Position:
         is_over = plan.reminds or (plan.way is Way.NOTHING and place.depth == 1)
         if plan.continues and not is_over:
             self._warn_of_carried(place, iterable)
-        return self._carry_out(plan, place, iterable, saved if resume else {}, halted)
+        items = self._carry_out(plan, place, iterable, saved if resume else {}, halted)
+        return items if self._passing is None else self._passing.over(items, place)
 
     def _warn_of_carried(self, place: Place, iterable: Iterable[Any]) -> None:
         """Log a warning if the script's loop over ``place`` carries something from item to item, once for each name."""
@@ -291,6 +308,7 @@ class Position:
             "path": [entry.to_save() for entry in path],
             "loaders": self._loaders.state_dict(current),
             "epochs": {"ended": self._epochs_ended, "in_progress": self._is_in_epoch},
+            "passed_over": self._passed_over if self._passing is None else dict(self._passing.done),
         }
 
     def load_state_dict(
@@ -312,6 +330,9 @@ class Position:
         self._loaders.load_state_dict({} if state is None else state["loaders"])
         self._epochs_ended = 0 if state is None else state["epochs"]["ended"]
         self._is_in_epoch = state is not None and state["epochs"]["in_progress"]
+        self._passed_over = {} if state is None else state.get("passed_over", {})
+        if self._passing is not None:
+            self._passing.load(self._passed_over, len(self._path))
         self._random = random
         self._undoing = undoing
 

@@ -1,0 +1,507 @@
+"""An autopsy of compiled models, several ranks, spikes and errors of the step; the commands, and the debugger."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.rank_processes import run_ranks
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchhooks import (
+    CheckpointSaverHook,
+    EvaluationHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    MonitoredTrainingLoop,
+    NanLossDuringTrainingError,
+    NanTensorHook,
+    PeerError,
+    StopAtStepHook,
+    StopIfHigherHook,
+    grad_norm,
+    list_checkpoints,
+)
+from torchhooks.__main__ import main
+from torchhooks.fetches.modules import attributes
+from torchhooks.testing import FakeDevice, log_lines
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Rooted(nn.Module):
+    """Takes the root of a negative number in the call in which it is told to."""
+
+    bad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * ((0 * x).sum() - 1).sqrt() if self.bad else x
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model.insert(1, Rooted())
+    return model
+
+
+def train(
+    model: Any,
+    bad_at: int | None,
+    hooks: Any = None,
+    last_step: int = 20,
+    rooted: Any = None,
+    loop_arguments: Any = None,
+    parts: tuple[Any, ...] | None = None,
+) -> Any:
+    """Train, with a NaN at a step; return the loop, or the error."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inner: Any = rooted if rooted is not None else next(each for each in model.modules() if isinstance(each, Rooted))
+
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        inner.bad = loop.global_step + 1 == bad_at
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    given = [NanTensorHook("loss")] if hooks is None else hooks
+    data = [torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    saving = [StopAtStepHook(last_step=last_step), CheckpointSaverHook("run", save_steps=4)]
+    arguments = {"checkpoint_dir": "run", **(loop_arguments or {})}
+    try:
+        with MonitoredLoop(step, model, optimizer, hooks=[*given, *saving], **arguments) as loop:
+            for _ in loop.until_stop(range(4)):
+                for batch in loop.until_stop(data):
+                    loop.run(batch)
+    except (NanLossDuringTrainingError, PeerError) as error:
+        return error
+    return loop
+
+
+def report(step: int = 10) -> dict[str, Any]:
+    return json.loads(Path("run", f"nan-{step}", "report.json").read_text())  # type: ignore[no-any-return]
+
+
+def test_a_hook_that_stops_instead_of_failing_has_its_autopsy_too() -> None:
+    hooks = [NanTensorHook("loss", fail_on_nan_loss=False)]
+    assert train(new_model(), 10, hooks).stop_reason == "NanTensorHook: loss is NaN at step 10"
+    hooks = [NanTensorHook("loss", fail_on_nan_loss=False)]
+    assert train(new_model(), 10, hooks).stop_reason == "NanTensorHook: loss is NaN at step 10"
+    assert (report()["origin"]["operation"], report()["origin"]["module"]) == ("aten.sqrt.default", "1")
+
+
+@pytest.fixture
+def _forgets_compilations() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+    sys.modules["torch._dynamo.utils"].counters.clear()
+
+
+@pytest.mark.usefixtures("_forgets_compilations")
+def test_compiled_code_is_run_in_eager_mode_and_the_report_says_so() -> None:
+    for _ in range(2):
+        torch.compiler.reset()
+        model = new_model()
+        assert isinstance(
+            train(torch.compile(model, backend="aot_eager"), 10, rooted=model[1]), NanLossDuringTrainingError
+        )
+    found = report()
+    assert found["eager"]
+    assert (found["origin"]["operation"], found["origin"]["module"]) == ("aten.sqrt.default", "1")
+    assert [each["path"] for each in found["modules"]] == ["0", "1", "2", ""]
+    assert "This run was made in eager mode, without torch.compile, and shows the same." in found["lines"]
+
+
+def test_an_evaluation_and_hooks_at_the_end_of_an_epoch_in_between() -> None:
+    calls = []
+
+    def evaluate() -> dict[str, float]:
+        calls.append(0)
+        return {"noise": torch.rand(()).item()}
+
+    def hooks() -> list[Any]:
+        evaluation = EvaluationHook(evaluate, every_n_epochs=1)
+        return [
+            NanTensorHook(lambda loss: loss.log()),
+            evaluation,
+            LoggingTensorHook(["loss"], every_n_epochs=1),
+            LoggingTensorHook({"norm": grad_norm()}, every_n_iter=1),
+        ]
+
+    for _ in range(2):
+        assert isinstance(train(new_model(), 10, hooks()), NanLossDuringTrainingError)
+    assert report()["origin"]["operation"] == "aten.sqrt.default"
+    assert report()["digests"] == report()["request"]["digests"]
+
+
+def test_a_fetch_that_makes_the_nan_is_named() -> None:
+    for _ in range(2):
+        assert isinstance(train(new_model(), None, [NanTensorHook(the_fetch)]), NanLossDuringTrainingError)
+    origin = report(1)["origin"]
+    assert (origin["phase"], origin["operation"]) == ("after", "aten.log.default")
+    assert origin["source"]["text"] == "return (loss - 100).log()"
+
+
+def the_fetch(loss: torch.Tensor) -> torch.Tensor:
+    return (loss - 100).log()
+
+
+def test_the_newest_checkpoint_may_come_after_the_nan(tmp_path: Path) -> None:
+    train(new_model(), None, [])
+    os.rename("run", "other")
+    train(new_model(), 10)
+    os.rename("other/model.ckpt-12", "run/model.ckpt-12")
+    with log_lines() as lines:
+        train(new_model(), 10)
+    assert ("INFO", "restored step 8 from run/model.ckpt-8") in lines
+    assert report()["came_back"]
+
+
+def test_no_checkpoint_before_the_nan_is_said() -> None:
+    train(new_model(), 10)
+    for checkpoint in list_checkpoints("run"):
+        os.rename(checkpoint.path, f"{checkpoint.name}")
+    os.rename("model.ckpt-8", "run/model.ckpt-8")
+    request = json.loads(Path("run/nan.json").read_text())
+    Path("run/nan.json").write_text(json.dumps({**request, "step": 3}))
+    with log_lines() as lines:
+        train(new_model(), None)
+    assert [text for level, text in lines if level == "WARNING"] == [
+        "no autopsy of step 3, about which nan.json is: run has no checkpoint before it to begin with"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_text("{"), "no autopsy: "),
+        (lambda path: path.write_text("{}"), "is not what torchhooks writes: remove it"),
+        (
+            lambda path: path.write_text(path.read_text().replace("NanTensorHook('loss')", "NanTensorHook('other')")),
+            "nan.json is from NanTensorHook('other'), which the loop does not have",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_followed_is_said(damage: Any, message: str) -> None:
+    train(new_model(), 10)
+    damage(Path("run", "nan.json"))
+    with log_lines() as lines:
+        assert train(new_model(), None).global_step == 20
+    assert message in "\n".join(text for level, text in lines if level == "WARNING")
+
+
+def test_a_loop_that_ends_before_the_step_says_that_there_was_no_autopsy() -> None:
+    train(new_model(), 10)
+    with log_lines() as lines:
+        train(new_model(), 10, last_step=9)
+    assert ("WARNING", "no autopsy was made: the loop ended at step 9, before step 10") in lines
+    assert Path("run", "nan.json").exists()
+
+
+def test_an_error_of_the_step_itself_is_looked_at() -> None:
+    train(new_model(), 10)
+    model = new_model()
+    model[2].register_forward_hook(lambda _module, _inputs, output: _assert_finite(output))
+    with pytest.raises(AssertionError, match="not finite"):
+        train(model, 10)
+    assert report()["problem"] == "the step raised an error"
+    assert (report()["origin"]["operation"], report()["origin"]["module"]) == ("aten.sqrt.default", "1")
+
+
+def test_an_interrupt_of_a_run_that_is_watched_is_no_finding() -> None:
+    def interrupt(*_: Any) -> None:
+        if model[1].bad:
+            raise KeyboardInterrupt
+
+    train(new_model(), 10)
+    model = new_model()
+    model.register_forward_pre_hook(interrupt)
+    with log_lines() as lines, pytest.raises(KeyboardInterrupt):
+        train(model, 9)
+    assert ("WARNING", "no autopsy was made: the loop ended at step 8, before step 10") in lines
+    assert Path("run", "nan.json").exists()
+
+
+def test_runs_of_an_accumulation_that_make_no_step_are_watched_too() -> None:
+    """The NaN is in the first of the two runs that step 8 takes, when 7 steps have been made."""
+
+    def script() -> None:
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(inputs: torch.Tensor, number: int) -> torch.Tensor:
+            rooted.bad = number == 14
+            loss: torch.Tensor = model(inputs).square().mean()
+            loss.backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        rooted: Any = model[1]
+        saver = CheckpointSaverHook("run", save_steps=3)
+        arguments: Any = {"checkpoint_dir": "run", "step_unit": "optimizer_step"}
+        with MonitoredLoop(step, model, optimizer, hooks=[NanTensorHook("loss"), saver], **arguments) as loop:
+            for number, inputs in loop.enumerate(torch.ones(30, 8, 4)):
+                loop.run(inputs, number)
+
+    for _ in range(2):
+        with pytest.raises(NanLossDuringTrainingError, match="loss is NaN at step 7"):
+            script()
+    assert (report(7)["origin"]["operation"], report(7)["origin"]["module"]) == ("aten.sqrt.default", "1")
+    assert report(7)["restored_step"] == 6
+    assert report(7)["batch"] == 14
+
+
+def _assert_finite(output: torch.Tensor) -> None:
+    assert output.isfinite().all(), "not finite"
+
+
+def test_nothing_is_left_on_the_model_after_an_autopsy() -> None:
+    train(new_model(), 10)
+    model = new_model()
+    train(model, 10)
+    kinds = ("_forward_hooks", "_forward_pre_hooks")
+    assert not any(attributes(each)[kind] for each in model.modules() for kind in kinds)
+
+
+def test_the_state_before_the_step_and_the_batch_make_the_nan_again() -> None:
+    train(new_model(), 10)
+    train(new_model(), 10)
+    assert torch.load("run/nan-10/batch.pt")["inputs"].shape == (8, 4)
+    folder = "run/nan-10/model.ckpt-9"
+    Path("run/nan-10/report.md").unlink()
+    assert isinstance(train(new_model(), 10, loop_arguments={"checkpoint_dir": folder}), NanLossDuringTrainingError)
+    assert train(new_model(), None, [], 10, loop_arguments={"checkpoint_dir": folder}).global_step == 10
+    assert not list(Path("run/nan-10").glob("**/report.md"))
+
+
+def test_a_spike_is_looked_at_where_it_is_asked_for() -> None:
+    def hooks() -> list[Any]:
+        return [StopIfHigherHook(grad_norm(), 50.0, autopsy=True)]
+
+    class Spiking(Rooted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (100 if self.bad else 1)
+
+    for _ in range(2):
+        model = new_model()
+        model[1] = Spiking()
+        loop = train(model, 10, hooks())
+        assert loop.global_step == 10
+    found = report()
+    assert found["request"]["kind"] == "spike"
+    assert found["lines"][0].startswith("autopsy of step 10: At step 10, metric ")
+    assert re.fullmatch(
+        r"Largest outputs, from the median of the runs before to this one: 1 \(Spiking\) .* -> .*, 2 \(Linear\) .*",
+        found["lines"][1],
+    )
+    assert "Largest gradients" in found["lines"][2]
+    assert not Path("run", "nan.json").exists()
+
+
+def test_a_spike_is_not_looked_at_otherwise() -> None:
+    train(new_model(), None, [StopIfHigherHook("loss", -1.0)])
+    assert not Path("run", "nan.json").exists()
+    evaluation = EvaluationHook(lambda: {"accuracy": 1.0}, every_n_steps=1)
+    with pytest.raises(ValueError, match="a result of an EvaluationHook is not that of one run"):
+        StopIfHigherHook(evaluation["accuracy"], 0.5, autopsy=True)
+
+
+# -- commands and the debugger ----------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_the_request_and_then_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkdir("run")
+    assert main(["nan", "run"]) == 1
+    assert "run has neither nan.json nor a report" in capsys.readouterr().err
+    train(new_model(), 10)
+    assert main(["nan", "run"]) == 0
+    assert "loss is NaN at step 10. Start the script again to find out" in capsys.readouterr().out
+    train(new_model(), 10)
+    assert main(["nan", "run"]) == 0
+    assert capsys.readouterr().out == Path("run/nan-10/report.md").read_text()
+
+
+def test_the_command_prints_how_to_stop_before_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    train(new_model(), 10)
+    assert main(["replay", "run", "--step", "10"]) == 0
+    command, where, begins = capsys.readouterr().out.splitlines()
+    assert command.startswith("TORCHHOOKS_STOP_BEFORE=10 ")
+    assert where.startswith(f"Run this in {os.getcwd()}. ")
+    assert begins == "It begins with run/model.ckpt-8, and makes the runs up to there."
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_the_loop_stops_before_the_step_with_the_state_in_variables(
+    by_variable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(new_model(), 10)
+    stopped: list[Any] = []
+
+    def note() -> None:
+        names = inspect.stack()[1].frame.f_locals
+        stopped.append((names["session"].global_step, names["model"], list(names["inputs"])))
+
+    monkeypatch.setattr(sys, "breakpointhook", note)
+    arguments = {} if by_variable else {"stop_before": 7}
+    if by_variable:
+        monkeypatch.setenv("TORCHHOOKS_STOP_BEFORE", "7")
+    model = new_model()
+    with log_lines() as lines:
+        train(model, 10, loop_arguments=arguments)
+    assert ("INFO", "restored step 4 from run/model.ckpt-4") in lines
+    assert stopped == [(6, model, ["inputs"])]
+
+
+def test_a_step_to_stop_before_has_to_be_a_number_that_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(new_model(), None, [], 8)
+    with log_lines() as lines:
+        train(new_model(), None, [], 12, loop_arguments={"stop_before": 3, "checkpoint_dir": "run/model.ckpt-4"})
+    assert "stop_before=3: the loop begins at step 4" in "\n".join(text for _, text in lines)
+    monkeypatch.setenv("TORCHHOOKS_STOP_BEFORE", "soon")
+    with pytest.raises(ValueError, match="TORCHHOOKS_STOP_BEFORE='soon': must be a whole number, 1 or more"):
+        MonitoredLoop(print)
+
+
+def test_nothing_of_the_autopsy_is_imported_without_a_nan() -> None:
+    program = """
+import sys, torch
+from torchhooks import CheckpointSaverHook, MonitoredLoop, NanTensorHook
+model = torch.nn.Linear(1, 1)
+hooks = [NanTensorHook("loss"), CheckpointSaverHook("run", save_steps=2)]
+for _ in range(2):
+    with MonitoredLoop(lambda x: model(x).mean(), model, hooks=hooks, checkpoint_dir="run") as loop:
+        for x in loop.until_stop([torch.ones(1)] * 5):
+            loop.run(x)
+print([name for name in sys.modules if name.startswith("torchhooks.autopsy")])
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def _train_rank(rank: int, folder: str, kind: str) -> str:
+    os.chdir(folder)
+    model: Any = new_model()
+    rooted = model[1]
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        for layer in (model[0], model[2]):
+            fully_shard(layer)
+        fully_shard(model)
+    return repr(train(model, 10 if rank == 1 else None, rooted=rooted))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_every_rank_replays_and_the_report_names_the_rank(kind: str, tmp_path: Path) -> None:
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ended = run_ranks(folder, 2, _train_rank, str(tmp_path), kind)
+        assert [each.code for each in ended] == [0, 0], "\n".join(each.output for each in ended)
+    found = report()
+    assert found["rank"] == 1
+    assert "(rank 1 of 2)" in found["lines"][0]
+    assert (found["origin"]["operation"], found["origin"]["module"]) == ("aten.sqrt.default", "1")
+    assert [each["rank"] for each in found["ranks"]] == [0, 1]
+    if kind == "fsdp":
+        assert found["parameters"]["parameter 0.weight"]["shape"] == [4, 4]
+        assert found["parameters"]["parameter 0.weight"]["part"] == [2, 4]
+
+
+@pytest.mark.usefixtures("_forgets_compilations")
+def test_what_compiled_code_broke_before_is_looked_at_by_the_third_process() -> None:
+    """A weight becomes NaN in step 9, of which only the last run before the NaN is not compiled."""
+
+    class Breaking(Rooted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    def breaks(model: Any) -> Any:
+        def step(*_: Any) -> None:
+            if model[1].bad:
+                model[0].weight.grad.fill_(float("nan"))
+
+        return step
+
+    for _ in range(3):
+        torch.compiler.reset()
+        model = new_model()
+        model[1] = Breaking()
+        hook = register_optimizer_step_pre_hook(breaks(model))
+        assert isinstance(train(torch.compile(model, backend="aot_eager"), 7, rooted=model[1]), Exception)
+        hook.remove()
+    assert report(8)["origin"]["tensor"] == "parameter 0.weight"
+    assert "Start the script again to look at step 7 in the same way." in report(8)["lines"]
+    assert report(7)["origin"]["operation"] == "aten.fill_.Scalar"
+
+
+def test_a_nan_that_is_noticed_some_runs_later_is_looked_at_in_its_own_run() -> None:
+    """On a device, the hook notices the NaN when its value has been read."""
+    with FakeDevice(lag=3):
+        error = train(new_model(), 10)
+        assert "loss is NaN at step 10" in str(error)
+        request = json.loads(Path("run", "nan.json").read_text())
+        assert (request["step"], request["noticed_at"], request["checkpoint"]) == (10, 12, 8)
+        train(new_model(), 10)
+    assert (report()["origin"]["operation"], report()["origin"]["step"]) == ("aten.sqrt.default", 10)
+    assert report()["digests"]["input inputs"] == request["digests"]["input inputs"]
+    assert not Path("run", "nan.json").exists()
+
+
+def test_the_default_hooks_of_a_training_loop() -> None:
+    def script() -> None:
+        model: Any = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(inputs: torch.Tensor) -> torch.Tensor:
+            model[1].bad = loop.global_step == 9
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        arguments: Any = {"save_checkpoint_steps": 4, "save_summaries_steps": 1, "hooks": [NanTensorHook("loss")]}
+        with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run", **arguments) as loop:
+            for inputs in loop.until_stop(torch.ones(20, 8, 4)):
+                loop.run(inputs)
+
+    for _ in range(2):
+        with pytest.raises(NanLossDuringTrainingError):
+            script()
+    assert report()["origin"]["module"] == "1"
+
+
+def test_a_command_to_skip_puts_the_request_aside(capsys: pytest.CaptureFixture[str]) -> None:
+    train(new_model(), 10)
+    assert main(["skip", "run", "--steps", "10"]) == 0
+    assert not Path("run", "nan.json").exists()
+    assert Path("run", "nan-10", "request.json").exists()
+    with log_lines() as lines:
+        assert train(new_model(), None, last_step=12).global_step == 12
+    assert ("INFO", "passed over item 4, the one of step 10, because of skip.json") in lines
+    assert not Path("run", "nan-10", "report.json").exists()
