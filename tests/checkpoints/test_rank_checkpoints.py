@@ -1217,7 +1217,8 @@ def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_sam
     assert [each.code for each in ended] == [0, 0], ended
     assert [each.value for each in ended] == uninterrupted_fsdp
     left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
-    assert left == [f"model.ckpt-{step}" for step in (14, 16, 18)]
+    # The save of step 16 waits for the next step of the optimizer, because gradients have not been reduced.
+    assert left == [f"model.ckpt-{step}" for step in (12, 14, 18)]
     assert sorted(os.listdir(f"{run}/model.ckpt-18")) == [
         *(".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "rank-1.pt", "state.pt")
     ]

@@ -207,6 +207,6 @@ def checkpoint_before(folder: str, step: int) -> Checkpoint | None:
 
 def _is_finite(path: str) -> bool:
     """Return whether the model in the checkpoint at ``path`` is finite, as far as it is in one file."""
-    if "model" not in (saved := load_file(path, mmap=True) if os.listdir(path).count(STATE) else {}):
+    if "model" not in (saved := load_file(path) if os.listdir(path).count(STATE) else {}):
         return True
     return all(is_finite(each) for each in tensors_in(saved["model"]) if has_numbers(each))
