@@ -43,7 +43,16 @@ from torchhooks.common.errors import (
     TorchHooksError,
 )
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.timers import AtSteps, Due, EveryEpochs, EverySteps, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.common.timers import (
+    AtSteps,
+    Due,
+    EveryEpochs,
+    EverySteps,
+    NeverTriggerTimer,
+    OnFile,
+    OnSignal,
+    SecondOrStepTimer,
+)
 from torchhooks.fetches.accumulated import latest, running_max, running_mean, running_min, running_sum
 from torchhooks.fetches.norms import grad_norm, param_norm
 from torchhooks.fetches.over_ranks import over_ranks
@@ -127,6 +136,8 @@ __all__ = [
     "NanTensorHook",
     "NeverTriggerTimer",
     "NoRunYetError",
+    "OnFile",
+    "OnSignal",
     "PeerError",
     "ProfilerHook",
     "ProgressBarHook",

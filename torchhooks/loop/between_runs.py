@@ -75,6 +75,8 @@ class BetweenRuns:
             self._awaits_success = False
             self._recovery.run_went_well()
         self._ending.notice()
+        if schedule.is_asked:
+            schedule.take_requests()
         if self._sessions.coord.should_stop():
             schedule.set_pending()
         if self._peers is not None:

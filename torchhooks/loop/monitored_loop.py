@@ -493,6 +493,8 @@ class MonitoredLoop(Generic[R]):
         elif arguments.ranks.may_be_late:
             self._schedule.set_pending()  # so that the end of the first run looks for a newer process group
         for scheduled in self._schedule.all_hooks:
+            schedule.requests.wait_for(scheduled.requests)
+        for scheduled in self._schedule.all_hooks:
             self._begun += 1
             self._sessions.call(scheduled, "begin", scheduled.hook.begin)
         if not self._steps_per_run:
@@ -529,6 +531,7 @@ class MonitoredLoop(Generic[R]):
             ending.void_run()
             logged = ending.log_before_delivery(error, attempt.errors)
         finally:  # also after an interrupt between two of the calls
+            self._schedule.requests.close()
             attempt(self._parts.signals.restore)
         if error is None:
             attempt.raise_errors("several errors while the loop was closed")

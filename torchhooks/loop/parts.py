@@ -44,7 +44,7 @@ class LoopParts:
 def build(arguments: LoopArguments) -> LoopParts:
     """Build the parts of a loop. No hook is called, and nothing is started."""
     ranks, optimizer = arguments.ranks, arguments.optimizer
-    schedule = Schedule(arguments.hooks, ranks, arguments.chief_only)
+    schedule = Schedule(arguments.hooks, ranks, arguments.chief_only, [each.name for each in arguments.signals])
     readback = Readback(schedule.set_pending)
     signals = SignalWatch(arguments.signals, schedule.set_pending)
     ending = Ending(signals, schedule.set_pending)
