@@ -1,4 +1,4 @@
-"""The command ``python -m torchhooks checkpoints PATH``: lists checkpoints, verifies them, and exports the weights."""
+"""The command ``python -m torchhooks``: what is in a folder of checkpoints, and how the training run there is doing."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchhooks.checkpoints.files import Checkpoint, inspect, is_checkpoint, ver
 from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
 from torchhooks.checkpoints.sharded import canonical
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
+from torchhooks.elsewhere.commands import add_commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,9 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="write the state_dict() of the model in the newest undamaged checkpoint, with the names of the bare model",
     )
+    command.set_defaults(call=lambda given: _checkpoints(given.path, given.export))
+    add_commands(commands)
     given = parser.parse_args(arguments)
     try:
-        return _checkpoints(given.path, given.export)
+        return int(given.call(given))
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

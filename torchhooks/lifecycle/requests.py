@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 
 from torchhooks.common.log import logger
@@ -24,10 +26,13 @@ class Requests:
 
     def __init__(self, arrive: Callable[[str], object], stopping: Iterable[str] = ()) -> None:
         self._arrive = arrive
+        self.every_look: Callable[[], object] = bool
+        """Called each time that the thread has looked for files."""
         self._stopping = frozenset(stopping)
         self._watched: set[str] = set()
         self._watches: list[_RequestWatch] = []
-        self._files: list[str] = []  # replaced, and never changed: the thread that looks has the old or the new one
+        # By path, what to call. Replaced, and never changed: the thread that looks has the old or the new one.
+        self._files: dict[str, Callable[[str], object]] = {}
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -42,9 +47,7 @@ class Requests:
                 continue
             self._watched.add(request)
             if os.path.isabs(request):
-                self._files = [*self._files, request]
-                self._look_for(request)  # so that it is certain when a file counts that is there already
-                self._start()
+                self.wait_for_file(request, self._arrive)
             elif request in self._stopping:
                 raise ValueError(
                     f"OnSignal({request!r}): {request} stops this loop, because its signals=... has it: give one of "
@@ -54,25 +57,29 @@ class Requests:
                 self._watches.append(_RequestWatch(request, self._arrive))
                 self._watches[-1].install()
 
+    def wait_for_file(self, path: str, call: Callable[[str], object]) -> None:
+        """Call ``call(path)`` whenever a file appears at the absolute ``path``, or now if there is one."""
+        self._files = {**self._files, path: call}
+        self._look_for(path, call)  # so that it is certain when a file counts that is there already
+        if self._thread is None:
+            # The thread does not keep a loop that is dropped without being closed.
+            looking = partial(_look, weakref.ref(self), self._closed)
+            self._thread = threading.Thread(target=looking, name="torchhooks requests", daemon=True)
+            self._thread.start()
+
     def close(self) -> None:
         """Wait for nothing any more. The signals have the effect again that they had before."""
         self._closed.set()
         for watch in self._watches:
             watch.restore()
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="torchhooks requests", daemon=True)
-            self._thread.start()
+    def look(self) -> None:
+        """Look for each file once. The thread calls this."""
+        for path, call in self._files.items():
+            self._look_for(path, call)
+        self.every_look()
 
-    def _look(self) -> None:
-        while True:
-            for path in self._files:
-                self._look_for(path)
-            if self._closed.wait(LOOK_SECS):
-                return
-
-    def _look_for(self, path: str) -> None:
+    def _look_for(self, path: str, call: Callable[[str], object]) -> None:
         """Remove the file ``path``, and say that it has appeared, if it is there."""
         try:
             os.remove(path)
@@ -82,9 +89,17 @@ class Requests:
             logger.warning(
                 "%s is a request that cannot be removed (%s): it and later ones are ignored", path, error.strerror
             )
-            self._files = [other for other in self._files if other != path]
+            self._files = {other: called for other, called in self._files.items() if other != path}
             return
-        self._arrive(path)
+        call(path)
+
+
+def _look(requests: weakref.ref[Requests], closed: threading.Event) -> None:
+    while not closed.wait(LOOK_SECS):
+        if (found := requests()) is None:
+            return
+        found.look()
+        del found
 
 
 class _RequestWatch(SignalWatch):
