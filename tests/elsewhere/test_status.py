@@ -40,6 +40,13 @@ from torchhooks.lifecycle.run_record import NAME, Record, read_record
 DEADLINE_SECS = 60.0
 
 
+@pytest.fixture(autouse=True)
+def _periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore what :func:`train` sets if it is called in this process."""
+    monkeypatch.setattr(requests, "LOOK_SECS", requests.LOOK_SECS)
+    monkeypatch.setattr(run_record, "PERIOD_SECS", run_record.PERIOD_SECS)
+
+
 def train(folder: str, last_step: int, fails_at: int = -1, **loop_arguments: Any) -> str | None:
     """Train until ``last_step``, 100 steps a second, and return what stopped the loop."""
     requests.LOOK_SECS, run_record.PERIOD_SECS = 0.02, 0.02
