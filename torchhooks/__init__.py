@@ -87,6 +87,7 @@ from torchhooks.position.variables import Variables
 from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary.json_lines import JsonLinesWriter
 from torchhooks.summary.operations import SummaryWriter, SummaryWriterCache
+from torchhooks.summary.prometheus import PrometheusWriter
 from torchhooks.summary.trackers import MlflowWriter, WandbWriter
 from torchhooks.training import MonitoredTrainingLoop
 
@@ -141,6 +142,7 @@ __all__ = [
     "PeerError",
     "ProfilerHook",
     "ProgressBarHook",
+    "PrometheusWriter",
     "Ranks",
     "RunMetadata",
     "RunOptions",

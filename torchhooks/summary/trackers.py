@@ -155,7 +155,7 @@ class WandbWriter(_TrackerWriter):
         self._place = _given_one("WandbWriter", folder=folder, run=run)
         if run is not None and init:
             raise ValueError(f"WandbWriter(run=..., {', '.join(init)}=...): these are arguments for a new run only")
-        self._wandb = _library("wandb")
+        self._wandb = library("wandb")
         self._owns_run = run is None
         self._run, self._folder, self._init = run, folder, init
 
@@ -263,7 +263,7 @@ class MlflowWriter(_TrackerWriter):
     ) -> None:
         super().__init__()
         self._place = _given_one("MlflowWriter", folder=folder, run_id=run_id)
-        mlflow = _library("mlflow")
+        mlflow = library("mlflow")
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri)
         self._owns_run = run_id is None
@@ -332,12 +332,13 @@ class MlflowWriter(_TrackerWriter):
         return f"MlflowWriter({self._place})"
 
 
-def _library(name: str) -> Any:
+def library(name: str, extra: str | None = None) -> Any:
+    """Return the library ``name``, which the extra of torchhooks of that name installs, or ``extra``."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"{name} cannot be imported: pip install torchhooks[{name}], or pip install {name}"
+            f"{name} cannot be imported: pip install torchhooks[{extra or name}], or pip install {name}"
         ) from error
 
 
