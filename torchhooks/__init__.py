@@ -53,6 +53,7 @@ from torchhooks.common.timers import (
     OnSignal,
     SecondOrStepTimer,
 )
+from torchhooks.elsewhere.mirror import MirrorHook
 from torchhooks.fetches.accumulated import latest, running_max, running_mean, running_min, running_sum
 from torchhooks.fetches.norms import grad_norm, param_norm
 from torchhooks.fetches.over_ranks import over_ranks
@@ -130,6 +131,7 @@ __all__ = [
     "LifecycleError",
     "LoggingTensorHook",
     "LooperThread",
+    "MirrorHook",
     "MlflowWriter",
     "MonitoredLoop",
     "MonitoredTrainingLoop",

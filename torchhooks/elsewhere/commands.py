@@ -1,25 +1,30 @@
-"""The commands ``status`` and ``stop`` of ``python -m torchhooks``."""
+"""The commands ``status``, ``stop`` and ``mirror`` of ``python -m torchhooks``."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
+from torchhooks.elsewhere.copy import Copy
 from torchhooks.elsewhere.curves import Point
 from torchhooks.elsewhere.status import Status, Watcher, ago, lines_of, state_of
+from torchhooks.elsewhere.store import Secrets, Store, is_url
 from torchhooks.lifecycle.run_record import STOP_NAME, read_record
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _POLL_SECS = 0.2
+_COPY_SECS = 120.0  # that a copy may be behind, and then takes
 
 
 def add_commands(commands: Any) -> None:
     """Add the commands to the subparsers ``commands`` of ``python -m torchhooks``."""
     command = commands.add_parser("status", help="say how far a training run is, how fast, and whether it is alive")
-    command.add_argument("path", help="the folder of the training run")
+    command.add_argument("path", help="the folder of the training run, or the address of its copy")
     command.add_argument("--watch", action="store_true", help="show it as a table with small curves, until Ctrl-C")
     command.set_defaults(call=lambda given: watch(given.path) if given.watch else status(given.path))
     command = commands.add_parser("stop", help="ask a training run to save a checkpoint and stop after its run")
@@ -28,11 +33,21 @@ def add_commands(commands: Any) -> None:
         "--wait", metavar="SECS", type=float, default=60.0, help="how long to wait until it has stopped; default 60"
     )
     command.set_defaults(call=lambda given: stop(given.path, given.wait))
+    command = commands.add_parser("mirror", help="copy a training run to a store such as S3, or from it")
+    command.add_argument("source", help="the folder of the training run, or the address of its copy")
+    command.add_argument("target", help="the address of the copy, or the folder")
+    command.set_defaults(call=lambda given: mirror(given.source, given.target))
 
 
 def status(path: str) -> int:
-    """Print the status of the training run in the folder ``path``. Return 0, or 1 if it was killed or has failed."""
-    found = Watcher(path).look()
+    """Print the status of the training run in ``path``. Return 0, or 1 if it was killed or has failed."""
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as folder:
+            if (code := _fetch(path, lambda: Copy(folder, Store(path)).outline())) != 0:
+                return code
+            found = Watcher(folder, _COPY_SECS).look()
+    else:
+        found = Watcher(path).look()
     lines = list(lines_of(found))
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
@@ -67,6 +82,32 @@ def stop(path: str, wait_secs: float) -> int:
     taken = "it has taken the request" if not os.path.exists(request) else "it has not taken the request yet"
     print(f"{path}: still running after {wait_secs:g} s; {taken}", file=sys.stderr)
     return 1
+
+
+def mirror(source: str, target: str) -> int:
+    """Copy the newest checkpoints and the other files of a training run to a store, or from it. Return 0, or 1."""
+    if is_url(source) == is_url(target) or (is_url(target) and not os.path.isdir(source)):
+        print("give a folder of this machine and an address, such as run s3://bucket/run-17", file=sys.stderr)
+        return 1
+    folder, url = (target, source) if is_url(source) else (source, target)
+
+    def copy() -> None:
+        kept = Copy(folder, Store(url))
+        copied = kept.pull() if is_url(source) else kept.push()
+        what = ", ".join(copied) if copied else "no newer checkpoint"
+        print(Secrets(url).hide(f"{source} was copied to {target}: {what}"))
+
+    return _fetch(url, copy)
+
+
+def _fetch(url: str, call: Callable[[], object]) -> int:
+    """Return 0 after ``call()``, or 1 after an error of the store ``url``, which is printed without credentials."""
+    try:
+        call()
+    except Exception as error:
+        print(Secrets(url).hide(f"{url}: {type(error).__name__}: {error}"), file=sys.stderr)
+        return 1
+    return 0
 
 
 def watch(path: str, period_secs: float = 2.0) -> int:

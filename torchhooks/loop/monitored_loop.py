@@ -577,6 +577,8 @@ class MonitoredLoop(Generic[R]):
             attempt(parts.costs.report)
         sessions.session.call_savers("close", attempt)
         attempt(sessions.join_threads)
+        if self._record is not None:  # before the hooks that copy it
+            attempt(self._record.write, self._ending.reason, self._ending.failure is not None or bool(attempt.errors))
         for scheduled in participants[: self._begun]:
             attempt(sessions.call, scheduled, "teardown", scheduled.hook.teardown)
         if self._step_counter is not None:
