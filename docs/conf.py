@@ -14,7 +14,7 @@ author = "the torchhooks authors"
 copyright = "the torchhooks authors"
 release = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"torchhooks {release}"

@@ -58,7 +58,7 @@ from torchhooks.fetches.accumulated import latest, running_max, running_mean, ru
 from torchhooks.fetches.norms import grad_norm, param_norm
 from torchhooks.fetches.over_ranks import over_ranks
 from torchhooks.hooks.best import BestCheckpointHook
-from torchhooks.hooks.calling import CallFnHook
+from torchhooks.hooks.calling import CallFnHook, FeedFnHook
 from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.early_stopping import (
     StopIfHigherHook,
@@ -67,7 +67,6 @@ from torchhooks.hooks.early_stopping import (
     StopIfNoIncreaseHook,
 )
 from torchhooks.hooks.evaluation import EvaluationHook
-from torchhooks.hooks.feeding import FeedFnHook
 from torchhooks.hooks.profiling import ProfilerHook
 from torchhooks.hooks.progress_bar import ProgressBarHook
 from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook

@@ -56,6 +56,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
     state: Mapping[str, Stateful] | None = None,
     save_checkpoint_secs: float | None = USE_DEFAULT,
     save_checkpoint_steps: int | None = USE_DEFAULT,
+    async_save: bool = False,
     save_summaries_steps: int | None = USE_DEFAULT,
     save_summaries_secs: float | None = USE_DEFAULT,
     summary_dir: _Folder | None = None,
@@ -105,6 +106,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
             the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
         state: additional objects to save and restore, by name.
         save_checkpoint_secs, save_checkpoint_steps: the period of the CheckpointSaverHook, in seconds or steps.
+        async_save: write its checkpoints in a background thread; see :class:`torchhooks.Saver`.
         save_summaries_steps, save_summaries_secs: the period of the SummarySaverHook, in steps or seconds.
         summary_dir: the folder for curves and summaries; ``checkpoint_dir`` by default.
         log_step_count_steps: the period of the StepCounterHook, in steps.
@@ -119,7 +121,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
 
     Raises:
         TypeError: something in ``hooks`` or ``chief_only_hooks`` is not a hook, or an argument is unknown.
-        ValueError: both periods are given for one hook, or a period is not valid.
+        ValueError: both periods are given for one hook, a period is not valid, or ``async_save`` is given without a
+            CheckpointSaverHook.
         CheckpointError: no checkpoint of the chief appeared within ``max_wait_secs``.
     """
     check_keywords("MonitoredTrainingLoop", loop_arguments, _KEYWORDS)
@@ -136,6 +139,11 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         save_checkpoint_secs=save_checkpoint_secs,
         save_checkpoint_steps=save_checkpoint_steps,
     )
+    if async_save and not checkpoints:
+        raise ValueError(
+            "async_save=True: the default CheckpointSaverHook is disabled. Leave out async_save, and give the argument "
+            "to your own CheckpointSaverHook(..., async_save=True)"
+        )
     longest_wait = seconds(max_wait_secs, "max_wait_secs")
     ranks = checked_ranks(loop_arguments.get("ranks"))
     if ranks.size > 1:
@@ -153,7 +161,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         if summaries and folder is not None:
             defaults.append(SummarySaverHook(**summaries, output_dir=folder, scaffold=scaffold))
         if checkpoints and saved_to is not None:
-            defaults.append(CheckpointSaverHook(saved_to, **checkpoints, scaffold=scaffold))
+            defaults.append(CheckpointSaverHook(saved_to, **checkpoints, scaffold=scaffold, async_save=async_save))
         given = _states_first([*(chief_only if is_chief else ()), *defaults, *given])
     elif saved_to is not None and chosen is None:
         _wait_for_chief(saved_to, longest_wait)

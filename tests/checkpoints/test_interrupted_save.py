@@ -143,11 +143,11 @@ def methods_of(*owners: Any) -> list[Callable[..., Any]]:
 
 
 def own_code() -> list[Callable[..., Any]]:
-    from torchhooks.checkpoints import files
+    from torchhooks.checkpoints import files, per_rank, torch_save
 
-    modules = [value for module in (checkpoint, files) for value in vars(module).values()]
+    modules = [value for module in (checkpoint, files, per_rank) for value in vars(module).values()]
     functions = [value for value in modules if getattr(value, "__module__", "").startswith("torchhooks.checkpoints.")]
-    return methods_of(Saver, Disk, files.Folder, files.Sink) + [f for f in functions if hasattr(f, "__code__")]
+    return methods_of(Saver, Disk, files.Folder, torch_save.Sink) + [f for f in functions if hasattr(f, "__code__")]
 
 
 # Tracing also stops at the end of a "with", before it closes the file. A signal does not.

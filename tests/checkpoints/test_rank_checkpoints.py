@@ -1093,6 +1093,40 @@ def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path)
         assert len(before) > 20
 
 
+def train_unreduced(rank: int, folder: str, fails_at: int | None) -> list[Any]:
+    """Train an FSDP2 model whose gradients are reduced in every second run only, with a save after each run."""
+    model, optimizer = make_model("fsdp")
+
+    def step() -> None:
+        if loop.global_step == fails_at:
+            os._exit(3)
+        model.set_requires_gradient_sync(loop.global_step % 2 == 1)
+        data = torch.arange(12.0).reshape(4, 3) * (loop.global_step + 1 + rank) / 10
+        model(data).square().mean().backward()
+        if loop.global_step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    hooks = [CheckpointSaverHook(folder, save_steps=1), StopAtStepHook(last_step=6)]
+    with MonitoredLoop(
+        *(step, model, optimizer), hooks=hooks, checkpoint_dir=folder, ranks=Ranks(tick_secs=0.01)
+    ) as loop:
+        while not loop.should_stop():
+            loop.run()
+    return [[each.step for each in list_checkpoints(folder)], contents(model, optimizer)]
+
+
+@pytest.mark.fsdp2
+def test_all_ranks_let_a_save_wait_until_fsdp2_has_reduced_the_gradients(tmp_path: Path) -> None:
+    whole = run_ranks(in_folder(tmp_path, "a"), 2, train_unreduced, str(tmp_path / "whole"), None)
+    assert [each.code for each in whole] == [0, 0], whole
+    assert [each.value[0] for each in whole] == [[0, 2, 4, 6]] * 2
+    killed = run_ranks(in_folder(tmp_path, "b"), 2, train_unreduced, str(tmp_path / "resumed"), 3)
+    assert killed[0].code == 3
+    resumed = run_ranks(in_folder(tmp_path, "c"), 2, train_unreduced, str(tmp_path / "resumed"), None)
+    assert [each.value for each in resumed] == [each.value for each in whole]
+
+
 def train_with_ignored(rank: int, folder: str, last_step: int, same_layers: bool) -> tuple[str, list[Any]]:
     """Train an FSDP2 model with a parameter of this rank alone, and return what was raised and what it has."""
     from torch.distributed.fsdp import fully_shard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from support.states import Box
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhooks.checkpoints.gradients import Gradients
-from torchhooks.checkpoints.saver import Saver
+from torchhooks.checkpoints.saver import Saver, load_weights
 from torchhooks.common.errors import CheckpointError
 from torchhooks.lifecycle.session import Session
 
@@ -295,6 +297,127 @@ def test_whatever_raises_in_a_restore_leaves_everything_as_it_was(
     train(session.model, session.optimizer)  # type: ignore[arg-type]
 
 
+def make_plain(number: int) -> Session:
+    """Return a session with nothing but classes of torch, whose model is loaded last."""
+    torch.manual_seed(number)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=number)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(number):
+        train(model, optimizer)
+        scheduler.step()
+    optimizer.zero_grad()
+    session = Session(model, optimizer, {"scheduler": scheduler}, gradients=Gradients(optimizer))
+    session.global_step = number
+    return session
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["scheduler", "global_step", "random"])
+def test_a_model_that_is_loaded_last_is_as_it_was_whatever_raises_before(
+    tmp_path: Path, place: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, error = save(tmp_path, make_plain(3)), kind()
+    session, expected = make_plain(2), everything(make_plain(2))
+    interrupt(monkeypatch, place, session, error)
+    with pytest.raises(kind) as raised:
+        Saver().restore(session, path)
+    monkeypatch.undo()
+    assert raised.value is error
+    assert same(everything(session), expected)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that copy a large tensor, and raises ``error`` in the first one called ``raises_in``."""
+
+    def __init__(self, raises_in: str = "", error: BaseException | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.raises_in, self.error = raises_in, error
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name in ("aten::_to_copy", "aten::clone") and args[0].numel() >= 64 * 64:
+            self.copies.append(name)
+        error = self.error
+        if name == self.raises_in and error is not None:
+            self.error = None
+            raise error
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_restore_makes_no_copy_of_a_model_that_only_copies_what_it_loads(tmp_path: Path) -> None:
+    path = save(tmp_path, make_plain(3))
+    session = make_plain(2)
+    with Operators() as operators:
+        Saver().restore(session, path)
+    assert operators.copies == []
+    assert same(everything(session), everything(make_plain(3)))
+    assert session.model is not None
+    with Operators() as operators:
+        load_weights(path, session.model)
+    assert operators.copies == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_ctrl_c_while_such_a_model_is_loaded_comes_after_all_of_it(tmp_path: Path, whole: bool) -> None:
+    path = save(tmp_path, make_plain(3))
+    session, expected = make_plain(2), make_plain(3)
+    assert session.model is not None
+    assert expected.model is not None
+    load: Any = partial(Saver().restore, session, path) if whole else partial(load_weights, path, session.model)
+    with pytest.raises(KeyboardInterrupt), Operators("aten::copy_", KeyboardInterrupt()):
+        load()
+    assert same(session.model.state_dict(), expected.model.state_dict())
+    if whole:
+        assert same(everything(session), everything(expected))
+
+
+def test_a_part_that_looks_at_the_weights_is_loaded_after_them(tmp_path: Path) -> None:
+    class Masters(Box):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.value = model.weight.item()
+
+    model = nn.Linear(1, 1)
+    path = save(tmp_path, Session(model, state={"masters": Masters(1)}))
+    weight = model.weight.item()
+    nn.init.zeros_(model.weight)
+    masters = Masters(1)
+    Saver().restore(Session(model, state={"masters": masters}), path)
+    assert masters.value == weight
+
+
+class Failing(nn.Linear):
+    """A module whose load fails once, after some of its tensors."""
+
+    fails = True
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError
+
+
+def fail_in_hook(module: nn.Module, keys: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_module_with_a_load_of_its_own_is_put_back(tmp_path: Path, whole: bool, hooked: bool) -> None:
+    make_module = nn.Linear if hooked else Failing
+    path = save(tmp_path, Session(nn.Linear(2, 2)))
+    model = make_module(2, 2)
+    before = model.weight.detach().clone()
+    if hooked:
+        model.register_load_state_dict_post_hook(fail_in_hook)
+    load: Any = partial(Saver().restore, Session(model), path) if whole else partial(load_weights, path, model)
+    with pytest.raises(ZeroDivisionError):
+        load()
+    assert torch.equal(model.weight, before)
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, place: str, session: Session, error: BaseException) -> None:
     """Have ``error`` raised once when ``place`` is restored."""
     errors: Iterator[BaseException] = iter([error])
@@ -320,7 +443,7 @@ def test_a_restore_that_fails_names_what_it_cannot_put_back(tmp_path: Path) -> N
     path = save(tmp_path, Session(state={"box": Box(1)}))
     with pytest.raises(ZeroDivisionError) as raised:
         Saver().restore(Session(state={"box": Box(2, ZeroDivisionError())}), path)
-    assert "'box' may not be what it was before the restore: ZeroDivisionError" in raised.value.__notes__
+    assert "'box' may not be what it was before: ZeroDivisionError" in raised.value.__notes__
 
 
 def test_a_part_whose_state_cannot_be_read_yet_is_restored(tmp_path: Path) -> None:

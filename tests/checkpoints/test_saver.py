@@ -15,7 +15,6 @@ import zlib
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from unittest.mock import ANY
@@ -33,10 +32,12 @@ from torch import nn
 from torchhooks.checkpoints import files as checkpoint_files
 from torchhooks.checkpoints.files import Folder, Retention
 from torchhooks.checkpoints.manifest import encoded
+from torchhooks.checkpoints.per_rank import Share, write_checkpoint
 from torchhooks.checkpoints.saver import Saver, latest_checkpoint, list_checkpoints
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import Disk
 from torchhooks.lifecycle.session import Session
+from torchhooks.ranks.ranks import Ranks
 from torchhooks.testing.devices import FakeDevice
 
 Lines = list[tuple[str, str]]
@@ -942,8 +943,9 @@ def test_a_temporary_folder_that_is_being_written_is_left_alone(tmp_path: Path) 
 
 
 def test_a_folder_that_ranks_of_this_process_write_into_is_left_alone(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path), Disk())
-    path = folder.begin("model.ckpt", 9)
+    folder = Folder(str(tmp_path), Disk(), Retention(5, None))
+    path = folder.temporary("model.ckpt-9")
+    folder.begin(path)
     save_steps(tmp_path, 1)
     assert os.path.exists(path)
     folder.end(path)
@@ -979,8 +981,8 @@ class Evil:
 
 def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
     folder, proof = tmp_path / "run", tmp_path / "proof"
-    write: Callable[[Any], None] = partial(torch.save, {"box": Evil(proof)})
-    Folder(str(folder), Disk()).add("model.ckpt", 1, write, Retention(5, None), {"score": None})
+    share, about = Share({}, {"box": Evil(proof)}), {"score": None}
+    write_checkpoint(Ranks(), share, Folder(str(folder), Disk(), Retention(5, None)), "model.ckpt", 1, about)
     with pytest.raises(CheckpointError, match=r"model\.ckpt-1 is not damaged, but torch does not load it"):
         Saver().restore_latest(boxed(None), folder)
     assert not proof.exists()

@@ -38,7 +38,7 @@ from torchhooks.__main__ import main
 from torchhooks.checkpoints.files import inspect, verify
 from torchhooks.checkpoints.gradients import Gradients
 from torchhooks.checkpoints.sharded import canonical, renamed
-from torchhooks.checkpoints.state import accumulated_gradients, belongs_to_rank, load_gradients
+from torchhooks.checkpoints.state import accumulated_gradients, belongs_to_rank, load_gradients, unreduced
 from torchhooks.common.files import Disk
 from torchhooks.ranks.dtensors import is_sharded
 
@@ -118,7 +118,14 @@ def test_weights_are_loaded_sharded_or_whole(tmp_path: Path, from_shards: bool, 
         assert contents(after)["model"] == contents(before)["model"]
 
 
-def train(folder: Path, last_step: int, reduces: tuple[str, ...], shards: bool = True, async_save: bool = False) -> Any:
+def train(
+    folder: Path,
+    last_step: int,
+    reduces: tuple[str, ...],
+    shards: bool = True,
+    async_save: bool = False,
+    fails_at: int | None = None,
+) -> Any:
     """Make a step of the optimizer after each three runs, and return the tensors of the model.
 
     Args:
@@ -128,6 +135,7 @@ def train(folder: Path, last_step: int, reduces: tuple[str, ...], shards: bool =
             ``"in part"``.
         shards: whether the model has DTensors.
         async_save: whether a thread writes the checkpoints.
+        fails_at: the batch whose step raises.
     """
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
@@ -137,6 +145,8 @@ def train(folder: Path, last_step: int, reduces: tuple[str, ...], shards: bool =
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def step(batch: int) -> None:
+        if batch == fails_at:
+            raise ZeroDivisionError
         if shards:
             model.set_requires_gradient_sync(reduces[batch % 3] != "no")
             model.set_requires_all_reduce(reduces[batch % 3] == "yes")
@@ -156,35 +166,72 @@ def train(folder: Path, last_step: int, reduces: tuple[str, ...], shards: bool =
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize(
-    "reduces", [("yes", "yes", "yes"), ("no", "no", "yes"), ("yes", "no", "yes"), ("in part", "no", "yes")]
-)
-def test_an_accumulation_of_shards_continues_in_the_next_process(
-    tmp_path: Path, reduces: tuple[str, ...], async_save: bool
-) -> None:
+def test_an_accumulation_of_shards_continues_in_the_next_process(tmp_path: Path, async_save: bool) -> None:
+    reduces = ("yes", "yes", "yes")
     whole = train(tmp_path / "whole", 9, reduces)
     for stop in (1, 2, 3, 5, 6, 7, 9):
         resumed = train(tmp_path / "resumed", stop, reduces, async_save=async_save)
     assert resumed == whole
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    ("reduces", "saved"),
+    [
+        (("no", "no", "yes"), [0, 3, 6, 9]),
+        (("yes", "no", "yes"), [3, 4, 6, 7, 9]),  # what is reduced can be saved in the middle; the newest five are kept
+        (("in part", "no", "yes"), [0, 3, 6, 9]),
+    ],
+)
+def test_a_save_waits_until_gradients_are_reduced(
+    tmp_path: Path, lines: list[tuple[str, str]], reduces: tuple[str, ...], saved: list[int], async_save: bool
+) -> None:
+    whole = train(tmp_path / "whole", 9, reduces)
+    assert [each.step for each in list_checkpoints(tmp_path / "whole")] == saved
+    (line,) = [f"{level} {text}" for level, text in lines if "waits for the next" in text]
+    assert line.startswith("INFO the checkpoint of step ")
+    assert not [text for level, text in lines if level == "WARNING"]
+    for fails_at in (1, 4, 8):
+        with pytest.raises(ZeroDivisionError):
+            train(tmp_path / "resumed", 9, reduces, async_save=async_save, fails_at=fails_at)
+    assert train(tmp_path / "resumed", 9, reduces, async_save=async_save) == whole
+
+
+def test_a_stop_before_gradients_are_reduced_is_saved_without_them_and_says_so(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    train(tmp_path, 5, ("no", "no", "yes"))
+    assert [each.step for each in list_checkpoints(tmp_path)] == [0, 3, 5]
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert warning.startswith("the checkpoint of step 5 has no gradients that FSDP2 has not reduced over the ranks yet")
+
+
+def test_a_save_does_not_wait_for_gradients_that_a_step_of_the_optimizer_leaves_unreduced(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    train(tmp_path, 9, ("no", "no", "no"))
+    assert [each.step for each in list_checkpoints(tmp_path)] == [0, 3, 6, 9]
+    assert len([text for level, text in lines if level == "WARNING"]) == 1
+
+
 def test_an_accumulation_continues_in_a_model_that_is_sharded_or_no_longer_is(tmp_path: Path) -> None:
-    reduces = ("yes", "no", "yes")
+    reduces = ("yes", "yes", "yes")
     whole = train(tmp_path / "whole", 9, reduces, shards=False)
-    for stop, shards in [(1, True), (2, False), (4, True), (5, True), (7, False), (8, True), (9, False)]:
+    for stop, shards in [(1, True), (3, False), (4, True), (6, False), (9, True)]:
         resumed = train(tmp_path / "resumed", stop, reduces, shards)
     assert resumed == whole
 
 
-def test_gradients_that_have_not_been_reduced_are_dropped_by_a_restore_without_any(tmp_path: Path) -> None:
+def test_gradients_that_have_not_been_reduced_are_dropped_by_a_restore(tmp_path: Path) -> None:
     session = make_session(1)
     model: Any = session.model
     session.gradients = Gradients(session.optimizer)  # type: ignore[arg-type]
     path = Saver().save(session, tmp_path / "model.ckpt", 1)
     model.set_requires_gradient_sync(False)
     model(torch.ones(4, 2)).sum().backward()
-    assert accumulated_gradients(session)[0]
+    assert unreduced(session)
     Saver().restore(session, path)
+    assert not unreduced(session)
     assert accumulated_gradients(session) == ({}, {})
 
 
@@ -321,9 +368,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, name: str) ->
 def test_a_folder_that_the_ranks_do_not_share_is_an_error_of_the_first_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = torchhooks.checkpoints.per_rank.write_shards
+    write = torchhooks.checkpoints.per_rank.write_files
     elsewhere = {"__1_0.distcp": (100, 0)}  # which rank 1 has written on its own machine
-    monkeypatch.setattr(torchhooks.checkpoints.per_rank, "write_shards", lambda *args: write(*args) | elsewhere)
+    monkeypatch.setattr(torchhooks.checkpoints.per_rank, "write_files", lambda *args: write(*args) | elsewhere)
     monkeypatch.setattr(torchhooks.checkpoints.per_rank, "_VISIBLE_SECS", 0.2)
     with pytest.raises(CheckpointError, match=r"has written __1_0\.distcp into .* folder that all ranks share"):
         Saver().save(make_session(5), tmp_path / "model.ckpt", 5)

@@ -8,6 +8,7 @@ import io
 import multiprocessing.reduction
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -665,6 +666,7 @@ def test_the_users_own_hooks_are_copied_with_the_model(make: Callable[[Any], Any
 def test_watching_leaves_copyreg_as_it_was() -> None:
     model, other, before = Net(), nn.Linear(1, 1), dict(copyreg.dispatch_table)
     copyreg.pickle(Net, lambda model: (Net, ()))
+    copyreg.pickle(OrderedDict, lambda mapping: (OrderedDict, (list(mapping.items()),)))
     try:
         with_own = dict(copyreg.dispatch_table)
         copies: list[Any] = []
@@ -678,7 +680,7 @@ def test_watching_leaves_copyreg_as_it_was() -> None:
         assert copyreg.dispatch_table == with_own
         assert copies[0].twice.weight == 2
     finally:
-        del copyreg.dispatch_table[Net]
+        del copyreg.dispatch_table[Net], copyreg.dispatch_table[OrderedDict]
     watch(["twice:output", ":grad"], model)
     assert copyreg.dispatch_table == before
     assert type(copy.deepcopy(other)) is nn.Linear

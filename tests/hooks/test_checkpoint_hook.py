@@ -815,13 +815,15 @@ class GatedDisk(Disk):
         super().rename(path, new_path)
 
 
-def in_background(directory: Path, *fails: str, own: bool, **hook: Any) -> tuple[GatedDisk, Callable[..., Any]]:
+def in_background(directory: Path, *fails: str, own: bool | None, **hook: Any) -> tuple[GatedDisk, Callable[..., Any]]:
     """Return a disk, and a function that creates a loop which saves to it in the background.
 
-    The saver is the hook's own, or the session's.
+    The saver is the hook's own, or the session's. With ``None``, it is the session's, and only the hook has async_save.
     """
-    saver, disk = Saver(async_save=True), GatedDisk(*fails)
+    saver, disk = Saver(async_save=own is not None), GatedDisk(*fails)
     saver.disk = disk
+    if own is None:
+        hook["async_save"] = True
     saves = CheckpointSaverHook(directory, save_steps=1, saver=saver if own else None, **hook)
     scaffold = Scaffold(saver=None if own else saver)
 
@@ -831,11 +833,11 @@ def in_background(directory: Path, *fails: str, own: bool, **hook: Any) -> tuple
     return disk, make
 
 
-OWN = pytest.mark.parametrize("own", [True, False], ids=["of-the-hook", "of-the-session"])
+OWN = pytest.mark.parametrize("own", [True, False, None], ids=["of-the-hook", "of-the-session", "by-the-argument"])
 
 
 @OWN
-def test_training_continues_while_a_checkpoint_is_written(own: bool, tmp_path: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(own: bool | None, tmp_path: Path) -> None:
     disk, make = in_background(tmp_path, own=own)
     loop = make(step=disk.gate.set)  # the step opens the gate: if the save waited, no step would ever be made
     assert steps(tmp_path) == []
@@ -845,7 +847,7 @@ def test_training_continues_while_a_checkpoint_is_written(own: bool, tmp_path: P
 
 
 @OWN
-def test_the_end_of_the_loop_waits_for_it(own: bool, tmp_path: Path) -> None:
+def test_the_end_of_the_loop_waits_for_it(own: bool | None, tmp_path: Path) -> None:
     disk, make = in_background(tmp_path, own=own)
     loop = make()
     opener = threading.Timer(0.02, disk.gate.set)
@@ -856,7 +858,7 @@ def test_the_end_of_the_loop_waits_for_it(own: bool, tmp_path: Path) -> None:
 
 
 @OWN
-def test_so_does_the_end_of_a_loop_that_failed(own: bool, tmp_path: Path) -> None:
+def test_so_does_the_end_of_a_loop_that_failed(own: bool | None, tmp_path: Path) -> None:
     disk, make = in_background(tmp_path, own=own)
     opener = threading.Timer(0.02, disk.gate.set)
 
@@ -871,7 +873,7 @@ def test_so_does_the_end_of_a_loop_that_failed(own: bool, tmp_path: Path) -> Non
 
 
 @OWN
-def test_an_error_in_the_background_is_raised_by_the_next_checkpoint(own: bool, tmp_path: Path) -> None:
+def test_an_error_in_the_background_is_raised_by_the_next_checkpoint(own: bool | None, tmp_path: Path) -> None:
     disk, make = in_background(tmp_path, "-0", own=own)
     loop = make()
     disk.gate.set()
@@ -882,7 +884,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_checkpoint(own: bool, 
 
 
 @OWN
-def test_or_at_the_end(own: bool, tmp_path: Path) -> None:
+def test_or_at_the_end(own: bool | None, tmp_path: Path) -> None:
     disk, make = in_background(tmp_path, "-1", own=own)
     disk.gate.set()
     loop = make()
@@ -893,7 +895,7 @@ def test_or_at_the_end(own: bool, tmp_path: Path) -> None:
 
 
 @OWN
-def test_or_is_noted_on_the_error_of_a_loop_that_failed(own: bool, tmp_path: Path) -> None:
+def test_or_is_noted_on_the_error_of_a_loop_that_failed(own: bool | None, tmp_path: Path) -> None:
     disk, make = in_background(tmp_path, "-0", own=own)
     disk.gate.set()
     failing = RecordingHook(raises={"before_run": ValueError("gone")})
@@ -903,7 +905,7 @@ def test_or_is_noted_on_the_error_of_a_loop_that_failed(own: bool, tmp_path: Pat
 
 
 @OWN
-def test_the_end_of_listeners_is_called_after_everything_is_written(own: bool, tmp_path: Path) -> None:
+def test_the_end_of_listeners_is_called_after_everything_is_written(own: bool | None, tmp_path: Path) -> None:
     seen: list[list[int]] = []
 
     class Looking(CheckpointSaverListener):

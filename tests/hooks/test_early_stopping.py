@@ -234,13 +234,6 @@ def test_a_patience_that_is_not_used_up_lets_a_resumed_training_run_continue(
     assert step == end
 
 
-def test_a_checkpoint_without_the_step_of_the_last_look_is_resumed() -> None:
-    hook = StopIfNoDecreaseHook("loss", 2)
-    hook.begin()
-    hook.load_state_dict({"best": 0.5, "best_step": 1})
-    assert hook.state_dict() == {"best": 0.5, "best_step": 1, "last_step": None}
-
-
 def test_the_count_starts_again_in_another_loop() -> None:
     hook = StopIfNoDecreaseHook("loss", 2)
     assert [trace(hook, losses=[loss] * 9).global_step for loss in (0.1, 0.5)] == [3, 3]

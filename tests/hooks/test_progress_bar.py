@@ -22,6 +22,7 @@ from torchhooks import (
     CheckpointSaverHook,
     EvaluationHook,
     LifecycleError,
+    LoggingTensorHook,
     MonitoredLoop,
     ProgressBarHook,
     SessionRunContext,
@@ -202,6 +203,16 @@ def test_log_lines_do_not_tear_the_bar(terminal: Terminal) -> None:
     assert "a line" in terminal.rows
     (bar,) = [row for row in terminal.rows if "/9" in row]
     assert "3/9" in bar
+
+
+def test_lines_do_not_tear_the_bar_where_no_logging_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    hooks = [ProgressBarHook(9), LoggingTensorHook(["loss"], at_end=True)]
+    with MonitoredLoop(lambda: 0.5, hooks=hooks) as loop:
+        loop.run()
+    assert [row for row in terminal.rows if "loss" in row] == ["INFO:torchhooks:loss = 0.5"]
 
 
 def test_a_handler_of_a_file_is_left_alone(tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_curves_go_to_summary_dir_if_it_is_given(tmp_path: Path) -> None:
     [
         ({"save_checkpoint_steps": 7}, "CheckpointSaverHook({}, save_steps=7)"),
         ({"save_checkpoint_secs": 7}, "CheckpointSaverHook({}, save_secs=7)"),
+        ({"save_checkpoint_secs": 7, "async_save": True}, "CheckpointSaverHook({}, save_secs=7, async_save=True)"),
         ({"save_checkpoint_secs": 7, "save_checkpoint_steps": None}, "CheckpointSaverHook({}, save_secs=7)"),
         ({"save_checkpoint_secs": None, "save_checkpoint_steps": 7}, "CheckpointSaverHook({}, save_steps=7)"),
         ({"save_checkpoint_secs": 0, "save_checkpoint_steps": 7}, "CheckpointSaverHook({}, save_steps=7)"),
@@ -144,6 +145,11 @@ def test_a_period_replaces_the_default_one(arguments: dict[str, Any], hook: str,
     lines = default_hooks(checkpoint_dir=str(tmp_path), **arguments).splitlines()
     assert hook.format(repr(str(tmp_path))) in lines
     assert len(lines) == 3
+
+
+def test_async_save_without_the_hook_that_it_is_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"async_save=True: the default CheckpointSaverHook is disabled"):
+        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, save_checkpoint_secs=None, async_save=True)
 
 
 @pytest.mark.parametrize("off", [None, 0, -1])

@@ -139,6 +139,8 @@ def test_a_scheduler_in_the_state_is_no_warning(
     optimizer = make_optimizer()
     part = make(optimizer)
     assert hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if callable(part.state_dict().get("anneal_func")):
+        pytest.skip("SWALR of torch 2.7 has a function in its state, which cannot be saved")
     train(tmp_path, optimizer, state={"any name": part})
     assert forgotten(lines) == []
 

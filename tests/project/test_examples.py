@@ -441,6 +441,6 @@ def test_the_validation_loss_of_gpt_falls(name: str, gpts: dict[str, Path]) -> N
 
 @each_gpt
 def test_gpt_keeps_its_best_state(name: str, gpts: dict[str, Path]) -> None:
-    best = gpts[name] / {"gpt": "best/model.1.ckpt-30", "gpt_plain": "best.pt"}[name]
-    states = torch.load(f"{best}/state.pt", weights_only=True)["model"], trained(name, gpts[name])["model"]
+    best = gpts[name] / {"gpt": "best/model.1.ckpt-30/state.pt", "gpt_plain": "best.pt"}[name]
+    states = torch.load(best, weights_only=True)["model"], trained(name, gpts[name])["model"]
     assert example("resume").same(*states)

@@ -92,4 +92,4 @@ def test_a_mistake_in_torchhooks_keeps_its_frames(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torchhooks.loop.arguments.check_optimizer", None)  # to call it is a TypeError
     with pytest.raises(TypeError, match="'NoneType' object is not callable") as caught:
         torchhooks.MonitoredLoop(lambda: 1.0)
-    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][-1] == "checked_arguments"
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].filename.endswith("arguments.py")

@@ -539,7 +539,7 @@ def test_what_values_are_gathered_for_is_forgotten_if_the_gathering_fails() -> N
         if ranks.rank == 0:
             with pytest.raises(PeerError, match="rank 1 failed"):
                 of_loop.gather(0, details=" (of the first run)")
-        return of_loop.gathering
+        return of_loop.gathers_for
 
     assert in_threads(2, main) == [None, None]
 

@@ -362,7 +362,7 @@ def test_without_metadata_there_are_no_hparams(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_cannot_take_a_config_is_not_called() -> None:
-    write_config((object(),), {"lr": 0.1})
+    write_config(object(), {"lr": 0.1})
 
 
 def test_a_tensor_in_a_config_is_shown_by_its_type() -> None:

@@ -26,12 +26,10 @@ import math
 import os
 import re
 import secrets
-import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from torchhooks.checkpoints.claim import Claim, take_back, writing
 from torchhooks.checkpoints.manifest import FORMAT, STATE, Files, damaged_file, encoded, has_manifest, read_manifest
@@ -112,37 +110,6 @@ class Retention(NamedTuple):
         return [checkpoint for checkpoint in older if checkpoint not in kept]
 
 
-class Sink:
-    """A file that is being written, as ``torch.save`` sees it.
-
-    torch replaces an error of ``write`` by one about positions in the file. So the first error is stored until
-    :meth:`check` raises it, and nothing is written after it.
-    """
-
-    def __init__(self, disk: Disk, file: BinaryIO) -> None:
-        self.size = self.checksum = 0
-        self._file = file
-        self._disk = disk
-        self._error: BaseException | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        if self._error is None:
-            try:
-                self._disk.write(self._file, data)
-            except BaseException as error:  # a Ctrl-C arrives here too
-                self._error = error
-        self.size, self.checksum = self.size + len(data), zlib.crc32(data, self.checksum)
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing: the file is synced as a whole."""
-
-    def check(self) -> None:
-        """Raise the first error of :meth:`write`, if there was one."""
-        if self._error is not None:
-            raise self._error
-
-
 Seen = dict[str, tuple[tuple[int, ...], Checkpoint | None]]
 """By the name of an entry, a stamp that changes with the entry, and the checkpoint that it is, if it is one."""
 
@@ -153,9 +120,10 @@ _without_locks: set[str] = set()  # folders that a warning was logged about
 class Folder:
     """A folder of checkpoints that this process writes to. It is created when the first one is written."""
 
-    def __init__(self, path: str, disk: Disk) -> None:
+    def __init__(self, path: str, disk: Disk, retention: Retention) -> None:
         self._path = path
-        self._disk = disk
+        self.disk = disk
+        self._retention = retention
         self._used = False
         self._seen: Seen = {}
         self._claim: Claim | None = None
@@ -165,121 +133,82 @@ class Folder:
         """Let other processes save into the folder without a warning, until the next save."""
         self._claim = None
 
-    def add(
-        self, prefix: str, step: int, fill: Callable[[Sink], object], retention: Retention, about: dict[str, Any]
-    ) -> None:
-        """Write a checkpoint with what ``fill`` writes to the sink, then remove those that are no longer kept.
+    def temporary(self, name: str, kind: str = "tmp") -> str:
+        """Return a path for a temporary folder of the checkpoint ``name``."""
+        return os.path.join(self._path, f".{name}.{secrets.token_hex(8)}.{kind}")
+
+    def begin(self, temporary: str) -> None:
+        """Create the folder ``temporary``. The caller has to call :meth:`end` with it, whatever happens."""
+        with writing():
+            if not self._used:  # a folder that vanished is not created again: its checkpoints are missing
+                os.makedirs(self._path, exist_ok=True)
+            self._claim_folder()
+            take_back(self._path)
+            self._remove_leftovers()
+            _in_progress[temporary] = None
+            self.disk.create_folder(temporary)
+            _in_progress[temporary] = _locked(temporary)
+
+    def end(self, temporary: str) -> None:
+        """Remove the folder ``temporary``, unless it has become a checkpoint."""
+        _in_progress.pop(temporary, None)
+        if os.path.lexists(temporary):
+            with suppress(OSError):
+                self.disk.remove(temporary)
+
+    def commit(self, prefix: str, step: int, temporary: str, files: Files, about: dict[str, Any]) -> None:
+        """Make the folder ``temporary``, whose ``files`` are synced, a checkpoint; remove those that are not kept.
 
         If it raises an OSError, the older ones are unchanged. ``about`` is further entries of the manifest.
         """
         with writing():
-            temporary, _claim = self._begin(prefix, step)
-            self._write(temporary, prefix, step, fill, retention, about)
-
-    def _write(
-        self,
-        temporary: str,
-        prefix: str,
-        step: int,
-        fill: Callable[[Sink], object],
-        retention: Retention,
-        about: dict[str, Any],
-    ) -> None:
-        try:
-            with self._disk.create(os.path.join(temporary, STATE)) as file:
-                sink = Sink(self._disk, file)
-                fill(sink)
-                sink.check()
-                self._disk.sync(file)
-            self._commit(prefix, step, temporary, {STATE: (sink.size, sink.checksum)}, retention, about)
-        except BaseException:
-            with suppress(OSError):
-                self._disk.remove(temporary)
-            raise
-
-    def begin(self, prefix: str, step: int) -> str:
-        """Make a temporary folder for a checkpoint, and return its path, which :meth:`end` has to be called with."""
-        with writing():
-            temporary, _in_progress[temporary] = self._begin(prefix, step)
-            return temporary
-
-    def commit(
-        self, prefix: str, step: int, temporary: str, files: Files, retention: Retention, about: dict[str, Any]
-    ) -> None:
-        """Make the folder ``temporary``, whose ``files`` are synced, a checkpoint; remove those that are not kept."""
-        with writing():
-            self._commit(prefix, step, temporary, files, retention, about)
-
-    def end(self, temporary: str) -> None:
-        """Remove what is left of the folder ``temporary``."""
-        _in_progress.pop(temporary, None)
-        with suppress(OSError):
-            self._disk.remove(temporary)
-
-    def _begin(self, prefix: str, step: int) -> tuple[str, Claim | None]:
-        """Return a temporary folder for a checkpoint, and what locks it."""
-        if not self._used:  # a folder that vanished is not created again: its checkpoints are missing
-            os.makedirs(self._path, exist_ok=True)
-        self._claim_folder()
-        take_back(self._path)
-        self._remove_leftovers()
-        temporary = self._temporary(f"{prefix}-{step}", "tmp")
-        self._disk.create_folder(temporary)
-        return temporary, _locked(temporary)
-
-    def _temporary(self, name: str, kind: str) -> str:
-        return os.path.join(self._path, f".{name}.{secrets.token_hex(8)}.{kind}")
-
-    def _commit(
-        self, prefix: str, step: int, temporary: str, files: Files, retention: Retention, about: dict[str, Any]
-    ) -> None:
-        found, now = _survey(self._path, self._seen), self._disk.now()
-        path = os.path.join(self._path, f"{prefix}-{step}")
-        new = Checkpoint(path, step, 0, now, found[-1].order + 1 if found else 1)
-        alike = [other for other in found if other.prefix == prefix and other.path != path] + [new]
-        manifest = {
-            "format": FORMAT,
-            "name": new.name,
-            "order": new.order,
-            "step": step,
-            "time": now,
-            "kept": new in retention.kept(alike),
-            **about,
-            "files": files,
-        }
-        with self._disk.create(os.path.join(temporary, MANIFEST)) as file:
-            self._disk.write(file, encoded(manifest))
-            self._disk.sync(file)
-        self._disk.sync_folder(temporary)
-        self._replace(temporary, path)
-        self._used = True
-        for old in retention.surplus(alike):
-            try:
-                self._remove(old.path)
-            except OSError as error:
-                logger.warning("%s could not be removed: %s. The next save tries again.", old.path, error)
+            found, now = _survey(self._path, self._seen), self.disk.now()
+            path = os.path.join(self._path, f"{prefix}-{step}")
+            new = Checkpoint(path, step, 0, now, found[-1].order + 1 if found else 1)
+            alike = [other for other in found if other.prefix == prefix and other.path != path] + [new]
+            manifest = {
+                "format": FORMAT,
+                "name": new.name,
+                "order": new.order,
+                "step": step,
+                "time": now,
+                "kept": new in self._retention.kept(alike),
+                **about,
+                "files": files,
+            }
+            with self.disk.create(os.path.join(temporary, MANIFEST)) as file:
+                self.disk.write(file, encoded(manifest))
+                self.disk.sync(file)
+            self.disk.sync_folder(temporary)
+            self._replace(temporary, path)
+            self._used = True
+            for old in self._retention.surplus(alike):
+                try:
+                    self._remove(old.path)
+                except OSError as error:
+                    logger.warning("%s could not be removed: %s. The next save tries again.", old.path, error)
 
     def _replace(self, temporary: str, path: str) -> None:
         """Rename ``temporary`` to ``path``, and sync. A checkpoint or a file at ``path`` is first moved aside."""
         aside = None
         if is_checkpoint(path) or os.path.islink(path) or os.path.isfile(path):
-            aside = self._temporary(os.path.basename(path), "old")
-            self._disk.rename(path, aside)
+            aside = self.temporary(os.path.basename(path), "old")
+            self.disk.rename(path, aside)
         try:
-            self._disk.rename(temporary, path)
+            self.disk.rename(temporary, path)
         except BaseException:
             if aside is not None:
-                self._disk.rename(aside, path)
+                self.disk.rename(aside, path)
             raise
-        self._disk.sync_folder(self._path)
+        self.disk.sync_folder(self._path)
         if aside is not None:
-            self._disk.remove(aside)
+            self.disk.remove(aside)
 
     def _remove(self, path: str) -> None:
         """Remove a checkpoint, after it has a name that is none of a checkpoint."""
-        temporary = self._temporary(os.path.basename(path), "tmp")
-        self._disk.rename(path, temporary)
-        self._disk.remove(temporary)
+        temporary = self.temporary(os.path.basename(path))
+        self.disk.rename(path, temporary)
+        self.disk.remove(temporary)
 
     def _claim_folder(self) -> None:
         """Log a warning if another process also saves into the folder, or if that cannot be found out."""
@@ -316,7 +245,7 @@ class Folder:
             # Without locks, it is not known whether another process writes it.
             if path not in _in_progress and (fcntl is None or _locked(path) is not None):
                 with suppress(OSError):
-                    self._disk.remove(path)
+                    self.disk.remove(path)
                     logger.warning("removed %s, left by a killed process", path)
 
 

@@ -34,6 +34,8 @@ class Gradients:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps = 0
+        """How many steps the optimizer has made."""
         self._optimizer = optimizer
         self._used: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._handle: Any = register_step_post_hook(optimizer, self._note_step)
@@ -67,6 +69,7 @@ class Gradients:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _note_step(self, *_: Any) -> None:
+        self.steps += 1
         # Adding to a gradient in place changes its version; a new tensor is another one.
         self._used = [(weakref.ref(grad), grad._version) for grad in self._sampled()]  # noqa: SLF001 - torch's own count of changes in place
 

@@ -8,7 +8,6 @@ folder of the checkpoint (:mod:`torchhooks.checkpoints.manifest`).
 from __future__ import annotations
 
 import copy
-import io
 import os
 import time
 from collections.abc import Callable, Container, Mapping
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchhooks.checkpoints.files import Folder, Retention
+from torchhooks.checkpoints.files import Folder
 from torchhooks.checkpoints.manifest import STATE, Files, file_sums, read_manifest
 from torchhooks.checkpoints.sharded import ShardWriter, canonical, read_tensors, sharded_parts, shards_of, split
 from torchhooks.checkpoints.state import (
@@ -29,13 +28,14 @@ from torchhooks.checkpoints.state import (
     own_parts,
     parts_of,
     shared_tensors,
+    unreduced,
 )
-from torchhooks.checkpoints.torch_save import save
+from torchhooks.checkpoints.torch_save import write_state
 from torchhooks.common.digests import fingerprints
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, PeerError, brief
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
-from torchhooks.device.snapshot import plain_tensor
+from torchhooks.device.snapshot import Snapshot, plain_tensor
 from torchhooks.position.place import State
 from torchhooks.ranks.failures import mark_as_known
 from torchhooks.ranks.ranks import Ranks
@@ -96,22 +96,56 @@ def leads(ranks: Ranks) -> bool:
     return ranks.is_chief or not ranks.is_connected
 
 
-def collect_of_all(session: SessionLike, copied: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """Return the contents of a checkpoint on the chief, with the parts of the other ranks; elsewhere ``{}``."""
+class Share(NamedTuple):
+    """What one rank writes of a checkpoint: DTensors and what goes with them, and the state for its own file."""
+
+    tensors: dict[str, Any]
+    state: dict[str, Any]
+
+
+def share_of(session: SessionLike, sharded: dict[str, Any], snapshot: Snapshot | None) -> Share:
+    """Return what this rank writes. Every rank has to call this. ``sharded`` are the parts that have DTensors, by name.
+
+    Without such parts, the chief writes everything, also what belongs to another rank alone, and the share of the
+    others is empty. With a ``snapshot``, training may continue while the share is written, once the snapshot has ended.
+    """
     ranks = session.ranks
     own_differences = differences(session)
+    _warn_of_unreduced(session)
 
-    def collect_here() -> dict[str, Any]:
-        if leads(ranks):
-            return collect(session, copied)
-        # On the CPU, because the chief would otherwise load it to the device with the same number.
-        return collect(session, lambda tensor: plain_tensor(tensor).cpu(), of_rank_only=True) | own_differences
+    def collect_here() -> Share:
+        tensors, given = split(sharded, leads(ranks))
+        given["gradients"], sharded_gradients = accumulated_gradients(session)
+        # What is sent is on the CPU, because the chief would otherwise load it to the device with the same number.
+        copied = snapshot or (plain_tensor if sharded or leads(ranks) else _on_cpu)
+        state = collect(session, copied, given, of_rank_only=not leads(ranks)) | own_differences
+        if sharded_gradients:
+            tensors["sharded_gradients"] = sharded_gradients
+        if sharded and leads(ranks):
+            state |= {"sharded_gradients": {}} if sharded_gradients else {}
+            state["sharded"] = list(sharded)
+        return Share(tensors if snapshot is None else _copies_in(tensors), state)
 
-    state = all_or_none(ranks, collect_here)
-    _, *others = exchange(ranks, lambda: None if leads(ranks) else state)  # the chief's is not sent: it is the largest
-    if not leads(ranks):
-        return {}
-    return {**state, "ranks": others} if others else state
+    share = all_or_none(ranks, collect_here)
+    if sharded:
+        return share
+    # The chief's is not sent: it is the largest.
+    _, *others = exchange(ranks, lambda: None if leads(ranks) else share.state)
+    if leads(ranks):
+        return Share({}, {**share.state, "ranks": others} if others else share.state)
+    return Share({}, {})
+
+
+def _warn_of_unreduced(session: SessionLike) -> None:
+    """Log a warning, once, if a checkpoint is saved without gradients that FSDP2 has not reduced yet."""
+    if leads(session.ranks) and "unreduced" not in session.warned and unreduced(session):
+        session.warned.add("unreduced")
+        logger.warning(
+            "the checkpoint of step %d has no gradients that FSDP2 has not reduced over the ranks yet, so a process "
+            "that resumes from it makes the next step of the optimizer without them. Save and stop after a step of the "
+            "optimizer, or leave set_requires_gradient_sync(True)",
+            session.global_step,
+        )
 
 
 def differences(session: SessionLike) -> dict[str, Any]:
@@ -189,31 +223,6 @@ def _warn_of_weights(session: SessionLike, parts: Mapping[str, Any], rows: list[
                 return
 
 
-class Share(NamedTuple):
-    """What one rank contributes to a sharded checkpoint: tensors, and a state that is not sharded."""
-
-    tensors: dict[str, Any]
-    state: dict[str, Any]
-
-
-def share_of(session: SessionLike, parts: dict[str, Any], copies: bool, own_differences: dict[str, Any]) -> Share:
-    """Return the share of this rank. ``parts`` are those that have DTensors, by name.
-
-    With ``copies``, training may continue while the share is written. ``own_differences`` is from :func:`differences`.
-    """
-    ranks = session.ranks
-    tensors, rest = split(parts, leads(ranks))
-    rest["gradients"], sharded_gradients = accumulated_gradients(session)
-    state = collect(session, _copied if copies else plain_tensor, of_rank_only=not leads(ranks), given=rest)
-    state |= own_differences
-    if sharded_gradients:
-        tensors["sharded_gradients"] = sharded_gradients
-    if leads(ranks):
-        state |= {"sharded_gradients": {}} if sharded_gradients else {}
-        state["sharded"] = list(parts)
-    return Share(_copies_in(tensors) if copies else tensors, state)
-
-
 def _on_host(tree: Any) -> Any:
     """Return a copy of ``tree`` with each tensor in it copied to the CPU."""
     if isinstance(tree, torch.Tensor):
@@ -229,69 +238,60 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return plain_tensor(tensor).to("cpu", copy=True)
 
 
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return plain_tensor(tensor).cpu()
+
+
 def _copies_in(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _copies_in(value) for key, value in tree.items()}
     return tree.detach().to("cpu", copy=True)
 
 
-def write_shards(ranks: Ranks, share: Share, folder: str, disk: Disk) -> Files:
-    """Have every rank write its share of a checkpoint into ``folder``; return all files."""
-    writer, own_file = (
-        ShardWriter(share.tensors, folder, leads(ranks)),
-        _file_of(ranks.rank if ranks.is_connected else 0),
-    )
+def write_checkpoint(ranks: Ranks, share: Share, folder: Folder, prefix: str, step: int, about: dict[str, Any]) -> None:
+    """Have every one of ``ranks`` write its share of the checkpoint ``prefix-step``, whole or not at all."""
+    temporary = exchange(ranks, lambda: folder.temporary(f"{prefix}-{step}"))[0]
 
-    def write(plan: Any) -> Any:
-        buffer = io.BytesIO()
-        save(share.state, buffer)
-        with disk.create(os.path.join(folder, own_file)) as file:
-            disk.write(file, buffer.getbuffer())
-            disk.sync(file)
-        return writer.write(plan)
-
-    wishes = exchange(ranks, writer.plan)
-    plans = exchange(ranks, lambda: writer.plan_for_all(wishes) if leads(ranks) else None)[0] or []
-    results = exchange(ranks, lambda: write(plans[ranks.rank if ranks.is_connected else 0]))
-
-    def sum_up() -> Files:
+    def begin() -> None:
         if leads(ranks):
-            writer.finish(results)
-        return file_sums(folder, [own_file, *shards_of(ranks.rank, folder)])
-
-    return {name: about for files in exchange(ranks, sum_up) for name, about in files.items()}
-
-
-def _file_of(rank: int) -> str:
-    return f"rank-{rank}.pt" if rank else STATE
-
-
-def commit_shards(
-    ranks: Ranks,
-    share: Share,
-    writer: Folder,
-    name: str,
-    step: int,
-    disk: Disk,
-    retention: Retention,
-    about: dict[str, Any],
-) -> None:
-    """Have every rank write its share of the checkpoint ``name-step`` with ``writer``, whole or not at all."""
-
-    def begin() -> str:
-        return writer.begin(name, step) if leads(ranks) else ""
+            folder.begin(temporary)
 
     def commit(files: Files) -> None:
         if leads(ranks):
             _check_visible(temporary, files)
-            writer.commit(name, step, temporary, files, retention, about)
+            folder.commit(prefix, step, temporary, files, about)
 
-    temporary = exchange(ranks, begin)[0]
     try:
-        all_or_none(ranks, partial(commit, write_shards(ranks, share, temporary, disk)))
+        all_or_none(ranks, begin)
+        files = write_files(ranks, share, temporary, folder.disk)
+        all_or_none(ranks, partial(commit, files))
     finally:
         if leads(ranks):
-            writer.end(temporary)
+            folder.end(temporary)
+
+
+def write_files(ranks: Ranks, share: Share, folder: str, disk: Disk) -> Files:
+    """Have every rank write its share of a checkpoint into ``folder``; return all files."""
+    rank = ranks.rank if ranks.is_connected else 0
+    own_file = _file_of(rank)
+    written = exchange(ranks, lambda: {own_file: write_state(share.state, os.path.join(folder, own_file), disk)})
+    if share.tensors:
+        writer = ShardWriter(share.tensors, folder, leads(ranks))
+        wishes = exchange(ranks, writer.plan)
+        plans = exchange(ranks, lambda: writer.plan_for_all(wishes) if leads(ranks) else None)[0] or []
+        results = exchange(ranks, lambda: writer.write(plans[rank]))
+
+        def sum_up() -> Files:
+            if leads(ranks):
+                writer.finish(results)
+            return file_sums(folder, shards_of(rank, folder))
+
+        written += exchange(ranks, sum_up)
+    return {name: sums for files in written for name, sums in files.items()}
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank}.pt" if rank else STATE
 
 
 def _check_visible(folder: str, files: Files) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torchhooks.checkpoints.claim import take_back
 from torchhooks.checkpoints.files import Checkpoint, has_checkpoints, inspect, is_checkpoint, list_checkpoints, verify
 from torchhooks.checkpoints.manifest import read_manifest
 from torchhooks.checkpoints.per_rank import read_folder
-from torchhooks.checkpoints.rollback import Rollback
 from torchhooks.checkpoints.sharded import like_own, renamed
 from torchhooks.checkpoints.state import SessionLike, compare_module
+from torchhooks.checkpoints.undo import Undo, finish, loads_plainly
 from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, brief, interrupt_in
 from torchhooks.common.log import logger
@@ -30,7 +31,7 @@ def latest_checkpoint(directory: _Path) -> str | None:
     """Return the path of the newest complete checkpoint in ``directory`` (``tf.train.latest_checkpoint``).
 
     The newest is the one written last, which after a return to an earlier state is not the one of the highest step.
-    ``None`` if there is none. Unlike TensorFlow, which trusts its index, this checks that the file is complete.
+    ``None`` if there is none. Unlike TensorFlow, which trusts its index, this checks that its files are complete.
 
     >>> with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run") as loop:
     ...     loss = loop.run(batches[0])
@@ -168,11 +169,15 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
         if strict:
             raise CheckpointError(f"{report}\nMake them match, or load what matches with strict=False.")
         logger.warning("%s\nThe rest is loaded.", report)
-    rollback = Rollback({"model": model}, None)
+    is_plain = loads_plainly(model)
+    undo = Undo().random_states().loads({} if is_plain else {"model": model})
+    load = partial(model.load_state_dict, like_own(model, state), strict=strict)
     try:
-        result: _IncompatibleKeys = model.load_state_dict(like_own(model, state), strict=strict)
+        result: _IncompatibleKeys = load()
     except BaseException as error:
-        rollback.put_back(error)
+        if is_plain:
+            finish(load, error)
+        undo.put_back(error)
         raise
     logger.info("loaded the weights of step %d from %s", saved["global_step"], found)
     return result

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchhooks.checkpoints.changes import StateMark
 from torchhooks.checkpoints.claim import take_back
 from torchhooks.checkpoints.files import (
     Checkpoint,
@@ -30,14 +29,12 @@ from torchhooks.checkpoints.manifest import as_json
 from torchhooks.checkpoints.per_rank import (
     Share,
     all_or_none,
-    collect_of_all,
-    commit_shards,
-    differences,
     exchange,
     leads,
     read_for_all,
     share_of,
     warn_of_buckets,
+    write_checkpoint,
 )
 from torchhooks.checkpoints.reading import (
     best_checkpoint,
@@ -50,10 +47,9 @@ from torchhooks.checkpoints.reading import (
     read_newest,
     scored_checkpoints,
 )
-from torchhooks.checkpoints.rollback import Rollback
 from torchhooks.checkpoints.sharded import like_own, sharded_parts
-from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, of_rank, parts_of
-from torchhooks.checkpoints.torch_save import save
+from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, parts_of
+from torchhooks.checkpoints.undo import Undo, finish, plain_modules
 from torchhooks.common.checks import explains_wrong_calls, seconds, whole_number
 from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.common.files import Disk
@@ -61,7 +57,8 @@ from torchhooks.common.log import logger
 from torchhooks.common.random_states import set_random_states
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import call_repr, shortened
-from torchhooks.device.snapshot import Held, Snapshot, plain_tensor
+from torchhooks.device.snapshot import Held, Snapshot
+from torchhooks.ranks.ranks import LoopRanks
 
 __all__ = [
     "Checkpoint",
@@ -149,6 +146,7 @@ class Saver:
         *,
         score: float | None = None,
         refusals: Iterable[Callable[[], str | None]] = (),
+        async_save: bool = False,
     ) -> str:
         """Write the state of ``session`` as it is now. The folder is created if necessary.
 
@@ -162,6 +160,7 @@ class Saver:
             score: how good the state is, higher is better. :func:`best_checkpoint` compares scores.
             refusals: called before the file is written, with ``async_save`` in the background thread. If one of them
                 returns a reason, it is logged, and nothing is written.
+            async_save: write this checkpoint in a background thread, even if the Saver writes others in the foreground.
 
         Returns:
             The path of the checkpoint, ``"run/model.ckpt-700"``. With ``async_save``, it may not be there yet.
@@ -174,20 +173,19 @@ class Saver:
         earlier = self._finish()
         try:
             sharded = sharded_parts(parts_of(session))
-            if sharded:
-                own = differences(session)
-                collect_share = partial(share_of, session, sharded, self.async_save, own)
-                share, about = all_or_none(session.ranks, collect_share), _about(session, score)
-                self._save_shards(session, share, about, refusals, prefix, step)
-                all_or_none(session.ranks, partial(_raise, earlier))
-                return f"{prefix}-{step}"
-            snapshot = Snapshot(self._held) if self.async_save and leads(session.ranks) else None
+            writes = bool(sharded) or leads(session.ranks)
+            snapshot = Snapshot(self._held) if (async_save or self.async_save) and writes else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
-            state = collect_of_all(session, plain_tensor if snapshot is None else snapshot)
+            share, about = share_of(session, sharded, snapshot), _about(session, score)
+            ranks = session.ranks if sharded else LoopRanks(session.ranks, alone=True)
+            if snapshot is not None:
+                # The thread that writes gathers while the training thread may gather too, so it needs ranks of its
+                # own. They are made here, because that is a step that all ranks make in the training thread.
+                ranks = ranks.for_saving()
 
             def start() -> None:
-                if leads(session.ranks):
-                    self._start(state, _about(session, score), snapshot, refusals, prefix, step)
+                if writes:
+                    self._start(partial(self._write, ranks, share, about, refusals, prefix, step), snapshot, step)
                 _raise(earlier)
 
             all_or_none(session.ranks, start)
@@ -250,61 +248,16 @@ class Saver:
             for folder in self._folders.values():
                 folder.release()
 
-    def _save_shards(
-        self,
-        session: SessionLike,
-        share: Share,
-        about: dict[str, Any],
-        refusals: Iterable[Callable[[], str | None]],
-        prefix: str,
-        step: int,
-    ) -> None:
-        folder, name = os.path.split(os.path.abspath(prefix))
-        writer = self._folders.setdefault(folder, Folder(folder, self.disk))
-        # The thread that writes gathers while the training thread may gather too, so it needs ranks of its own. They
-        # are made here, because that is a step that all ranks make in the training thread.
-        ranks = session.ranks.for_saving() if self.async_save else session.ranks
-
-        def write() -> None:
-            reasons = exchange(ranks, lambda: [reason for each in refusals if (reason := each()) is not None])
-            for reason in [reason for each in reasons for reason in each][:1]:
-                logger.warning("no checkpoint of step %d: %s", step, reason)
-                return
-            commit = partial(commit_shards, ranks, share, writer, name, step, self.disk, self._retention, about)
-            self._reported(f"{prefix}-{step} was not written", commit)
-
-        def write_later() -> None:
-            try:
-                write()
-            except BaseException as error:
-                self._error = error  # without a lock: _finish() reads it after it has joined this thread
-
-        if self.async_save:
-            self._thread = threading.Thread(target=write_later, name=f"save {name}-{step}")
-            self._thread.start()
-        else:
-            write()
-
-    def _start(
-        self,
-        state: dict[str, Any],
-        about: dict[str, Any],
-        snapshot: Snapshot | None,
-        refusals: Iterable[Callable[[], str | None]],
-        prefix: str,
-        step: int,
-    ) -> None:
-        folder, name = os.path.split(os.path.abspath(prefix))
+    def _start(self, write: Callable[[], None], snapshot: Snapshot | None, step: int) -> None:
+        """Call ``write()``, with a snapshot in a thread."""
         if snapshot is None:
-            self._write(state, about, refusals, folder, name, step)
+            write()
             return
         held = snapshot.end()
         gate, started = threading.Lock(), threading.Event()
         # Not a daemon: Python waits for it at the end of the process.
         thread = threading.Thread(
-            target=self._write_later,
-            args=(gate, started, snapshot, state, about, refusals, folder, name, step),
-            name=f"save {name}-{step}",
+            target=self._write_later, args=(gate, started, snapshot, write), name=f"save step {step}"
         )
         # The thread that trains holds the gate, so that the new thread blocks at once. Otherwise start() would return
         # only when Python next switches threads, up to 5 ms later.
@@ -325,36 +278,39 @@ class Saver:
                 "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
             )
             snapshot.wait()
-            self._write(state, about, refusals, folder, name, step)
+            write()
         self._held = held  # the thread still reads it: the next save joins the thread before it copies into this memory
 
-    def _write_later(self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, *args: Any) -> None:
+    def _write_later(
+        self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, write: Callable[[], None]
+    ) -> None:
         try:
             with gate:
                 if not started.is_set():
                     return  # a Ctrl-C ended start() after the thread began: save() has raised it
             snapshot.wait()  # in this thread: training continues while the copies from a device are under way
-            self._write(*args)
+            write()
         except BaseException as error:  # every kind: the next call of the saver raises it in the thread that trains
             self._error = error
 
     def _write(
         self,
-        state: dict[str, Any],
+        ranks: LoopRanks,
+        share: Share,
         about: dict[str, Any],
         refusals: Iterable[Callable[[], str | None]],
-        folder: str,
-        name: str,
+        prefix: str,
         step: int,
     ) -> None:
-        for refusal in refusals:
-            reason = refusal()
-            if reason is not None:
-                logger.warning("no checkpoint of step %d: %s", step, reason)
-                return
-        writer = self._folders.setdefault(folder, Folder(folder, self.disk))
-        message = f"{os.path.join(folder, name)}-{step} was not written"
-        self._reported(message, lambda: writer.add(name, step, partial(save, state), self._retention, about))
+        reasons = exchange(ranks, lambda: next((reason for each in refusals if (reason := each()) is not None), None))
+        reason = next((each for each in reasons if each is not None), None)
+        if reason is not None:
+            logger.warning("no checkpoint of step %d: %s", step, reason)
+            return
+        path, name = os.path.split(os.path.abspath(prefix))
+        folder = self._folders.setdefault(path, Folder(path, self.disk, self._retention))
+        message = f"{os.path.join(path, name)}-{step} was not written"
+        self._reported(message, lambda: write_checkpoint(ranks, share, folder, name, step, about))
 
     def _reported(self, message: str, write: Callable[[], T]) -> T:
         """Return ``write()``; turn an error of the operating system into a CheckpointError."""
@@ -388,13 +344,27 @@ class Saver:
         position = session.position
         # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
         pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
-        rollback = Rollback({name: part for name, (part, _) in pairs.items()}, session.optimizer)
-        step = session.global_step
+        parts = {name: part for name, (part, _) in pairs.items()}
+        last: dict[str, Any] = {name: pairs.pop(name) for name in plain_modules(parts)}
+        groups = [] if session.optimizer is None else session.optimizer.param_groups
+        undo = Undo().random_states().gradients(parameter for group in groups for parameter in group["params"])
+        undo.loads({name: parts[name] for name in pairs})
+        step, is_last = session.global_step, False
+
+        def load_last() -> None:
+            for part, state in last.values():
+                part.load_state_dict(like_own(part, state), strict=self._strict)
+
         try:
             all_or_none(session.ranks, lambda: self._load_all(session, saved, pairs, path))
+            is_last = True
+            load_last()
         except BaseException as error:
-            session.global_step = step
-            rollback.put_back(error)
+            if is_last:
+                finish(load_last, error)
+            else:
+                session.global_step = step
+                undo.put_back(error)
             raise
         if is_whole:
             warn_of_buckets(session)
@@ -427,34 +397,8 @@ class Saver:
             set_random_states(saved["random"])
             session.accumulated.load_state_dict(saved.get("running_values"))
         if session.position is not None:
-            mark_state = partial(self._mark_state, session, path)
-            session.position.load_state_dict(saved.get("position"), saved.get("random"), mark_state)
-
-    def _mark_state(self, session: SessionLike, path: str) -> Callable[[], None]:
-        """Return a function that restores from ``path`` again whatever in ``session`` has changed since this call."""
-        parts: dict[str, Any] = dict(parts_of(session))
-        if session.gradients is not None:
-            parts["gradients"] = session.gradients
-        mark = StateMark(parts)
-        return lambda: self._restore_changed(session, path, mark.changed())
-
-    def _restore_changed(self, session: SessionLike, path: str, changed: list[str]) -> None:
-        if not changed:
-            return
-        try:
-            saved, _ = of_rank(session, read_for(path, session))
-            pairs, misfits = compare(session, saved)
-            if misfits:
-                raise CheckpointError(f"{path} does not match any more: {shortened(misfits)}")
-        except (OSError, CheckpointError) as error:
-            logger.warning("the body of the loop changed %s a second time: %s", shortened(changed, 8), brief(error))
-            return
-        for name, (part, state) in pairs.items():
-            if name in changed and not (session.position is not None and session.position.iterates(part)):
-                self._load(name, part, state, path)
-        if "gradients" in changed:
-            load_gradients(session, saved)
-        logger.info("restored %s again, which code that the checkpoint follows had changed", shortened(changed, 8))
+            undoing = partial(_undoing, session)
+            session.position.load_state_dict(saved.get("position"), saved.get("random"), undoing)
 
     def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
         try:
@@ -521,3 +465,30 @@ def _about(session: SessionLike, score: float | None) -> dict[str, Any]:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+def _undoing(session: SessionLike) -> Callable[[], None]:
+    """Return a function that puts back what has changed in the states of ``session`` since this call."""
+    position = session.position
+    parts: dict[str, Any] = dict(parts_of(session))
+    if session.gradients is not None:
+        parts["gradients"] = session.gradients
+
+    def load(name: str, part: Stateful, state: Any) -> bool:
+        if position is not None and position.iterates(part):
+            return False
+        try:
+            part.load_state_dict(state)
+        except Exception as error:
+            logger.warning("the body of the loop changed %s a second time: %s", name, brief(error))
+            return False
+        return True
+
+    undo = Undo().states(parts, load)
+
+    def put_back() -> None:
+        changed = undo.put_back()
+        if changed:
+            logger.info("put back %s, which code that the checkpoint follows had changed again", shortened(changed, 8))
+
+    return put_back

@@ -13,12 +13,12 @@ import importlib
 import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
+from torchhooks.common.errors import DamagedCheckpointError
 from torchhooks.ranks.dtensors import dtensors_exist, is_sharded
 
 _METADATA = ".metadata"
@@ -35,55 +35,22 @@ _PICKLED = {
 }
 
 
-def unreduced_gradients(modules: Iterable[torch.nn.Module], parameters: Iterable[Any]) -> dict[str, torch.Tensor]:
-    """Return what FSDP2 has accumulated on this rank alone, and has not put into ``parameter.grad`` yet.
+def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str]]:
+    """Return where FSDP2 keeps gradients that it has not reduced over the ranks yet: objects, and their attributes.
 
-    After ``set_requires_gradient_sync(False)``, these are whole gradients, by the number of the parameter in
-    ``parameters``. After ``set_requires_all_reduce(False)``, these are one tensor for each group of parameters.
+    That is between two backward passes of an accumulation, after ``set_requires_gradient_sync(False)`` or
+    ``set_requires_all_reduce(False)``. No checkpoint has them: torch has no public way to read or to set them.
     """
-    numbers = {id(parameter): str(number) for number, parameter in enumerate(parameters)}
-    found: dict[str, torch.Tensor | None] = {}
-    for name, group in _fsdp_groups(modules):
-        found[name] = group._partial_reduce_output  # noqa: SLF001 - torch's only way to it
-        for each in group.fsdp_params:
-            found[numbers.get(id(each.sharded_param), "")] = _unreduced(each)
-    return {name: gradient for name, gradient in found.items() if name and gradient is not None}
-
-
-def set_unreduced_gradients(
-    modules: Iterable[torch.nn.Module], parameters: Iterable[Any], gradients: Mapping[str, torch.Tensor]
-) -> bool:
-    """Set what :func:`unreduced_gradients` returned, drop all else that has accumulated, and return whether all fit."""
-    numbers = {id(parameter): str(number) for number, parameter in enumerate(parameters)}
-    left = {name: gradient.clone() for name, gradient in gradients.items()}
-    for name, group in _fsdp_groups(modules):
-        part = left.pop(name, None)
-        group._partial_reduce_output = None if part is None else part.to(group.device)  # noqa: SLF001 - torch's only way to it
-        for each in group.fsdp_params:
-            gradient = left.pop(numbers.get(id(each.sharded_param), ""), None)
-            # FSDP2 itself uses this only if gradients are reduced in another dtype, but adds to it in any case.
-            each.unsharded_accumulated_grad = None if gradient is None else gradient.to(group.device)
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.grad = None  # noqa: SLF001 - torch's only way to it
-    return not left
-
-
-def _unreduced(parameter: Any) -> torch.Tensor | None:
-    accumulated: torch.Tensor | None = parameter.unsharded_accumulated_grad
-    latest: torch.Tensor | None = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
-    if accumulated is None or latest is None:
-        return latest if accumulated is None else accumulated
-    return accumulated + latest
-
-
-def _fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield FSDP2's own objects for the groups of parameters that it gathers together, each after a name for it."""
     wrapped: list[Any] = [each for module in modules for each in module.modules() if hasattr(each, "_get_fsdp_state")]
-    states = [each._get_fsdp_state() for each in wrapped]  # noqa: SLF001 - torch's only way to it
+    states = [each._get_fsdp_state() for each in wrapped]  # noqa: SLF001 - torch has no other way to ask
     # Newer versions of torch have several groups for a module.
-    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]  # noqa: SLF001 - torch's only way to it
-    for number, group in enumerate(each for several in groups for each in several if each is not None):
-        yield f"group {number}", group
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]  # noqa: SLF001 - as above
+    found: list[tuple[Any, str]] = []
+    for group in (each for several in groups for each in several if each is not None):
+        found.append((group, "_partial_reduce_output"))
+        for each in group.fsdp_params:
+            found += [(each, "unsharded_accumulated_grad"), (getattr(each, "_unsharded_param", None), "grad")]
+    return [(owner, name) for owner, name in found if getattr(owner, name, None) is not None]
 
 
 def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,8 +71,6 @@ def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dcp() -> Any:
-    if torch.__version__ < "2.7":  # compared as versions
-        raise CheckpointError(f"this is torch {torch.__version__}: checkpoints of DTensors need torch 2.7 or newer")
     return importlib.import_module("torch.distributed.checkpoint")  # not loaded before it is needed
 
 

@@ -39,7 +39,6 @@ from torchhooks.checkpoints.gradients import Gradients
 from torchhooks.checkpoints.sharded import (
     canonical,
     renamed,
-    set_unreduced_gradients,
     sharded_parts,
     unreduced_gradients,
 )
@@ -210,14 +209,15 @@ def _with_tensors(state: Any, values: Mapping[Any, Any]) -> Any:
 def collect(
     session: SessionLike,
     copy: Callable[[torch.Tensor], torch.Tensor],
+    given: Mapping[str, Any],
     *,
     of_rank_only: bool = False,
-    given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the contents of a checkpoint, each tensor passed through ``copy``.
 
-    With ``of_rank_only``, leave out what all ranks have in common. The states in ``given``, by name, are used instead
-    of asking for them. If something could not be loaded again, raise a CheckpointError that lists all of it.
+    With ``of_rank_only``, leave out what all ranks have in common. ``given`` has the gradients, and states by name that
+    are used instead of asking for them. If something could not be loaded again, raise a CheckpointError that lists all
+    of it.
     """
     plain = _PlainCopy(copy)
     state: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def collect(
         parts = own_parts(parts)
     for name, part in parts.items():
         try:
-            own = given[name] if given is not None and name in given else part.state_dict()
+            own = given[name] if name in given else part.state_dict()
         except BaseException as error:
             add_note(error, f"while saving {name!r}")
             raise
@@ -235,9 +235,8 @@ def collect(
         _check_schedulers(session, parts, state)
     if session.metadata and not of_rank_only:
         state["metadata"] = plain(session.metadata, ("metadata",))
-    gradients = accumulated_gradients(session)[0] if given is None else given.get("gradients")
-    if gradients:
-        state["gradients"] = plain(gradients, ("gradients",))
+    if given["gradients"]:
+        state["gradients"] = plain(given["gradients"], ("gradients",))
     accumulated = session.accumulated.state_dict()
     if accumulated is not None:
         state["running_values"] = plain(accumulated, ("running_values",))
@@ -289,36 +288,33 @@ def compare(
 
 def accumulated_gradients(session: SessionLike) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the gradients that have accumulated on this rank alone, by the number of their parameter, and DTensors."""
-    if session.gradients is None:
-        return {}, {}
-    gradients = session.gradients.state_dict() or {}
+    gradients = (None if session.gradients is None else session.gradients.state_dict()) or {}
     shards = {number: gradient for number, gradient in gradients.items() if is_sharded(gradient)}
-    own = {number: gradient for number, gradient in gradients.items() if number not in shards}
-    return own | unreduced_gradients(_modules(session), session.gradients.parameters()), shards
+    return {number: gradient for number, gradient in gradients.items() if number not in shards}, shards
 
 
 def load_gradients(session: SessionLike, saved: Mapping[str, Any]) -> None:
-    """Set the gradients that have accumulated to those of ``saved``.
-
-    Those of one rank alone count like those of a backward pass that was not reduced over the ranks. So they can also
-    be loaded into a model that is sharded in another way.
-    """
+    """Set the gradients that have accumulated to those of ``saved``, and drop those that FSDP2 has not reduced yet."""
     if session.gradients is None:
         return
     own, shards = saved.get("gradients") or {}, saved.get("sharded_gradients") or {}
-    parameters = session.gradients.parameters()
-    unreduced, whole = dict(own), dict(shards)
-    for number, parameter in zip(map(str, range(len(parameters))), parameters, strict=True):
-        if number in own and not is_sharded(parameter):
-            gradient = unreduced.pop(number)
-            whole[number] = whole[number] + gradient if number in whole else gradient
-    session.gradients.load_state_dict(whole or None)
-    if not set_unreduced_gradients(_modules(session), parameters, unreduced):
+    whole = {str(number) for number, each in enumerate(session.gradients.parameters()) if not is_sharded(each)}
+    fit = {number: gradient for number, gradient in own.items() if number in whole}
+    session.gradients.load_state_dict({**shards, **fit} or None)
+    for owner, name in unreduced(session):
+        setattr(owner, name, None)
+    if len(fit) < len(own):
         logger.warning("gradients that had accumulated in a model that was sharded in another way are dropped")
 
 
-def _modules(session: SessionLike) -> list[torch.nn.Module]:
-    return [part for part in parts_of(session).values() if isinstance(part, torch.nn.Module)]
+def unreduced(session: SessionLike) -> list[tuple[Any, str]]:
+    """Return where FSDP2 keeps gradients of the optimizer's parameters that it has not reduced over the ranks yet."""
+    return [] if session.gradients is None else unreduced_gradients(modules_of(session))
+
+
+def modules_of(session: SessionLike) -> list[torch.nn.Module]:
+    """Return the model and the modules in the loop's state, such as an average of the weights."""
+    return [each for each in (session.model, *session.state.values()) if isinstance(each, torch.nn.Module)]
 
 
 def plain_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def period(value: float, name: str) -> float:
 
 
 def folder(value: Any, name: str) -> Any:
-    """Return ``value``; raise TypeError if it is not a path, and ValueError if it is that of a file."""
+    """Return ``value``; raise TypeError if it is not a path, and ValueError if it is a path of a file."""
     if not isinstance(value, (str, bytes, os.PathLike)):
         raise TypeError(f"{name}={shown(value)}: must be the path of a folder, a str or os.PathLike{by_name(value)}")
     if os.path.isfile(value):

@@ -4,7 +4,7 @@
     ├── TorchHooksError
     │   ├── AbortedError                    raise it in a run to ask for recovery
     │   ├── CheckpointError                 a checkpoint cannot be written, read or loaded
-    │   │   └── DamagedCheckpointError      its file is missing, truncated or modified
+    │   │   └── DamagedCheckpointError      a file of it is missing, truncated or modified
     │   ├── FeedError                       (also RuntimeError) two feeds for one parameter, or none to feed
     │   ├── FetchError                      (also LookupError) a fetch has no value
     │   │   └── NoRunYetError               only a run could give it one, and there is none
@@ -162,7 +162,7 @@ class NanLossDuringTrainingError(TorchHooksError, RuntimeError):
 class PeerError(TorchHooksError, RuntimeError):
     """The loop cannot continue because of another rank: it failed, it does not answer, or it ended too early.
 
-    Every rank that is still running raises it, so that no process waits forever for one that has failed:
+    Every rank that is still running raises it, so that no process waits forever for another that has failed:
 
     >>> def main():
     ...     raise PeerError("rank 3 failed in run 12: OSError: disk full", rank=3, run=12, reason="OSError: disk full")

@@ -8,15 +8,19 @@ from typing import Any, TextIO
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr  # looked up for each line, because a notebook or a test may replace it
-        super().emit(record)
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # without a stream
+        self.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr  # looked up for each line, because a notebook or a test may replace it
 
 
 # Nothing is added to the logger of the application, so nothing has to be removed once it configures logging.
-_fallback = logging.Logger("torchhooks")
-_fallback.addHandler(_Stderr())
-_fallback.handlers[0].setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+fallback = logging.Logger("torchhooks")
+"""Where the lines go if the application does not configure logging."""
+fallback.addHandler(_Stderr())
 
 _rank = 0
 
@@ -35,7 +39,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
             if self.logger.hasHandlers():
                 self.logger.log(level, msg, *args, **kwargs)  # not super().log(), which would only call this again
             elif level >= (self.logger.level or logging.INFO) and level > self.logger.manager.disable:
-                _fallback.log(level, msg, *args, **kwargs)
+                fallback.log(level, msg, *args, **kwargs)
         except Exception:
             if _stderr_works():
                 raise

@@ -1,6 +1,6 @@
 """Timers that decide when a periodic hook runs.
 
-The rules are those of ``tf.train.SecondOrStepTimer``: a timer that has never triggered triggers at once, no timer
+The rules are TensorFlow's (``tf.train.SecondOrStepTimer``): a timer that has never triggered triggers at once, no timer
 triggers twice for one step, and a period starts at the last trigger, not at a multiple of the period.
 :class:`EverySteps` has another rule: it triggers at the multiples of its period. :class:`EveryEpochs` triggers at the
 end of an epoch, between two runs, and :class:`AtSteps` once at each of some steps. :class:`OnSignal` and
@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from torchhooks.common.checks import by_name, explains_wrong_calls, period, whole_number
 from torchhooks.common.text import shown
@@ -92,32 +92,58 @@ NEVER = Due()
 """Never due again."""
 
 
-class Timer(Protocol):
-    """What a periodic hook needs of its timer."""
+class Timer:
+    """Base class of all timers: it keeps the last trigger, and never triggers by itself."""
 
-    chief_is_due: bool | None
-    """See :attr:`SecondOrStepTimer.chief_is_due`."""
+    chief_is_due: bool | None = None
+    """With a period in seconds and several ranks, whether the chief's clock has triggered.
 
-    @property
-    def every_steps(self) -> int | None:
-        """The period in steps; ``None`` if it is not one in steps."""
+    ``None``, the default, means that the timer looks at its own clock. Other timers ignore it, because steps and epochs
+    are the same on all ranks.
+    """
 
-    def reset(self) -> None: ...
+    every_steps: int | None = None
+    """The period in steps; ``None`` if there is no period, or it is not one in steps."""
 
-    def start_at(self, step: int, /) -> None: ...
+    _last_step: int | None = None
+    _last_time: float | None = None
 
-    def trigger(self) -> None: ...
+    def reset(self) -> None:
+        """Forget the last trigger and the start."""
+        self._last_step = self._last_time = None
 
-    def should_trigger_for_step(self, step: int, /) -> bool: ...
+    def start_at(self, step: int) -> None:
+        """Start at ``step``, at which a session starts. A hook calls this in ``after_create_session``."""
 
-    def update_last_triggered_step(self, step: int, /) -> tuple[float | None, int | None]: ...
+    def trigger(self) -> None:
+        """Trigger for the next step: the chief's clock has come to that moment, or an epoch has ended."""
 
-    def last_triggered_step(self) -> int | None: ...
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return whether the timer triggers for ``step``."""
+        return False
 
-    def next_due(self) -> Due: ...
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        """Record a trigger now, at ``step``, at which a new period starts.
+
+        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
+        """
+        now = time.monotonic()
+        last_step, last_time = self._last_step, self._last_time
+        self._last_step, self._last_time = step, now
+        if last_step is None or last_time is None:
+            return None, None
+        return now - last_time, step - last_step
+
+    def last_triggered_step(self) -> int | None:
+        """Return the step of the last trigger, or ``None`` if there was none."""
+        return self._last_step
+
+    def next_due(self) -> Due:
+        """Return the earliest point at which :meth:`should_trigger_for_step` can be true."""
+        return NEVER
 
 
-class SecondOrStepTimer:
+class SecondOrStepTimer(Timer):
     """A timer that triggers at most once every ``every_secs`` seconds, or every ``every_steps`` steps.
 
     A hook asks it for each step, and tells it when it did its work (``tf.train.SecondOrStepTimer``):
@@ -144,12 +170,6 @@ class SecondOrStepTimer:
         ValueError: both or neither are given, or the period is invalid.
     """
 
-    chief_is_due: bool | None = None
-    """With a period in seconds and several ranks, whether the chief's clock has triggered.
-
-    ``None``, the default, means that the timer looks at its own clock.
-    """
-
     @explains_wrong_calls
     def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
         if (every_secs is None) == (every_steps is None):
@@ -159,8 +179,6 @@ class SecondOrStepTimer:
             )
         self._every_secs = None if every_secs is None else period(every_secs, "every_secs")
         self.every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", 1)
-        """The period in steps; ``None`` if it is one in seconds."""
-        self.reset()
 
     @classmethod
     def named(cls, **periods: Any) -> Self:
@@ -178,16 +196,7 @@ class SecondOrStepTimer:
         ((name, value),) = given.items()
         return cls(**{"every_secs" if name.endswith("secs") else "every_steps": value})
 
-    def reset(self) -> None:
-        """Forget the last trigger, so that the next step triggers."""
-        self._last_step: int | None = None
-        self._last_time: float | None = None
-
-    def start_at(self, step: int) -> None:
-        """Do nothing: periods start at the last trigger, wherever the session starts."""
-
     def trigger(self) -> None:
-        """Trigger for the next step, because the chief's clock has come to that moment."""
         self.chief_is_due = True
 
     def should_trigger_for_step(self, step: int) -> bool:
@@ -204,25 +213,11 @@ class SecondOrStepTimer:
         )
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Start a new period now, at ``step``.
-
-        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
-        """
-        now = time.monotonic()
-        last_step, last_time = self._last_step, self._last_time
-        self._last_step, self._last_time = step, now
         if self.chief_is_due:
             self.chief_is_due = False
-        if last_step is None or last_time is None:
-            return None, None
-        return now - last_time, step - last_step
-
-    def last_triggered_step(self) -> int | None:
-        """Return the step of the last trigger, or ``None`` if there was none."""
-        return self._last_step
+        return super().update_last_triggered_step(step)
 
     def next_due(self) -> Due:
-        """Return the step or the moment before which :meth:`should_trigger_for_step` cannot be true."""
         if self._last_step is None or self._last_time is None or self.chief_is_due:
             return NOW
         if self.every_steps is not None:
@@ -244,7 +239,27 @@ def _checked(name: str, value: Any) -> Any:
         raise ValueError(f"{error}{by_name(value)}") from None
 
 
-class EverySteps:
+class _StepTimer(Timer):
+    """A timer that triggers when a run reaches or passes certain global steps."""
+
+    _reached: int | None = None  # by the last trigger, or by the start
+
+    def reset(self) -> None:
+        super().reset()
+        self._reached = None
+
+    def start_at(self, step: int) -> None:
+        """Start at ``step``, at which a session starts. Steps that are reached again after a recovery trigger again."""
+        if self._last_step is not None and self._last_step > step:
+            self.reset()
+        self._reached = step
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        self._reached = step
+        return super().update_last_triggered_step(step)
+
+
+class EverySteps(_StepTimer):
     """A timer that triggers when the global step is a multiple of ``n``, also in a training run that was resumed.
 
     >>> every = EverySteps(4)
@@ -271,29 +286,7 @@ class EverySteps:
 
     @explains_wrong_calls
     def __init__(self, n: int) -> None:
-        self.chief_is_due: bool | None = None
-        """Without effect, as steps are the same on all ranks; see :attr:`SecondOrStepTimer.chief_is_due`."""
-        self.every_steps = whole_number(n, "n", 1)
-        """The period in steps."""
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the last trigger and the start."""
-        self._last_step: int | None = None
-        self._last_time: float | None = None
-        self._reached: int | None = None
-
-    def start_at(self, step: int) -> None:
-        """Start at ``step``, at which a session starts: the next multiple after it is the next to trigger.
-
-        A hook calls this in ``after_create_session``. After a recovery, multiples that are reached again trigger again.
-        """
-        self._reached = step
-        if self._last_step is not None and self._last_step > step:
-            self._last_step = self._last_time = None
-
-    def trigger(self) -> None:
-        """Do nothing: the step alone decides."""
+        self.every_steps: int = whole_number(n, "n", 1)
 
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether a multiple was reached since the last trigger or the start; without either, at ``step``."""
@@ -301,24 +294,7 @@ class EverySteps:
             return step > 0 and step % self.every_steps == 0
         return step // self.every_steps > self._reached // self.every_steps
 
-    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Record a trigger now, at ``step``.
-
-        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
-        """
-        now = time.monotonic()
-        last_step, last_time = self._last_step, self._last_time
-        self._last_step, self._last_time, self._reached = step, now, step
-        if last_step is None or last_time is None:
-            return None, None
-        return now - last_time, step - last_step
-
-    def last_triggered_step(self) -> int | None:
-        """Return the step of the last trigger, or ``None`` if there was none."""
-        return self._last_step
-
     def next_due(self) -> Due:
-        """Return the step before which :meth:`should_trigger_for_step` cannot be true."""
         if self._reached is None:
             return NOW
         return Due(step=(self._reached // self.every_steps + 1) * self.every_steps)
@@ -327,7 +303,7 @@ class EverySteps:
         return f"EverySteps({self.every_steps})"
 
 
-class AtSteps:
+class AtSteps(_StepTimer):
     """A timer that triggers once at each of the given global steps.
 
     >>> hook = LoggingTensorHook(["global_step"], timer=AtSteps([2, 5]))
@@ -348,11 +324,6 @@ class AtSteps:
         TypeError: ``steps`` is not an iterable.
     """
 
-    chief_is_due: bool | None = None
-    """Without effect, as steps are the same on all ranks; see :attr:`SecondOrStepTimer.chief_is_due`."""
-    every_steps = None
-    """``None``, because there is no period."""
-
     @explains_wrong_calls
     def __init__(self, steps: Iterable[int]) -> None:
         if not isinstance(steps, Iterable) or isinstance(steps, str):
@@ -361,57 +332,24 @@ class AtSteps:
         """The steps, in ascending order."""
         if not self.steps:
             raise ValueError("AtSteps([]): give at least one global step, such as [100, 200]")
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the last trigger and the start."""
-        self._last_step: int | None = None
-        self._last_time: float | None = None
-        self._reached = 0
-
-    def start_at(self, step: int) -> None:
-        """Start at ``step``, at which a session starts: the next given step after it is the next to trigger."""
-        self._reached = step
-        if self._last_step is not None and self._last_step > step:
-            self._last_step = self._last_time = None
-
-    def trigger(self) -> None:
-        """Do nothing: the step alone decides."""
 
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether a given step was reached since the last trigger or the start."""
         following = self._following()
         return following is not None and step >= following
 
-    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Record a trigger now, at ``step``.
-
-        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
-        """
-        now = time.monotonic()
-        last_step, last_time = self._last_step, self._last_time
-        self._last_step, self._last_time, self._reached = step, now, step
-        if last_step is None or last_time is None:
-            return None, None
-        return now - last_time, step - last_step
-
-    def last_triggered_step(self) -> int | None:
-        """Return the step of the last trigger, or ``None`` if there was none."""
-        return self._last_step
-
     def next_due(self) -> Due:
-        """Return the next given step."""
         return Due(step=self._following())
 
     def _following(self) -> int | None:
-        index = bisect.bisect_right(self.steps, self._reached)
+        index = bisect.bisect_right(self.steps, self._reached or 0)
         return self.steps[index] if index < len(self.steps) else None
 
     def __repr__(self) -> str:
         return f"AtSteps({self.steps})"
 
 
-class EveryEpochs:
+class EveryEpochs(Timer):
     """A timer that triggers at the end of every ``n``-th epoch.
 
     >>> mean = LoggingTensorHook({"epoch": "epoch", "mean loss": running_mean("loss")}, timer=EveryEpochs())
@@ -436,28 +374,18 @@ class EveryEpochs:
         ValueError: ``n`` is invalid.
     """
 
-    chief_is_due: bool | None = None
-    """Without effect, as epochs are the same on all ranks; see :attr:`SecondOrStepTimer.chief_is_due`."""
-    every_steps = None
-    """``None``, because the period is not one in steps."""
+    _epoch_has_ended = False
 
     @explains_wrong_calls
     def __init__(self, n: int = 1) -> None:
         self.every_epochs = whole_number(n, "n", 1)
         """The period in epochs."""
-        self.reset()
 
     def reset(self) -> None:
-        """Forget the last trigger."""
+        super().reset()
         self._epoch_has_ended = False
-        self._last_step: int | None = None
-        self._last_time: float | None = None
-
-    def start_at(self, step: int) -> None:
-        """Do nothing: epochs do not depend on the step at which a session starts."""
 
     def trigger(self) -> None:
-        """Trigger now: an epoch has ended that this timer is for."""
         self._epoch_has_ended = True
 
     def should_trigger_for_step(self, step: int) -> bool:
@@ -465,51 +393,29 @@ class EveryEpochs:
         return self._epoch_has_ended
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Record a trigger now, at ``step``.
-
-        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
-        """
-        now = time.monotonic()
-        last_step, last_time = self._last_step, self._last_time
-        self._last_step, self._last_time, self._epoch_has_ended = step, now, False
-        if last_step is None or last_time is None:
-            return None, None
-        return now - last_time, step - last_step
-
-    def last_triggered_step(self) -> int | None:
-        """Return the step of the last trigger, or ``None`` if there was none."""
-        return self._last_step
+        self._epoch_has_ended = False
+        return super().update_last_triggered_step(step)
 
     def next_due(self) -> Due:
-        """Return the period in epochs."""
         return Due(epochs=self.every_epochs)
 
     def __repr__(self) -> str:
         return f"EveryEpochs({self.every_epochs})"
 
 
-class _OnRequest:
+class _OnRequest(Timer):
     """Base class of the timers that trigger when another process asks for it.
 
     The loop calls :meth:`trigger`, on every rank in the same run, so that the ranks agree.
     """
 
-    chief_is_due: bool | None = None
-    """Without effect, as a request to any rank is one to all of them; see :attr:`SecondOrStepTimer.chief_is_due`."""
-    every_steps = None
-    """``None``, because there is no period."""
+    _is_asked = False
 
     def reset(self) -> None:
-        """Forget the last trigger."""
+        super().reset()
         self._is_asked = False
-        self._last_step: int | None = None
-        self._last_time: float | None = None
-
-    def start_at(self, step: int) -> None:
-        """Do nothing: requests do not depend on the step at which a session starts."""
 
     def trigger(self) -> None:
-        """Trigger for the next step: the request has arrived."""
         self._is_asked = True
 
     def should_trigger_for_step(self, step: int) -> bool:
@@ -517,20 +423,8 @@ class _OnRequest:
         return self._is_asked
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Record a trigger now, at ``step``.
-
-        Return the seconds and the steps since the last trigger; ``(None, None)`` for the first.
-        """
-        now = time.monotonic()
-        last_step, last_time = self._last_step, self._last_time
-        self._last_step, self._last_time, self._is_asked = step, now, False
-        if last_step is None or last_time is None:
-            return None, None
-        return now - last_time, step - last_step
-
-    def last_triggered_step(self) -> int | None:
-        """Return the step of the last trigger, or ``None`` if there was none."""
-        return self._last_step
+        self._is_asked = False
+        return super().update_last_triggered_step(step)
 
 
 class OnSignal(_OnRequest):
@@ -561,10 +455,8 @@ class OnSignal(_OnRequest):
     def __init__(self, signal: str) -> None:
         self.signal = checked_signal(signal, "OnSignal").name
         """The name of the signal."""
-        self.reset()
 
     def next_due(self) -> Due:
-        """Return the signal."""
         return Due(signal=self.signal)
 
     def __repr__(self) -> str:
@@ -601,17 +493,15 @@ class OnFile(_OnRequest):
         """The absolute path of the file."""
         if os.path.isdir(self.path):
             raise ValueError(f"path={self._given!r}: this is a folder: give a file that is to appear in it")
-        self.reset()
 
     def next_due(self) -> Due:
-        """Return the file."""
         return Due(file=self.path)
 
     def __repr__(self) -> str:
         return f"OnFile({self._given!r})"
 
 
-class NeverTriggerTimer:
+class NeverTriggerTimer(Timer):
     """A timer that never triggers, for a hook that only has work to do at the end (``tf.train.NeverTriggerTimer``).
 
     >>> timer = NeverTriggerTimer()
@@ -619,50 +509,26 @@ class NeverTriggerTimer:
     (False, Due(step=None, moment=None, runs=None, when=None, epochs=None, signal=None, file=None))
     """
 
-    chief_is_due: bool | None = None
-    """Without effect; see :attr:`torchhooks.SecondOrStepTimer.chief_is_due`."""
-    every_steps = None
-    """``None``, because there is no period."""
-
-    def reset(self) -> None:
-        """Do nothing."""
-
-    def start_at(self, step: int) -> None:
-        """Do nothing."""
-
-    def trigger(self) -> None:
-        """Do nothing: it never triggers."""
-
-    def should_trigger_for_step(self, step: int) -> bool:
-        """Return false."""
-        return False
-
     def update_last_triggered_step(self, step: int) -> tuple[None, None]:
-        """Return ``(None, None)``."""
+        """Return ``(None, None)``: nothing is recorded."""
         return None, None
-
-    def last_triggered_step(self) -> None:
-        """Return ``None``."""
-
-    def next_due(self) -> Due:
-        """Return ``Due()``, which is never."""
-        return NEVER
 
     def __repr__(self) -> str:
         return "NeverTriggerTimer()"
 
 
-class _SharedTimer:
+class _SharedTimer(Timer):
     """The use that one hook makes of a timer that it may share with others.
 
     A timer triggers once for all of its hooks. So a hook is also due if another one has had the timer trigger since its
-    own last trigger, and the elapsed time is that of this hook.
+    own last trigger, and the elapsed time is this hook's.
     """
+
+    _known: int | None = None  # the last trigger of the timer that this hook took part in
 
     def __init__(self, timer: SecondOrStepTimer | NeverTriggerTimer) -> None:
         self._timer = timer
         self.every_steps = timer.every_steps
-        self._forget()
 
     @property
     def chief_is_due(self) -> bool | None:
@@ -672,17 +538,10 @@ class _SharedTimer:
     def chief_is_due(self, chief_is_due: bool | None) -> None:
         self._timer.chief_is_due = chief_is_due
 
-    def _forget(self) -> None:
-        self._last_step: int | None = None
-        self._last_time: float | None = None
-        self._known: int | None = None  # the last trigger of the timer that this hook took part in
-
     def reset(self) -> None:
-        self._forget()
+        super().reset()
+        self._known = None
         self._timer.reset()
-
-    def start_at(self, step: int) -> None:
-        """Do nothing: periods start at the last trigger."""
 
     def trigger(self) -> None:
         self._timer.trigger()
@@ -696,15 +555,7 @@ class _SharedTimer:
         if not self._missed_a_trigger():  # otherwise the timer has started its new period already
             self._timer.update_last_triggered_step(step)
         self._known = self._timer.last_triggered_step()
-        now = time.monotonic()
-        last_step, last_time = self._last_step, self._last_time
-        self._last_step, self._last_time = step, now
-        if last_step is None or last_time is None:
-            return None, None
-        return now - last_time, step - last_step
-
-    def last_triggered_step(self) -> int | None:
-        return self._last_step
+        return super().update_last_triggered_step(step)
 
     def next_due(self) -> Due:
         return NOW if self._missed_a_trigger() else self._timer.next_due()

@@ -85,8 +85,8 @@ def _map_rates(function: Callable[[Any], Any], tree: GroupRates) -> GroupRates:
 
 def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
     items = [map_leaves(function, item) for item in tree]
-    # The constructor of a named tuple takes its fields one by one, that of a torch.Size or a torch.return_types.max an
-    # iterable of all of them.
+    # The constructor of a named tuple takes its fields one by one, and the constructor of a torch.Size or a
+    # torch.return_types.max takes an iterable of all of them.
     return getattr(tree, "_make", type(tree))(items)
 
 
@@ -119,7 +119,7 @@ def copied(leaf: Any) -> Any:
 
 
 def as_snapshot(fresh: torch.Tensor) -> torch.Tensor:
-    """Mark ``fresh``, a tensor that no other code has a reference to, as one that is never updated, and return it."""
+    """Mark ``fresh``, a tensor that no other code has a reference to, as never updated, and return it."""
     fresh.is_torchhooks_snapshot = True  # type: ignore[attr-defined]
     return fresh
 

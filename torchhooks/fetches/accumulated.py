@@ -60,7 +60,7 @@ class AccumulatedFetch(ComposedFetch):
 
     def __init__(self, function: str, fetch: Any, *options: Any, shown_options: str = "") -> None:
         self._function = function
-        self._fetch = fetch
+        self.fetch = fetch
         self._shown_options = shown_options
         self._key = function, _identity(fetch), *options
         self.accumulated_parts = [self]
@@ -81,10 +81,6 @@ class AccumulatedFetch(ComposedFetch):
                 "instead, under a name that does not end in :output, :input or :grad"
             )
 
-    @property
-    def fetch(self) -> Any:
-        return self._fetch
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AccumulatedFetch) and self._key == other._key
 
@@ -92,7 +88,7 @@ class AccumulatedFetch(ComposedFetch):
         return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"{self._function}({self._fetch!r}{self._shown_options})"
+        return f"{self._function}({self.fetch!r}{self._shown_options})"
 
 
 class RunningFetch(AccumulatedFetch):
@@ -127,7 +123,7 @@ def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> Runni
     last = 0.5, mean = 0.75 (... sec)
 
     A hook with a period of its own, such as ``every_n_iter=100``, reports in its first run, so that its first mean is
-    that of one run. With ``timer=EverySteps(100)``, each report is a mean of 100 runs.
+    over one run. With ``timer=EverySteps(100)``, each report is a mean of 100 runs.
 
     Each hook has a mean of its own. It includes the run in which it is requested, and starts over after it, unless the
     hook calls ``run_context.not_reported()``. The first one begins with the first run: the loop finds the running
@@ -162,8 +158,8 @@ def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> Runni
             mean of the epoch.
 
     Returns:
-        A fetch. Its value is a Python number if those of ``fetch`` are, and otherwise a tensor of their shape, which is
-        float32 for integers and half precision. If one value is NaN, so is the mean.
+        A fetch. Its value is a Python number if the values of ``fetch`` are, and otherwise a tensor of their shape,
+        which is float32 for integers and half precision. If one value is NaN, so is the mean.
 
     Raises:
         TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
@@ -184,16 +180,8 @@ def running_sum(fetch: Any, weight: Any = None, reset: str = "report") -> Runnin
     examples = 64
     examples = 64 (... sec)
 
-    It is like :func:`torchhooks.running_mean` in everything else. The sum of integer tensors is int64.
-
-    Args:
-        fetch: one fetch, whose value is a number or a tensor. It is evaluated in every run.
-        weight: a fetch. The sum is that of the products of weight and value.
-        reset: ``"report"``, or ``"epoch"`` for the epoch so far.
-
-    Raises:
-        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
-        ValueError: ``fetch`` is the name of what a submodule receives or returns; ``reset`` is neither of the two.
+    It is like :func:`torchhooks.running_mean` in everything else, with the same arguments and errors. With a
+    ``weight``, it is the sum of the products of weight and value. The sum of integer tensors is int64.
     """
     return RunningFetch("sum", fetch, reset, weight)
 
@@ -209,16 +197,8 @@ def running_max(fetch: Any, reset: str = "report") -> RunningFetch:
     highest loss = 3.0
     highest loss = 1.0 (... sec)
 
-    It is like :func:`torchhooks.running_mean` in everything else, but has no weight. The maximum of tensors with
-    several elements is taken element by element, and has their dtype. If a value is NaN, so is the maximum.
-
-    Args:
-        fetch: one fetch, whose value is a real number or a tensor of them. It is evaluated in every run.
-        reset: ``"report"``, or ``"epoch"`` for the epoch so far.
-
-    Raises:
-        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
-        ValueError: ``fetch`` is the name of what a submodule receives or returns; ``reset`` is neither of the two.
+    It is like :func:`torchhooks.running_mean` in everything else, but has no weight, and takes real numbers only. The
+    maximum of tensors with several elements is taken element by element, and has their dtype.
     """
     return RunningFetch("max", fetch, reset)
 
@@ -235,14 +215,6 @@ def running_min(fetch: Any, reset: str = "report") -> RunningFetch:
     lowest loss = 0.5 (... sec)
 
     It is like :func:`torchhooks.running_max` in everything else.
-
-    Args:
-        fetch: one fetch, whose value is a real number or a tensor of them. It is evaluated in every run.
-        reset: ``"report"``, or ``"epoch"`` for the epoch so far.
-
-    Raises:
-        TypeError: ``fetch`` is not one fetch; from the run, its value is neither a number nor a tensor.
-        ValueError: ``fetch`` is the name of what a submodule receives or returns; ``reset`` is neither of the two.
     """
     return RunningFetch("min", fetch, reset)
 
@@ -446,7 +418,7 @@ class AccumulatedValues:
     # -- every run --------------------------------------------------------------------------------------------------
 
     def add(self, outputs: Any, args: Any, kwargs: Any, evaluator: Evaluator | None = None) -> bool:
-        """Add the values of one run. ``evaluator`` is that of the run, if a hook is due in it.
+        """Add the values of one run. ``evaluator`` is the run's, if a hook is due in it.
 
         Returns false: no hook has to be called because of them.
         """

@@ -81,16 +81,21 @@ _WATCHED_SUFFIXES = ((":", "output"), (":", "input"), (":", "grad"))
 
 
 class ComposedFetch(Leaf):
-    """A fetch whose value is computed from that of another fetch, :attr:`fetch`, which must never change."""
+    """A fetch whose value is computed from the value of another fetch, :attr:`fetch`, which must never change."""
 
     copies: bool = True
-    """Whether :meth:`compose` gets copies. One that keeps no part of the value does not need them."""
+    """Whether :meth:`compose` gets copies. A fetch that keeps no part of the value needs none."""
     accumulates: bool = False
     """Whether the value is accumulated from run to run, in ``session.accumulated``; :meth:`compose` is not called."""
     optional: bool = False
     """Whether :attr:`fetch` need not have a value: :meth:`compose` then gets ``None``."""
     fits_every_run: bool = False
     """Whether it can be evaluated in every run: it takes little time, and no other rank has to take part."""
+
+    is_fixed: bool = True
+    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
+    fetch: Any = None
+    """The fetch to evaluate."""
 
     @functools.cached_property
     def watched_names(self) -> list[str]:
@@ -102,13 +107,6 @@ class ComposedFetch(Leaf):
         """The parts of :attr:`fetch` that are accumulated from run to run."""
         return accumulated_parts(self.fetch)
 
-    @property
-    def fetch(self) -> Any:
-        """The fetch to evaluate."""
-
-    is_fixed: bool = True
-    """Whether :attr:`fetch` is always the same. Otherwise, it decides in each run what to evaluate."""
-
     def compose(self, value: Any) -> Any:
         """Return the value of this fetch, given the value of :attr:`fetch`."""
 
@@ -117,7 +115,7 @@ class ComposedFetch(Leaf):
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of ``tree``, with those of :attr:`ComposedFetch.fetch` in place of a composed fetch."""
+    """Yield the leaves of ``tree``, with the leaves of :attr:`ComposedFetch.fetch` in place of a composed fetch."""
     found: list[Any] = []
     map_leaves(found.append, tree)
     for leaf in found:
@@ -190,7 +188,7 @@ def _has_rate(optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the fetch ``"lr"``, and that of each parameter group: ``"lr/0"``, and ``"lr/head"`` if it has a name.
+    """Return the fetch ``"lr"``, and one for each parameter group: ``"lr/0"``, and ``"lr/head"`` if it has a name.
 
     ``"lr"`` is the rate of the only group, or all rates if there are several groups. Whether these agree does not
     matter. If it did, a schedule could change the type of ``"lr"`` in the middle of a training run.
@@ -307,11 +305,11 @@ class Evaluator:
         watched: Mapping[str, Any] = _EMPTY,
         requests: Iterable[tuple[Requester, Any]] = (),
     ) -> None:
-        # The requests of the run are for the subclass for several ranks.
         self.session = session
         self.outputs = outputs
         self.feeds = feeds
         self.watched = watched  # "fc1:output" and its like, already copied
+        self._requests = requests  # of the run, for the subclass for several ranks
         self._inputs = inputs  # called only when a fetch needs the arguments of the step
         self._values: dict[Any, Any] = {}  # by name, by closure, and by id for other objects
         self._outputs = {"loss": outputs} if type(outputs) is torch.Tensor else named_outputs(outputs)
@@ -339,7 +337,7 @@ class Evaluator:
             self._may_be_missing = False
 
     def is_given(self, name: str) -> bool:
-        """Return whether ``name`` is that of a feed or of an output of the step."""
+        """Return whether a feed or an output of the step has this ``name``."""
         return name in self.feeds or name in self._outputs
 
     def _leaf(self, fetch: Any) -> Any:

@@ -27,8 +27,8 @@ _Kind = TypeVar("_Kind", torch.Tensor, torch.nn.Module, ParametrizationList)
 def stored(module: torch.nn.Module, name: str, kind: type[_Kind]) -> _Kind | None:
     """Return the attribute ``name`` of ``module`` if a ``kind`` is stored under it; otherwise ``None``.
 
-    A wrapper that shows the attributes of the module that it wraps as its own, such as that of ``torch.compile``, has
-    those too.
+    A wrapper that shows the attributes of the module that it wraps as its own, as ``torch.compile`` does, has
+    them too.
     """
     own = attributes(module)
     for space in ("_parameters", "_buffers", "_modules"):
@@ -67,7 +67,7 @@ class Computed(NamedTuple):
     def value(self) -> torch.Tensor | None:
         """Return the tensor, or ``None`` if computing it would run code that is not torch's.
 
-        Like those in evaluation mode, it depends on the state of the parametrization and does not change it.
+        As in evaluation mode, it depends on the state of the parametrization and does not change it.
         """
         if self.computed_by:
             return None
@@ -108,7 +108,7 @@ def is_property(model: torch.nn.Module, name: str) -> bool:
 
 
 def tensor_names(model: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters of ``model``, then those of its buffers."""
+    """Return the names of the parameters of ``model``, then of its buffers."""
     modules = list(_walk(model))
     return [
         f"{path}.{name}" if path else name
@@ -136,7 +136,7 @@ def _owners(model: torch.nn.Module, name: str) -> Iterator[tuple[torch.nn.Module
 
 
 def _wrapped(own: dict[str, Any]) -> torch.nn.Module | None:
-    """Return what the module with the attributes ``own`` wraps, if its attributes include those of that module."""
+    """Return what the module with the attributes ``own`` wraps, if it shows its attributes as its own."""
     modules = own.get("_modules", ())
     inner = next((modules[name] for name in _WRAPPED if name in modules), own.get("_actual_script_module"))
     return inner if isinstance(inner, torch.nn.Module) else None

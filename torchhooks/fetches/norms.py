@@ -64,7 +64,7 @@ def param_norm(norm_type: float = 2.0) -> Callable[..., Any]:
     tensor(2.)
 
     In a hook, it is a fetch like any other: ``LoggingTensorHook({"norm": param_norm()}, every_n_iter=100)``. Fetches
-    are evaluated after the step, so the norm is that of the updated parameters. It is computed on the device of the
+    are evaluated after the step, so the parameters are the updated ones. It is computed on the device of the
     model.
 
     Args:

@@ -6,11 +6,8 @@ if its hook may be called in a run in which the same hook of another rank is not
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -47,10 +44,10 @@ class Evaluated(Protocol):
 
 
 class OverRanks(ComposedFetch):
-    """A fetch whose value is combined from those of all ranks. See :func:`over_ranks`."""
+    """A fetch whose value is combined from the values of all ranks. See :func:`over_ranks`."""
 
     def __init__(self, fetch: Any, op: str, weight: Any = None, optional: bool = False) -> None:
-        self._fetch = fetch
+        self.fetch = fetch
         self.op = op
         self.weight = weight
         self.optional = optional
@@ -66,32 +63,22 @@ class OverRanks(ComposedFetch):
                 f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss', a running one, or a "
                 "result of an evaluation. Another fetch that is made of others cannot be combined"
             )
+        self.watched_names = watched_names([fetch, weight])
+        self.accumulated_parts = accumulated_parts([fetch, weight])
         name = fetch if isinstance(fetch, str) else type(fetch).__name__
         self.__name__ = getattr(fetch, "__name__", getattr(fetch, "name", name))
 
-    @functools.cached_property
-    def watched_names(self) -> list[str]:
-        return watched_names([self._fetch, self.weight])
-
-    @functools.cached_property
-    def accumulated_parts(self) -> list[Any]:
-        return accumulated_parts([self._fetch, self.weight])
-
-    @property
-    def fetch(self) -> Any:
-        return self._fetch
-
     def compose(self, value: Any) -> Any:
-        """Return ``value``, which is that of all ranks, because there is only one."""
+        """Return ``value``, as it is, because there is only one rank."""
         return math.nan if value is None else snapshot(value)
 
     def __repr__(self) -> str:
         weight = "" if self.weight is None else f", weight={self.weight!r}"
-        return f"over_ranks({self._fetch!r}, {self.op!r}{weight}{', optional=True' if self.optional else ''})"
+        return f"over_ranks({self.fetch!r}, {self.op!r}{weight}{', optional=True' if self.optional else ''})"
 
 
 class EvaluatedOverRanks(OverRanks):
-    """A result of an evaluation, combined from those of all ranks. Hooks are due with the evaluation."""
+    """A result of an evaluation, combined from the results of all ranks. Hooks are due with the evaluation."""
 
     def __init__(self, fetch: Evaluated, op: str, weight: Any = None, optional: bool = False) -> None:
         super().__init__(fetch, op, weight, optional)
@@ -102,11 +89,11 @@ class EvaluatedOverRanks(OverRanks):
     @property
     def now(self) -> OverRanks:
         """The same for the step at which it is requested, which is evaluated."""
-        return EvaluatedOverRanks(self._fetch.now, self.op, self.weight, self.optional)
+        return EvaluatedOverRanks(self.fetch.now, self.op, self.weight, self.optional)
 
     def latest(self) -> tuple[int, Any] | None:
         """Return the step of the latest evaluation in this session, and its value on this rank alone."""
-        latest: tuple[int, Any] | None = self._fetch.latest()
+        latest: tuple[int, Any] | None = self.fetch.latest()
         return latest
 
 
@@ -149,21 +136,12 @@ def over_ranks(fetch: Any, op: str, *, weight: Any = None, optional: bool = Fals
 class RanksEvaluator(Evaluator):
     """Evaluates the fetches of one run, in which the other ranks evaluate the same ones.
 
-    ``requests`` are those of the run: who made each, and the request, whose first item is the fetches.
+    Of the ``requests`` of the run, each is who made it, and the request, whose first item is the fetches.
     """
 
-    def __init__(
-        self,
-        session: Any,
-        outputs: Any = None,
-        feeds: Mapping[str, Any] = MappingProxyType({}),
-        inputs: Callable[[], Mapping[str, Any]] = dict,
-        watched: Mapping[str, Any] = MappingProxyType({}),
-        requests: Iterable[tuple[Requester, Any]] = (),
-    ) -> None:
-        super().__init__(session, outputs, feeds, inputs, watched)
+    def __init__(self, session: Any, *of_run: Any) -> None:
+        super().__init__(session, *of_run)
         self._ranks: LoopRanks = session.ranks
-        self._requests = requests
         self._combined: dict[tuple[int, int], tuple[OverRanks, Any]] = {}  # with the fetch: its id stays its own
         self._full: dict[int, tuple[Any, torch.Tensor]] = {}
 
@@ -277,7 +255,7 @@ def _key(fetch: OverRanks, requester: Requester) -> tuple[int, int]:
 
 
 def over_ranks_in(fetches: Any) -> list[OverRanks]:
-    """Return the fetches of :func:`over_ranks` in ``fetches``, also those that other fetches are made of."""
+    """Return the fetches of :func:`over_ranks` in ``fetches``, also inside of other fetches."""
     found: list[Any] = []
     map_leaves(found.append, fetches)
     for leaf in found:

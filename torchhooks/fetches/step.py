@@ -17,7 +17,7 @@ class Step:
 
     Args:
         function: any callable; ``None`` for a loop without one, which has :func:`no_step`. For a module, the signature
-            is that of its ``forward``.
+            is its ``forward``'s.
 
     Raises:
         TypeError: ``function`` is not callable.

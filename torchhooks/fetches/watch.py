@@ -20,7 +20,7 @@ from torchhooks.fetches.modules import attributes, stored, submodule_names
 class ModuleWatch:
     """Catches the values of submodules from its creation to :meth:`close`, which removes all of its module hooks.
 
-    If a module is called more than once, the value is that of the last call, or for ``:grad``, of the last call that a
+    If a module is called more than once, the value is from the last call, or for ``:grad``, of the last call that a
     gradient reached. If it returns several tensors, ``:grad`` has the same structure, with ``None`` where no gradient
     arrived. If it receives several arguments, ``:input`` is a tuple of them, keyword arguments last.
 
@@ -31,7 +31,7 @@ class ModuleWatch:
     def __init__(self, model: torch.nn.Module | None, names: Iterable[tuple[str, object]]) -> None:
         """Watch ``names`` in ``model``, each given with the hook that asked for it.
 
-        A name that cannot be watched may be that of an output. So its error is raised by :meth:`caught`.
+        A name that cannot be watched may be the name of an output. So its error is raised by :meth:`caught`.
         """
         self._values: dict[str, Any] = {}
         self._requesters: dict[str, object] = {}
@@ -56,7 +56,7 @@ class ModuleWatch:
             self._handles.pop().remove()
 
     def caught(self, fed: Mapping[str, Any], outputs: Any) -> dict[str, Any]:
-        """Return the values caught in this run, by name, without those that are ``fed`` or among the ``outputs``.
+        """Return the values caught in this run, by name, except what is ``fed`` or among the ``outputs``.
 
         Raises:
             FetchError: there is no such submodule, it was not called, or no gradient reached its output.
@@ -81,9 +81,13 @@ class ModuleWatch:
         def on_output(_args: Any, output: Any) -> None:
             self._values[name] = snapshot(output)
 
-        self._handles.append(CleanCopies(module))
+        if not self._handles:
+            self._handles.append(CleanCopies())
         if name.endswith(":input"):  # caught before the call, which may change it in place
-            handle = module.register_forward_pre_hook(ModuleHook(module, on_input), with_kwargs=True)
+            hook = ModuleHook(module, on_input)
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+            # Torch only looks for the key here, and this value stays out of copies too.
+            module._forward_pre_hooks_with_kwargs[handle.id] = hook  # type: ignore[assignment]  # noqa: SLF001 - torch has no other way
         else:
             catch = on_output if name.endswith(":output") else self._grad_catcher(name)
             handle = module.register_forward_hook(ModuleHook(module, catch))

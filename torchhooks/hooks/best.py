@@ -10,6 +10,7 @@ import weakref
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torchhooks.checkpoints.saver import Saver, scored_checkpoints
+from torchhooks.checkpoints.undo import Undo
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
@@ -18,7 +19,7 @@ from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import describe
 from torchhooks.fetches.over_ranks import Evaluated
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue, Undisturbed
+from torchhooks.lifecycle.evaluating import IfDue, undisturbed
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
 
@@ -36,13 +37,13 @@ class _Metric(IfDue):
     Between :attr:`fetch` and :meth:`compose` it is evaluated, unless that raises.
     """
 
-    before: Undisturbed | None = None
+    before: Undo | None = None
 
     @property
     def fetch(self) -> Any:
         fetch = super().fetch
         if self.evaluated and not isinstance(fetch, str):  # looking up a name disturbs nothing
-            self.before = Undisturbed(self.session)
+            self.before = undisturbed(self.session)
         return fetch
 
     def compose(self, value: Any) -> Any:
@@ -53,7 +54,7 @@ class _Metric(IfDue):
         """Undo what the evaluation disturbed, if that has not been done."""
         before, self.before = self.before, None
         if before is not None:
-            before.restore()
+            before.put_back()
 
 
 class BestCheckpointHook(ReportingHook):
@@ -108,7 +109,7 @@ class BestCheckpointHook(ReportingHook):
         mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
         name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, even in two
-            loops of a process that are open at the same time. The number before ``ckpt`` is that of a place, from 1 to
+            loops of a process that are open at the same time. The number before ``ckpt`` is a place, from 1 to
             ``keep``, and not a rank.
         async_save: write in a background thread, as ``Saver(async_save=True)`` does.
 
@@ -183,7 +184,7 @@ class BestCheckpointHook(ReportingHook):
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         if self._fetch.before is not None:  # the metric raised, and a checkpoint was restored: it has all but the modes
-            self._fetch.before.restore_modes()
+            self._fetch.before.put_back(only="modes")
             self._fetch.before = None
         self._fetch.session = session
         self._to_save: float | None = None
@@ -211,10 +212,7 @@ class BestCheckpointHook(ReportingHook):
     def end(self, session: Session) -> None:
         if session.global_step != self._evaluated_at and not session.stopped_by_signal:
             self._evaluate_at_end(session)
-        if hasattr(self._saver, "wait_for_all"):
-            self._saver.wait_for_all(session)
-        else:
-            self._saver.wait()
+        self._saver.wait_for_all(session)
 
     def teardown(self) -> None:
         self._fetch.restore()
@@ -229,7 +227,7 @@ class BestCheckpointHook(ReportingHook):
         return self._timer.next_due() if self._to_save is None else due_now(self._timer)
 
     def _is_of(self, step: int) -> bool:
-        """Return whether the value of the metric is that of ``step``, and not of an earlier evaluation."""
+        """Return whether the value of the metric belongs to ``step``, and not to an earlier evaluation."""
         latest = (step, None) if self._evaluated is None else self._evaluated.latest()
         if latest is not None and latest[0] == step:
             return True
@@ -249,7 +247,7 @@ class BestCheckpointHook(ReportingHook):
         self._timer.update_last_triggered_step(step)
 
     def _evaluate_at_end(self, session: Session) -> None:
-        before = Undisturbed(session)
+        before = undisturbed(session)
         try:
             value = session.run(self._metric if self._evaluated is None else self._evaluated.now, who=self)
         except FetchError as error:
@@ -257,7 +255,7 @@ class BestCheckpointHook(ReportingHook):
         else:
             self._to_save = self._number(value)
         finally:
-            before.restore()
+            before.put_back()
         self._save(session)
 
     def _save(self, session: Session) -> None:

@@ -1,10 +1,10 @@
-"""A hook that calls a function of the user."""
+"""Hooks that call a function of the user: with values of a run, or for values to pass to the step."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,13 +46,13 @@ class _Arguments:
 def names_nothing(function: Callable[..., object]) -> bool:
     """Return whether ``function`` takes arguments, as ``*args`` or ``**kwargs``, but names none that it needs."""
     if isinstance(function, (functools.partial, torch.nn.Module)):
-        return False  # a partial function has its arguments, and the signature of a module is that of __call__
+        return False  # a partial function has its arguments, and the signature of a module is __call__'s
     try:
         kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
     except (TypeError, ValueError):  # a builtin without a signature
         return False
     named = closure_parameters(function)
-    if inspect.Parameter.VAR_POSITIONAL in kinds:  # options such as those of print() are not what it is called with
+    if inspect.Parameter.VAR_POSITIONAL in kinds:  # options, such as print() has, are not what it is called with
         named = tuple(each for each in named if each.kind is not each.KEYWORD_ONLY or each.default is each.empty)
     return not named and bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
@@ -68,10 +68,10 @@ class CallFnHook(StandardHook):
     step 4: loss ..., learning rate 0.1
     step 8: loss ..., learning rate 0.1
 
-    The parameters are those of a closure: names of fetches, such as outputs and inputs of the step, and ``model``,
+    The parameters are a closure's: names of fetches, such as outputs and inputs of the step, and ``model``,
     ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. Tensors are on the CPU, with
     the values at the end of the run. On a GPU, the host does not wait for them, and the function is called a few runs
-    later; what it reads from ``model`` or ``session`` is then that of the later run. What the function returns is
+    later; what it reads from ``model`` or ``session`` is then the later run's. What the function returns is
     ignored. An exception from it propagates.
 
     Args:
@@ -169,3 +169,36 @@ class CallFnHook(StandardHook):
     def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         args, kwargs = arguments
         self._function(*args, **kwargs)
+
+
+class FeedFnHook(StandardHook):
+    """Passes keyword arguments to the step in every run (``tf.train.FeedFnHook``).
+
+    >>> data = iter(batches)
+    >>> feed = FeedFnHook(lambda: {"inputs": next(data)})
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[feed]) as loop:
+    ...     while not loop.should_stop():
+    ...         loss = loop.run()
+    >>> loop.global_step, loop.stop_reason
+    (8, 'StopIteration')
+
+    The hook cannot feed the body of ``with loop.step()``, which has no parameters.
+
+    Args:
+        feed_fn: called before each step; returns the keyword arguments, a mapping from parameter name to value. If it
+            raises ``StopIteration``, for instance because the data is exhausted, the loop ends cleanly.
+
+    Raises:
+        TypeError: ``feed_fn`` is not callable; from the run, it returned something other than a mapping.
+        FeedError: from the run, another hook or the caller of ``run`` passes one of the arguments too.
+    """
+
+    def __init__(self, feed_fn: Callable[[], Mapping[str, Any]]) -> None:
+        if not callable(feed_fn):
+            raise TypeError(
+                f"feed_fn={shown(feed_fn)}: must be a function that returns a mapping, from parameter to value"
+            )
+        self._feed_fn = feed_fn
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(feed_dict=self._feed_fn())

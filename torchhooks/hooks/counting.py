@@ -133,13 +133,13 @@ class StepCounterHook(ReportingHook):
     step 8: ... steps/s, ... s of them waiting for data
 
     In a run that ends a period, and at the end of an epoch that does, ``"steps_per_sec"``, ``"secs_per_step"``,
-    ``"data_secs"``, ``"examples_per_sec"`` and ``"tokens_per_sec"`` are those of this period, whose time on a GPU is
-    then measured by the host, since the GPU has not finished it. In other runs, they are those of the last period that
-    was reported; NaN before the first one, and on ranks other than the chief. With several of these hooks, the period
-    that ended last counts. The last two need ``examples_per_step`` and ``tokens_per_step``.
+    ``"data_secs"``, ``"examples_per_sec"`` and ``"tokens_per_sec"`` are about this period, whose time on a GPU is then
+    measured by the host, since the GPU has not finished it. In other runs, they are about the last period that was
+    reported; NaN before the first one, and on ranks other than the chief. With several of these hooks, the period that
+    ended last counts. The last two need ``examples_per_step`` and ``tokens_per_step``.
 
-    With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` are
-    those of all ranks together, if every rank has the hook; the other rates are those of one rank.
+    With several ranks, the chief alone measures and reports. ``examples/sec`` and ``tokens/sec`` are the rates of all
+    ranks together, if every rank has the hook; the other rates are the chief's.
 
     Args:
         every_n_steps, every_n_secs, every_n_epochs, timer: when to report; see
@@ -152,10 +152,10 @@ class StepCounterHook(ReportingHook):
             different lengths, a fetch: the number of tokens in a run. It is evaluated in every run and added up where
             it is.
         flops_per_step: the number of floating-point operations in a step, to report ``flops/sec``, or ``"measure"`` to
-            have ``torch.utils.flop_counter`` count those of the first step. In that step, compiled code may run
+            have ``torch.utils.flop_counter`` count them in the first step. In that step, compiled code may run
             uncompiled.
         peak_flops: the number of these operations that the device can perform in a second, to report the share that is
-            achieved as ``mfu``. By default, that of common GPUs in bfloat16.
+            achieved as ``mfu``. By default, the number for common GPUs in bfloat16.
         memory: whether to report ``memory/device_peak``, the most that torch has allocated on the model's GPU during
             the period, and ``memory/host``, the resident memory of the process at its end. The curves are in bytes, the
             log line in GiB. This resets torch's peak.
@@ -340,7 +340,7 @@ class StepCounterHook(ReportingHook):
     def _set_speeds(self, ended: _Period, end: _Period, secs: float, tokens: Any) -> None:
         """Set the fetches to what was measured from ``ended`` to ``end``, which took ``secs``.
 
-        ``tokens`` are those of all ranks.
+        ``tokens`` are the tokens of all ranks.
         """
         steps = end.step - ended.step
         rate = steps / secs if secs > 0 and steps > 0 else math.nan
@@ -359,7 +359,7 @@ class StepCounterHook(ReportingHook):
         return _Period(Moment(session.device), session.global_step, session.data_wait_secs, [])
 
     def _start_period(self, run_context: SessionRunContext) -> None:
-        """Start a period, and report on the one that ends here as soon as its duration is known."""
+        """Start a period, and report on the period that ends here as soon as its duration is known."""
         session = run_context.session
         ended, started = self._period, self._next_period or self._period_from_now()
         self._period, self._next_period = started, None

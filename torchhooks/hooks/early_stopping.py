@@ -102,14 +102,14 @@ class _StopIfNoImprovement(_StopByMetric):
     _change: str
     _best: float | None
     _best_step: int | None
-    _last_step: int | None  # that of the last value
+    _last_step: int | None  # the step of the last value
     _reason: str | None = None  # to stop in the first run
 
     def _tolerate(self, max_steps: int, min_delta: float, name: str | None) -> None:
         self._min_delta = _non_negative(min_delta, "min_delta")
         self._max_steps = whole_number(max_steps, f"max_steps_without_{self._change}", 1)
         self.name = name
-        """The name of the state in checkpoints; ``None`` for that of the class."""
+        """The name of the state in checkpoints; ``None`` for the name of the class."""
         self._forget()
 
     def begin(self) -> None:
@@ -163,8 +163,7 @@ class _StopIfNoImprovement(_StopByMetric):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set what :meth:`state_dict` returned."""
-        self._best, self._best_step = state_dict["best"], state_dict["best_step"]
-        self._last_step = state_dict.get("last_step")  # earlier versions did not save it
+        self._best, self._best_step, self._last_step = (state_dict[name] for name in ("best", "best_step", "last_step"))
 
     def _forget(self) -> None:
         self._best = self._best_step = self._last_step = None
@@ -343,7 +342,7 @@ class StopIfLowerHook(_StopAtThreshold):
     >>> bool(loss < 0.01)
     True
 
-    The arguments and errors are those of :class:`torchhooks.StopIfHigherHook`.
+    It has the arguments and errors of :class:`torchhooks.StopIfHigherHook`.
     """
 
     _relation = "less than"

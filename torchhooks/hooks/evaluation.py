@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from torchhooks.checkpoints.state import modules_of
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.text import did_you_mean, shortened, shown
@@ -24,7 +25,7 @@ from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
 from torchhooks.hooks.calling import names_nothing
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue, Undisturbed
+from torchhooks.lifecycle.evaluating import IfDue, undisturbed
 from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
 from torchhooks.summary import operations as summary
@@ -92,7 +93,7 @@ class EvaluationHook(ReportingHook):
     ``evaluation["error"]`` is a fetch for other hooks, such as a :class:`torchhooks.BestCheckpointHook` or a
     :class:`torchhooks.StopIfNoDecreaseHook`, wherever they are in the list. Hooks that request it in a run in which the
     evaluation is due share one call of the function. A hook that requests it in any other run has the function called
-    for that step; the results are then reported together with those of the next evaluation. There is at most one call
+    for that step; the results are then reported together with the results of the next one. There is at most one call
     for each step.
 
     With several ranks, the function is called on every rank, and the chief logs and writes its own results. To report
@@ -108,7 +109,7 @@ class EvaluationHook(ReportingHook):
             function then cannot ask for outputs of the step.
         at_end: whether to evaluate at a clean end of the loop, unless that step has been evaluated, or a signal stopped
             the loop.
-        name: the name of its state in checkpoints, which contain the latest results. By default, that of the function.
+        name: the name of its state in checkpoints, which contain the latest results. By default, the function's name.
         output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`. Without either, the
             results are only logged. A curve of the training loss needs another name there.
         log: whether to log the results; if not, they are for other hooks, as ``evaluation["name"]``.
@@ -167,7 +168,7 @@ class EvaluationHook(ReportingHook):
 
     @property
     def values(self) -> dict[str, float]:
-        """The latest results by name, as numbers, also those of an earlier process; empty before the first.
+        """The latest results by name, as numbers, also of an earlier process; empty before the first.
 
         After an epoch with ``every_n_epochs``, these are the results of that epoch. On a GPU, this waits for them.
         """
@@ -294,13 +295,14 @@ class EvaluationHook(ReportingHook):
             raise LifecycleError(f"{self!r} is not in this loop: add it to hooks, for its results to be requested")
 
     def _evaluate(self, session: Session) -> _Result:
-        before = Undisturbed(session)
+        before = undisturbed(session)
         try:
             with session.paused():
-                before.evaluation_mode()
+                for module in modules_of(session):
+                    module.eval()
                 returned = session.run(self._function, who=self)
         finally:
-            before.restore()
+            before.put_back()
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
         for name, value in named.items():  # in the run that computed the values
             _check_result(self._function, name, value, is_whole=returned is value)
@@ -364,11 +366,7 @@ class EvaluationValue(ComposedFetch):
         self.timer = evaluation.timer
         """The timer of the evaluation."""
         self._evaluation = evaluation
-        self._results = results
-
-    @property
-    def fetch(self) -> Any:
-        return self._results
+        self.fetch = results
 
     def compose(self, value: Mapping[str, Any] | None) -> Any:
         if value is None:  # nothing was evaluated yet

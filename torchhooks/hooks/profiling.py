@@ -44,7 +44,7 @@ class ProfilerHook(ReportingHook):
         save_steps, save_secs, every_n_steps, every_n_secs, every_n_epochs, timer: when to profile; give exactly one,
             see :doc:`Choose a period </built-in-hooks>`.
         output_dir: the folder of the files, by default the current one; it is created if necessary.
-        show_dataflow: whether to draw arrows, such as those from an operation to the one of its gradient and from the
+        show_dataflow: whether to draw arrows, such as from an operation to the operation of its gradient and from the
             launch of a kernel to the kernel.
         show_memory: whether to record what memory tensors use.
         runs: the number of runs in one file.
@@ -185,7 +185,7 @@ class ProfilerHook(ReportingHook):
         step = session.global_step
         by_step = not self._guesses_step and self._every_epochs is None and not self._on_request
         if by_step and not self._timer.should_trigger_for_step(step):
-            return  # the run counted no step: the profile is that of a later one
+            return  # the run counted no step: a later one has the profile
         self._timer.update_last_triggered_step(step)
         self._next_step = step + 1
         name = f"timeline-{step}.json"

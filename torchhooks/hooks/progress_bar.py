@@ -17,7 +17,7 @@ import numpy as np
 
 from torchhooks.common.checks import period, whole_number
 from torchhooks.common.errors import LifecycleError, NoRunYetError
-from torchhooks.common.log import logger
+from torchhooks.common.log import fallback, logger
 from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due, SecondOrStepTimer
 from torchhooks.common.trees import GroupRates, map_leaves
@@ -34,7 +34,7 @@ _REFRESH_SECS = 0.1
 _SAMPLES = 50
 """How many refreshes the rate is measured over: 5 seconds, or more if steps take longer than a refresh."""
 
-_Times = tuple[float, tuple[float, ...], tuple[Any, ...]]  # seconds, those of the pauses within them, and the values
+_Times = tuple[float, tuple[float, ...], tuple[Any, ...]]  # seconds, the pauses within them, and the values
 
 
 class _Sample(NamedTuple):
@@ -91,8 +91,8 @@ class ProgressBarHook(ReportingHook):
     While there is a bar, write text with ``tqdm.write(text)``: a ``print`` leaves a part of the bar on the screen.
 
     Args:
-        total: the global step at which the loop will end. By default, that of a StopAtStepHook, or what follows from
-            the lengths of the data that ``until_stop`` is given, if each item is one step. If it is not known, no
+        total: the global step at which the loop will end. By default, the step of a StopAtStepHook, or what follows
+            from the lengths of the data that ``until_stop`` is given, if each item is one step. If it is not known, no
             remaining time is shown.
         values: a dict from tag to fetch, or a list of fetches, of the values to show, in the given order.
         per: ``"epoch"`` for a bar for each epoch, which counts its batches: items of the innermost ``until_stop``.
@@ -140,7 +140,7 @@ class ProgressBarHook(ReportingHook):
         self._shows_bar = self.writes and (_is_terminal(self._stream) or _is_notebook(self._bar_class))
         self._timer = SecondOrStepTimer(every_secs=_REFRESH_SECS if self._shows_bar else self._log_every_secs)
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
-        self._epoch: int | None = None  # that of the samples
+        self._epoch: int | None = None  # the epoch of the samples
         self._shown: _Count | None = None
         self._rate: float | None = None
 
@@ -217,7 +217,7 @@ class ProgressBarHook(ReportingHook):
         return _Count(*session.epoch_items, session.epoch)
 
     def _last_values(self, session: Session) -> Any:
-        """Return those of the values that are available at the end of the loop; none if there was no run."""
+        """Return the values that are available at the end of the loop; none if there was no run."""
         values: dict[str, Any] = {}
         for tag, fetch in self._tensors.items() if self._shown is not None else ():
             if not watched_names(fetch):
@@ -226,14 +226,14 @@ class ProgressBarHook(ReportingHook):
         return to_host(values)
 
     def _measure_and_show(self, count: _Count, done: int, is_last: bool, times: _Times) -> None:
-        """Show ``count``, which is ``done`` more than that of the first sample."""
+        """Show ``count``, which is ``done`` more than the first sample."""
         duration, pauses, values = times
         secs = duration - sum(pauses)
         self._rate = done / secs if done > 0 and secs > 0 else None
         self._show(count, dict(zip(self._tensors, values, strict=True)), is_last)
 
     def _show(self, count: _Count, values: Mapping[str, Any], is_last: bool) -> None:
-        """Show ``count``, and close the bar if ``is_last``: the next one is that of another epoch."""
+        """Show ``count``, and close the bar if ``is_last``: the next bar is for another epoch."""
         self._shown = count
         texts = {tag: map_leaves(printable, value) for tag, value in values.items()}
         if not self._shows_bar:
@@ -312,7 +312,7 @@ def _is_notebook(bar_class: type) -> bool:
 
 def _terminal_handlers() -> list[logging.Handler]:
     """Return the logging handlers that write to a terminal."""
-    loggers = [logging.root, *list(logging.Logger.manager.loggerDict.values())]
+    loggers = [logging.root, fallback, *logging.Logger.manager.loggerDict.values()]
     handlers = {handler for each in loggers for handler in getattr(each, "handlers", ())}
     return [each for each in handlers if isinstance(each, logging.StreamHandler) and _is_terminal(each.stream)]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchhooks.checkpoints.changes import StateMark
 from torchhooks.checkpoints.files import is_checkpoint_name
+from torchhooks.checkpoints.state import unreduced
 from torchhooks.common.checks import folder
 from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
@@ -249,10 +250,11 @@ class CheckpointSaverHook(WritingHook):
     restored is saved again when it is created. A StepCounterHook does not count the time that saving takes.
 
     In a loop driven by ``until_stop``, the hook saves when the body of the ``for`` is done with the item in which a
-    checkpoint came due, and at the item in which a stop is noticed. If a whole period passes within one item, it saves
-    in the middle of it too. Otherwise, as in TensorFlow, it saves at its place in the list of hooks, after flushing the
-    writers of curves. Place it after the hooks that use them: a point of the same step that is written after the save
-    is lost if the process is then killed.
+    checkpoint came due, and at the item in which a stop is noticed. After the last item of an inner loop, it saves
+    when the item of the outer loop is done, if the loop can know that it was the last one. If a whole period passes
+    within one item, it saves in the middle of it too. Otherwise, as in TensorFlow, it saves at its place in the list
+    of hooks, after flushing the writers of curves. Place it after the hooks that use them: a point of the same step
+    that is written after the save is lost if the process is then killed.
 
     Unlike TensorFlow, nothing is saved from a run in which a NanTensorHook sees NaN, or from a later one, wherever the
     two are in the list. Listeners are not called then. With ``async_save``, a NaN that is still on a device is found by
@@ -268,6 +270,7 @@ class CheckpointSaverHook(WritingHook):
             ``session.saver`` does.
         listeners: called for every checkpoint, all of them even if one asks to stop; instances of
             :class:`CheckpointSaverListener`.
+        async_save: write in a background thread, as ``Saver(async_save=True)`` does, whatever the saver is set to.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
@@ -291,6 +294,7 @@ class CheckpointSaverHook(WritingHook):
         scaffold: Scaffold | None = None,
         listeners: Iterable[CheckpointSaverListener] | None = None,
         *,
+        async_save: bool = False,
         every_n_steps: int | None = None,
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
@@ -306,6 +310,7 @@ class CheckpointSaverHook(WritingHook):
         # The step that was last saved or refused. Not the timer's: a StopIteration may prevent a save that came due.
         self._handled_step: int | None = None
         self._given_saver, self._scaffold = saver, scaffold
+        self._async_save = async_save
         self._saver: Any = None
         if not is_checkpoint_name(checkpoint_basename):
             raise ValueError(
@@ -335,7 +340,7 @@ class CheckpointSaverHook(WritingHook):
         given = self._given_saver if self._scaffold is None else self._scaffold.saver
         self._saver = session.saver if given is None else given
         session.savers.append(self._saver)
-        self._checks = False
+        self._checks = self._waits = False
         session.at_stop(self, lambda: self._save_for_stop(session))
         if not self._is_saved_by_another(session):
             self._save(session)
@@ -348,13 +353,16 @@ class CheckpointSaverHook(WritingHook):
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
-        if self._is_due(session):
+        is_due = self._is_due(session)
+        if is_due:
             self._timer.update_last_triggered_step(session.global_step)
             if run_context.waits_for_item:  # for a whole period: the item is a long one, so save in its middle too
                 self._save_due(run_context)
+        if is_due or self._waits:
             # Last: a process that is killed and resumes from here would not keep the best checkpoint of this item.
             run_context.after_item(lambda: self._save_due(run_context), last=True)
-            if not run_context.waits_for_item and "body" not in session.warned:  # saved in the run
+            saved_in_run = not (run_context.waits_for_item or self._waits)
+            if saved_in_run and "body" not in session.warned:
                 self._checks = True
                 run_context.before_next_run(partial(self._check_unchanged, session, StateMark(_trained(session))))
 
@@ -379,7 +387,7 @@ class CheckpointSaverHook(WritingHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        return due_now(self._timer) if self._checks else self._timer.next_due()
+        return due_now(self._timer) if self._checks or self._waits else self._timer.next_due()
 
     def _is_due(self, session: Session) -> bool:
         triggered, self._triggered = self._triggered, False
@@ -391,7 +399,7 @@ class CheckpointSaverHook(WritingHook):
     def _save_due(self, run_context: SessionRunContext) -> None:
         session = run_context.session
         self._timer.update_last_triggered_step(session.global_step)
-        if self._save(session):
+        if self._save(session, may_wait=True):
             run_context.request_stop(f"a checkpoint listener asked to at step {session.global_step}")
 
     def _save_for_stop(self, session: Session) -> None:
@@ -404,33 +412,59 @@ class CheckpointSaverHook(WritingHook):
         step, hook = session.saved_by.get(self._path, (None, self))
         return step == session.global_step and hook is not self
 
-    def _save(self, session: Session) -> bool:
-        """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop."""
+    def _must_wait(self, session: Session) -> bool:
+        """Return whether gradients have not been reduced yet, and the optimizer has made no step while a save waits."""
+        if session.gradients is None or not unreduced(session):
+            return False
+        if not self._waits:
+            self._steps_made = session.gradients.steps
+        return self._steps_made == session.gradients.steps
+
+    def _save(self, session: Session, may_wait: bool = False) -> bool:
+        """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop.
+
+        If it ``may_wait``, it does so between two backward passes of an accumulation of FSDP2, for the next step of the
+        optimizer.
+        """
         step = session.global_step
         # With several ranks, all of them have to know whether one refuses before the chief writes.
-        is_later = getattr(self._saver, "async_save", False) and session.ranks.size == 1
+        is_async = self._async_save or getattr(self._saver, "async_save", False)
+        is_later = is_async and session.ranks.size == 1
         later: list[Refusal] | None = [] if is_later else None
-        reasons = session.ranks.gather(session.why_no_checkpoint(later), "a checkpoint")
-        reason = next((each for each in reasons if each is not None), None)
+        answer = session.why_no_checkpoint(later), may_wait and self._must_wait(session)
+        answers = session.ranks.gather(answer, "a checkpoint")
+        reason = next((each for each, _ in answers if each is not None), None)
+        self._waits = reason is None and any(waits for _, waits in answers)
         if reason is not None:
             self._handled_step = step
             logger.warning("no checkpoint of step %d: %s", step, reason)
+            return False
+        if self._waits:
+            if "waiting" not in session.warned:
+                session.warned.add("waiting")
+                logger.info(
+                    "the checkpoint of step %d waits for the next step of the optimizer, because FSDP2 has not reduced "
+                    "the gradients over the ranks yet",
+                    step,
+                )
             return False
         with session.paused():
             WriterTarget.flush_all()
             for listener in self._listeners:
                 listener.before_save(session, step)
             logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
-            # Other savers than those that write later need not have the argument.
-            options = {"refusals": later} if later else {}
+            # Other savers than those that write later need not have the arguments.
+            options: dict[str, Any] = {"refusals": later} if later else {}
+            if self._async_save:
+                options["async_save"] = True
             path = self._saver.save(session, self._path, step, **options)
             self._handled_step = session.saved_step = step
             session.saved_by[self._path] = step, self
             if session.ranks.is_chief:
                 summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
             # A list, not a generator for any(): every listener is called, even after one asked to stop.
-            answers = [listener.after_save(session, step) for listener in self._listeners]
-        return any(answers)
+            requests = [listener.after_save(session, step) for listener in self._listeners]
+        return any(requests)
 
     def _check_unchanged(self, session: Session, saved: StateMark) -> None:
         """Log a warning, once, if the body of the loop changed something since it was saved in a run."""

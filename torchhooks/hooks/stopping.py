@@ -1,4 +1,4 @@
-"""Hooks that stop a loop, and one that delays its start."""
+"""Hooks that stop a loop, and a hook that delays its start."""
 
 from __future__ import annotations
 

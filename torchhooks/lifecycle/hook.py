@@ -456,6 +456,11 @@ class StandardHook(SessionRunHook):
     created_with: inspect.BoundArguments | None = None
     """The arguments of the constructor, without ``self``; in a subclass with a constructor, those of the subclass."""
 
+    @property
+    def due_timer(self) -> Any:
+        """The timer that decides when the hook is due; ``None`` if none does. The ranks compare its period."""
+        return getattr(self, "_timer", None)
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" not in vars(cls):

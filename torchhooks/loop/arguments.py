@@ -6,8 +6,7 @@ import inspect
 import itertools
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -22,118 +21,85 @@ from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
-from torchhooks.ranks.ranks import LoopRanks, Ranks, checked_ranks
+from torchhooks.ranks.ranks import Ranks, checked_ranks
 
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # each generated method takes time on import
 class LoopArguments:
-    """What the constructor of a loop was given, checked and copied. Nothing of it changes later."""
-
-    step: Step
-    model: torch.nn.Module | None
-    optimizer: torch.optim.Optimizer | None
-    hooks: tuple[SessionRunHook, ...]
-    hook_states: Mapping[str, Stateful]
-    """The hooks that have a state, by the name under which it is saved."""
-    hooks_elsewhere: Collection[str]
-    """The names of hooks that only another process has, whose states in a checkpoint are ignored."""
-    chief_only: Collection[SessionRunHook]
-    """Those of ``hooks`` that no other rank has, so that they are called alone, even if they are collective."""
-    scaffold: Scaffold
-    state: Mapping[str, Stateful]
-    checkpoint_dir: str | None
-    """The folder of checkpoints. If a checkpoint was given instead, the one that it is in."""
-    checkpoint: str | None
-    """The name of the checkpoint in ``checkpoint_dir`` that was given, ``None`` for the newest."""
-    step_unit: str
-    recoverable_errors: tuple[type[BaseException], ...]
-    max_recoveries: int
-    signals: Sequence[signal.Signals]
-    stop_grace_period_secs: float
-    hook_costs: bool
-    metadata: Mapping[str, Any]
-    ranks: LoopRanks
-
-    @property
-    def steps_per_run(self) -> int:
-        """How many global steps one run counts; 0 if the optimizer's steps are counted."""
-        return 1 if self.step_unit == "run" else 0
-
-    @property
-    def saved_to(self) -> str | None:
-        """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
-        hooks = [hook for hook in self.hooks if getattr(hook, "saves_checkpoints", False)]
-        return next((hook.checkpoint_dir for hook in hooks if hasattr(hook, "checkpoint_dir")), None)
-
-    @property
-    def has_saver(self) -> bool:
-        """Whether a hook saves checkpoints."""
-        return any(getattr(hook, "saves_checkpoints", False) for hook in self.hooks)
-
-
-def checked_arguments(
-    *,
-    step: Callable[..., Any] | None,
-    model: torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    hooks: Iterable[SessionRunHook],
-    hooks_elsewhere: Collection[str],
-    chief_only: Collection[SessionRunHook],
-    scaffold: Scaffold | None,
-    state: Mapping[str, Stateful] | None,
-    checkpoint_dir: str | os.PathLike[str] | None,
-    step_unit: str,
-    recoverable_errors: Iterable[type[BaseException]],
-    max_recoveries: int,
-    signals: Iterable[str | signal.Signals],
-    stop_grace_period_secs: float,
-    hook_costs: bool,
-    metadata: Mapping[str, Any] | None,
-    ranks: Ranks | Literal[False] | None,
-) -> LoopArguments:
-    """Check the arguments of :class:`torchhooks.MonitoredLoop`, and return them.
+    """The arguments of :class:`torchhooks.MonitoredLoop`, checked and copied. Nothing of them changes later.
 
     Logs warnings for hooks that probably do not do what their author means.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
     """
-    check_model(model)
-    check_optimizer(optimizer, step_unit)
-    if scaffold is not None and not isinstance(scaffold, Scaffold):
-        raise TypeError(f"scaffold={shown(scaffold)}: must be a Scaffold, such as Scaffold(saver=Saver(max_to_keep=2))")
-    checked_step, checked_state, copied_hooks = Step(step), check_state(state), check_hooks(hooks)
-    checked_metadata, used_ranks = plain_metadata(metadata), checked_ranks(ranks)
-    check_methods(copied_hooks)
-    check_collective_hooks(copied_hooks, used_ranks)
-    place, checkpoint = (None, None) if checkpoint_dir is None else checked_place(checkpoint_dir)
-    return LoopArguments(
-        step=checked_step,
-        model=model,
-        optimizer=optimizer,
-        hooks=copied_hooks,
-        hook_states=check_hook_states(copied_hooks),
-        hooks_elsewhere=hooks_elsewhere,
-        chief_only=chief_only,
-        scaffold=Scaffold() if scaffold is None else scaffold,
-        state=checked_state,
-        checkpoint_dir=place,
-        checkpoint=checkpoint,
-        step_unit=step_unit,
-        recoverable_errors=exception_types(recoverable_errors, "recoverable_errors", "(AbortedError,)"),
-        max_recoveries=whole_number(max_recoveries, "max_recoveries", 0),
-        signals=checked_signals(signals),
-        stop_grace_period_secs=seconds(stop_grace_period_secs, "stop_grace_period_secs"),
-        hook_costs=hook_costs,
-        metadata=checked_metadata,
-        ranks=used_ranks,
-    )
+
+    def __init__(
+        self,
+        *,
+        step: Callable[..., Any] | None,
+        model: torch.nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        hooks: Iterable[SessionRunHook],
+        hooks_elsewhere: Collection[str],
+        chief_only: Collection[SessionRunHook],
+        scaffold: Scaffold | None,
+        state: Mapping[str, Stateful] | None,
+        checkpoint_dir: str | os.PathLike[str] | None,
+        step_unit: str,
+        recoverable_errors: Iterable[type[BaseException]],
+        max_recoveries: int,
+        signals: Iterable[str | signal.Signals],
+        stop_grace_period_secs: float,
+        hook_costs: bool,
+        metadata: Mapping[str, Any] | None,
+        ranks: Ranks | Literal[False] | None,
+    ) -> None:
+        check_model(model)
+        check_optimizer(optimizer, step_unit)
+        if scaffold is not None and not isinstance(scaffold, Scaffold):
+            raise TypeError(
+                f"scaffold={shown(scaffold)}: must be a Scaffold, such as Scaffold(saver=Saver(max_to_keep=2))"
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.step_unit = step_unit
+        self.steps_per_run = 1 if step_unit == "run" else 0
+        """How many global steps one run counts; 0 if the optimizer's steps are counted."""
+        self.scaffold = Scaffold() if scaffold is None else scaffold
+        self.step = Step(step)
+        self.state = check_state(state)
+        self.hooks = check_hooks(hooks)
+        self.hooks_elsewhere = hooks_elsewhere
+        """The names of hooks that only another process has, whose states in a checkpoint are ignored."""
+        self.chief_only = chief_only
+        """The hooks that no other rank has, so that they are called alone, even if they are collective."""
+        self.metadata = plain_metadata(metadata)
+        self.ranks = checked_ranks(ranks)
+        check_methods(self.hooks)
+        check_collective_hooks(self.hooks, self.ranks)
+        self.checkpoint_dir, self.checkpoint = checked_place(checkpoint_dir)
+        """The folder of checkpoints, and the name of the checkpoint in it that was given, ``None`` for the newest."""
+        self.hook_states = check_hook_states(self.hooks)
+        """The hooks that have a state, by the name under which it is saved."""
+        self.recoverable_errors = exception_types(recoverable_errors, "recoverable_errors", "(AbortedError,)")
+        self.max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
+        self.signals = checked_signals(signals)
+        self.stop_grace_period_secs = seconds(stop_grace_period_secs, "stop_grace_period_secs")
+        self.hook_costs = hook_costs
+        savers = [hook for hook in self.hooks if getattr(hook, "saves_checkpoints", False)]
+        self.has_saver = bool(savers)
+        """Whether a hook saves checkpoints."""
+        folders = (hook.checkpoint_dir for hook in savers if hasattr(hook, "checkpoint_dir"))
+        self.saved_to: str | None = next(folders, None)
+        """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
 
 
-def checked_place(checkpoint_dir: Any) -> tuple[str, str | None]:
+def checked_place(checkpoint_dir: Any) -> tuple[str | None, str | None]:
     """Return the folder of checkpoints, and the name of the checkpoint in it if ``checkpoint_dir`` is one."""
+    if checkpoint_dir is None:
+        return None, None
     is_path = isinstance(checkpoint_dir, (str, os.PathLike))
     if not is_path or not os.fspath(checkpoint_dir).rpartition("-")[2].isdecimal():  # as in model.ckpt-700
         folder(checkpoint_dir, "checkpoint_dir")
@@ -211,9 +177,9 @@ def check_collective_hooks(hooks: Iterable[SessionRunHook], ranks: Ranks) -> Non
 
 
 def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
-    """Return the hooks that have a state, by the name under which it is saved: ``hook.name``, or that of its class.
+    """Return the hooks that have a state, by the name under which it is saved: ``hook.name``, or its class's.
 
-    Logs a warning for a hook that comes after one that saves checkpoints.
+    Logs a warning for a hook that comes after a hook that saves checkpoints.
 
     Raises:
         ValueError: two hooks have the same name.

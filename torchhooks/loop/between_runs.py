@@ -18,17 +18,7 @@ from torchhooks.position.items import Items
 
 
 class BetweenRuns:
-    """Ends a run, takes up stops, and recovers from errors, for the loop, its bodies and its data alike.
-
-    Args:
-        ending: of the loop.
-        schedule: of the loop.
-        readback: of the loop, whose values may have arrived when a run ends.
-        items: the calls that wait for the end of an item.
-        sessions: creates another session to recover.
-        recovery: decides whether to.
-        peers: the other ranks, if there are several.
-    """
+    """Ends a run, takes up stops, and recovers from errors, for the loop, its bodies and its data alike."""
 
     def __init__(
         self,
@@ -41,13 +31,13 @@ class BetweenRuns:
         recovery: Recovery,
         peers: Peers | None,
     ) -> None:
-        self._ending = ending
-        self._schedule = schedule
+        self.ending = ending
+        self.schedule = schedule
         self._readback = readback
-        self._items = items
-        self._sessions = sessions
+        self.items = items
+        self.sessions = sessions
         self._recovery = recovery
-        self._peers = peers
+        self.peers = peers
         self._awaits_success = False  # the loop recovered, and has made no run since
         self.in_step_fn = False
         """Whether the run is one of a function passed to ``run_step_fn``, which as a whole is made again."""
@@ -55,70 +45,70 @@ class BetweenRuns:
     @property
     def session(self) -> Session:
         """The current session."""
-        return self._sessions.session
+        return self.sessions.session
 
     @property
     def lifecycle(self) -> Lifecycle:
         """What makes the runs of the current session."""
-        return self._sessions.lifecycle
+        return self.sessions.lifecycle
 
     def end_run(self) -> None:
         """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""
-        schedule, readback = self._schedule, self._readback
+        schedule, readback = self.schedule, self._readback
         schedule.pending = False  # cleared first, because a thread or a signal may set it at any time
         if readback.waiting:
             schedule.set_pending()
             readback.end_run()
-        if self._items.waiting and not self._items.depth():
-            self._items.finish()
+        if self.items.waiting and not self.items.depth():
+            self.items.finish()
         if self._awaits_success:
             self._awaits_success = False
             self._recovery.run_went_well()
-        self._ending.notice()
+        self.ending.notice()
         if schedule.is_asked:
             schedule.take_requests()
-        if self._sessions.coord.should_stop():
+        if self.sessions.coord.should_stop():
             schedule.set_pending()
-        if self._peers is not None:
-            self._peers.end_run()
+        if self.peers is not None:
+            self.peers.end_run()
         elif self.session.ranks.may_be_late:
             self.session.ranks.warn_if_late()
 
     def is_to_stop(self) -> bool:
         """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
-        ending = self._ending
-        if ending.stop is None and self._schedule.pending:
+        ending = self.ending
+        if ending.stop is None and self.schedule.pending:
             ending.notice()
-            if self._peers is not None:
-                self._peers.check()
+            if self.peers is not None:
+                self.peers.check()
             self.recover_from_thread()
         return ending.stop is not None
 
     def refuse(self, call: str = "run()") -> None:
         """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop."""
-        self._ending.refuse(call, self._sessions.coord.raise_requested_exception, self.in_step_fn)
+        self.ending.refuse(call, self.sessions.coord.raise_requested_exception, self.in_step_fn)
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
     def recovered_from(self, error: BaseException) -> bool:
         """Recover from ``error``, which interrupted a run, or end the loop. Return whether to make the run again."""
-        self._ending.void_run()
+        self.ending.void_run()
         try:
-            if not self.in_step_fn and self._sessions.may_recover(error):
-                self._sessions.recover(error)
-                self._ending.run_is_over()
-                self._items.end_epoch()  # if the error came from its hooks, before the run
+            if not self.in_step_fn and self.sessions.may_recover(error):
+                self.sessions.recover(error)
+                self.ending.run_is_over()
+                self.items.end_epoch()  # if the error came from its hooks, before the run
                 return True
         except BaseException as another:
             self.run_failed(another)
             raise
         if not self.in_step_fn or not self._recovery.covers(error):
             self.run_failed(error)
-        self._ending.run_is_over()
+        self.ending.run_is_over()
         return False
 
     def warn_of_stop_iteration(self, error: BaseException) -> None:
-        """Log where the step raised ``error``, if it is one that ends the loop without an error, as in TensorFlow."""
+        """Log where the step raised ``error``, if it ends the loop without an error, as in TensorFlow."""
         if type(error) is not StopIteration or getattr(error, "__notes__", None):  # a hook's has a note
             return
         tb = error.__traceback__
@@ -134,12 +124,12 @@ class BetweenRuns:
     def recovered_for_next_run(self, error: BaseException) -> bool:
         """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""
         self._awaits_success = recovered = self.recovered_from(error)
-        self._schedule.set_pending()
+        self.schedule.set_pending()
         return recovered
 
     def recover_from_thread(self) -> None:
         """Recover from a background thread's error between two runs, if it is one to recover from."""
-        ending, coord = self._ending, self._sessions.coord
+        ending, coord = self.ending, self.sessions.coord
         if ending.stop is not None or ending.state is RUNNING or self.in_step_fn or not coord.should_stop():
             return
         try:
@@ -148,9 +138,9 @@ class BetweenRuns:
             if not self._recovery.covers(error):
                 return  # the thread's stop request ends the loop
             if ending.failure is None:  # the session that they belong to is about to be replaced
-                self.make(self._items.finish)
+                self.make(self.items.finish)
             if not self.recovered_for_next_run(error):
-                self._sessions.coord.clear_stop()  # or joining the threads would raise it a second time
+                self.sessions.coord.clear_stop()  # or joining the threads would raise it a second time
                 raise
 
     def run_failed(self, error: BaseException) -> None:
@@ -159,13 +149,13 @@ class BetweenRuns:
         Raises:
             PeerError: ``error`` is the consequence of another rank's failure.
         """
-        self._ending.fail(error)
-        if self._peers is not None:
-            self._peers.failed(error)
+        self.ending.fail(error)
+        if self.peers is not None:
+            self.peers.failed(error)
 
     def make(self, calls: Callable[[], object]) -> bool:
-        """Make ``calls``, whose errors count as those of a run; return whether they succeeded."""
-        self._ending.state = RUNNING  # none of them may start a run
+        """Make ``calls``, whose errors count as a run's; return whether they succeeded."""
+        self.ending.state = RUNNING  # none of them may start a run
         try:
             calls()
         except BaseException as error:
@@ -174,5 +164,5 @@ class BetweenRuns:
             if type(error) is not StopIteration:  # which ends the loop cleanly
                 raise
         finally:
-            self._ending.run_is_over()
+            self.ending.run_is_over()
         return True

@@ -9,11 +9,9 @@ from typing import Any
 
 from torchhooks.common.errors import LifecycleError, add_note, brief, hide_internal_frames
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending
+from torchhooks.lifecycle.ending import IDLE, RUNNING
 from torchhooks.loop.between_runs import BetweenRuns
 from torchhooks.loop.run import Begun
-from torchhooks.loop.schedule import Schedule
-from torchhooks.loop.session_creator import SessionCreator
 from torchhooks.position.progress import NO_OUTPUTS
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -26,27 +24,14 @@ class Body:
     loop sets :attr:`offered` whenever it returns the object, which can then be entered once.
 
     Args:
-        ending: of the loop.
-        schedule: of the loop.
-        sessions: creates the sessions of the loop.
-        steps_per_run: 0 if the optimizer's steps are counted.
         between_runs: ends a run, and recovers from errors.
+        steps_per_run: 0 if the optimizer's steps are counted.
     """
 
-    def __init__(
-        self,
-        *,
-        ending: Ending,
-        schedule: Schedule,
-        sessions: SessionCreator,
-        steps_per_run: int,
-        between_runs: BetweenRuns,
-    ) -> None:
-        self._ending = ending
-        self._schedule = schedule
-        self._sessions = sessions
-        self._steps_per_run = steps_per_run
+    def __init__(self, between_runs: BetweenRuns, steps_per_run: int) -> None:
         self._between_runs = between_runs
+        self._ending, self._schedule, self._sessions = between_runs.ending, between_runs.schedule, between_runs.sessions
+        self._steps_per_run = steps_per_run
         self._outputs: dict[str, Any] | None = None  # of the body in progress
         self._begun: Begun | None = None  # the run in progress, if a hook was called before the body
         self.offered = False

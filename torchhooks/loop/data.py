@@ -6,13 +6,11 @@ import functools
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import IDLE, RUNNING, Ending, LeftBySignalError, State, Stop, StoppedBy
+from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State, Stop, StoppedBy
 from torchhooks.loop.between_runs import BetweenRuns
-from torchhooks.loop.schedule import Schedule
-from torchhooks.position.items import Items
 from torchhooks.position.place import Place
 from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits
@@ -38,49 +36,21 @@ _NONE_LEFT = (
 _EMPTY = "%s yielded no item: check that its data are not empty, and not an iterator that is used up"
 
 
-class OtherRanks(Protocol):
-    """The other ranks of a loop, as far as iterating over data concerns them: a ``Peers``."""
-
-    def enter(self, iterable: Iterable[Any], limit: int | None) -> int | None:
-        """Agree with the other ranks on the greatest number of items, and return it."""
-        ...
-
-    def data_ended(self) -> None:
-        """Wait until the data of the other ranks have ended too."""
-        ...
-
-
 class Data:
     """The ``until_stop`` loops of one monitored loop.
 
     Args:
-        schedule: of the loop.
+        between_runs: takes up stops, and recovers from errors.
         position: where the loops are in their data.
         waits: how long they have waited for their data.
-        items: the calls that wait for the end of an item.
-        ending: of the loop.
-        between_runs: takes up stops, and recovers from errors.
-        others: the other ranks, if there are several.
     """
 
-    def __init__(
-        self,
-        *,
-        schedule: Schedule,
-        position: Position,
-        waits: DataWaits,
-        items: Items,
-        ending: Ending,
-        between_runs: BetweenRuns,
-        others: OtherRanks | None,
-    ) -> None:
-        self._schedule = schedule
+    def __init__(self, between_runs: BetweenRuns, position: Position, waits: DataWaits) -> None:
+        self._between_runs = between_runs
+        self._ending, self._schedule, self._items = between_runs.ending, between_runs.schedule, between_runs.items
+        self._others = between_runs.peers
         self._position = position
         self._waits = waits
-        self._items = items
-        self._ending = ending
-        self._between_runs = between_runs
-        self._others = others
         self._stop_is_seen = False  # by the body of a loop, through should_stop()
         self._items_without_run = 0
         self._why_no_run: str | None = None
@@ -104,13 +74,8 @@ class Data:
             self._cut_short()
             self._leave_at_signal()
             return
-        schedule, position, ending, waits, items = (
-            self._schedule,
-            self._position,
-            self._ending,
-            self._waits,
-            self._items,
-        )
+        schedule, position, ending = self._schedule, self._position, self._ending
+        waits, items = self._waits, self._items
         waits.depth = depth = waits.depth + 1
         waiting, waited = items.waiting, waits.secs  # looked at before every item
         place = position.begin(iterable, ending.state is RUNNING, site)
@@ -219,7 +184,7 @@ class Data:
         accumulated, due = self._schedule.accumulated, self._schedule.due_at_end_of(ended)
         accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
         if due and self._ending.state in (RUNNING, State.CLOSED):
-            # The body left by a break, and the next run begins, or the loop closes: an error is that of the run.
+            # The body left by a break, and the next run begins, or the loop closes: an error is the run's.
             self._between_runs.lifecycle.end_epoch(due)
             return
         while due and self._is_healthy():
@@ -298,7 +263,7 @@ class Data:
         self._stop_is_settled = True
 
     def _settle(self, place: Place) -> bool:
-        """Make the calls that wait for the end of an item, and at a stop those for it.
+        """Make the calls that wait for the end of an item, and at a stop the calls for a stop.
 
         Returns:
             False if one of them failed and the loop recovered, so that the item has to be yielded again.

@@ -38,14 +38,14 @@ from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.run_record import STOP_NAME, RunRecord
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.unsaved import UnsavedParts
-from torchhooks.loop.arguments import LoopArguments, checked_arguments
+from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.body import Body
-from torchhooks.loop.parts import build
+from torchhooks.loop.parts import LoopParts
 from torchhooks.loop.schedule import claim_hooks
 from torchhooks.position.progress import NO_OUTPUTS
 from torchhooks.ranks.ranks import Ranks
 
-R = TypeVar("R", default=Any)  # the default is that of a loop without a step function
+R = TypeVar("R", default=Any)  # the default is for a loop without a step function
 T = TypeVar("T")
 
 
@@ -83,9 +83,9 @@ class MonitoredLoop(Generic[R]):
         hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
         metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
             copied. :func:`torchhooks.read_metadata` reads it. A restored loop logs which values differ.
-        ranks: the processes that train together. ``None`` means those of ``torch.distributed``, if it is initialized;
-            False means this process alone. A :class:`torchhooks.Ranks` sets periods. With several ranks, each of them
-            creates the same loop, all make the same last run, and if one fails, the others raise PeerError.
+        ranks: the processes that train together. ``None`` means the ranks of ``torch.distributed``, if it is
+            initialized; False means this process alone. A :class:`torchhooks.Ranks` sets periods. With several ranks,
+            each creates the same loop, all make the same last run, and if one fails, the others raise a PeerError.
 
     Raises:
         TypeError, ValueError: an item of ``hooks`` is not a hook, or another argument is not valid.
@@ -116,7 +116,7 @@ class MonitoredLoop(Generic[R]):
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
     ) -> None:
-        arguments = checked_arguments(
+        arguments = LoopArguments(
             step=step,
             model=model,
             optimizer=optimizer,
@@ -135,7 +135,7 @@ class MonitoredLoop(Generic[R]):
             metadata=metadata,
             ranks=ranks,
         )
-        self._parts = parts = build(arguments)
+        self._parts = parts = LoopParts(arguments)
         # What an idle run looks at, so that it finds it with one lookup.
         self._ending, self._schedule, self._sessions = parts.ending, parts.schedule, parts.sessions
         self._between_runs = parts.between_runs
@@ -318,14 +318,14 @@ class MonitoredLoop(Generic[R]):
         Args:
             iterable: the items.
             resume: whether to continue from the position in the checkpoint. False takes ``iterable`` as it is.
-            limit: the greatest number of items to yield, including those of earlier processes.
+            limit: the greatest number of items to yield, including the items of earlier processes.
             repeat: whether to start over when the data end, until the loop stops. Each pass is an epoch.
 
         Raises:
             LifecycleError: the loop has failed or is closed.
             ValueError: ``limit`` is not a whole number, 0 or more, or is given with ``repeat``.
         """
-        frame = sys._getframe(2)  # noqa: SLF001 - CPython's only way; 1 is that of the decorator
+        frame = sys._getframe(2)  # noqa: SLF001 - CPython's only way; 1 is the decorator's
         return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti))
 
     @explains_wrong_calls
@@ -348,14 +348,14 @@ class MonitoredLoop(Generic[R]):
         after batch 3
         after batch 7
 
-        After a resume the numbers continue, unlike those of ``enumerate(loop.until_stop(...))``, which begin at 0.
+        After a resume the numbers continue, unlike with ``enumerate(loop.until_stop(...))``, where they begin at 0.
 
         Args:
             iterable: the items.
             start: the number of the first item.
             resume, limit, repeat: as in :meth:`until_stop`. With ``repeat``, each pass begins with ``start``.
         """
-        frame = sys._getframe(2)  # noqa: SLF001 - CPython's only way; 1 is that of the decorator
+        frame = sys._getframe(2)  # noqa: SLF001 - CPython's only way; 1 is the decorator's
         number = whole_number(start, "start", 0)
         return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti), number)
 
@@ -403,7 +403,7 @@ class MonitoredLoop(Generic[R]):
 
     @property
     def global_step(self) -> int:
-        """The number of steps made, including those of earlier processes."""
+        """The number of steps made, also in earlier processes."""
         return self._sessions.progress.global_step
 
     @property

@@ -1,8 +1,6 @@
-"""The parts of a loop, built from the bottom up: each gets, by name, the parts that it uses."""
+"""The parts of a loop, built from the bottom up: each gets the parts that it uses."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from torchhooks.checkpoints.gradients import Gradients
 from torchhooks.device.readback import Readback
@@ -22,90 +20,45 @@ from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)  # each generated method takes time on import
 class LoopParts:
-    """What one loop consists of."""
+    """What the loop with these ``arguments`` consists of. No hook is called, and nothing is started."""
 
-    schedule: Schedule
-    readback: Readback
-    signals: SignalWatch
-    ending: Ending
-    peers: Peers | None
-    recovery: Recovery
-    costs: HookCosts | None
-    gradients: Gradients | None
-    items: Items
-    sessions: SessionCreator
-    between_runs: BetweenRuns
-    data: Data
-    body: Body
-
-
-def build(arguments: LoopArguments) -> LoopParts:
-    """Build the parts of a loop. No hook is called, and nothing is started."""
-    ranks, optimizer = arguments.ranks, arguments.optimizer
-    schedule = Schedule(arguments.hooks, ranks, arguments.chief_only, [each.name for each in arguments.signals])
-    readback = Readback(schedule.set_pending)
-    signals = SignalWatch(arguments.signals, schedule.set_pending)
-    ending = Ending(signals, schedule.set_pending)
-    peers = Peers(ranks, schedule, ending) if ranks.size > 1 else None
-    recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
-    costs = HookCosts(schedule, readback) if arguments.hook_costs else None
-    position, waits = Position(schedule, arguments.state, arguments.step.function), DataWaits()
-    items = Items(lambda: position.depth)
-    saves = arguments.checkpoint_dir is not None or arguments.has_saver
-    watched = optimizer if saves and hasattr(optimizer, "register_step_post_hook") else None
-    gradients = None if watched is None else Gradients(watched)
-    sessions = SessionCreator(
-        arguments,
-        schedule=schedule,
-        readback=readback,
-        position=position,
-        data_waits=waits,
-        items=items,
-        ending=ending,
-        recovery=recovery,
-        costs=costs,
-        gradients=gradients,
-        peers=peers,
-    )
-    between_runs = BetweenRuns(
-        ending=ending,
-        schedule=schedule,
-        readback=readback,
-        items=items,
-        sessions=sessions,
-        recovery=recovery,
-        peers=peers,
-    )
-    data = Data(
-        schedule=schedule,
-        position=position,
-        waits=waits,
-        items=items,
-        ending=ending,
-        between_runs=between_runs,
-        others=peers,
-    )
-    body = Body(
-        ending=ending,
-        schedule=schedule,
-        sessions=sessions,
-        steps_per_run=arguments.steps_per_run,
-        between_runs=between_runs,
-    )
-    return LoopParts(
-        schedule=schedule,
-        readback=readback,
-        signals=signals,
-        ending=ending,
-        peers=peers,
-        recovery=recovery,
-        costs=costs,
-        gradients=gradients,
-        items=items,
-        sessions=sessions,
-        between_runs=between_runs,
-        data=data,
-        body=body,
-    )
+    def __init__(self, arguments: LoopArguments) -> None:
+        ranks, optimizer = arguments.ranks, arguments.optimizer
+        stopping = [each.name for each in arguments.signals]
+        self.schedule = schedule = Schedule(arguments.hooks, ranks, arguments.chief_only, stopping)
+        self.readback = Readback(schedule.set_pending)
+        self.signals = SignalWatch(arguments.signals, schedule.set_pending)
+        self.ending = Ending(self.signals, schedule.set_pending)
+        self.peers = Peers(ranks, schedule, self.ending) if ranks.size > 1 else None
+        self.recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
+        self.costs = HookCosts(schedule, self.readback) if arguments.hook_costs else None
+        position, waits = Position(schedule, arguments.state, arguments.step.function), DataWaits()
+        self.items = Items(lambda: position.depth)
+        saves = arguments.checkpoint_dir is not None or arguments.has_saver
+        watched = optimizer if saves and hasattr(optimizer, "register_step_post_hook") else None
+        self.gradients = None if watched is None else Gradients(watched)
+        self.sessions = SessionCreator(
+            arguments,
+            schedule=schedule,
+            readback=self.readback,
+            position=position,
+            data_waits=waits,
+            items=self.items,
+            ending=self.ending,
+            recovery=self.recovery,
+            costs=self.costs,
+            gradients=self.gradients,
+            peers=self.peers,
+        )
+        self.between_runs = BetweenRuns(
+            ending=self.ending,
+            schedule=schedule,
+            readback=self.readback,
+            items=self.items,
+            sessions=self.sessions,
+            recovery=self.recovery,
+            peers=self.peers,
+        )
+        self.data = Data(self.between_runs, position, waits)
+        self.body = Body(self.between_runs, arguments.steps_per_run)

@@ -1,9 +1,9 @@
 """The other ranks, as one loop sees them: a thread that exchanges ticks with them, and where the loop waits for them.
 
-Two threads share a :class:`Peers`. The *tick thread* calls :meth:`Transport.exchange` every ``tick_secs``, and derives
-from the rows of all ranks what happens. The *training thread*, which makes the runs, only looks at what the tick thread
-found, at the end of a run whose ``schedule.pending`` is set, and between runs. An idle run therefore does exactly what
-it does in a single process, and takes no lock.
+Two threads share a :class:`Peers`. The *tick thread* calls :meth:`GlooTransport.exchange` every ``tick_secs``, and
+derives from the rows of all ranks what happens. The *training thread*, which makes the runs, only looks at what the
+tick thread found, at the end of a run whose ``schedule.pending`` is set, and between runs. An idle run therefore does
+exactly what it does in a single process, and takes no lock.
 
 The tick thread reads how far the training thread is from values that the training thread writes anyway:
 ``schedule.runs`` and ``run_number``. This needs no lock, because of the order:
@@ -55,7 +55,7 @@ from torchhooks.ranks.agreement import (
 )
 from torchhooks.ranks.failures import end_process, is_communication_error
 from torchhooks.ranks.ranks import LoopRanks, OtherPurposeError
-from torchhooks.ranks.transport import ContactLostError, Transport
+from torchhooks.ranks.transport import ContactLostError, GlooTransport
 
 
 class Peers:
@@ -71,7 +71,7 @@ class Peers:
         self._ranks = ranks
         self._schedule = schedule
         self._ending = ending
-        self._transport: Transport | None = None
+        self._transport: GlooTransport | None = None
         self._progress = Progress()
         self._training_thread = threading.get_ident()
         self._pid = os.getpid()
@@ -308,19 +308,18 @@ class Peers:
         place = self._runs()[1], self._arrival[0]
         rows = [(rank, row) for rank, row in enumerate(self._last_table) if rank != self._ranks.rank]
         later = [(rank, row) for rank, row in rows if (row.begun, row.meeting) > place or row.status == LEFT]
-        gathering = self._ranks.gathering
-        if not later or gathering is None:
+        details, now = self._ranks.gathers_for, time.monotonic()
+        if not later or details is None:
             return None
-        now = time.monotonic()
-        if gathering.unanswered_since is None:
-            gathering.unanswered_since = now
-        if now < gathering.unanswered_since + self._ranks.stuck_secs:
+        if self._ranks.unanswered_since is None:
+            self._ranks.unanswered_since = now
+        if now < self._ranks.unanswered_since + self._ranks.stuck_secs:
             return None  # this rank may just not have noticed yet that the gathering is complete
         rank, row = later[0]
         what = WHERE[CLOSE if row.status == LEFT else row.kind]
         where = f"is in run {row.begun} already" if row.begun > place[0] else f"{what} after that run"
         return LifecycleError(
-            f"rank {self._ranks.rank} waits in run {place[0]} for values of the other ranks{gathering.details}, "
+            f"rank {self._ranks.rank} waits in run {place[0]} for values of the other ranks{details}, "
             f"and rank {rank} {where}: call Ranks.gather, and request what needs every rank, on all ranks in the same "
             "run"
         )
@@ -401,7 +400,7 @@ class Peers:
 
     # -- the tick thread ----------------------------------------------------------------------------------------------
 
-    def _tick_on(self, transport: Transport) -> None:
+    def _tick_on(self, transport: GlooTransport) -> None:
         if self._tick_to_the_end(transport):
             # A rank that closed its connections before another one had the last table would be taken for lost.
             with contextlib.suppress(ContactLostError):
@@ -410,7 +409,7 @@ class Peers:
         if self._is_over:
             self._release()
 
-    def _tick_to_the_end(self, transport: Transport) -> bool:
+    def _tick_to_the_end(self, transport: GlooTransport) -> bool:
         """Exchange ticks until all ranks have left, or one has failed; return whether the ranks are still connected."""
         is_connected = False
         try:
@@ -432,7 +431,7 @@ class Peers:
             self._end_if_stuck(transport)
         return is_connected
 
-    def _tick(self, transport: Transport) -> bool:
+    def _tick(self, transport: GlooTransport) -> bool:
         """Exchange one tick, and return whether it was the last one."""
         table = [Row(*numbers) for numbers in transport.exchange(list(self._row()))]
         self._last_table = table
@@ -549,7 +548,7 @@ class Peers:
         self.failure = PeerError(message, rank, run or self._schedule.runs, reason)
         self._schedule.interrupt()
 
-    def _lose(self, error: ContactLostError, transport: Transport) -> None:
+    def _lose(self, error: ContactLostError, transport: GlooTransport) -> None:
         if any(row.status == LEFT for rank, row in enumerate(self._last_table) if rank != self._ranks.rank):
             return  # that rank made the agreed last run, and its process has ended well
         missing = [] if self._agreement.stopped else transport.missing()
@@ -563,7 +562,7 @@ class Peers:
                 str(error),
             )
 
-    def _end_if_stuck(self, transport: Transport) -> None:
+    def _end_if_stuck(self, transport: GlooTransport) -> None:
         """End the process if the training thread does not come back from a call that needs the rank that failed."""
         secs = self._ranks.stuck_secs
         if self._failure_is_seen.wait(secs) or not threading.main_thread().is_alive():

@@ -130,7 +130,7 @@ _OPEN: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()
 
 
 def claim_hooks(hooks: Iterable[SessionRunHook], ending: Ending) -> None:
-    """Raise a ValueError if another open loop has one of ``hooks``, whose state is that of one loop."""
+    """Raise a ValueError if another open loop has one of ``hooks``, whose state belongs to one loop."""
     for hook in hooks:
         if _is_in_open_loop(hook):
             gc.collect()  # the other loop may have been dropped without being closed
@@ -199,7 +199,7 @@ class Schedule:
     Args:
         hooks: the hooks of the loop, in order.
         ranks: the ranks of the loop.
-        chief_only: those of ``hooks`` that no other rank has, so that none waits for another rank.
+        chief_only: the hooks that no other rank has, so that none waits for another rank.
         stopping: the signals that stop the loop.
     """
 

@@ -73,7 +73,7 @@ class Position:
         # From the restored checkpoint:
         self._path: list[Entry] = []
         self._random: Saved | None = None  # None if it was saved by another number of ranks
-        self._mark_state: Callable[[], Undo] | None = None
+        self._undoing: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
         self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
         self._carried: list[str] = []  # what a warning has named: see script.py
@@ -175,7 +175,7 @@ class Position:
         """
         if place.outer is None:
             return iter(iterable)
-        self._mark_before(place)
+        self._capture_before(place)
         if self._reminds:
             self._reminds = False
             logger.info("%s comes after a loop that yielded nothing more. %s", name_of(iterable), VARIABLES)
@@ -197,7 +197,7 @@ class Position:
             innermost=place.depth == len(self._path),
             has_own_state=self._loaders.has_own_state(iterable, saved),
         )
-        if plan.innermost:
+        if plan.innermost or self._schedule.runs:
             self._undo_repeated()
         for line in lines_of(plan, place, iterable):
             logger.log(line.level, line.message, *line.arguments)
@@ -294,12 +294,12 @@ class Position:
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any] | None, random: Saved | None, mark_state: Callable[[], Undo] | None = None
+        self, state: Mapping[str, Any] | None, random: Saved | None, undoing: Callable[[], Undo] | None = None
     ) -> None:
         """Resume ``state`` with the next ``until_stop``; ``random`` are the random states of the checkpoint, or
         ``None`` if another number of ranks has saved it, so that this process has others.
 
-        ``mark_state()`` returns a function that undoes what has changed in the training state since that call. It is
+        ``undoing()`` returns a function that undoes what has changed in the training state since that call. It is
         called where the resumed process begins to repeat code that the checkpoint's process had run, and what it
         returns where that ends.
 
@@ -313,7 +313,7 @@ class Position:
         self._epochs_ended = 0 if state is None else state["epochs"]["ended"]
         self._is_in_epoch = state is not None and state["epochs"]["in_progress"]
         self._random = random
-        self._mark_state = mark_state
+        self._undoing = undoing
 
     def iterates(self, part: object) -> bool:
         """Return whether ``part`` is being iterated, so that its state must not be loaded."""
@@ -353,16 +353,16 @@ class Position:
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
-    def _mark_before(self, place: Place) -> None:
-        """Mark the training state before the body repeats what it did in the process that saved the checkpoint.
+    def _capture_before(self, place: Place) -> None:
+        """Capture the training state before the body repeats what it did in the process that saved the checkpoint.
 
         It does so from the first ``until_stop`` on, up to the one that was interrupted. Changes before the first, such
         as another learning rate for the resumed training run, are not repeated.
         """
-        if place.depth == 1 and place.number == 0 and self._mark_state is not None:
+        if place.depth == 1 and place.number == 0 and self._undoing is not None:
             if len(self._path) > 1 or (self._path and self._path[0].number):
-                self._undo = self._mark_state()
-            self._mark_state = None
+                self._undo = self._undoing()
+            self._undoing = None
 
     def _undo_repeated(self) -> None:
         """Undo what the body changed on its way to the place that was interrupted: the checkpoint contains it already.

@@ -1,7 +1,7 @@
 """How several ranks agree on the run after which they stop: the rules, without threads and without communication.
 
-Every rank sends one :class:`Row` in each tick and receives those of all ranks, its own included. An :class:`Agreement`
-derives from these tables alone what happens, so all ranks come to the same result:
+Every rank sends one :class:`Row` in each tick and receives the rows of all ranks, its own included. An
+:class:`Agreement` derives from these tables alone what happens, so all ranks come to the same result:
 
 1. A rank asks: for a stop, or for a collective hook that is due. The next tick tells all ranks.
 2. Each rank promises the number of the run in progress, and holds at the end of that run.

@@ -12,7 +12,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torchhooks.common.checks import explains_wrong_calls, seconds
 from torchhooks.common.errors import LifecycleError, TorchHooksError
 from torchhooks.common.log import logger, speak_as
 from torchhooks.common.text import call_repr, shown
-from torchhooks.ranks.transport import GlooTransport, Transport, all_gather
+from torchhooks.ranks.transport import GlooTransport, all_gather
 
 
 class OtherPurposeError(LifecycleError):
@@ -56,8 +55,7 @@ class Ranks:
         ValueError: an argument is not a number of seconds, 0 or more, or this process is not in ``group``.
     """
 
-    _new_transport: Callable[..., Transport] = GlooTransport
-    """Called with the arguments of :class:`GlooTransport`."""
+    _new_transport: Callable[..., Any] = GlooTransport
 
     @explains_wrong_calls
     def __init__(
@@ -140,23 +138,10 @@ So that the ``gather`` of a Ranks that a script has created works too. Kept here
 """
 
 
-@dataclass
-class Gathering:
-    """A call of :meth:`LoopRanks.gather` that is in progress.
-
-    Args:
-        details: what the values are for, in parentheses after a space; empty if nothing is known.
-        unanswered_since: when another rank was first seen at a place from where it will not take part any more.
-    """
-
-    details: str
-    unanswered_since: float | None = None
-
-
 class LoopRanks(Ranks):
     """The ranks of one loop: which process this is, and the connection to the others once the loop has made it.
 
-    The rank and the size are those of the process group when the loop is created: the group may be newer than
+    The rank and the size are the process group's when the loop is created: the group may be newer than
     ``given``, and the script may destroy it before it closes the loop.
 
     Args:
@@ -175,11 +160,13 @@ class LoopRanks(Ranks):
         """Whether the script may create the process group after the loop, which is then one of this process alone."""
         self.hooks_of_some: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
-        self.gathering: Gathering | None = None
-        """The call of :meth:`gather` in progress. Only the thread in that call uses it."""
+        self.gathers_for: str | None = None
+        """What the call of :meth:`gather` in progress is for, in parentheses. Only the thread in that call uses it."""
+        self.unanswered_since: float | None = None
+        """When another rank was first seen at a place from where it will take no part in that call any more."""
         self._new_transport = given._new_transport  # noqa: SLF001 - its own class
         self._given = weakref.ref(given)  # weak, because _newest_loop would otherwise keep it for ever
-        self._transport: Transport | None = None
+        self._transport: GlooTransport | None = None
         self._saving: LoopRanks | None = None
 
     @property
@@ -193,11 +180,11 @@ class LoopRanks(Ranks):
         """
         if self._transport is None:
             return [value]
-        self.gathering = Gathering(details)
+        self.gathers_for, self.unanswered_since = details, None
         try:
             rows = self._transport.gather((purpose, value))
         finally:
-            self.gathering = None
+            self.gathers_for = None
         for rank, (theirs, _) in enumerate(rows):
             if theirs != purpose:
                 raise OtherPurposeError(
@@ -233,7 +220,7 @@ class LoopRanks(Ranks):
         """
         return all_gather(tensors, self.size, self.group)
 
-    def connect(self, failure: Callable[[], TorchHooksError | None]) -> Transport:
+    def connect(self, failure: Callable[[], TorchHooksError | None]) -> GlooTransport:
         """Reach the other ranks; each of them has to call this. ``failure()`` says why not to wait for one any more.
 
         Raises:
@@ -290,7 +277,7 @@ _ALONE = (
 
 
 _connected: list[LoopRanks] = []
-"""Those of the loops that are not closed, in the order in which they were created."""
+"""The ranks of the loops that are not closed, in the order in which they were created."""
 
 
 def checked_ranks(given: Any) -> LoopRanks:

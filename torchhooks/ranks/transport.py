@@ -1,4 +1,4 @@
-"""How the ranks of one loop reach each other: the interface, and its implementation with gloo.
+"""How the ranks of one loop reach each other: with gloo.
 
 Only this module uses private parts of ``torch.distributed`` to communicate. That package is not imported before it is
 needed: a process that is alone never creates a :class:`GlooTransport`.
@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,46 +39,6 @@ _SAVED_LATE = (
 
 class ContactLostError(TorchHooksError):
     """A tick did not arrive: a rank is gone, or does not answer. Becomes a PeerError."""
-
-
-class Transport(Protocol):
-    """How the ranks of one loop reach each other."""
-
-    def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """Return the ``numbers`` of all ranks, in their order.
-
-        Raises:
-            ContactLostError: a rank did not answer.
-        """
-        ...
-
-    def exchange_text(self, text: str) -> list[str]:
-        """Return the ``text`` of all ranks, at most 1,000 bytes of it."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the ``value`` of all ranks; in the training thread."""
-        ...
-
-    def for_saving(self) -> Transport:
-        """Return a transport whose :meth:`gather` is for the thread that writes checkpoints; on every rank."""
-        ...
-
-    def missing(self) -> list[int]:
-        """Return the ranks that do not answer, as far as that can be found out."""
-        ...
-
-    def abort(self) -> bool:
-        """Try to make blocked communication of the training thread fail; return whether there is a way."""
-        ...
-
-    def leave(self) -> None:
-        """Have later calls of :meth:`gather` use no connection of the loop, which is closed on this rank."""
-        ...
-
-    def close(self) -> None:
-        """Release the connections, which no thread of this process uses any more."""
-        ...
 
 
 class GlooTransport:
@@ -137,15 +97,22 @@ class GlooTransport:
             ) from error
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
+        """Return the ``numbers`` of all ranks, in their order; in the thread of the ticks.
+
+        Raises:
+            ContactLostError: a rank did not answer.
+        """
         mine = torch.tensor(numbers, dtype=torch.int64)
         return [row.tolist() for row in self._gather(self._ticks, mine, self._check_tick)]
 
     def exchange_text(self, text: str) -> list[str]:
+        """Return the ``text`` of all ranks, at most 1,000 bytes of it."""
         data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         rows = self._gather(self._ticks, torch.frombuffer(bytearray(data), dtype=torch.uint8), self._check_tick)
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
     def gather(self, value: Any) -> list[Any]:
+        """Return the ``value`` of all ranks; in the training thread."""
         if self._has_left:
             return self._gather_after_loop(value)
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -173,7 +140,8 @@ class GlooTransport:
         distributed.all_gather_object(rows, value, group=self._group)
         return rows
 
-    def for_saving(self) -> Transport:
+    def for_saving(self) -> GlooTransport:
+        """Return a transport whose :meth:`gather` is for the thread that writes checkpoints; on every rank."""
         if self._has_left:
             raise LifecycleError(_SAVED_LATE)
         another = copy.copy(self)
@@ -182,6 +150,7 @@ class GlooTransport:
         return another
 
     def leave(self) -> None:
+        """Have later calls of :meth:`gather` use no connection of the loop, which is closed on this rank."""
         self._has_left = True
 
     def close(self) -> None:
@@ -190,7 +159,7 @@ class GlooTransport:
             each._ticks = each._training = None  # noqa: SLF001 - its own class
 
     def missing(self) -> list[int]:
-        """Write a key of this rank into the store, and return the ranks that have not written theirs after a while.
+        """Return the ranks that do not answer: that have not written their key into the store after a while.
 
         In a thread, because the store may be in a process that does not answer. Such a thread stays blocked.
         """
@@ -211,7 +180,7 @@ class GlooTransport:
         return [rank for rank in range(self._size) if rank not in here] if here else []
 
     def abort(self) -> bool:
-        """Abort NCCL's groups, which frees a blocked call. Gloo has no way."""
+        """Abort NCCL's groups, which frees a blocked call of the training thread; return whether there are any."""
         distributed = sys.modules["torch.distributed"]
         abort = getattr(distributed.distributed_c10d, "_abort_process_group", None)
         if abort is None or not distributed.is_initialized() or "nccl" not in str(distributed.get_backend_config()):
@@ -222,15 +191,7 @@ class GlooTransport:
     def _create_group(self, name: str, deadline: float) -> Any:
         c10d = torch.distributed.distributed_c10d
         timeout = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1))
-        if hasattr(c10d, "ProcessGroupGloo"):
-            return c10d.ProcessGroupGloo(c10d.PrefixStore(name, self._store), self._rank, self._size, timeout)
-        # A torch whose private names have changed.
-        return torch.distributed.new_group(  # pragma: no cover
-            None if self._group is None else torch.distributed.get_process_group_ranks(self._group),
-            backend="gloo",
-            timeout=timeout,
-            use_local_synchronization=self._group is not None,
-        )
+        return c10d.ProcessGroupGloo(c10d.PrefixStore(name, self._store), self._rank, self._size, timeout)
 
     def _gather(self, group: Any, mine: torch.Tensor, check: Callable[[float], None]) -> list[torch.Tensor]:
         """Return the tensors of all ranks. ``check(secs)`` raises if there is no point in waiting after ``secs``.

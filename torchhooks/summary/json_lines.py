@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import operator
 import os
 import shutil
 import threading
@@ -17,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
-from torchhooks.common.checks import explains_wrong_calls
+from torchhooks.common.checks import explains_wrong_calls, whole_number
 from torchhooks.common.files import Disk, warn_if_removed, write_all
 from torchhooks.common.log import logger
 from torchhooks.summary import operations as summary
@@ -54,7 +53,7 @@ class JsonLinesWriter:
     list. After a recovery within the process, they are removed immediately, and SummarySaverHook and StepCounterHook
     write the repeated steps again, unlike with event files.
 
-    Give each loop a file of its own, even one that runs within a step of another loop: their steps are not told apart.
+    Give each loop a file of its own, even a loop within a step of another loop: their steps are not told apart.
     Several writers of one process can have the same path. Only one process at a time may write to a file, which is not
     checked; with several ranks, write on one of them.
 
@@ -99,14 +98,15 @@ class JsonLinesWriter:
             walltime: in seconds since 1970; by default, now.
 
         Raises:
-            TypeError: ``value`` is not a number, or ``step`` is not a whole number.
-            ValueError: ``value`` has several elements, or ``tag`` is not allowed.
+            TypeError: ``value`` is not a number.
+            ValueError: ``value`` has several elements, ``step`` is not a whole number, or ``tag`` is not allowed.
         """
         self.add_points([(tag, value)], step, walltime)
 
     def add_points(self, points: Iterable[tuple[str, Any]], step: int, walltime: float | None = None) -> None:
         """Write one line with a point of each of several curves, as pairs (tag, value); see :meth:`add_scalar`."""
-        line: dict[str, Any] = {"step": _whole(step), "time": float(time.time() if walltime is None else walltime)}
+        now = float(time.time() if walltime is None else walltime)
+        line: dict[str, Any] = {"step": whole_number(step, "step"), "time": now}
         for tag, value in points:
             if tag in ("step", "time"):
                 raise ValueError(f"tag {tag!r}: every line has a {tag!r} of its own; give the curve another name")
@@ -128,7 +128,7 @@ class JsonLinesWriter:
         Raises:
             ValueError: another program added a line that is not a JSON object. The file is not changed.
         """
-        step = _whole(step)
+        step = whole_number(step, "step")
         with self._lock:
             file = self._opened()
             try:
@@ -231,10 +231,3 @@ def _as_json(tag: str, value: Any) -> int | float | str:
     if math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
-
-
-def _whole(step: int) -> int:
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"step={step!r}: must be a whole number") from None

@@ -51,7 +51,7 @@ def printable(value: Any) -> Any:
 
 
 class _Bare:
-    """Has the ``str`` of its value as ``repr``: a list prints reprs, and that of a NumPy scalar includes its type."""
+    """Has the ``str`` of its value as ``repr``: a list prints reprs, and a NumPy scalar's includes its type."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

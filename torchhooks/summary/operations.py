@@ -7,8 +7,8 @@ Writers are ``torch.utils.tensorboard.SummaryWriter``, or any other :class:`Summ
 with three positional arguments; only torch's own also get the wall time.
 
 A writer whose class also has ``add_histogram_raw``, with the arguments of torch's, gets the counts of the bins instead
-of the array. They are computed where the tensor is, so the tensor is not copied. Functions that take a writer also take
-a tuple of several. Each writes what it has methods for.
+of the array. They are computed where the tensor is, so the tensor is not copied. Functions that write or check
+summaries also take a tuple of several writers. Each writes what it has methods for.
 """
 
 from __future__ import annotations
@@ -138,11 +138,7 @@ class SummaryOp(ComposedFetch):
         self.tag = _checked_tag(tag, self.kind)
         if fetch is None or isinstance(fetch, (SummaryOp, Mapping, list, tuple, set)):
             raise TypeError(f"{self.kind}({tag!r}, {fetch!r}): give one fetch; for several values, create several ops")
-        self._fetch = fetch
-
-    @property
-    def fetch(self) -> Any:
-        return self._fetch
+        self.fetch = fetch
 
     def compose(self, value: Any) -> Summary:
         """Return ``value`` with this op, after checking all that can be known without waiting for its device."""
@@ -175,7 +171,7 @@ class SummaryOp(ComposedFetch):
         return f"{self.kind} {self.tag!r}: got {got}; {wanted}"
 
     def __repr__(self) -> str:
-        return f"{self.kind}({self.tag!r}, {self._fetch!r})"
+        return f"{self.kind}({self.tag!r}, {self.fetch!r})"
 
 
 class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.partial is
@@ -204,7 +200,7 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
         """Return ``value`` with this op; the rates of several parameter groups as a list, one op for each."""
         if type(value) is GroupRates:
             groups = zip(value.names, value, strict=True)
-            return [scalar(f"{self.tag}/{name}", self._fetch).compose(rate) for name, rate in groups]
+            return [scalar(f"{self.tag}/{name}", self.fetch).compose(rate) for name, rate in groups]
         self._check(value)
         return Summary(self, value)
 
@@ -238,7 +234,7 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
 
 
 class histogram(SummaryOp):  # noqa: N801
-    """The distribution of the elements of a tensor or array of any shape; the arguments are those of :class:`scalar`.
+    """The distribution of the elements of a tensor or array of any shape; the arguments are as for :class:`scalar`.
 
     >>> ops = {"loss": "loss", "weight": summary.histogram("weight", "weight")}
     >>> hook = SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=ops)
@@ -457,10 +453,6 @@ def add_session_log(writer: Any, status: str, step: int, checkpoint_path: _Path 
     """
     if status not in ("START", "CHECKPOINT"):
         raise ValueError(f"status={status!r}: must be 'START' or 'CHECKPOINT'")
-    if type(writer) is tuple:
-        for one in writer:
-            add_session_log(one, status, step, checkpoint_path)
-        return
     takes_logs = callable(getattr(writer, "add_session_log", None))
     if not takes_logs and not _has_events(writer):
         return
@@ -479,10 +471,7 @@ def write_config(writer: Any, config: Mapping[str, Any]) -> None:
     A writer with ``add_config(config)`` gets it as it is. torch's writer writes TensorBoard's hparams, into the same
     event file as the curves. With any other writer this is a no-op.
     """
-    if type(writer) is tuple:
-        for one in writer:
-            write_config(one, config)
-    elif callable(getattr(writer, "add_config", None)):
+    if callable(getattr(writer, "add_config", None)):
         writer.add_config(config)
     elif _has_events(writer):
         hparams = _tensorboard("torch.utils.tensorboard.summary").hparams
@@ -574,7 +563,7 @@ def _takes_walltime(writer: Any, method: str) -> bool:
     if getattr(type(writer), "takes_walltime", False):
         return True
     # Not imported here: if the module is not loaded, the writer cannot be torch's. A subclass of torch's writer may
-    # override the method with one that takes fewer arguments.
+    # override the method and take fewer arguments.
     torchs = getattr(sys.modules.get("torch.utils.tensorboard.writer"), "SummaryWriter", None)
     return torchs is not None and getattr(type(writer), method, None) is getattr(torchs, method)
 

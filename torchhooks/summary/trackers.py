@@ -4,13 +4,8 @@
         hooks = [SummarySaverHook(100, summary_writer=[tracker, JsonLinesWriter("runs/1/curves.jsonl")], ...)]
 
 Both libraries send the points in the background by themselves. The points that a hook writes for one step are one call.
-
 The run of the tracker is started when a loop opens the writer, or by the first point. So with several ranks, every rank
-can create the writer, and only the one that writes starts a run.
-
-The run of the tracker belongs to a folder. Its id is kept there, so a process that resumes the training run continues
-the same run of the tracker. Trackers cannot remove points: those of steps that are repeated after a restore are
-written twice.
+can create the writer, and only the rank that writes starts a run.
 
 The libraries are imported when a writer is created: ``pip install torchhooks[wandb]`` or ``torchhooks[mlflow]``.
 """
@@ -50,7 +45,11 @@ class _TrackerWriter:
 
     takes_walltime = True  # so hooks pass the wall time of each point
 
-    def __init__(self) -> None:
+    def __init__(self, **places: Any) -> None:
+        given = [f"{name}={shown(value)}" for name, value in places.items() if value is not None]
+        self._shown = f"{type(self).__name__}({', '.join(given)})"
+        if len(given) != 1:
+            raise ValueError(f"{self!r}: give exactly one of {' and '.join(places)}")
         self._lock = threading.RLock()
         self._is_open = self._is_closed = False
 
@@ -92,6 +91,9 @@ class _TrackerWriter:
         harmless.
         """
         self._close(failed=False)
+
+    def __repr__(self) -> str:
+        return self._shown
 
     def __enter__(self) -> Self:
         return self
@@ -151,8 +153,7 @@ class WandbWriter(_TrackerWriter):
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, *, run: Any = None, **init: Any) -> None:
-        super().__init__()
-        self._place = _given_one("WandbWriter", folder=folder, run=run)
+        super().__init__(folder=folder, run=run)
         if run is not None and init:
             raise ValueError(f"WandbWriter(run=..., {', '.join(init)}=...): these are arguments for a new run only")
         self._wandb = library("wandb")
@@ -172,21 +173,10 @@ class WandbWriter(_TrackerWriter):
         """Write the distribution of the elements of a tensor or array."""
         summary.histogram(tag, tag).write(self, values, step, walltime)
 
-    def add_histogram_raw(
-        self,
-        tag: str,
-        min: float,
-        max: float,
-        num: int,
-        sum: float,
-        sum_squares: float,
-        bucket_limits: list[float],
-        bucket_counts: list[int],
-        step: int,
-        walltime: float | None = None,
-    ) -> None:
-        """Write a distribution, given as torch's ``SummaryWriter.add_histogram_raw`` takes it."""
-        # The first limit is the lower one of the first bin, as that of an empty bin before it.
+    def add_histogram_raw(self, tag: str, *raw: Any, walltime: float | None = None) -> None:
+        """Write a distribution; ``raw`` are the further arguments of torch's ``SummaryWriter.add_histogram_raw``."""
+        *_, bucket_limits, bucket_counts, step = raw
+        # The first limit is the lower one of the first bin, as if an empty bin were before it.
         together = math.ceil((len(bucket_limits) - 1) / _WANDB_BINS)
         counts = np.add.reduceat(bucket_counts[1:], range(0, len(bucket_counts) - 1, together))
         limits = np.array([*bucket_limits[:-1:together], bucket_limits[-1]])
@@ -214,9 +204,6 @@ class WandbWriter(_TrackerWriter):
     def _finish(self, failed: bool) -> None:
         if self._owns_run:
             self._run.finish(exit_code=1 if failed else 0)
-
-    def __repr__(self) -> str:
-        return f"WandbWriter({self._place})"
 
 
 class MlflowWriter(_TrackerWriter):
@@ -261,8 +248,7 @@ class MlflowWriter(_TrackerWriter):
         experiment: str = "Default",
         run_name: str | None = None,
     ) -> None:
-        super().__init__()
-        self._place = _given_one("MlflowWriter", folder=folder, run_id=run_id)
+        super().__init__(folder=folder, run_id=run_id)
         mlflow = library("mlflow")
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri)
@@ -328,9 +314,6 @@ class MlflowWriter(_TrackerWriter):
         if self._owns_run:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
-    def __repr__(self) -> str:
-        return f"MlflowWriter({self._place})"
-
 
 def library(name: str, extra: str | None = None) -> Any:
     """Return the library ``name``, which the extra of torchhooks of that name installs, or ``extra``."""
@@ -340,14 +323,6 @@ def library(name: str, extra: str | None = None) -> Any:
         raise ImportError(
             f"{name} cannot be imported: pip install torchhooks[{extra or name}], or pip install {name}"
         ) from error
-
-
-def _given_one(kind: str, **places: Any) -> str:
-    """Return the only place that is given, as an argument in a repr."""
-    given = [f"{name}={shown(value)}" for name, value in places.items() if value is not None]
-    if len(given) != 1:
-        raise ValueError(f"{kind}({', '.join(given)}): give exactly one of {' and '.join(places)}")
-    return given[0]
 
 
 def _kept_id(folder: str | os.PathLike[str], name: str) -> str | None:

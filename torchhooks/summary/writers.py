@@ -58,7 +58,7 @@ class WriterTarget:
         return self.writer
 
     def close(self) -> None:
-        """Flush the writers, even if one fails. Close that of an ``output_dir`` if no other target has it."""
+        """Flush the writers, even if one fails. Close the writer of an ``output_dir`` if no other target has it."""
         self.writer = None
         attempt = Attempts()
         for part in self._parts:
@@ -66,7 +66,7 @@ class WriterTarget:
         attempt.raise_errors("several writers could not be closed")
 
     def claim(self, tags: Iterable[str], hook: object) -> dict[str, object]:
-        """Record that ``hook`` writes ``tags``; return those that another hook at its place writes, and that hook."""
+        """Record that ``hook`` writes ``tags``; return the tags that another hook writes there, and that hook."""
         tags = tuple(tags)
         return {tag: other for part in self._parts for tag, other in part.claim(tags, hook).items()}
 
@@ -143,7 +143,7 @@ class _OneWriter:
         with self._lock:  # so that no other target closes the writer before this one is known
             self.writer = self._given if self._folder is None else SummaryWriterCache.get(self._folder)
             self.place = _place(self.writer)
-            # Targets of one loop are all opened before it has a session, so one that has a session is of another loop.
+            # Targets of one loop are all opened before it has a session. A target that has one is of another loop.
             self._is_within_another = any(target._has_session for target in self._others_at_this_place())  # noqa: SLF001 - its own class
             self._all_open.add(self)
         if hasattr(self.writer, "start_run"):  # of a tracker: better now than in the first run, because it takes time
@@ -163,7 +163,6 @@ class _OneWriter:
             writer.flush()
 
     def claim(self, tags: tuple[str, ...], hook: object) -> dict[str, object]:
-        """Do what :meth:`WriterTarget.claim` says, for this writer."""
         if self.writer is None:
             return {}
         with self._lock:
@@ -173,7 +172,6 @@ class _OneWriter:
         return taken
 
     def session_created(self, step: int, last_written: int | None, metadata: Mapping[str, Any]) -> bool:
-        """Do what :meth:`WriterTarget.session_created` says, for this writer."""
         recovered, self._has_session = self._has_session, True
         if metadata and not recovered and self.writer is not None:
             with self._lock:
@@ -190,7 +188,7 @@ class _OneWriter:
         """Write the session's START once.
 
         A START makes TensorBoard discard the points of its step and later ones that it has already read. So the first
-        hook at a place writes the START of every hook there: that of a later hook would void the first hook's point.
+        hook at a place writes the START of every hook there: a later hook's START would void the first hook's point.
         """
         if not self.starts_session or self.start_is_written:
             return
@@ -207,8 +205,8 @@ class _OneWriter:
     def start_session_alone(self, begun_at: int, step: int) -> None:
         """Write a START, unless another hook at the place does.
 
-        A writer that can purge is told in any session. In event files, only one that continues from a later step than 0
-        has this START: TensorFlow does not write it.
+        A writer that can purge is told in any session. In event files, only a session that continues from a later step
+        than 0 has this START: TensorFlow does not write it.
         """
         if self.session_started_by_another():
             return

@@ -41,7 +41,7 @@ class FakeClock:
 
     It can be entered again, even inside itself or another clock. Each exit restores what its entry replaced.
 
-    The whole process sees this clock. A wait of other code for at most some seconds, such as that of torch for the
+    The whole process sees this clock. A wait of other code for at most some seconds, such as torch's for the
     workers of a DataLoader, has no limit while the clock stands still.
 
     Args:
@@ -311,7 +311,7 @@ def trace(
     with FakeClock() as clock, log_lines() as lines:
         try:
             with MonitoredLoop(step, hooks=hooks, scaffold=Scaffold(init_fn), **loop_arguments) as loop:
-                # No resume: the losses are those of this call, even if a checkpoint of another one is restored.
+                # No resume: the losses belong to this call, even if a checkpoint of another one is restored.
                 for _ in loop.until_stop(_while_any(pending), resume=False):
                     loop.run()
                     steps.append(loop.global_step)
