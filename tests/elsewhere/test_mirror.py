@@ -475,7 +475,7 @@ def test_credentials_in_the_address_are_in_no_text(url: str) -> None:
 def test_credentials_are_in_no_line_no_error_and_no_repr(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
     options = {"secret": "SECRET78", "endpoint_url": "http://127.0.0.1:9"}
     hook = MirrorHook(tmp_path / "run", "s3://KEY12:SECRET34@bucket/run", storage_options=options, grace_secs=0.2)
-    assert repr(hook) == f"MirrorHook({tmp_path / 'run'!r}, 's3://bucket/run', grace_secs=0.2)"
+    assert repr(hook) == f"MirrorHook({str(tmp_path / 'run')!r}, 's3://bucket/run', grace_secs=0.2)"
     with pytest.raises(TypeError) as wrong:
         MirrorHook(tmp_path, "s3://KEY12:SECRET34@bucket/run", every_secs=3)  # type: ignore[call-arg]
     assert "SECRET" not in str(wrong.value)

@@ -515,8 +515,8 @@ class MonitoredLoop(Generic[R]):
 
     def _answer_in(self, folder: str, world_size: int) -> None:
         """Tell other processes in ``folder`` how far the loop is, and stop if they ask for it there."""
-        requests, ending = self._schedule.requests, self._ending
-        self._record = record = RunRecord(folder, world_size, lambda: self._sessions.session)
+        requests, ending, sessions = self._schedule.requests, self._ending, self._sessions
+        self._record = record = RunRecord(folder, world_size, lambda: sessions.session)
         record.write()
         requests.every_look = record.write_if_due
         stop = os.path.join(folder, STOP_NAME)
