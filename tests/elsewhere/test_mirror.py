@@ -219,6 +219,28 @@ def test_the_kills_reach_every_call(uninterrupted: tuple[str, list[str]]) -> Non
     assert len(uninterrupted[1]) <= len(KILLS)
 
 
+def test_two_processes_resume_from_one_copy(
+    server: S3Server, tmp_path: Path, uninterrupted: tuple[str, list[str]]
+) -> None:
+    url = server.new_url()
+    second = next(number for number, call in enumerate(uninterrupted[1], 1) if call.startswith("put model.ckpt-12"))
+    processes.call(killed_at, second, f"{tmp_path}/result", f"{tmp_path}/one", url, server.options)
+    started = [
+        processes.start(
+            tmp_path / f"{name}.output",
+            train_and_tell,
+            *(f"{tmp_path}/{name}.result", f"{tmp_path}/{name}", url, server.options),
+        )
+        for name in ("two", "three")
+    ]
+    for process in started:
+        process.join()
+    for name in ("two", "three"):
+        weights, calls = json.loads((tmp_path / f"{name}.result").read_text())
+        assert weights == uninterrupted[0]
+        assert any(call.startswith("get model.ckpt-8~") for call in calls)
+
+
 def test_the_copy_has_what_the_folder_has(server: S3Server, tmp_path: Path) -> None:
     url, run = server.new_url(), tmp_path / "run"
     train(str(run), url, server.options)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
 
 import torchhooks.lifecycle.requests
@@ -25,6 +26,7 @@ from torchhooks import (
     OnFile,
     OnSignal,
     ProfilerHook,
+    Ranks,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
@@ -278,3 +280,30 @@ def test_a_request_to_one_rank_makes_the_hook_due_on_all_ranks_in_the_same_run(
     assert len(first) == 1
     assert first[0] >= 20
     assert others == [first, first]
+
+
+def rank_main(rank: int) -> list[int]:
+    calls: list[int] = []
+    hook = CallFnHook(lambda global_step: calls.append(global_step), timer=OnSignal("SIGUSR1"))
+    total = torch.zeros(1)
+
+    def step(number: int) -> None:
+        torch.distributed.all_reduce(total)
+        if rank == 1 and number == 20:
+            signal.raise_signal(signal.SIGUSR1)
+
+    with MonitoredLoop(step, hooks=[hook], ranks=Ranks()) as loop:
+        for number in loop.until_stop(range(1, 3000)):
+            loop.run(number)
+            if calls:
+                loop.request_stop()
+    return calls
+
+
+@pytest.mark.ranks
+def test_a_signal_to_one_process_makes_the_hook_due_in_all_of_them_in_the_same_run(tmp_path: Path) -> None:
+    first, second = run_ranks(tmp_path, 2, rank_main)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert first.value == second.value
+    assert len(first.value) == 1
+    assert first.value[0] > 20

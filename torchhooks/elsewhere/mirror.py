@@ -25,7 +25,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-LOOK_SECS = 1.0
+LOOK_SECS = 5.0
 """How often the thread looks for a new checkpoint."""
 FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS = 1.0, 60.0
 _TRIES_AT_START = 4
