@@ -241,6 +241,30 @@ def test_two_processes_resume_from_one_copy(
         assert any(call.startswith("get model.ckpt-8~") for call in calls)
 
 
+def test_a_machine_that_comes_back_continues_from_what_another_one_has_done(
+    server: S3Server, tmp_path: Path, uninterrupted: tuple[str, list[str]]
+) -> None:
+    url = server.new_url()
+    arguments = (url, server.options)
+    number = next(number for number, call in enumerate(uninterrupted[1], 1) if call.startswith("put model.ckpt-8"))
+    processes.call(killed_at, number, f"{tmp_path}/result", f"{tmp_path}/one", *arguments)
+    processes.call(train_and_tell, f"{tmp_path}/result", f"{tmp_path}/two", *arguments)
+    # Killed in the download: the next start must not take the folder for complete.
+    processes.call(killed_at, 4, f"{tmp_path}/result", f"{tmp_path}/one", *arguments)
+    check_continues(server, url, tmp_path / "one", uninterrupted)
+    assert latest_checkpoint(tmp_path / "one") == str(tmp_path / "one/model.ckpt-12")
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_kill_in_the_download_leaves_a_folder_that_the_next_start_completes(
+    server: S3Server, tmp_path: Path, uninterrupted: tuple[str, list[str]], number: int
+) -> None:
+    url = server.new_url()
+    train(str(tmp_path / "one"), url, server.options)
+    processes.call(killed_at, number, f"{tmp_path}/result", f"{tmp_path}/two", url, server.options)
+    check_continues(server, url, tmp_path / "two", uninterrupted)
+
+
 def test_the_copy_has_what_the_folder_has(server: S3Server, tmp_path: Path) -> None:
     url, run = server.new_url(), tmp_path / "run"
     train(str(run), url, server.options)

@@ -211,8 +211,10 @@ class Copy:
         for unit in units.values():
             self._at_first[unit.group] = self._at_first.get(unit.group, 0) + (not unit.kept)
 
-    def pull(self, with_logs: bool = True) -> list[str]:
+    def pull(self) -> list[str]:
         """Copy what the folder needs to resume from the store, if that is newer; return the checkpoints' names.
+
+        The checkpoints come last. If the process is killed before, the next one does not take the folder for complete.
 
         Raises:
             CheckpointError: the copy has checkpoints, all of them are damaged, and the folder has none.
@@ -223,20 +225,20 @@ class Copy:
         newest_here: dict[str, int] = {}
         for unit in self._here():
             newest_here[unit.group] = max(unit.order, newest_here.get(unit.group, 0))
+        newer: dict[str, list[Unit]] = {}
+        for unit in sorted(self._units.values(), key=lambda unit: -unit.order):
+            if unit.order > newest_here.get(unit.group, 0):
+                newer.setdefault(unit.group, []).append(unit)
+        here = set(_logs_in(self._folder))
+        # Those here end before the newer checkpoint, or have points that were made again elsewhere.
+        self._pull_logs([name for name in self._sizes if newer or name not in here])
         pulled = []
-        for group in dict.fromkeys(unit.group for unit in self._units.values()):
-            newer = [unit for unit in self._units.values() if unit.group == group]
-            newer = [unit for unit in newer if unit.order > newest_here.get(group, 0)]
-            found = next((unit for unit in sorted(newer, key=lambda unit: -unit.order) if self._pull_unit(unit)), None)
+        for group, units in newer.items():
+            found = next((unit for unit in units if self._pull_unit(unit)), None)
             if found is not None:
                 pulled.append(found.name)
-            elif newer and group not in newest_here and "/" not in group:
+            elif group not in newest_here and "/" not in group:
                 raise CheckpointError(f"all checkpoints {group} in the copy are damaged; the log says how")
-        if with_logs:
-            here = set(_logs_in(self._folder))
-            # Those of this folder end before the newer checkpoint, or have points that were made again elsewhere.
-            names = [name for name in self._sizes if pulled or name not in here]
-            self._pull_logs([name for name in names if os.path.basename(name) != STOP_NAME])
         return pulled
 
     def outline(self) -> None:

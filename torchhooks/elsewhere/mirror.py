@@ -127,7 +127,7 @@ class MirrorHook(WritingHook):
         """
         for attempt in range(1, _TRIES_AT_START + 1):
             try:
-                pulled = self._copy.pull(with_logs=self.writes)
+                pulled = self._copy.pull()
                 break
             except CheckpointError as error:
                 reason = str(error)
