@@ -435,8 +435,12 @@ def test_best_checkpoints_are_copied_and_come_back(server: S3Server, tmp_path: P
 
 def stopped_by_sigterm(folder: str, url: str, options: dict[str, Any]) -> None:
     torchhooks.elsewhere.mirror.LOOK_SECS = 60.0  # only the end of the loop uploads
-    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    train(folder, url, options, steps=10_000, waits=False, signals=("SIGTERM",), step_secs=0.01)
+
+    def before(number: int, name: str) -> None:
+        if number == 4:  # in the thread, soon after the loop began
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    train(folder, url, options, before, steps=10_000, waits=False, signals=("SIGTERM",), step_secs=0.01)
 
 
 def test_a_signal_uploads_the_last_checkpoint_before_the_process_ends(server: S3Server, tmp_path: Path) -> None:
