@@ -4,7 +4,7 @@
 
 The parts, in this order:
 
-    tests       the tests marked cuda, 20 times; those that fail only sometimes are named
+    tests       the tests marked cuda, 20 times; tests that fail only sometimes are named
     pinning     how long pinning memory takes while the device is busy, by size
     streams     two requests on two streams, a hundred rounds
     saving      a save with a NaN guard and async_save during a long step, with the waits counted

@@ -9,7 +9,7 @@ that only waits slow down the loop.
 All monitored loops write the loss to TensorBoard and check it for NaN in every step, and report steps/sec every 100
 steps. The loop by hand reads the loss with ``.item()``. The other rows have one of the hooks each. "Lag" is how many
 runs later a value that a hook requests in every run arrives. "Device memory" and "pinned memory" are the peak and the
-total beyond those of the bare loop.
+total beyond the total of the bare loop.
 
 The last table checks the reported steps/sec: for each period it is compared with the time between two CUDA events
 that the step itself records at both ends of the period.
@@ -213,7 +213,7 @@ def measure(training: Training, runs: int, rounds: int) -> tuple[Rounds, dict[st
         memory = {who: memory_of(training, drive, max(runs // 10, 1)) for who, drive in candidates.items()}
         lag = Lag()
         hooked(training, [lag], stack)(runs)
-        lags = lag.runs.copy()  # without those that arrive when the loop closes
+        lags = lag.runs.copy()  # without what arrives when the loop closes
     return rounds_of, memory, lags or [0]
 
 

@@ -4,7 +4,7 @@
 
 The tensor is a float32 parameter with normally distributed elements. By hand, the step calls torch's add_histogram,
 which copies a tensor on a device to the host and sorts its elements. SummarySaverHook writes the same histogram: it
-counts the elements where they are. The step itself does nothing. The time is that of the host. A GPU is idle before
+counts the elements where they are. The step itself does nothing. The time is the host's. A GPU is idle before
 each histogram, so that waiting for it counts only as far as the histogram itself is waited for.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/overhead.py [--check]
 
 Each candidate runs around an empty step, timed from outside, and around two steps that measure the time between them
-from inside: a small real step, and one that makes the caches cold by writing 4 MB. Figures are microseconds per run
+from inside: a small real step, and a step that makes the caches cold by writing 4 MB. Figures are microseconds per run
 beyond the bare ``for`` loop of the same round.
 """
 

@@ -7,8 +7,8 @@ It prints a line per library and round, and makes as many rounds as fit into fiv
 Figures are processor time beyond the bare ``for`` loop, which is measured right before: the time that the training
 thread spends between two steps, measured from inside the step, plus the time of all other threads of the process from
 the first step to the end. What the training thread does to start and end a library's loop is not counted. The last
-column is wall time, between two steps only. It does not include the time that a background thread, such as that of
-torch's SummaryWriter, takes away from the steps.
+column is wall time, between two steps only. It does not include the time that a background thread, such as the thread
+of torch's SummaryWriter, takes away from the steps.
 
 Each library (peer) runs in its own process, and the processes take turns. ``peer_loops/`` has one file per peer, which
 shows how it is used. A peer that is not installed is skipped, and listed as such.
@@ -193,7 +193,7 @@ def say(line: str) -> None:
 
 
 def start(names: Sequence[str], folder: str) -> tuple[list[Peer], dict[str, str]]:
-    """Start the peers; return those that work, and for each of the others its error."""
+    """Start the peers; return the working ones, and for each of the others its error."""
     peers, left_out = [], {}
     for name in names:
         try:

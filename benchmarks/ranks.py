@@ -75,14 +75,14 @@ def cost(step: Callable[[], float], way: str, runs: int) -> float:
 
 
 def tick_cost(secs: float) -> float:
-    """Return the microseconds of CPU time that a tick takes, in its thread and in those of gloo."""
+    """Return the microseconds of CPU time that a tick takes, in its thread and in gloo's threads."""
     figures: list[float] = []
     with MonitoredLoop(empty_step, ranks=Ranks(tick_secs=0.02)) as loop:
         peers: Any = loop._parts.peers  # noqa: SLF001 - no public attribute counts ticks
         loop.session.ranks.gather(None)
         for _ in range(5):
             before = time.process_time(), peers._ticks  # noqa: SLF001 - as above
-            time.sleep(secs / 5)  # the main thread does nothing, so the process's time is that of the ticks
+            time.sleep(secs / 5)  # the main thread does nothing, so the process's time is the time of the ticks
             ticks = peers._ticks - before[1]  # noqa: SLF001 - as above
             figures.append((time.process_time() - before[0]) / max(ticks, 1))
         loop.session.ranks.gather(None)

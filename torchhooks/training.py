@@ -100,7 +100,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
             checkpoint, such as ``"run/model.ckpt-600"``, is restored itself, and others are saved to its folder.
         hooks: the hooks to add to the default ones.
         chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints. With
-            several ranks, they are due by the chief's clock, and cannot fetch what needs every rank. Those that save
+            several ranks, they are due by the chief's clock, and cannot fetch what needs every rank. Hooks that save
             checkpoints are then hooks of every rank, because a save needs all of them.
         scaffold: how a session is initialized, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
             the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
@@ -190,7 +190,7 @@ class _Loop(MonitoredLoop[R]):
     Args:
         hooks_elsewhere: the names of hooks that only another process has. Their states in checkpoints are ignored.
         chief_only: hooks that only the chief has, so that its loop calls them alone even if they are ``collective``.
-        args, arguments: those of the MonitoredLoop.
+        args, arguments: the arguments of the MonitoredLoop.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ def _period(default: dict[str, float], **periods: Any) -> dict[str, Any]:
 
 
 def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
-    """Return ``hooks`` with those that have a state moved before the first one that saves checkpoints."""
+    """Return ``hooks`` with stateful hooks moved before the first hook that saves checkpoints."""
     savers = (index for index, hook in enumerate(hooks) if getattr(hook, "saves_checkpoints", False))
     first_saver = next(savers, len(hooks))
     # The sort is stable: within each group the order stays as given.

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer. It requires an optimizer and gets one that does nothing, since the step is the user's own.
+"""Hugging Face's Trainer. It requires an optimizer and gets one without effect, since the step is the user's own.
 
 The NaN check is ``logging_nan_inf_filter``, which excludes a NaN loss from the mean instead of ending training.
 """

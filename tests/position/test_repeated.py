@@ -307,7 +307,7 @@ def test_a_finished_loop_that_the_script_skips_by_hand_is_reported(nested: bool,
                     loop.run(value)
     assert [text for level, text in lines if level == "WARNING" and "until_stop" in text] == [
         "until_stop's list yielded nothing. Loops are told apart by their order, and the checkpoint was saved in a "
-        "later one, which this process has not begun. Begin the same loops in every process: one that had finished "
+        "later one, which this process has not begun. Begin the same loops in every process: a loop that had finished "
         "yields nothing, so do not skip it by hand."
     ]
 

@@ -202,7 +202,8 @@ class Saver:
         """Load the checkpoint at ``path``, as returned by ``save``. Everything is checked before anything is loaded.
 
         Tensors are loaded to the devices of those in the session, wherever they were saved from. Random states are set
-        too, on as many CUDA devices as there are. If anything raises, everything is put back as it was.
+        too, on as many CUDA devices as there are. If anything raises, everything is put back as it was, except that a
+        Ctrl-C in the last moment is raised once everything is loaded.
 
         Raises:
             DamagedCheckpointError: the checkpoint is missing or damaged. :meth:`restore_latest` uses an older one.

@@ -110,7 +110,7 @@ def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> Non
     names = list(known)
     for keyword in given:
         if keyword not in names:
-            takes = shortened([f"{each}=" for each in names])
+            takes = ", ".join(f"{each}=" for each in names)
             raise TypeError(f"{name} takes no {keyword}=.{did_you_mean(keyword, names)} It takes {takes}")
 
 

@@ -364,7 +364,7 @@ class EveryEpochs(Timer):
     ``break``. It does not end when the loop stops in its middle. ``EveryEpochs(2)`` triggers after epochs 2, 4 and 6 of
     the whole training run, also after a resume.
 
-    The hooks are called between two runs, before the code that follows the inner loop: outputs of the step are those of
+    The hooks are called between two runs, before the code that follows the inner loop: outputs of the step come from
     the last run. Each hook uses a copy of the timer.
 
     Args:

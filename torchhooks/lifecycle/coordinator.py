@@ -90,7 +90,7 @@ class Coordinator:
         self._threads: list[threading.Thread] = []
         self._callbacks: list[Callable[[], object]] = []
         self.later_errors: list[BaseException] = []
-        """The errors reported after the one that :meth:`join` raises."""
+        """The errors reported after the error that :meth:`join` raises."""
 
     def request_stop(self, ex: BaseException | _ExcInfo | None = None) -> None:
         """Ask all threads to stop; from then on :meth:`should_stop` returns true.
@@ -144,7 +144,7 @@ class Coordinator:
         :meth:`should_stop` returns true before the call. A thread that writes a value which the callback overwrites,
         and then finds ``should_stop()`` false, can therefore rely on the callback still to come. The callback stays
         registered: after :meth:`clear_stop`, the next stop calls it again. An error that it raises while a stop is
-        being requested is reported like that of a thread, and the other callbacks are still called.
+        being requested is reported like an error of a thread, and the other callbacks are still called.
 
         Unlike TensorFlow, which has no callbacks.
         """
@@ -179,7 +179,7 @@ class Coordinator:
         return self._stop_event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
     def register_thread(self, thread: threading.Thread) -> None:
-        """Add ``thread`` to those that :meth:`join` waits for."""
+        """Add ``thread`` to the threads that :meth:`join` waits for."""
         with self._lock:
             self._threads.append(thread)
 
@@ -369,7 +369,7 @@ def _as_exception(ex: object) -> BaseException | None:
 
 
 def _alive_after(threads: Iterable[threading.Thread], grace_secs: float) -> list[threading.Thread]:
-    """Wait for the threads, ``grace_secs`` for all of them together, and return those that are still alive."""
+    """Wait for the threads, ``grace_secs`` for all of them together, and return the threads that are still alive."""
     deadline = real_monotonic() + grace_secs
     running = [thread for thread in threads if thread.is_alive()]
     for thread in running:

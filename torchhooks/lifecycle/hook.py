@@ -61,12 +61,12 @@ Several ranks
 -------------
 Under ``torchrun``, each rank calls the hooks of its own list. In which runs, depends on what the hook says:
 
-* A hook without ``next_due`` is called in every run, and one that says ``Due.step`` or ``Due.runs`` in the same runs on
-  every rank. It may call collectives, such as ``session.ranks.gather`` or an ``all_reduce``, and fetch
+* A hook without ``next_due`` is called in every run, and a hook that says ``Due.step`` or ``Due.runs`` in the same runs
+  on every rank. It may call collectives, such as ``session.ranks.gather`` or an ``all_reduce``, and fetch
   :func:`torchhooks.over_ranks` or a ``DTensor``, if every rank has the hook and makes the calls in the same order.
-* A hook that says ``Due.moment`` is called when the clock of its rank says so, and one that says ``Due.when`` depends
-  on what the step of its rank returned. It must not call collectives. With :attr:`SessionRunHook.collective`, the
-  chief's clock decides for all ranks.
+* A hook that says ``Due.moment`` is called when the clock of its rank says so, and a hook that says ``Due.when``
+  depends on what the step of its rank returned. It must not call collectives. With :attr:`SessionRunHook.collective`,
+  the chief's clock decides for all ranks.
 * ``begin``, ``after_create_session`` and ``end`` are called on every rank, in the order of the list. ``teardown`` and
   ``when_ready`` callbacks must not call collectives, because another rank may have failed, or be in another run.
 
@@ -429,7 +429,7 @@ class SessionRunHook:
         state after the step, including the global step.
 
         At the end of an epoch for which ``Due.epochs`` asks, :meth:`trigger`, ``before_run`` and ``after_run`` are
-        called between two runs. Outputs of the step are then those of the last run, and nothing can be fed.
+        called between two runs. The last run's outputs of the step are fetched then, and nothing can be fed.
         """
         return None
 
@@ -454,7 +454,7 @@ class StandardHook(SessionRunHook):
     """
 
     created_with: inspect.BoundArguments | None = None
-    """The arguments of the constructor, without ``self``; in a subclass with a constructor, those of the subclass."""
+    """The arguments of the constructor, without ``self``: of the subclass, if it has a constructor of its own."""
 
     @property
     def due_timer(self) -> Any:
@@ -469,7 +469,7 @@ class StandardHook(SessionRunHook):
 
         @functools.wraps(create)
         def keep_arguments(self: StandardHook, *args: Any, **kwargs: Any) -> None:
-            if self.created_with is None:  # the first constructor that Python calls is that of the subclass
+            if self.created_with is None:  # the first constructor that Python calls is the subclass's
                 with contextlib.suppress(TypeError):  # of a wrong call, which raises below
                     self.created_with = bound_arguments(create, self, *args, **kwargs)
             create(self, *args, **kwargs)
@@ -486,12 +486,12 @@ class WritingHook(StandardHook):
     alone: bool = True
     """Whether the loop is one of a single process."""
     writes: bool = True
-    """Whether this process is the one that writes."""
+    """Whether this process writes."""
 
     def join(self, ranks: Ranks, collective: bool) -> None:
         """Called before ``begin`` with the ranks of the loop, which can be one.
 
-        ``collective`` says whether all ranks call this hook in the same runs, those of the chief's clock.
+        ``collective`` says whether all ranks call this hook in the same runs, by the chief's clock.
         """
         self.alone, self.writes = ranks.size == 1, ranks.is_chief
 

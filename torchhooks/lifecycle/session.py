@@ -52,7 +52,7 @@ class Session:
         model: the model of the loop, ``None`` without one.
         optimizer: the optimizer of the loop, ``None`` without one.
         state: the loop's ``state``: further objects to save and restore, by name.
-        saver: what writes checkpoints: that of the scaffold, or a :class:`torchhooks.Saver` with its defaults.
+        saver: what writes checkpoints: the scaffold's, or a :class:`torchhooks.Saver` with its defaults.
         checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
         metadata: the loop's ``metadata``, plain data for every checkpoint.
     """
@@ -94,7 +94,7 @@ class Session:
             metadata: plain data for every checkpoint.
             warned: what a warning was logged about that is logged once per loop.
             position: how far the loop is in its data; ``None`` for a session without a loop.
-            gradients: those that the optimizer has not used yet; ``None`` if nothing watches the optimizer.
+            gradients: what the optimizer has not used yet; ``None`` if nothing watches the optimizer.
             progress: the global step and the last outputs, which the loop updates.
             data_waits: how long the loop has waited for its data.
             items: the calls to make between two items of ``until_stop``.
@@ -156,7 +156,7 @@ class Session:
 
     @property
     def global_step(self) -> int:
-        """The number of steps made so far, including those of earlier processes. Can be set."""
+        """The number of steps made so far, earlier processes included. Can be set."""
         return self._progress.global_step
 
     @global_step.setter
@@ -327,7 +327,7 @@ class Session:
     def data_wait_secs(self) -> float | None:
         """How long the ``until_stop`` loops have waited for their data, in seconds; ``None`` if there was none yet.
 
-        Measuring begins when this is first read, for those that are then open.
+        Measuring begins when this is first read, for the loops that are then open.
         """
         return self._data_waits.total()
 
@@ -343,7 +343,7 @@ class Session:
             who: the hook that asks, whose running fetches can then be evaluated. Errors name it.
 
         Raises:
-            FetchError: an unknown name, or one that has a value only during a run.
+            FetchError: an unknown name, or a name that has a value only during a run.
             LifecycleError: the loop is closed, or a recovery has replaced this session.
         """
         return self.evaluator_between_runs(fetches, feed_dict).evaluate(fetches, _requester(who, "Session.run"))

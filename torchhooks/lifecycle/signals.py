@@ -67,8 +67,8 @@ class SignalWatch:
 
     def restore(self) -> None:
         """Reinstate the old handlers and deliver the received signals to them. A second call is a no-op."""
-        # First of all: from here on the handler passes signals on. One that it recorded after the delivery below would
-        # be lost. The same goes for a handler that cannot be removed.
+        # First of all: from here on the handler passes signals on. A signal that it recorded after the delivery below
+        # would be lost. The same goes for a handler that cannot be removed.
         self._open = False
         try:
             self._remove_handlers()
@@ -93,7 +93,7 @@ class SignalWatch:
         """Return whether ``error``, out of iterating over the data, may be due to a signal that has arrived.
 
         A signal to the process group may end a worker before it reaches this process. So wait up to ``secs`` seconds
-        for it if ``error`` is that of a lost process.
+        for it if a lost process caused ``error``.
         """
         if _is_lost_process(error):
             if self.lost_worker is not None:
@@ -140,7 +140,7 @@ class SignalWatch:
         number = self.undelivered.pop(0)  # before the old handler runs: it may raise, or never return
         try:
             signal.raise_signal(number)
-        finally:  # also if the handler raised, as that of SIGINT does
+        finally:  # also if the handler raised, as SIGINT's does
             if self.undelivered:
                 self._deliver()
 
@@ -207,7 +207,7 @@ def _waits_for_data(frame: FrameType | None) -> bool:
 
 
 def _is_lost_process(error: BaseException) -> bool:
-    """Return whether ``error`` is that of a DataLoader worker that ended, or of a connection to it."""
+    """Return whether a DataLoader worker that ended, or a connection to it, caused ``error``."""
     if isinstance(error, EOFError | ConnectionError):
         return True
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -80,7 +80,7 @@ class Items:
             call()
 
     def due(self) -> list[object]:
-        """Return whose waiting calls are due: not those that wait for an item in which another loop now begins."""
+        """Return whose waiting calls are due: not the calls that wait for an item in which another loop now begins."""
         return [who for who, waiting in self.waiting.items() if waiting.depth >= self.depth()]
 
     def wait_for_outer(self) -> None:
@@ -109,7 +109,7 @@ class Items:
                 make_call(who, self.waiting.pop(who).call)
 
     def clear(self) -> None:
-        """Forget every call: their session is closed. The end of an epoch is that of the data, which continue."""
+        """Forget every call: their session is closed. An epoch ends with the data, which continue."""
         self.waiting.clear()
         self.before_run.clear()
         self._at_stop.clear()

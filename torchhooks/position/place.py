@@ -111,9 +111,9 @@ class Place:
         self.began_epoch = False  # whether an epoch began with its first item, as far as one could tell then
         self.has_ended_before = False  # whether its data had ended in the checkpoint that it was resumed from
         self.limit: int | None = None  # the greatest number of items to take
-        # What changes with the items. The state is not set with each of them: IN_ITEM is also that of a new item.
+        # What changes with the items. The state is not set with each of them: IN_ITEM is also the state of a new item.
         self.state = State.IN_ITEM
-        self.taken: int = 0  # how many items were taken, including those of earlier processes
+        self.taken: int = 0  # how many items were taken, in earlier processes too
         self.current_item: Any = None  # no longer than until_stop has it in hand
         self.runs = runs  # how many runs had been made when the last item was taken
         self.multiple_runs = False  # whether some item had several, here or in the same place of an earlier outer item
@@ -206,7 +206,7 @@ class Place:
         if inner is not None:
             done = not inner.state.is_stopped
         else:
-            # The body came back for another item, so one in which it made no run is one that it skipped. But an item
+            # The body came back for another item, so it skipped an item in which it made no run. But an item
             # of several runs, or of an inner loop that yielded nothing, may have been cut off before its first run.
             done = self.state is State.ITEM_DONE or (made <= 1 and self._has_one_run)
         self._close(State.STOPPED if done or not self.taken else State.STOPPED_IN_ITEM)

@@ -5,13 +5,13 @@ Each ``until_stop`` has a :class:`Place`. The open ones, outermost first, are th
 
 * ``"path"``: the :class:`Entry` of each place, outermost first: how many items it has taken, its :class:`State`, which
   says whether the last of them is done, and the random states with which it was started;
-* ``"loaders"``: by depth and number, the state of a loader: those of its generators, and its ``state_dict()``;
+* ``"loaders"``: by depth and number, the state of a loader: the states of its generators, and its ``state_dict()``;
 * ``"epochs"``: how many have ended in the whole training run, and whether one is in progress.
 
-A checkpoint is usually taken between two items, when the last one is done, however many runs it took. One that is taken
-within an item cannot know how many runs are left in it. Such an item counts as done if exactly one run was made in it,
-in no inner ``until_stop``. Otherwise it is yielded again: seeing a batch twice does less harm than missing half an
-epoch.
+A checkpoint is usually taken between two items, when the last one is done, however many runs it took. A checkpoint that
+is taken within an item cannot know how many runs are left in it. Such an item counts as done if exactly one run was
+made in it, in no inner ``until_stop``. Otherwise it is yielded again: seeing a batch twice does less harm than missing
+half an epoch.
 
 What a resumed process does with its data is a :class:`Plan`, which :func:`plan_resume` makes.
 """
@@ -142,7 +142,7 @@ class Position:
             self._is_in_epoch = place.began_epoch = False
 
     def begin(self, iterable: Iterable[Any], inside_run: bool, site: object = None) -> Place:
-        """Return a new place: inside of those that are open or, ``inside_run``, not part of the position.
+        """Return a new place: inside of the open places or, ``inside_run``, not part of the position.
 
         ``site`` is where ``until_stop`` was called: a frame, and a position in its code.
         """
@@ -169,7 +169,7 @@ class Position:
     def iterator(
         self, place: Place, iterable: Iterable[Any], resume: bool, halted: Callable[..., bool]
     ) -> Iterator[Any]:
-        """Return the items to yield at ``place``: those that are left, if the restored position contains it.
+        """Return the items to yield at ``place``: what is left, if the restored position contains it.
 
         Items that are done are skipped until ``halted()`` returns true, or ``halted(error)`` after an error.
         """
@@ -347,7 +347,7 @@ class Position:
             outer = place
 
     def _restored_in(self, outer: Place) -> Entry | None:
-        """Return the restored entry of a place inside ``outer``, if its current item is the one that had it."""
+        """Return the restored entry of a place inside ``outer``, if its current item is the item that had it."""
         same_item = outer is self._root or (outer.resumed is not None and outer.taken == outer.resumed + 1)
         return self._path[outer.depth] if same_item and outer.depth < len(self._path) else None
 
@@ -356,7 +356,7 @@ class Position:
     def _capture_before(self, place: Place) -> None:
         """Capture the training state before the body repeats what it did in the process that saved the checkpoint.
 
-        It does so from the first ``until_stop`` on, up to the one that was interrupted. Changes before the first, such
+        It does so from the first ``until_stop`` on, up to the interrupted one. Changes before the first, such
         as another learning rate for the resumed training run, are not repeated.
         """
         if place.depth == 1 and place.number == 0 and self._undoing is not None:
@@ -444,7 +444,7 @@ _KEEP = (
 )
 _NOT_REACHED = (
     "Loops are told apart by their order, and the checkpoint was saved in a later one, which this process has not "
-    "begun. Begin the same loops in every process: one that had finished yields nothing, so do not skip it by hand."
+    "begun. Begin the same loops in every process: a loop that had finished yields nothing, so do not skip it by hand."
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
 _USE_ONE = "Checkpoints contain the position of the first one only: pass one until_stop an iterable of both."

@@ -5,8 +5,8 @@ steps between them, so the data draw other numbers for these items. That does no
 skipped items alone, as with augmentation. It does if they decide on later items too: in a shuffle buffer, in a wrapper
 that fetches an item ahead, or in an endless wrapper that shuffles again.
 
-The items themselves do not tell the two apart, since their values differ in both. So the process that saves records
-the random states before some items, and the one that resumes sets them before it takes the same item again. If the item
+The items themselves do not tell the two apart, since their values differ in both. So the process that saves records the
+random states before some items, and the process that resumes sets them before it takes the same item again. If the item
 then differs, it depends on the earlier numbers.
 
 *Rejected:* recording them for every item. This takes 0.1 ms and 13 KB each time.
@@ -64,7 +64,7 @@ def _drew_nothing(place: Place) -> bool:
 
 
 class Replay(Iterator[Any]):
-    """Yields ``count`` items of ``iterator``, which is started again, and compares those that were recorded.
+    """Yields ``count`` items of ``iterator``, which is started again, and compares the recorded ones.
 
     If all of them were recorded, each is taken with the random states of the first time, so all are the same again.
     Otherwise only the later half of ``probes`` is used: the items before have to differ for the comparison to tell.

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     rest: range | None = None
     """What is left of a range."""
     random: Saved | None = None
-    """The random states with which the body continues; ``None`` for those of the moment."""
+    """The random states with which the body continues; ``None`` for the current ones."""
     gives_up_item: bool = False
     """Whether the item in progress cannot be yielded again, so that the places inside of it are not resumed."""
     innermost: bool = False
@@ -80,7 +80,7 @@ def plan_resume(
 
     Args:
         entry: what the checkpoint contains of a place in this item of the outer loop.
-        random: the random states of the checkpoint, if it has those of this process.
+        random: the random states of the checkpoint, if it has this process's.
         resume: False to begin at the start, whatever the checkpoint contains.
         innermost: whether the checkpoint contains no place inside of ``entry``.
         has_own_state: whether the checkpoint contains the state of ``iterable`` itself.
@@ -90,7 +90,7 @@ def plan_resume(
         return Plan(way=Way.FRESH, taken=0 if entry is not None and entry.number == place.number else None)
     if entry is None or entry.number < place.number:
         return Plan(way=Way.FRESH)
-    if entry.number > place.number:  # places before the one that was open were finished
+    if entry.number > place.number:  # places before the open one were finished
         # For what the body draws between the place before that one and that one.
         return Plan(way=Way.NOTHING, random=entry.random_between or random)
     runs_before = place.runs - (0 if place.outer is None else place.outer.runs)
@@ -115,7 +115,7 @@ def plan_resume(
         plan = plan._replace(reminds=entry.taken > 0 and _is_at_end(place.limit, iterable, entry))
     without_item = plan if done else plan._replace(taken=entry.taken, random=random, gives_up_item=True)
     if isinstance(iterable, range) and entry.last is not None:
-        if entry.last not in iterable:  # another range than that of the checkpoint
+        if entry.last not in iterable:  # another range than the checkpoint's
             plan = without_item
         return plan._replace(way=Way.REST, rest=rest_of_range(iterable, entry.last, done))
     if has_own_state:  # after loading it, a loader continues after the item in progress
@@ -188,12 +188,12 @@ _AFTER_A_BREAK = (
 
 
 def _is_first_after_resume(outer: Place | None) -> bool:
-    """Return whether ``outer`` is in the first item after those that an earlier process has done."""
+    """Return whether ``outer`` is in the first item after the items that an earlier process has done."""
     return outer is not None and bool(outer.resumed) and outer.taken == (outer.resumed or 0) + 1
 
 
 def rest_of_range(values: range, last: int, done: bool) -> range:
-    """Return those of ``values`` that come after ``last``, and ``last`` itself if it is not ``done``."""
+    """Return the part of ``values`` that comes after ``last``, and ``last`` itself if it is not ``done``."""
     passed, between = divmod(last - values.start, values.step)
     return values[max(passed + (done or between != 0), 0) :]
 

@@ -1,8 +1,9 @@
 """What a script's own ``for`` loop carries from item to item, and no checkpoint has: found in its source.
 
 A counter, a sum, the best loss so far: a process that resumes in the middle of the data begins with new ones. Python
-does not say which variables a loop carries, but its source does: those that the body reads before it sets them. This
-is read once, when an ``until_stop`` continues after a resume, for a warning. What another function changes is not seen.
+does not say which variables a loop carries, but its source does: variables that the body reads before it sets them.
+This is read once, when an ``until_stop`` continues after a resume, for a warning. What another function changes is not
+seen.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Kept(NamedTuple):
     ids: frozenset[int]
     """Of objects, and of the generators that they hold."""
     paths: tuple[str, ...] = ()
-    """How the paths of other generators end: those of loaders that have not been iterated yet."""
+    """How the paths of other generators end: of loaders that have not been iterated yet."""
 
     @classmethod
     def of(cls, objects: Iterable[object], paths: tuple[str, ...] = ()) -> Kept:

@@ -153,7 +153,7 @@ _ANOTHER_ORDER = (
 )
 _DEPENDS = (
     "It depends on random numbers that were drawn for the items before it, in turns with the body of the loop, as in a "
-    "shuffle buffer, in a wrapper that fetches an item ahead, or in one that shuffles again when its data end. So some "
+    "shuffle buffer, or in a wrapper that fetches an item ahead or shuffles again when its data end. So some "
     "items may be missed, repeated or have other values. Draw them from a generator of their own in an attribute, or "
     "give the data a state_dict() and load_state_dict()."
 )

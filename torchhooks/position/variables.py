@@ -74,9 +74,9 @@ class Variables:
 
     A variable is plain data or a tensor. Plain data are ``None``, ``bool``, ``int``, ``float``, ``complex``, ``str``,
     ``bytes``, NumPy scalars and arrays, and lists, tuples, dicts and sets of plain data and tensors. A value of another
-    type is refused when it is assigned, and one that the script puts into a list or a dict later, when the checkpoint
-    is saved. A tensor that requires a gradient is refused too: assign ``hidden.detach()``. New variables may be set at
-    any time.
+    type is refused when it is assigned, and an object that the script puts into a list or a dict later, when the
+    checkpoint is saved. A tensor that requires a gradient is refused too: assign ``hidden.detach()``. New variables may
+    be set at any time.
 
     Variables named in ``pickled`` may be any objects that Python can pickle, such as an environment of reinforcement
     learning with its generator:
@@ -95,9 +95,9 @@ class Variables:
 
     A restore replaces the variables. So read ``vars.env`` where it is used, and keep no other reference to it. A
     variable that has the value of the checkpoint stays the object that it is. Variables that only the checkpoint has
-    are set. Variables that only the script has, such as those that were added to it later, keep their value, and a log
-    line names them. A tensor returns to the device that it was on, or to that of the tensor which it replaces, if this
-    one is on an accelerator.
+    are set. Variables that only the script has, such as variables that were added to it later, keep their value, and a
+    log line names them. A tensor returns to the device that it was on, or to the device of the tensor which it
+    replaces, if this one is on an accelerator.
 
     With several ranks, each rank has variables of its own. If another number of ranks restores the checkpoint, the
     variables keep the values that the script gave them, and a warning says so.
@@ -108,7 +108,7 @@ class Variables:
 
     Raises:
         TypeError: a value is neither plain data nor a tensor, and not named in ``pickled``.
-        ValueError: a name begins with an underscore, or is one that the class uses.
+        ValueError: a name begins with an underscore, or the class uses it.
         CheckpointError: from a save or a restore, a variable can no longer be saved, cannot be pickled or unpickled, or
             is pickled in the checkpoint and not named in ``pickled``.
     """
@@ -161,7 +161,7 @@ class Variables:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
-        """Set the variables to those of ``state_dict``, all of them or none.
+        """Set the variables to the values in ``state_dict``, all of them or none.
 
         Raises:
             CheckpointError: a variable is pickled in it that is not named in ``pickled``, or cannot be unpickled.
@@ -185,7 +185,7 @@ class Variables:
         return {name: self.__dict__[name] for name in self._pickled if name in self.__dict__}
 
     def _unpickled(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the objects that are pickled in ``saved``, those that the script has if they have not changed."""
+        """Return the objects that are pickled in ``saved``, or the script's own objects if they have not changed."""
         if saved is None:
             return {}
         unnamed = [name for name in saved["names"] if name not in self._pickled]
@@ -380,7 +380,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pickled(objects: Mapping[str, Any]) -> bytes:
-    """Return ``objects`` pickled together; raise a CheckpointError that names the one that cannot be."""
+    """Return ``objects`` pickled together; raise a CheckpointError that names the object that cannot be."""
     try:
         return pickle.dumps(dict(objects), protocol=_PROTOCOL)
     except Exception as error:

@@ -176,7 +176,7 @@ class Agreement:
             return []
         first = min(waiting, key=lambda rank: (table[rank].made, -table[rank].kind, rank))
         run, kind = table[first].made, table[first].kind
-        # A rank in a later run is in calls that need the one that waits here, and will not come back from them.
+        # A rank in a later run is in calls that need the rank that waits here, and will not come back from them.
         for rank, row in enumerate(table):
             if max(row.made, row.begun) > run:
                 return [Conflict(first, run, kind, rank, max(row.made, row.begun))]

@@ -93,7 +93,7 @@ class Ranks:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is rank 0, the one that writes and reports."""
+        """Whether this process is rank 0, which writes and reports."""
         return self.rank == 0
 
     @property

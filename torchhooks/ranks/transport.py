@@ -226,7 +226,7 @@ class GlooTransport:
             raise ContactLostError(f"no answer for {self._lost_after_secs:g} s")
 
     def _check_gathering(self, secs: float) -> None:
-        """Raise why not to wait: another rank failed, and it may be the one that this rank waits for."""
+        """Raise why not to wait: another rank failed, and this rank may be waiting for it."""
         failure = self._failure()
         if failure is not None:
             raise failure
