@@ -43,7 +43,17 @@ from torchhooks.common.errors import (
     TorchHooksError,
 )
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.timers import AtSteps, Due, EveryEpochs, EverySteps, NeverTriggerTimer, SecondOrStepTimer
+from torchhooks.common.timers import (
+    AtSteps,
+    Due,
+    EveryEpochs,
+    EverySteps,
+    NeverTriggerTimer,
+    OnFile,
+    OnSignal,
+    SecondOrStepTimer,
+)
+from torchhooks.elsewhere.mirror import MirrorHook
 from torchhooks.fetches.accumulated import latest, running_max, running_mean, running_min, running_sum
 from torchhooks.fetches.norms import grad_norm, param_norm
 from torchhooks.fetches.over_ranks import over_ranks
@@ -77,6 +87,7 @@ from torchhooks.position.variables import Variables
 from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary.json_lines import JsonLinesWriter
 from torchhooks.summary.operations import SummaryWriter, SummaryWriterCache
+from torchhooks.summary.prometheus import PrometheusWriter
 from torchhooks.summary.trackers import MlflowWriter, WandbWriter
 from torchhooks.training import MonitoredTrainingLoop
 
@@ -119,6 +130,7 @@ __all__ = [
     "LifecycleError",
     "LoggingTensorHook",
     "LooperThread",
+    "MirrorHook",
     "MlflowWriter",
     "MonitoredLoop",
     "MonitoredTrainingLoop",
@@ -126,9 +138,12 @@ __all__ = [
     "NanTensorHook",
     "NeverTriggerTimer",
     "NoRunYetError",
+    "OnFile",
+    "OnSignal",
     "PeerError",
     "ProfilerHook",
     "ProgressBarHook",
+    "PrometheusWriter",
     "Ranks",
     "RunMetadata",
     "RunOptions",

@@ -3,11 +3,14 @@
 The rules are TensorFlow's (``tf.train.SecondOrStepTimer``): a timer that has never triggered triggers at once, no timer
 triggers twice for one step, and a period starts at the last trigger, not at a multiple of the period.
 :class:`EverySteps` has another rule: it triggers at the multiples of its period. :class:`EveryEpochs` triggers at the
-end of an epoch, between two runs, and :class:`AtSteps` once at each of some steps.
+end of an epoch, between two runs, and :class:`AtSteps` once at each of some steps. :class:`OnSignal` and
+:class:`OnFile` trigger when another process asks for it.
 """
 
 import bisect
 import copy
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
@@ -63,6 +66,8 @@ class Due(NamedTuple):
         epochs: an epoch ends, and this number divides the number of epochs that have ended in the whole training run:
             2 is due after epochs 2, 4 and 6. The hook is called between two runs, see
             :meth:`torchhooks.SessionRunHook.next_due`.
+        signal: a signal of this name, such as ``"SIGUSR1"``, has arrived; see :class:`OnSignal`.
+        file: a file at this path has appeared; see :class:`OnFile`.
     """
 
     step: int | None = None
@@ -70,6 +75,14 @@ class Due(NamedTuple):
     runs: int | None = None
     when: Callable[[Any], object] | None = None
     epochs: int | None = None
+    signal: str | None = None
+    file: str | None = None
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """The name of :attr:`signal` and the absolute path of :attr:`file`, if they are given."""
+        path = () if self.file is None else (os.path.abspath(self.file),)
+        return path if self.signal is None else (self.signal, *path)
 
 
 NOW = Due(step=-1)
@@ -390,12 +403,110 @@ class EveryEpochs(Timer):
         return f"EveryEpochs({self.every_epochs})"
 
 
+class _OnRequest(Timer):
+    """Base class of the timers that trigger when another process asks for it.
+
+    The loop calls :meth:`trigger`, on every rank in the same run, so that the ranks agree.
+    """
+
+    _is_asked = False
+
+    def reset(self) -> None:
+        super().reset()
+        self._is_asked = False
+
+    def trigger(self) -> None:
+        self._is_asked = True
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return whether a request has arrived since the last trigger."""
+        return self._is_asked
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        self._is_asked = False
+        return super().update_last_triggered_step(step)
+
+
+class OnSignal(_OnRequest):
+    """A timer that triggers in the next run after a signal has arrived, such as that of ``kill -USR1``.
+
+    >>> import signal
+    >>> hook = LoggingTensorHook({"norm": grad_norm(), "step": "global_step"}, timer=OnSignal("SIGUSR1"))
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    ...         if loop.global_step == 4:
+    ...             signal.raise_signal(signal.SIGUSR1)
+    norm = ..., step = 5
+
+    With several ranks, a signal to any of them triggers on all, in the same run. Several signals before that run are
+    one. From ``begin`` of the hooks until the loop is closed, the signal has no other effect in this process. Before
+    and after, it does what it would do without this timer: SIGUSR1 and SIGUSR2 end a process. Create the loop in the
+    main thread. Each hook uses a copy of the timer.
+
+    Args:
+        signal: the name of the signal. Give the loop other ``signals`` to stop at.
+
+    Raises:
+        ValueError: this system has no such signal, or no process can handle it.
+    """
+
+    @explains_wrong_calls
+    def __init__(self, signal: str) -> None:
+        self.signal = checked_signal(signal, "OnSignal").name
+        """The name of the signal."""
+
+    def next_due(self) -> Due:
+        return Due(signal=self.signal)
+
+    def __repr__(self) -> str:
+        return f"OnSignal({self.signal!r})"
+
+
+class OnFile(_OnRequest):
+    """A timer that triggers in the next run after a file has appeared, where nobody can send a signal.
+
+    >>> from pathlib import Path
+    >>> Path("look-now").touch()  # usually in another process, while the loop runs
+    >>> hook = LoggingTensorHook({"norm": grad_norm()}, timer=OnFile("look-now"))
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    norm = ...
+
+    A thread looks once a second, and removes the file when it sees it. A file that is there when the loop begins
+    counts. With several ranks, each of them looks, and a file that any of them finds triggers on all, in the same run.
+    Each hook uses a copy of the timer.
+
+    Args:
+        path: the file. What is in it does not matter.
+
+    Raises:
+        TypeError: ``path`` is not a path.
+        ValueError: it is a folder.
+    """
+
+    @explains_wrong_calls
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._given = os.fspath(path)
+        self.path = os.path.abspath(self._given)  # a script may change the current directory while it trains
+        """The absolute path of the file."""
+        if os.path.isdir(self.path):
+            raise ValueError(f"path={self._given!r}: this is a folder: give a file that is to appear in it")
+
+    def next_due(self) -> Due:
+        return Due(file=self.path)
+
+    def __repr__(self) -> str:
+        return f"OnFile({self._given!r})"
+
+
 class NeverTriggerTimer(Timer):
     """A timer that never triggers, for a hook that only has work to do at the end (``tf.train.NeverTriggerTimer``).
 
     >>> timer = NeverTriggerTimer()
     >>> timer.should_trigger_for_step(1), timer.next_due()
-    (False, Due(step=None, moment=None, runs=None, when=None, epochs=None))
+    (False, Due(step=None, moment=None, runs=None, when=None, epochs=None, signal=None, file=None))
     """
 
     def update_last_triggered_step(self, step: int) -> tuple[None, None]:
@@ -459,15 +570,41 @@ def due_now(timer: Timer) -> Due:
     return NOW if due.epochs is None else due._replace(step=-1)
 
 
-GivenTimer = EverySteps | EveryEpochs | AtSteps | SecondOrStepTimer | NeverTriggerTimer
+GivenTimer = EverySteps | EveryEpochs | AtSteps | OnSignal | OnFile | SecondOrStepTimer | NeverTriggerTimer
 """What a hook can be given as its timer. Several hooks can be given the same one."""
 
-_COPIED = (EverySteps, EveryEpochs, AtSteps)  # trigger by the step or the epoch alone, so that copies agree
+_Copied = EverySteps | EveryEpochs | AtSteps | OnSignal | OnFile  # all copies trigger in the same runs
 
 
-def is_by_clock(timer: GivenTimer | None) -> bool:
-    """Return whether ``timer`` was given and triggers by the clock."""
-    return isinstance(timer, SecondOrStepTimer) and timer.every_steps is None
+def requests_of(hook: object) -> tuple[str, ...]:
+    """Return what the timer of ``hook`` waits for, from the outside: names of signals and absolute paths of files."""
+    timer = getattr(hook, "_timer", None)
+    return timer.next_due().requests if isinstance(timer, OnSignal | OnFile) else ()
+
+
+def is_on_request(timer: GivenTimer | None) -> bool:
+    """Return whether ``timer`` was given and triggers when another process asks for it."""
+    return isinstance(timer, _OnRequest)
+
+
+def differs_by_rank(timer: GivenTimer | None) -> bool:
+    """Return whether ``timer`` was given and each rank by itself would trigger in other runs: by a clock, or asked."""
+    return is_on_request(timer) or (isinstance(timer, SecondOrStepTimer) and timer.every_steps is None)
+
+
+def checked_signal(given: str | signal.Signals, argument: str = "signals") -> signal.Signals:
+    """Return the signal with the name ``given``.
+
+    Raises:
+        ValueError: this system has no such signal, or no process can handle it.
+    """
+    try:
+        number = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+    except (KeyError, ValueError):
+        raise ValueError(f"{argument} has {given!r}: give names of signals of this system, such as 'SIGTERM'") from None
+    if number.name in ("SIGKILL", "SIGSTOP"):
+        raise ValueError(f"{argument} has {number.name!r}, which no process can handle: leave it out")
+    return number
 
 
 def given_timer(
@@ -484,8 +621,8 @@ def given_timer(
     """
     if timer is not None and not isinstance(timer, GivenTimer):
         raise TypeError(
-            f"timer={shown(timer)}: must be an EverySteps, an EveryEpochs, an AtSteps, a SecondOrStepTimer or a "
-            f"NeverTriggerTimer, such as EverySteps(100){by_name(timer)}"
+            f"timer={shown(timer)}: must be an EverySteps, an EveryEpochs, an AtSteps, an OnSignal, an OnFile, a "
+            f"SecondOrStepTimer or a NeverTriggerTimer, such as EverySteps(100){by_name(timer)}"
         )
     periods = {"every_n_steps": every_n_steps, "every_n_secs": every_n_secs, "every_n_epochs": every_n_epochs}
     given = {name: value for name, value in periods.items() if value is not None}
@@ -520,8 +657,8 @@ def hook_timer(hook: object, timer: GivenTimer | None, *, at_multiples: bool = F
     if given:
         listed = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
         raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
-    if not isinstance(timer, _COPIED):
+    if not isinstance(timer, _Copied):
         return _SharedTimer(timer)
-    own: EverySteps | EveryEpochs | AtSteps = copy.copy(timer)
+    own: _Copied = copy.copy(timer)
     own.reset()
     return own

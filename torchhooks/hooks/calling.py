@@ -11,7 +11,16 @@ import torch
 
 from torchhooks.common.errors import NoRunYetError
 from torchhooks.common.text import shown
-from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, due_now, given_timer, hook_timer
+from torchhooks.common.timers import (
+    Due,
+    GivenTimer,
+    NeverTriggerTimer,
+    Timer,
+    due_now,
+    given_timer,
+    hook_timer,
+    is_on_request,
+)
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import closure_parameters, describe
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -104,6 +113,7 @@ class CallFnHook(StandardHook):
         timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         if timer is not None:
             self._timer = hook_timer(self, timer)
+            self.collective = is_on_request(timer)
         elif not (at_start or at_end):
             raise ValueError(
                 "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer, "

@@ -13,7 +13,15 @@ import torch
 
 from torchhooks.common.log import logger
 from torchhooks.common.text import shown
-from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import (
+    NEVER,
+    Due,
+    GivenTimer,
+    differs_by_rank,
+    due_now,
+    given_timer,
+    hook_timer,
+)
 from torchhooks.device.readback import Elapsed, Moment
 from torchhooks.fetches.fetch import SPEEDS
 from torchhooks.fetches.over_ranks import over_ranks
@@ -202,7 +210,7 @@ class StepCounterHook(ReportingHook):
             # Only for these, because a hook with this method is chosen before the step.
             self.before_run = self._before_run  # type: ignore[method-assign]
         # Every rank counts the tokens of a fetch, and they are added up at the report.
-        self.collective = self._token_op is not None and (every_n_secs is not None or is_by_clock(timer))
+        self.collective = self._token_op is not None and (every_n_secs is not None or differs_by_rank(timer))
         self._target = WriterTarget(output_dir, summary_writer)
 
     def begin(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torchhooks.common.checks import whole_number
 from torchhooks.common.log import logger
 from torchhooks.common.text import shown
-from torchhooks.common.timers import Due, EverySteps, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import Due, EverySteps, GivenTimer, differs_by_rank, due_now, given_timer, hook_timer
 from torchhooks.fetches.fetch import describe
 from torchhooks.fetches.over_ranks import Evaluated
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -39,7 +39,7 @@ class _StopByMetric(ReportingHook):
         if timer is None:
             timer = EverySteps(1) if self._evaluated is None else self._evaluated.timer
         self._timer = hook_timer(self, timer)
-        self.collective = is_by_clock(timer)
+        self.collective = differs_by_rank(timer)
         self._if_due = IfDue(metric, self._timer)
         self._request = SessionRunArgs(self._if_due)
 

@@ -12,7 +12,15 @@ from torchhooks.checkpoints.state import modules_of
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.text import did_you_mean, shortened, shown
-from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, due_now, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import (
+    Due,
+    GivenTimer,
+    NeverTriggerTimer,
+    differs_by_rank,
+    due_now,
+    given_timer,
+    hook_timer,
+)
 from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
 from torchhooks.hooks.calling import names_nothing
@@ -146,7 +154,7 @@ class EvaluationHook(ReportingHook):
         self.timer = _chosen(given_timer(timer, every_n_steps, every_n_secs, every_n_epochs), at_start or at_end)
         """The timer, for hooks that are due together with this one."""
         self._timer = hook_timer(self, self.timer)
-        self.collective = is_by_clock(self.timer)
+        self.collective = differs_by_rank(self.timer)
         self._results = _Results(self._fetched, evaluate)
         self._if_due = IfDue(self._results, self._timer)
         self._request = SessionRunArgs(self._if_due)

@@ -11,7 +11,7 @@ import torch
 
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.log import logger
-from torchhooks.common.timers import NEVER, NOW, Due, EveryEpochs, GivenTimer, given_timer, hook_timer
+from torchhooks.common.timers import NEVER, NOW, Due, EveryEpochs, GivenTimer, given_timer, hook_timer, is_on_request
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import ReportingHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
@@ -72,6 +72,7 @@ class ProfilerHook(ReportingHook):
         timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
         self._timer = hook_timer(self, timer, save_steps=save_steps, save_secs=save_secs)
         self._guesses_step = timer is None
+        self.collective = self._on_request = is_on_request(timer)  # a rank that does not write may be asked
         self._every_epochs = timer.every_epochs if isinstance(timer, EveryEpochs) else None
         self._given_folder = os.fspath(folder(output_dir, "output_dir"))  # for the log
         self._folder = os.path.abspath(output_dir)  # a script may change the current directory while it trains
@@ -82,7 +83,8 @@ class ProfilerHook(ReportingHook):
 
     def begin(self) -> None:
         self._timer.reset()
-        self._next_step: int | None = None  # what the hook takes for the step that the next run reaches
+        # What the hook takes for the step that the next run reaches. A request needs no first run to count from.
+        self._next_step: int | None = 0 if self._on_request else None
         self._traces = False
         self._epoch_is_due = self._every_epochs == 1
         self._has_written = self._was_in_use = False
@@ -95,6 +97,8 @@ class ProfilerHook(ReportingHook):
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._step_before = step = run_context.session.global_step
         self._traces = False
+        if not self.writes:
+            return None
         if run_context.ends_epoch:
             assert self._every_epochs is not None
             next_number = (run_context.session.epoch or 0) + 2  # from 1 on, of the epoch that follows
@@ -121,7 +125,7 @@ class ProfilerHook(ReportingHook):
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
-        if run_context.ends_epoch:
+        if run_context.ends_epoch or not self.writes:
             return
         if self._next_step is None:
             self._timer.update_last_triggered_step(self._step_before)
@@ -179,7 +183,7 @@ class ProfilerHook(ReportingHook):
     def _save(self, session: Session, profile: Any) -> None:
         """Write ``profile`` as the timeline of the present step."""
         step = session.global_step
-        by_step = not self._guesses_step and self._every_epochs is None
+        by_step = not self._guesses_step and self._every_epochs is None and not self._on_request
         if by_step and not self._timer.should_trigger_for_step(step):
             return  # the run counted no step: a later one has the profile
         self._timer.update_last_triggered_step(step)

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchhooks.common.log import logger
 from torchhooks.common.text import shown
-from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, differs_by_rank, given_timer, hook_timer
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.fetch import check_feed_names, watched_names
@@ -99,7 +99,7 @@ class LoggingTensorHook(ReportingHook):
         self._tensors = by_tag(tensors, in_order=timer is not None)
         if at_end:
             check_available_at_end(self, self._tensors)
-        self.collective = every_n_secs is not None or is_by_clock(timer)
+        self.collective = every_n_secs is not None or differs_by_rank(timer)
         self._at_end = at_end
         self._formatter = formatter
         fetches = tuple(self._tensors.values())

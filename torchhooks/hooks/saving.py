@@ -16,7 +16,7 @@ from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
-from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer, hook_timer, is_by_clock
+from torchhooks.common.timers import NEVER, Due, GivenTimer, differs_by_rank, due_now, given_timer, hook_timer
 from torchhooks.fetches.fetch import describe
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import IfDue
@@ -99,7 +99,7 @@ class SummarySaverHook(ReportingHook):
                 'summary_op={"loss": "loss"}'
             )
         self._has_place = output_dir is not None or summary_writer is not None
-        self.collective = save_secs is not None or is_by_clock(timer)
+        self.collective = save_secs is not None or differs_by_rank(timer)
         self._decides_after_step = timer is not None
         self._scaffold = scaffold
         self._ops = summary.summary_ops(summary_op) if scaffold is None else ()
@@ -308,7 +308,7 @@ class CheckpointSaverHook(WritingHook):
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self._timer = hook_timer(self, timer, save_secs=save_secs, save_steps=save_steps)
-        self._is_by_clock = save_secs is not None or is_by_clock(timer)
+        self._is_by_clock = save_secs is not None or differs_by_rank(timer)
         self._triggered = False
         # The step that was last saved or refused. Not the timer's: a StopIteration may prevent a save that came due.
         self._handled_step: int | None = None
@@ -351,7 +351,8 @@ class CheckpointSaverHook(WritingHook):
         self._checks = self._waits = False
         self._coord = coord
         session.at_stop(self, lambda: self._save_for_stop(session))
-        self._save(session)
+        if not self._is_saved_by_another(session):
+            self._save(session)
         self._timer.start_at(session.global_step)
         self._timer.update_last_triggered_step(session.global_step)
 
@@ -376,7 +377,7 @@ class CheckpointSaverHook(WritingHook):
 
     def end(self, session: Session) -> None:
         step = session.global_step
-        if step != self._handled_step:
+        if step != self._handled_step and not self._is_saved_by_another(session):
             try:
                 self._save(session)
             except StopIteration as stop:  # the loop ends already
@@ -423,7 +424,13 @@ class CheckpointSaverHook(WritingHook):
 
     def _save_for_stop(self, session: Session) -> None:
         self._timer.update_last_triggered_step(session.global_step)
-        self._save(session)
+        if not self._is_saved_by_another(session):
+            self._save(session)
+
+    def _is_saved_by_another(self, session: Session) -> bool:
+        """Return whether another saver of the same folder has saved this step, so that this one need not."""
+        step, hook = session.saved_by.get(self._path, (None, self))
+        return step == session.global_step and hook is not self
 
     def _must_wait(self, session: Session) -> bool:
         """Return whether gradients have not been reduced yet, and the optimizer has made no step while a save waits."""
@@ -472,6 +479,7 @@ class CheckpointSaverHook(WritingHook):
                 options["async_save"] = True
             path = self._saver.save(session, self._path, step, **options)
             self._handled_step = session.saved_step = step
+            session.saved_by[self._path] = step, self
             if session.ranks.is_chief:
                 summary.add_session_log(self._target.writer, "CHECKPOINT", step, path)
             # A list, not a generator for any(): every listener is called, even after one asked to stop.

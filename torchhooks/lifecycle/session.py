@@ -142,6 +142,8 @@ class Session:
         """The step at which a StopAtStepHook stops the loop; ``None`` without one."""
         self.was_restored = False
         """Whether this session began with a checkpoint."""
+        self.saved_by: dict[str, tuple[int, object]] = {}
+        """By the path of checkpoints without the step, the step that was last saved there, and the hook that did."""
         self.saved_step: int | None = None
         """The step of the checkpoint that a CheckpointSaverHook saved last; ``None`` if there is none."""
         self.examined_step: int | None = None

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torchhooks.common.errors import add_note, brief
 from torchhooks.common.log import logger
+from torchhooks.common.timers import checked_signal
 
 _TORCH_HANDLER = "torch.utils.data._utils.signal_handling"  # the module of torch's handler of SIGCHLD
 _POLL_SECS = 0.1
@@ -187,7 +188,7 @@ def checked_signals(signals: Iterable[str | signal.Signals]) -> list[signal.Sign
     """Return the signals with these names, or raise a TypeError or ValueError that says what to give."""
     if isinstance(signals, str):
         raise TypeError(f"signals={signals!r}: give a list of names, [{signals!r}]")
-    return [_signal(given) for given in signals]
+    return [checked_signal(given) for given in signals]
 
 
 def _owner(handler: object) -> SignalWatch | None:
@@ -214,13 +215,3 @@ def _is_lost_process(error: BaseException) -> bool:
         if frame.f_globals.get("__name__", "").startswith("multiprocessing."):
             return True
     return isinstance(error, RuntimeError) and str(error).startswith(("DataLoader worker", "Pin memory thread"))
-
-
-def _signal(given: str | signal.Signals) -> signal.Signals:
-    try:
-        number = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
-    except (KeyError, ValueError):
-        raise ValueError(f"signals has {given!r}: give names of signals of this system, such as 'SIGTERM'") from None
-    if number.name in ("SIGKILL", "SIGSTOP"):
-        raise ValueError(f"signals has {number.name!r}, which no process can handle: leave it out")
-    return number

@@ -65,6 +65,8 @@ class BetweenRuns:
             self._awaits_success = False
             self._recovery.run_went_well()
         self.ending.notice()
+        if schedule.is_asked:
+            schedule.take_requests()
         if self.sessions.coord.should_stop():
             schedule.set_pending()
         if self.peers is not None:

@@ -11,6 +11,7 @@ which hooks take part is made in :mod:`torchhooks.loop.run`; sessions are create
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ from torchhooks.common.text import shortened, shown
 from torchhooks.fetches.step import takes_one_argument
 from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
 from torchhooks.lifecycle.hook import SessionRunHook
+from torchhooks.lifecycle.run_record import STOP_NAME, RunRecord
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.unsaved import UnsavedParts
 from torchhooks.loop.arguments import LoopArguments
@@ -151,6 +153,7 @@ class MonitoredLoop(Generic[R]):
             self.run = self._step  # type: ignore[method-assign]
         self._step_counter: Any = None
         self._unsaved: UnsavedParts | None = None
+        self._record: RunRecord | None = None
         self._begun = 0
         try:
             self._start(arguments)
@@ -499,6 +502,8 @@ class MonitoredLoop(Generic[R]):
         elif arguments.ranks.may_be_late:
             self._schedule.set_pending()  # so that the end of the first run looks for a newer process group
         for scheduled in self._schedule.all_hooks:
+            schedule.requests.wait_for(scheduled.requests)
+        for scheduled in self._schedule.all_hooks:
             self._begun += 1
             self._sessions.call(scheduled, "begin", scheduled.hook.begin)
         if not self._steps_per_run:
@@ -511,6 +516,19 @@ class MonitoredLoop(Generic[R]):
                 raise
             self._sessions.recover(error)
             parts.recovery.run_went_well()
+        if arguments.saved_to is not None and arguments.ranks.is_chief:
+            self._answer_in(arguments.saved_to, arguments.ranks.size)
+
+    def _answer_in(self, folder: str, world_size: int) -> None:
+        """Tell other processes in ``folder`` how far the loop is, and stop if they ask for it there."""
+        requests, ending, sessions = self._schedule.requests, self._ending, self._sessions
+        self._record = record = RunRecord(folder, world_size, lambda: sessions.session)
+        record.write()
+        requests.every_look = record.write_if_due
+        stop = os.path.join(folder, STOP_NAME)
+        with contextlib.suppress(OSError):  # it was meant for an earlier process
+            os.remove(stop)
+        requests.wait_for_file(stop, lambda path: ending.ask(f"the file {STOP_NAME}"))
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._sessions.progress.global_step += 1
@@ -535,6 +553,9 @@ class MonitoredLoop(Generic[R]):
             ending.void_run()
             logged = ending.log_before_delivery(error, attempt.errors)
         finally:  # also after an interrupt between two of the calls
+            self._schedule.requests.close()
+            if self._record is not None:
+                attempt(self._record.write, ending.reason, ending.failure is not None)
             attempt(self._parts.signals.restore)
         if error is None:
             attempt.raise_errors("several errors while the loop was closed")
@@ -562,6 +583,8 @@ class MonitoredLoop(Generic[R]):
             attempt(parts.costs.report)
         sessions.session.call_savers("close", attempt)
         attempt(sessions.join_threads)
+        if self._record is not None:  # before the hooks that copy it
+            attempt(self._record.write, self._ending.reason, self._ending.failure is not None or bool(attempt.errors))
         for scheduled in participants[: self._begun]:
             attempt(sessions.call, scheduled, "teardown", scheduled.hook.teardown)
         if self._step_counter is not None:

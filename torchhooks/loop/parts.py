@@ -26,7 +26,8 @@ class LoopParts:
 
     def __init__(self, arguments: LoopArguments) -> None:
         ranks, optimizer = arguments.ranks, arguments.optimizer
-        self.schedule = schedule = Schedule(arguments.hooks, ranks, arguments.chief_only)
+        stopping = [each.name for each in arguments.signals]
+        self.schedule = schedule = Schedule(arguments.hooks, ranks, arguments.chief_only, stopping)
         self.readback = Readback(schedule.set_pending)
         self.signals = SignalWatch(arguments.signals, schedule.set_pending)
         self.ending = Ending(self.signals, schedule.set_pending)

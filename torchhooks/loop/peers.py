@@ -490,16 +490,18 @@ class Peers:
         return runs - ends, runs + in_step, runs + 1
 
     def _ask_for_due(self) -> None:
-        """Ask for what this rank noticed itself: a signal; on the chief, hooks that are due by the clock."""
-        signal = self._ending.signal
-        if signal is not None and not self._asked & STOP:
-            self._why = Stop(f"signal {signal}", StoppedBy.SIGNAL)
+        """Ask for what this rank noticed: a signal, or a request to a hook; on the chief, a hook due by the clock."""
+        asked = self._ending.asked_outside
+        if asked is not None and not self._asked & STOP:
+            self._why = Stop(asked, StoppedBy.SIGNAL)
             self._asked |= STOP
-        if self._ranks.is_chief:
-            for number, scheduled in enumerate(self._schedule.collective):
-                if time.monotonic() >= scheduled.chief_moment:
-                    scheduled.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
-                    self._asked |= STOP << number + 1
+        for number, scheduled in enumerate(self._schedule.collective):
+            if self._ranks.is_chief and time.monotonic() >= scheduled.chief_moment:
+                scheduled.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
+                self._asked |= STOP << number + 1
+            if scheduled.is_asked:
+                scheduled.is_asked = False
+                self._asked |= STOP << number + 1
 
     def _handle(self, event: Event, table: list[Row], reasons: list[Stop]) -> bool:
         """Note ``event``; return whether it was the last one. The lock is held."""

@@ -257,6 +257,8 @@ class Lifecycle:
         """Call ``before_run`` of the hooks that are due, append what they request, and return them."""
         progress, schedule = self._progress, self._schedule
         number = schedule.runs + 1
+        if schedule.is_asked:
+            schedule.take_requests()
         if self._items.before_run:
             self._items.begin_run()
         step = progress.global_step

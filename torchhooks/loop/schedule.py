@@ -14,11 +14,12 @@ from typing import Any
 from torchhooks.common.errors import add_note
 from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
-from torchhooks.common.timers import Due
+from torchhooks.common.timers import Due, requests_of
 from torchhooks.fetches.accumulated import AccumulatedValues
 from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.ending import Ending, State
 from torchhooks.lifecycle.hook import SessionRunHook, WritingHook, overrides
+from torchhooks.lifecycle.requests import Requests
 from torchhooks.position.progress import Progress
 from torchhooks.ranks.ranks import Ranks
 
@@ -54,6 +55,10 @@ class ScheduledHook(Requester):
         self.due_run = 0
         self.due_moment = math.inf
         self.due_epochs: int | None = None
+        self.requests = set(requests_of(hook))
+        """The signals and files that the hook waits for, or has waited for."""
+        self.is_asked = False
+        """Whether one of them has arrived, and the hook was not called for it yet."""
         self.when: Callable[[Any], object] | None = None
         self.measured: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
 
@@ -84,6 +89,8 @@ class ScheduledHook(Requester):
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
         self.due_moment = math.inf if due.moment is None else due.moment
         self.due_epochs = due.epochs
+        if due.signal is not None or due.file is not None:
+            self.requests.update(due.requests)
         self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
 
     def why_alone(self) -> str | None:
@@ -94,6 +101,8 @@ class ScheduledHook(Requester):
             )
         if self.due_moment != math.inf:
             return "the hook is due by the clock of each rank: set collective = True in its class"
+        if self.requests:
+            return "the hook is due by a signal or a file that one rank gets: set collective = True in its class"
         return None
 
     def __str__(self) -> str:
@@ -191,10 +200,15 @@ class Schedule:
         hooks: the hooks of the loop, in order.
         ranks: the ranks of the loop.
         chief_only: the hooks that no other rank has, so that none waits for another rank.
+        stopping: the signals that stop the loop.
     """
 
     def __init__(
-        self, hooks: Iterable[SessionRunHook], ranks: Ranks, chief_only: Collection[SessionRunHook] = ()
+        self,
+        hooks: Iterable[SessionRunHook],
+        ranks: Ranks,
+        chief_only: Collection[SessionRunHook] = (),
+        stopping: Iterable[str] = (),
     ) -> None:
         def placed(index: int, hook: SessionRunHook) -> ScheduledHook:
             is_alone = ranks.size == 1 or any(hook is each for each in chief_only)
@@ -224,6 +238,10 @@ class Schedule:
         """What is accumulated for the hooks in every run."""
         self.pending = False
         """Whether the end of the run has something to handle: the only thing that an idle run checks."""
+        self.requests = Requests(self._arrive, stopping)
+        """What other processes ask the hooks for."""
+        self.is_asked = False
+        """Whether a hook was asked, and :meth:`take_requests` was not called since."""
         self._update()
 
     def set_pending(self) -> None:
@@ -240,6 +258,26 @@ class Schedule:
         scheduled.due_run = self.runs + 1
         scheduled.hook.trigger()
         self._update()
+
+    def take_requests(self) -> None:
+        """Have the hooks that other processes asked for called in the next run. Called in the training thread.
+
+        With several ranks, the thread that talks to the others asks all of them for a collective hook.
+        """
+        self.is_asked = False  # cleared first, because a signal or a thread may set it at any time
+        for scheduled in self.run_hooks:
+            if scheduled.is_asked and not isinstance(scheduled, CollectiveHook):
+                scheduled.is_asked = False
+                self.trigger(scheduled)
+        self._update()  # also if no hook was called, after interrupt()
+
+    def _arrive(self, request: str) -> None:
+        # In a signal handler or another thread: it only sets attributes, each hook's before those that are looked at.
+        for scheduled in self.run_hooks:
+            if request in scheduled.requests:
+                scheduled.is_asked = True
+        self.is_asked = True
+        self.interrupt()
 
     def _update(self) -> None:
         """Find the earliest step, run and moment at which a hook is due, before the step or after it."""
@@ -270,12 +308,16 @@ class Schedule:
             scheduled.catch_up(self.runs)
         self.accumulated.find_in(self.all_hooks)
         self.ask(self.run_hooks)
+        if self.is_asked:
+            self.take_requests()
 
     def ask(self, participants: Iterable[ScheduledHook]) -> None:
         """Ask the hooks in ``participants`` that schedule themselves when they are next due."""
         for scheduled in participants:
             if scheduled.says_when:
                 scheduled.ask(self.runs)
+                if scheduled.requests:
+                    self.requests.wait_for(scheduled.requests)
         self._update()
 
     def due_at_end_of(self, epochs: int) -> list[ScheduledHook]:

@@ -156,7 +156,7 @@ class WandbWriter(_TrackerWriter):
         super().__init__(folder=folder, run=run)
         if run is not None and init:
             raise ValueError(f"WandbWriter(run=..., {', '.join(init)}=...): these are arguments for a new run only")
-        self._wandb = _library("wandb")
+        self._wandb = library("wandb")
         self._owns_run = run is None
         self._run, self._folder, self._init = run, folder, init
 
@@ -249,7 +249,7 @@ class MlflowWriter(_TrackerWriter):
         run_name: str | None = None,
     ) -> None:
         super().__init__(folder=folder, run_id=run_id)
-        mlflow = _library("mlflow")
+        mlflow = library("mlflow")
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri)
         self._owns_run = run_id is None
@@ -315,12 +315,13 @@ class MlflowWriter(_TrackerWriter):
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
-def _library(name: str) -> Any:
+def library(name: str, extra: str | None = None) -> Any:
+    """Return the library ``name``, which the extra of torchhooks of that name installs, or ``extra``."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"{name} cannot be imported: pip install torchhooks[{name}], or pip install {name}"
+            f"{name} cannot be imported: pip install torchhooks[{extra or name}], or pip install {name}"
         ) from error
 
 

@@ -1,0 +1,279 @@
+"""``python -m torchhooks status`` and ``stop``, on training runs of other processes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from support import processes
+from support.rank_processes import run_ranks
+
+from torchhooks import (
+    CheckpointSaverHook,
+    JsonLinesWriter,
+    MonitoredLoop,
+    Ranks,
+    StopAtStepHook,
+    SummarySaverHook,
+    latest_checkpoint,
+    param_norm,
+)
+from torchhooks.__main__ import main
+from torchhooks.elsewhere.commands import bars, table
+from torchhooks.elsewhere.curves import Curves, Point
+from torchhooks.elsewhere.status import Watcher, span, state_of
+from torchhooks.lifecycle import requests, run_record
+from torchhooks.lifecycle.run_record import NAME, Record, read_record
+
+DEADLINE_SECS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore what :func:`train` sets if it is called in this process."""
+    monkeypatch.setattr(requests, "LOOK_SECS", requests.LOOK_SECS)
+    monkeypatch.setattr(run_record, "PERIOD_SECS", run_record.PERIOD_SECS)
+
+
+def train(folder: str, last_step: int, fails_at: int = -1, **loop_arguments: Any) -> str | None:
+    """Train until ``last_step``, 100 steps a second, and return what stopped the loop."""
+    requests.LOOK_SECS, run_record.PERIOD_SECS = 0.02, 0.02
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int) -> float:
+        time.sleep(0.01)
+        if number == fails_at:
+            raise ValueError("the data are broken")
+        return 1.0 / (1 + loop.global_step)
+
+    hooks = [
+        StopAtStepHook(last_step=last_step),
+        SummarySaverHook(save_steps=10, output_dir=folder, summary_op={"loss": param_norm()}),
+        SummarySaverHook(save_steps=10, summary_writer=JsonLinesWriter(f"{folder}/c.jsonl"), summary_op={"lr": "lr"}),
+        CheckpointSaverHook(folder, every_n_steps=20),
+    ]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder, **loop_arguments) as loop:
+        for number in loop.until_stop(range(1_000_000)):
+            loop.run(number)
+    return loop.stop_reason
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
+    """Start a training run in a process of its own, and return once it has made some steps."""
+    running = []
+
+    def start(*arguments: Any) -> BaseProcess:
+        process = processes.start(tmp_path / "output", train, str(tmp_path / "run"), *arguments)
+        running.append(process)
+        deadline = time.monotonic() + DEADLINE_SECS
+        while latest_checkpoint(tmp_path / "run") != str(tmp_path / "run/model.ckpt-40"):
+            assert time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.01)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.join()
+
+
+def printed_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, str]]:
+    capsys.readouterr()
+    code = main(["status", str(folder)])
+    return code, dict(re.split(r"\s{2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+
+
+def test_a_running_one_says_how_far_it_is(
+    started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = started(100_000)
+    code, said = printed_status(tmp_path / "run", capsys)
+    assert code == 0
+    assert re.fullmatch(rf"running, process {process.pid} on .*, since \d+ s ago", said["state"])
+    assert re.fullmatch(r"\d+ of 100000 \(0%\), 0 s ago", said["step"])
+    assert int(said["step"].split()[0]) >= 40
+    assert re.fullmatch(r"[\d.]+ steps/s, \d+ \w+ left", said["speed"])
+    assert re.fullmatch(r"model.ckpt-\d+, whole, [\d,]+ bytes, \d s ago", said["checkpoint"])
+    assert re.fullmatch(r"[\d.]+ at step \d+", said["loss"])
+    assert re.fullmatch(r"0.1 at step \d+", said["lr"])
+
+
+def test_a_killed_one_is_said_to_be(
+    started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = started(100_000)
+    process.kill()
+    process.join()
+    code, said = printed_status(tmp_path / "run", capsys)
+    assert code == 1
+    assert re.fullmatch(rf"killed: process {process.pid} on .* is gone, \d+ s ago or later", said["state"])
+    assert main(["stop", str(tmp_path / "run")]) == 1
+    assert "nothing trains here that could stop: killed" in capsys.readouterr().err
+    assert not (tmp_path / "run/stop-now").exists()
+
+
+def test_a_finished_one_says_why_it_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    processes.call(train, str(tmp_path), 30)
+    code, said = printed_status(tmp_path, capsys)
+    assert code == 0
+    assert re.fullmatch(r"ended \d+ s ago: StopAtStepHook: step 30", said["state"])
+    assert said["step"].startswith("30 of 30 (100%)")
+    assert said["checkpoint"].startswith("model.ckpt-30, whole")
+
+
+def test_a_failed_one_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    processes.call(train, str(tmp_path), 30, 25)
+    code, said = printed_status(tmp_path, capsys)
+    assert code == 1
+    assert re.fullmatch(r"failed \d+ s ago: ValueError: the data are broken.*", said["state"])
+
+
+def test_a_checkpoint_that_is_not_whole_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    processes.call(train, str(tmp_path), 50)
+    os.truncate(tmp_path / "model.ckpt-50/state.pt", 100)
+    _, said = printed_status(tmp_path, capsys)
+    assert said["checkpoint"].startswith("model.ckpt-40, whole")
+    assert "model.ckpt-50 is damaged: state.pt is cut short" in said["damaged"]
+
+
+def test_a_folder_without_a_run_has_the_newest_point_of_its_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"step": step, "time": 1000.0 + step, "loss": 0.5} for step in range(0, 100, 10)]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "curves.jsonl").write_text(text + '{"step": 100, "ti')
+    code, said = printed_status(tmp_path, capsys)
+    assert code == 1
+    assert said["state"] == "no process says that it trains here"
+    assert said["step"].startswith("90, ")
+    assert said["speed"] == "1 steps/s"
+    assert said["loss"] == "0.5 at step 90"
+
+
+def test_stop_saves_and_waits_until_the_run_has_ended(
+    started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = started(100_000)
+    assert main(["stop", str(tmp_path / "run")]) == 0
+    process.join()
+    assert process.exitcode == 0
+    record = read_record(str(tmp_path / "run"))
+    assert record is not None
+    assert record.stopped == "the file stop-now"
+    assert latest_checkpoint(tmp_path / "run") == str(tmp_path / f"run/model.ckpt-{record.step}")
+    assert f"stopped at step {record.step} by the file stop-now" in capsys.readouterr().out
+    assert not (tmp_path / "run/stop-now").exists()
+
+
+def test_stop_says_that_a_run_does_not_answer(
+    started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = started(100_000)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    assert main(["stop", str(tmp_path / "run"), "--wait", "0.3"]) == 1
+    assert "still running after 0.3 s; it has not taken the request yet" in capsys.readouterr().err
+
+
+def test_a_request_that_an_earlier_process_has_not_taken_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "stop-now").touch()
+    assert train(str(tmp_path), 30) == "StopAtStepHook: step 30"
+    assert not (tmp_path / "stop-now").exists()
+
+
+def rank_main(rank: int, folder: str) -> tuple[str | None, int | None]:
+    reason = train(folder, 100_000, ranks=Ranks())
+    record = read_record(folder)
+    return reason, None if record is None else record.step
+
+
+@pytest.mark.ranks
+def test_stop_ends_all_ranks_after_the_same_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def ask() -> None:
+        deadline = time.monotonic() + DEADLINE_SECS
+        while latest_checkpoint(run) != str(run / "model.ckpt-40") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        main(["stop", str(run)])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    ended = run_ranks(tmp_path, 2, rank_main, str(run))
+    asking.join()
+    assert [rank.code for rank in ended] == [0, 0], ended
+    record = read_record(str(run))
+    assert record is not None
+    assert record.world_size == 2
+    assert record.stopped == "the file stop-now (rank 0)"
+    assert latest_checkpoint(run) == str(run / f"model.ckpt-{record.step}")
+
+
+def test_a_loop_that_saves_nothing_writes_no_record_and_takes_no_request(tmp_path: Path) -> None:
+    train(str(tmp_path), 20)
+    (tmp_path / NAME).unlink()
+    (tmp_path / "stop-now").touch()
+    model = torch.nn.Linear(4, 1)
+    with MonitoredLoop(lambda: 0, model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoint_dir=tmp_path):
+        pass
+    assert (tmp_path / "stop-now").exists()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_record_that_cannot_be_written_is_a_warning(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    (tmp_path / f"{NAME}.tmp").mkdir()
+    assert train(str(tmp_path), 20) == "StopAtStepHook: step 20"
+    assert len([text for level, text in lines if level == "WARNING" and f"{NAME} cannot be written" in text]) == 1
+
+
+def test_a_silent_process_of_another_machine_is_out_of_reach() -> None:
+    now = time.time()
+    record = Record(1, "another", 1, now - 500, 0, now - 100, 7)
+    text, is_alive = state_of(record)
+    assert text == "no sign of life of process 1 on another since 100 s ago: killed, or out of reach"
+    assert not is_alive
+    assert state_of(record._replace(time=now))[1]
+
+
+def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    train(str(tmp_path), 30)
+    console = Console(width=80, file=io.StringIO(), force_terminal=False, legacy_windows=False)
+    console.print(table(str(tmp_path), Watcher(str(tmp_path)).look()))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue().splitlines()
+    assert max(map(len, shown)) <= 80
+    assert any(line.startswith("loss") and "\u2581" in line for line in shown)
+
+
+def test_curves_continue_where_they_were_read_and_have_one_point_for_a_step(tmp_path: Path) -> None:
+    curves = Curves(str(tmp_path))
+    train(str(tmp_path), 15)
+    assert [point.step for point in curves.read()["loss"]] == [1, 11]
+    train(str(tmp_path), 40)
+    assert [point.step for point in curves.read()["loss"]] == [1, 11, 16, 26, 36]
+
+
+def test_bars_go_from_the_least_to_the_greatest_value() -> None:
+    points = [Point(step, 0.0, value) for step, value in enumerate([0.0, 7.0, float("nan"), 3.0])]
+    assert bars(points, 6) == "\u2581\u2588!\u2584  "
+
+
+@pytest.mark.parametrize(
+    ("secs", "text"), [(0.4, "0 s"), (119, "119 s"), (7199, "119 min"), (8e4, "22 h"), (2e5, "2 d")]
+)
+def test_a_length_of_time_has_one_unit(secs: float, text: str) -> None:
+    assert span(secs) == text

@@ -1,0 +1,163 @@
+"""What the files of a training run say: how far it is, how fast, its last checkpoint, and whether it is alive."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchhooks.checkpoints.files import Checkpoint, inspect, is_checkpoint
+from torchhooks.common.errors import DamagedCheckpointError
+from torchhooks.elsewhere.curves import Curves, Point
+from torchhooks.lifecycle.run_record import PERIOD_SECS, Record, read_record
+
+_SILENT_SECS = 3 * PERIOD_SECS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What is known of the training run in a folder."""
+
+    state: str
+    """Whether it is alive, and what stopped it, as a text."""
+    is_alive: bool
+    record: Record | None
+    step: int | None
+    """The newest step that is in any file, and when it was made."""
+    time: float | None
+    checkpoint: Checkpoint | None
+    """The newest whole checkpoint."""
+    damaged: list[str]
+    """What is wrong with each checkpoint that is not whole."""
+    curves: dict[str, list[Point]]
+
+    @property
+    def speed(self) -> float | None:
+        """Steps per second: as the loop measures it, or else over the last points of the curves."""
+        if self.record is not None:
+            return self.record.steps_per_sec
+        points = max(self.curves.values(), key=len, default=[])[-20:]
+        passed = points[-1].time - points[0].time if points else 0.0
+        return (points[-1].step - points[0].step) / passed if passed > 0 else None
+
+    @property
+    def secs_left(self) -> float | None:
+        """How long it takes to the last step, if there is one and the loop is alive."""
+        last = None if self.record is None else self.record.last_step
+        if last is None or self.step is None or not self.speed or not self.is_alive:
+            return None
+        return max(0.0, (last - self.step) / self.speed)
+
+
+class Watcher:
+    """Reads the status of one folder, again and again."""
+
+    def __init__(self, folder: str, delay_secs: float = 0.0) -> None:
+        self._folder = folder
+        self._curves = Curves(folder)
+        self._silent_secs = _SILENT_SECS + delay_secs
+
+    def look(self) -> Status:
+        """Return the status as it is now.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        record, curves = read_record(self._folder), self._curves.read()
+        checkpoints, damaged = _checkpoints_in(self._folder)
+        newest = max(checkpoints, key=lambda checkpoint: checkpoint.order, default=None)
+        known = [(point.step, point.time) for points in curves.values() for point in points[-1:]]
+        if newest is not None:
+            known.append((newest.step, newest.time))
+        if record is not None:  # it may have gone back, to a restored step
+            known = [(record.step, record.time), *(each for each in known if each[1] > record.time)]
+        step, moment = max(known, key=lambda each: each[1], default=(None, None))
+        state, is_alive = state_of(record, self._silent_secs)
+        return Status(
+            state=state,
+            is_alive=is_alive,
+            record=record,
+            step=step,
+            time=moment,
+            checkpoint=newest,
+            damaged=damaged,
+            curves=curves,
+        )
+
+
+def _checkpoints_in(folder: str) -> tuple[list[Checkpoint], list[str]]:
+    """Return the whole checkpoints in ``folder``, and what is wrong with each of the others."""
+    whole, damaged = [], []
+    for path in sorted(entry.path for entry in os.scandir(folder) if entry.name[0] != "."):
+        if is_checkpoint(path):
+            try:
+                whole.append(inspect(path))
+            except DamagedCheckpointError as error:
+                if os.path.exists(path):  # or else the saver has just removed it
+                    damaged.append(str(error))
+    return whole, damaged
+
+
+def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> tuple[str, bool]:
+    """Return whether the loop that wrote ``record`` is alive, as a text and as a bool."""
+    if record is None:
+        return "no process says that it trains here", False
+    process = f"process {record.pid} on {record.host}"
+    if record.stopped is not None:
+        kind = "failed" if record.failed else "ended"
+        return f"{kind} {ago(record.time)}: {record.stopped}", False
+    if record.host == socket.gethostname() and not _exists(record.pid):
+        return f"killed: {process} is gone, {ago(record.time)} or later", False
+    if time.time() - record.time > silent_secs:
+        return f"no sign of life of {process} since {ago(record.time)}: killed, or out of reach", False
+    ranks = f", {record.world_size} ranks" if record.world_size > 1 else ""
+    return f"running, {process}{ranks}, since {ago(record.began)}", True
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def lines_of(status: Status) -> Iterator[tuple[str, str]]:
+    """Yield what to print of ``status``, as a name and a text."""
+    record = status.record
+    yield "state", status.state
+    if status.step is not None and status.time is not None:
+        last = None if record is None else record.last_step
+        of = f" of {last} ({status.step / last:.0%})" if last else ""
+        yield "step", f"{status.step}{of}, {ago(status.time)}"
+    if status.speed is not None:
+        left = "" if status.secs_left is None else f", {span(status.secs_left)} left"
+        yield "speed", f"{status.speed:.3g} steps/s{left}"
+    newest = status.checkpoint
+    if newest is not None:
+        yield "checkpoint", f"{newest.name}, whole, {newest.bytes:,} bytes, {ago(newest.time)}"
+    else:
+        yield "checkpoint", "none that is whole"
+    for text in status.damaged:
+        yield "damaged", text
+    for tag, points in status.curves.items():
+        yield tag, f"{points[-1].value:.6g} at step {points[-1].step}"
+
+
+def ago(moment: float) -> str:
+    """Return how long ago ``moment`` is, in seconds since 1970."""
+    return f"{span(time.time() - moment)} ago"
+
+
+def span(secs: float) -> str:
+    """Return a length of time in one unit: ``"42 s"``."""
+    secs = max(0.0, secs)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if secs >= 2 * length:
+            return f"{math.floor(secs / length)} {unit}"
+    return f"{math.floor(secs)} s"

@@ -1,0 +1,122 @@
+"""The file in the folder of a training run that says how far it is, for other processes: ``.run.json``.
+
+    {"pid": 4711, "host": "node7", "world_size": 1, "began": 1752000000.0, "began_at": 0, "time": 1752000600.0,
+     "step": 700, "steps_per_sec": 1.2, "last_step": 1000, "stopped": null, "failed": false}
+
+A thread writes it every ten seconds, and the loop once more when it ends. So the training thread does nothing for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from torchhooks.common.log import logger
+from torchhooks.lifecycle.session import Session
+
+NAME = ".run.json"
+STOP_NAME = "stop-now"
+"""The name of the file with which another process asks the loop to stop."""
+PERIOD_SECS = 10.0
+_RATE_SAMPLES = 7  # so that the speed is that of the last minute
+
+
+class Record(NamedTuple):
+    """What a loop says of itself.
+
+    Args:
+        pid, host, world_size: the process of the first rank, and how many ranks there are.
+        began, began_at: when the loop began, in seconds since 1970, and at which step.
+        time, step, steps_per_sec: how far it was at that time, and how fast; the speed is ``None`` at first.
+        last_step: where it is expected to end, if that is known.
+        stopped: why it has ended; ``None`` while it runs, or if its process was killed.
+        failed: whether that is an error.
+    """
+
+    pid: int
+    host: str
+    world_size: int
+    began: float
+    began_at: int
+    time: float
+    step: int
+    steps_per_sec: float | None = None
+    last_step: int | None = None
+    stopped: str | None = None
+    failed: bool = False
+
+
+def read_record(folder: str) -> Record | None:
+    """Return what the loop says that trains, or has trained, in ``folder``; ``None`` if it says nothing."""
+    try:
+        with open(os.path.join(folder, NAME), encoding="utf-8") as file:
+            found = json.load(file)
+        return Record(**{name: found[name] for name in Record._fields})
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+class RunRecord:
+    """Writes the record of one loop into ``folder``.
+
+    Args:
+        folder: the folder of checkpoints.
+        world_size: how many ranks there are.
+        session: returns the current session.
+    """
+
+    def __init__(self, folder: str, world_size: int, session: Callable[[], Session]) -> None:
+        self._path = os.path.join(folder, NAME)
+        self._session = session
+        began, step = time.time(), session().global_step
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_RATE_SAMPLES)
+        self._record = Record(os.getpid(), socket.gethostname(), world_size, began, step, began, step)
+        self._next = 0.0
+        self._has_failed = False
+        self._lock = threading.Lock()  # or the thread could replace the last record by one of a moment before
+
+    def write_if_due(self) -> None:
+        """Write the record, if the last time is ten seconds ago. Called by the thread that looks for requests."""
+        if time.monotonic() >= self._next:
+            self.write()
+
+    def write(self, stopped: str | None = None, failed: bool = False) -> None:
+        """Write the record: ``stopped`` is why the loop has ended, if it has."""
+        with self._lock:
+            if self._record.stopped is None:
+                self._write(stopped, failed)
+
+    def _write(self, stopped: str | None, failed: bool) -> None:
+        self._next = time.monotonic() + PERIOD_SECS
+        session, now = self._session(), time.time()
+        step = session.global_step
+        self._samples.append((now, step))
+        first_time, first_step = self._samples[0]
+        passed = now - first_time
+        rate = (step - first_step) / passed if passed > 0 and step >= first_step else self._record.steps_per_sec
+        last_step = session.expected_last_step if stopped is None else self._record.last_step
+        self._record = self._record._replace(
+            time=now, step=step, steps_per_sec=rate, last_step=last_step, stopped=stopped, failed=failed
+        )
+        self._replace(json.dumps(self._record._asdict()))
+
+    def _replace(self, text: str) -> None:
+        temporary = f"{self._path}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            os.replace(temporary, self._path)
+        except OSError as error:  # a full disk, or a folder that was removed, must not end the training run
+            with suppress(OSError):
+                os.remove(temporary)
+            if not self._has_failed:
+                self._has_failed = True
+                what = "%s cannot be written (%s): python -m torchhooks status will not know how far this loop is"
+                logger.warning(what, self._path, error.strerror or error)
