@@ -322,7 +322,8 @@ def test_a_ctrl_c_prints_six_lines_of_traceback() -> None:
     """)
     _, _, printed = ran.stderr.partition("Traceback")
     assert ran.returncode == 130 or ran.returncode == -signal.SIGINT
-    assert len(printed.splitlines()) <= 6
+    marks = [line for line in printed.splitlines() if not line.strip(" ^~")]  # below a call, from Python 3.13 on
+    assert len(printed.splitlines()) - len(marks) <= 6
     assert "stopped by signal SIGINT at step 1: no checkpoint was saved" in ran.stderr
 
 

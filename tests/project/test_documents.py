@@ -15,6 +15,7 @@ In README.md, CONTRIBUTING.md and the pages in docs/:
 * The rows of the tables under "What it costs" in README.md and docs/cost.md are rows of benchmarks/RESULTS.md, word for
   word.
 * In a table whose first column is called "message", that column quotes strings of the package, with ``...`` for values.
+  The headings of docs/troubleshooting.md that are code do so too.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ def test_every_row_under_what_it_costs_is_in_the_results(document: str) -> None:
 
 
 def messages(text: str) -> Iterator[str]:
-    """Yield what the first cells of the tables of messages quote."""
+    """Yield what the headings that are code, and the first cells of the tables of messages, quote."""
+    if "\n# Troubleshooting\n" in text:
+        yield from re.findall(r"^### `([^`]+)`$", text, re.MULTILINE)
     for table in re.findall(r"^\| message \|.*\n((?:\|.*\n?)+)", BLOCK.sub("", text), re.MULTILINE):
         for row in table.splitlines()[1:]:
             quoted = re.match(r"\| `([^`]+)` \|", row)
