@@ -96,9 +96,6 @@ class Saver:
     writes and chooses the files, the other ranks read them, and an error on one rank is raised on all. Only
     :meth:`close` may be called by one rank alone.
 
-    Unlike TensorFlow, the first checkpoint is among those kept for good, the hours between them continue when a
-    training run is resumed, and checkpoints of another name in the same folder are counted separately.
-
     Args:
         max_to_keep: how many checkpoints of one name stay in a folder; ``None`` or 0 keeps all.
         keep_checkpoint_every_n_hours: in addition, keep the first checkpoint for good, and after that one each time
@@ -112,6 +109,9 @@ class Saver:
 
     Raises:
         ValueError: an argument is not a whole number, or not a number of hours.
+
+    Unlike TensorFlow, the first checkpoint is among those kept for good, the hours between them continue when a
+    training run is resumed, and checkpoints of another name in the same folder are counted separately.
     """
 
     @explains_wrong_calls

@@ -160,14 +160,14 @@ class SecondOrStepTimer(Timer):
     A timer that has never triggered triggers at once, and no timer triggers twice for one step. A period starts at the
     last trigger. As the ``timer`` of several hooks, one timer triggers for all of them in the same run.
 
-    Unlike TensorFlow, the clock is ``time.monotonic()``, so that setting the system time does not change a period.
-
     Args:
         every_secs: seconds from one trigger to the next, 0 or more and finite.
         every_steps: steps from one trigger to the next, 1 or more and less than 2**63.
 
     Raises:
         ValueError: both or neither are given, or the period is invalid.
+
+    Unlike TensorFlow, the clock is ``time.monotonic()``, so that setting the system time does not change a period.
     """
 
     @explains_wrong_calls

@@ -97,17 +97,8 @@ class StepCounterHook(ReportingHook):
     model moved to another device, or if no time passed by the clock. If a whole period passes without any step, the
     hook logs a warning, once.
 
-    Unlike TensorFlow, the time on a GPU is measured by the GPU, between two events that are read after they have
-    passed. The host never waits for it, and steps that are only queued are not counted as made. The report therefore
-    arrives a few runs later.
-
     In a loop that is driven by ``until_stop``, the hook also reports the share of the time that the loop waited for
     data, as the curve ``waiting_for_data``. A share of at least 1 % and 10 us per step is also logged.
-
-    Unlike TensorFlow, in a loop that continues from a step after 0, the first run writes ``SessionLog.START``, which
-    makes TensorBoard discard the points that an earlier process wrote after this step. A SummarySaverHook that writes
-    to the same place does so instead. If the writer has a method ``purge_from(step)``, as
-    :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
 
     Tokens, floating-point operations and memory are logged in one line:
 
@@ -163,6 +154,15 @@ class StepCounterHook(ReportingHook):
 
     Raises:
         ValueError: not exactly one period or more than one place to write to is given, or a number is not valid.
+
+    Unlike TensorFlow, the time on a GPU is measured by the GPU, between two events that are read after they have
+    passed. The host never waits for it, and steps that are only queued are not counted as made. The report therefore
+    arrives a few runs later.
+
+    Unlike TensorFlow, in a loop that continues from a step after 0, the first run writes ``SessionLog.START``, which
+    makes TensorBoard discard the points that an earlier process wrote after this step. A SummarySaverHook that writes
+    to the same place does so instead. If the writer has a method ``purge_from(step)``, as
+    :class:`torchhooks.JsonLinesWriter` has, the hook calls that instead, in every loop and after a recovery.
     """
 
     def __init__(

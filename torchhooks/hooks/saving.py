@@ -51,9 +51,6 @@ class SummarySaverHook(ReportingHook):
     On a GPU, the host does not wait for the values, and a point is written a few runs later, with the step and the time
     of its run.
 
-    Unlike TensorFlow, which relies on the step it saw last, the hook decides on ``session.global_step + 1`` whether a
-    run is due.
-
     With several ranks, every rank evaluates the fetches in the same runs, and the chief writes.
     ``{"loss": over_ranks("loss", "mean")}`` writes the mean of all ranks instead of the chief's value.
 
@@ -72,6 +69,9 @@ class SummarySaverHook(ReportingHook):
         TypeError: from ``begin``, the writer cannot write a summary of this kind, such as a histogram; from the run,
             the value of a curve is not a real number.
         FetchError: from the run, a fetch has no value.
+
+    Unlike TensorFlow, which relies on the step it saw last, the hook decides on ``session.global_step + 1`` whether a
+    run is due.
     """
 
     def __init__(
@@ -256,10 +256,6 @@ class CheckpointSaverHook(WritingHook):
     of hooks, after flushing the writers of curves. Place it after the hooks that use them: a point of the same step
     that is written after the save is lost if the process is then killed.
 
-    Unlike TensorFlow, nothing is saved from a run in which a NanTensorHook sees NaN, or from a later one, wherever the
-    two are in the list. Listeners are not called then. With ``async_save``, a NaN that is still on a device is found by
-    the thread that writes. It writes no file then, but the listeners have been called.
-
     Args:
         checkpoint_dir: the folder. Give the same one to the loop, which restores from it.
         save_secs, save_steps, every_n_steps, every_n_secs, every_n_epochs, timer: when to save; give exactly one, see
@@ -279,6 +275,10 @@ class CheckpointSaverHook(WritingHook):
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
             the name of a file.
         CheckpointError: from the run, a checkpoint cannot be written.
+
+    Unlike TensorFlow, nothing is saved from a run in which a NanTensorHook sees NaN, or from a later one, wherever the
+    two are in the list. Listeners are not called then. With ``async_save``, a NaN that is still on a device is found by
+    the thread that writes. It writes no file then, but the listeners have been called.
     """
 
     saves_checkpoints = True

@@ -52,10 +52,6 @@ class StopAtStepHook(StandardHook):
     >>> loop.global_step, loop.stop_reason
     (3, 'StopAtStepHook: step 3')
 
-    Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, even
-    if a run counts no step or several. A loop that is restored at or after its last step makes no run with
-    ``until_stop``, and one with ``should_stop`` and ``run``, as in TensorFlow.
-
     Args:
         num_steps: the number of steps to make, counted from the step at which the first session starts. A recovery does
             not restart the count.
@@ -63,6 +59,10 @@ class StopAtStepHook(StandardHook):
 
     Raises:
         ValueError: not exactly one of the two is given, or it is not a valid number of steps.
+
+    Unlike TensorFlow, which predicts the step before the run, the hook compares the step that the run has reached, even
+    if a run counts no step or several. A loop that is restored at or after its last step makes no run with
+    ``until_stop``, and one with ``should_stop`` and ``run``, as in TensorFlow.
     """
 
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
@@ -114,14 +114,6 @@ class NanTensorHook(StandardHook):
     loss is NaN at step 3: training fails
     failed: loss is NaN at step 3. NanTensorHook(..., fail_on_nan_loss=False) stops at such a step instead of failing.
 
-    Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. A single number is
-    itself read back, and checked on the host. The host never waits for it, so the loop ends a few runs after the NaN.
-    The message still names the step at which the value was NaN.
-
-    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed. A
-    Saver with ``async_save`` does not wait for the device: the thread that writes looks at the results of the checks,
-    and writes no file if one of them is a NaN.
-
     With several ranks, each checks its own value, and of a ``DTensor`` the part that it has, without communication. A
     NaN on one rank ends the loop on all of them: with a :class:`torchhooks.PeerError` that names the rank, or by a stop
     whose reason does.
@@ -143,6 +135,14 @@ class NanTensorHook(StandardHook):
         ValueError: ``max_lag_steps`` is not a whole number, 0 or more.
         TypeError: from the run, the value is not made of numbers.
         FetchError: from the run, the fetch has no value.
+
+    Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. A single number is
+    itself read back, and checked on the host. The host never waits for it, so the loop ends a few runs after the NaN.
+    The message still names the step at which the value was NaN.
+
+    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed. A
+    Saver with ``async_save`` does not wait for the device: the thread that writes looks at the results of the checks,
+    and writes no file if one of them is a NaN.
     """
 
     def __init__(
