@@ -42,6 +42,7 @@ from torchhooks import (
 )
 from torchhooks.checkpoints.per_rank import all_or_none, exchange, read_for_all
 from torchhooks.common.files import Disk
+from torchhooks.lifecycle.run_record import NAME as RECORD_NAME
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.testing import log_lines
 
@@ -254,6 +255,11 @@ class Stage(torch.nn.Module):
             layer = torch.nn.Linear(1, 1, bias=False)
             torch.nn.init.constant_(layer.weight, 10 * rank + number)
             self.add_module(f"layer{rank}{number}", layer)
+
+
+def checkpoints_and_rests(folder: str) -> list[str]:
+    """Return the names in ``folder`` of checkpoints, and of what a save has left behind."""
+    return sorted(name for name in os.listdir(folder) if "tfevents" not in name and name != RECORD_NAME)
 
 
 def trained(ranks: ThreadRanks, model: Any, restored: Any = None) -> tuple[Session, list[Any]]:
@@ -926,7 +932,7 @@ def test_a_training_run_that_is_killed_at_every_point_of_a_save_ends_with_the_sa
     assert [each.code for each in ended] == [0, 0], ended
     assert [each.value for each in ended] == uninterrupted
     assert "restored step" in ended[0].output
-    left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
+    left = checkpoints_and_rests(run)
     assert left == [f"model.ckpt-{step}" for step in (14, 16, 18)]
 
 
@@ -1216,7 +1222,7 @@ def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_sam
     ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, async_save, None, True)
     assert [each.code for each in ended] == [0, 0], ended
     assert [each.value for each in ended] == uninterrupted_fsdp
-    left = sorted(name for name in os.listdir(run) if "tfevents" not in name)
+    left = checkpoints_and_rests(run)
     # The save of step 16 waits for the next step of the optimizer, because gradients have not been reduced.
     assert left == [f"model.ckpt-{step}" for step in (12, 14, 18)]
     assert sorted(os.listdir(f"{run}/model.ckpt-18")) == [
@@ -1284,4 +1290,4 @@ def test_a_full_disk_of_another_rank_raises_on_all(tmp_path: Path, async_save: b
         "on rank 1: OSError: [Errno 28] No space left on device",
         f"{message}with max_to_keep.",
     ], ended
-    assert [name for name in os.listdir(tmp_path / "run") if "tfevents" not in name] == []
+    assert checkpoints_and_rests(str(tmp_path / "run")) == []
