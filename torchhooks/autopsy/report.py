@@ -271,7 +271,8 @@ def _origin(report: dict[str, Any], origin: dict[str, Any]) -> str:
         if name is None:
             return f"{kind} in a tensor that was there before the operators that were watched ({share})."
         if name.startswith(("input", "item")):
-            return f"the data. There is {kind} in {name} of the batch ({share})."
+            where = name if name.startswith("input") else name.replace("item", "the item of the data", 1)
+            return f"the data. There is {kind} in {where} ({share})."
         return f"{name} had {kind} before step {origin['step']} ({share})."
     sentence = f"{origin['operation']} made {kind} {_PHASES[origin['phase']]}"
     if origin["step"] != report["step"]:
