@@ -154,6 +154,29 @@ def test_a_hook_that_fails_at_the_end_on_one_rank_prevents_no_checkpoint(tmp_pat
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 3]
 
 
+def test_all_ranks_skip_a_save_while_one_of_them_still_writes(tmp_path: Path) -> None:
+    class Gated(Disk):
+        def rename(self, path: str, new_path: str) -> None:
+            assert gate.wait(30)
+            super().rename(path, new_path)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        saver = Saver(async_save=True)
+        if not ranks.rank:
+            saver.disk = Gated()
+        hook = CheckpointSaverHook(tmp_path, every_n_steps=1, saver=saver, async_save="skip")
+        with MonitoredLoop(lambda: None, hooks=[hook], checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for _ in range(2):
+                loop.run()
+            if not ranks.rank:
+                gate.set()
+        return loop.global_step
+
+    gate = threading.Event()
+    assert in_threads(2, main) == [2, 2]
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 2]
+
+
 def test_a_rank_that_fails_after_the_last_run_does_not_let_the_others_wait_forever(tmp_path: Path) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         hooks = [StopAtStepHook(2), CheckpointSaverHook(tmp_path, save_steps=100)]
