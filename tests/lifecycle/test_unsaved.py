@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop
 
@@ -141,13 +141,25 @@ def test_optimizers_are_looked_at_in_the_first_runs_only(tmp_path: Path) -> None
     hooks = _global_optimizer_post_hooks
     before = len(hooks)
     training = Training(start=100)
-    loop = MonitoredLoop(training.step, training.models[0], training.optimizers[0], checkpoint_dir=tmp_path)
+    saves = [CheckpointSaverHook(tmp_path, save_steps=1)]
+    loop = MonitoredLoop(training.step, training.models[0], training.optimizers[0], hooks=saves)
     seen = [len(hooks) - before]
     for _ in range(3):
         loop.run()
         seen.append(len(hooks) - before)
-    assert seen == [1, 1, 0, 0]
+    assert seen == [1, 1, 1, 0]  # removed when a run begins, because torch iterates over them within a run
     loop.close()
     with MonitoredLoop(training.step, checkpoint_dir=tmp_path / "other"):
         assert len(hooks) == before + 1
     assert len(hooks) == before
+
+
+def test_a_hook_of_the_script_on_all_optimizers_is_called_in_each_step(tmp_path: Path) -> None:
+    training, calls = Training(), []
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=100)]
+    with MonitoredLoop(training.step, training.models[0], training.optimizers[0], hooks=hooks) as loop:
+        handle = register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(optimizer))  # after the loop's
+        for _ in range(4):
+            loop.run()
+    handle.remove()
+    assert calls == training.optimizers * 4

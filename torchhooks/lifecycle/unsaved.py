@@ -20,11 +20,16 @@ class UnsavedParts:
     Args:
         saved: the model, the optimizer and the state of the loop: what checkpoints contain.
         run: returns the number of the run in progress; ``None`` between two runs.
+        later: calls a function when the next run begins in which a hook is due.
     """
 
-    def __init__(self, saved: Iterable[Any], run: Callable[[], int | None]) -> None:
+    def __init__(
+        self, saved: Iterable[Any], run: Callable[[], int | None], later: Callable[[Callable[[], object]], object]
+    ) -> None:
         self._saved = [part for part in saved if part is not None]
         self._run = run
+        self._later = later
+        self._is_done = False
         self._first_run: int | None = None
         self._seen: set[int] = set()
         self._thread = threading.get_ident()
@@ -34,13 +39,15 @@ class UnsavedParts:
         """Stop looking."""
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        run = self._run() if threading.get_ident() == self._thread else None
+        run = self._run() if not self._is_done and threading.get_ident() == self._thread else None
         if run is None:
             return  # of another loop, or of code between two runs
         if self._first_run is None:
             self._first_run = run
         elif run > self._first_run:
-            self.close()  # what steps in later runs only is not worth a call in each of them
+            # What steps in later runs only is not worth a call in each of them. Torch iterates over the hooks now.
+            self._is_done = True
+            self._later(self.close)
         if id(optimizer) not in self._seen:
             self._seen.add(id(optimizer))
             self._check(optimizer)

@@ -495,7 +495,11 @@ class MonitoredLoop(Generic[R]):
         parts.signals.install()
         if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
             saved = [arguments.model, arguments.optimizer, *arguments.state.values()]
-            self._unsaved = UnsavedParts(saved, lambda: schedule.runs if ending.state is RUNNING else None)
+            self._unsaved = UnsavedParts(
+                saved,
+                lambda: schedule.runs if ending.state is RUNNING else None,
+                lambda call: parts.items.before_run.append(call),
+            )
         if parts.peers is not None:
             weakref.finalize(self, parts.peers.abandon).atexit = False
             parts.peers.start(arguments.step_unit, arguments.checkpoint_dir)
