@@ -54,7 +54,7 @@ def _checkpoints(path: str, export: str | None) -> int:
         raise CheckpointError(f"{path} has no undamaged checkpoint")
     if export is not None:
         _export(intact[-1].path, export)
-    # With those that are cut short, which are not in the list.
+    # With checkpoints that are cut short, which are not in the list.
     named = 1 if is_one else sum(is_checkpoint(entry.path) for entry in os.scandir(path) if entry.name[0] != ".")
     return 0 if len(intact) == named else 1
 

@@ -54,7 +54,7 @@ class Claim:
         if place in cls._all:
             return cls._all[place]
         # Before the lock is taken: after an interrupt at any moment, an unknown lock of this process would look like
-        # that of another one. A claim that is dropped releases its lock.
+        # another one's. A claim that is dropped releases its lock.
         claim = cls(place, os.open(folder, os.O_RDONLY))
         try:
             fcntl.flock(claim.file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -154,7 +154,7 @@ class Folder:
                 self.disk.remove(temporary)
 
     def commit(self, prefix: str, step: int, temporary: str, files: Files, about: dict[str, Any]) -> None:
-        """Make the folder ``temporary``, whose ``files`` are synced, a checkpoint; remove those that are not kept.
+        """Make the folder ``temporary``, whose ``files`` are synced, a checkpoint; remove what is not kept.
 
         If it raises an OSError, the older ones are unchanged. ``about`` is further entries of the manifest.
         """
@@ -217,7 +217,7 @@ class Folder:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "another process also saves checkpoints into %s, and each removes those of the other: give one of "
+                    "another process also saves checkpoints into %s, and each removes the other's: give one of "
                     "them another folder",
                     self._path,
                 )

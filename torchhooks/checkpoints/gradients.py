@@ -12,7 +12,7 @@ _SAMPLED = 2  # parameters at each end: to look at all of them after every step 
 
 
 def register_step_post_hook(optimizer: Any, hook: Callable[..., None]) -> Any:
-    """Have ``hook`` called after each completed step of ``optimizer``, or of the one that it wraps."""
+    """Have ``hook`` called after each completed step of ``optimizer``, or of the optimizer that it wraps."""
     try:
         return optimizer.register_step_post_hook(hook)
     except (

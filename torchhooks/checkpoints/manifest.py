@@ -13,7 +13,7 @@ The manifest is JSON, in one line that ends in the CRC-32 of what precedes:
      "crc32": 987654321}
 
 ``order`` numbers the checkpoints of a folder as they are written. ``files`` has the size and the CRC-32 of each file.
-``metadata`` is that of the loop, or null if JSON cannot hold it, such as a tensor. ``state.pt`` has it too.
+``metadata`` is the loop's, or null if JSON cannot hold it, such as a tensor. ``state.pt`` has it too.
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ def warn_of_buckets(session: SessionLike) -> None:
 
 
 def _begins_again(saved: Mapping[str, Any]) -> bool:
-    """Return whether an inner loop begins again in an item of an outer one that continues."""
+    """Return whether an inner loop begins again in an item of an outer loop that continues."""
     return "position" in saved and saved["position"]["path"][-1]["state"] == State.NOT_BEGUN.value
 
 

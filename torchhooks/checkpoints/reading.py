@@ -52,7 +52,7 @@ def best_checkpoint(directory: _Path) -> str:
     """Return the path of the checkpoint in ``directory`` with the highest score.
 
     Of equal scores the first counts. A BestCheckpointHook keeps its checkpoints in a folder of their own, which is
-    ``"run/best"`` if its ``checkpoint_dir`` is ``"run"``: that of the only such hook is found with ``"run"`` too.
+    ``"run/best"`` if its ``checkpoint_dir`` is ``"run"``: the only such hook's is found with ``"run"`` too.
 
     >>> saver = Saver()
     >>> with MonitoredLoop(step, model, optimizer) as loop:
@@ -142,7 +142,7 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
         path: the checkpoint, ``"run/model.ckpt-700"``, or the folder.
         model: the model. Its mode, ``train()`` or ``eval()``, stays.
         strict: whether weights that only the model or only the checkpoint has, or that have another shape or a dtype
-            which cannot hold the values, are an error. Otherwise those that match are loaded, and a warning names the
+            which cannot hold the values, are an error. Otherwise what matches is loaded, and a warning names the
             others, which are also in the ``missing_keys`` and ``unexpected_keys`` of what is returned.
 
     Raises:
@@ -203,7 +203,7 @@ def _at(path: str) -> tuple[str, dict[str, Any]]:
 def read_newest(directory: _Path, load: Callable[[str], dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
     """Return the path of the newest checkpoint that is not damaged, and what ``load(path)`` returns for it.
 
-    Logs a warning for each one that is damaged. Returns ``None`` if there is none at all.
+    Logs a warning for each damaged one. Returns ``None`` if there is none at all.
 
     Raises:
         CheckpointError: all of them are damaged.

@@ -218,7 +218,7 @@ class Saver:
         self._restore(session, choose)
 
     def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
-        """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each one that is.
+        """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each damaged one.
 
         Returns:
             The path of the checkpoint that was loaded, ``None`` if the folder has none.

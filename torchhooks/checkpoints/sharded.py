@@ -1,7 +1,7 @@
-"""Models whose parameters are DTensors, such as those of FSDP2, in files of torch.distributed.checkpoint.
+"""Models whose parameters are DTensors, as FSDP2 makes them, in files of torch.distributed.checkpoint.
 
 Each rank writes its shards, and a tensor that all ranks have is written by one of them. The plan and the results are
-exchanged between these steps by the caller, so that a rank that fails is noticed. The names of tensors are those of the
+exchanged between these steps by the caller, so that a rank that fails is noticed. Tensors have the names of the
 bare model, without what DistributedDataParallel and torch.compile put before them, so that the files fit any of these.
 
 Only tensors are in these files. They are read without running code from them: see :class:`_Unpickler`.
@@ -54,7 +54,7 @@ def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, s
 
 
 def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of ``parts``, by name, that have DTensors: modules, and optimizers of their parameters."""
+    """Return what of ``parts``, by name, has DTensors: modules, and optimizers of their parameters."""
     found: dict[str, Any] = {}
     if not dtensors_exist():
         return found
@@ -128,7 +128,7 @@ def split(parts: Mapping[str, Any], is_chief: bool) -> tuple[dict[str, Any], dic
     """Return the tensors of ``parts`` that this rank writes, and what else they have, which is plain data.
 
     The chief alone writes tensors that are not sharded, such as buffers: each rank may have its own values, of which
-    torch.distributed.checkpoint would write those of any rank.
+    torch.distributed.checkpoint would write any rank's.
     """
     names = _names_of(parts)
     tensors: dict[str, Any] = {}

@@ -11,13 +11,13 @@ A checkpoint is a dict with these entries:
 * ``"random"``: the random states of Python, NumPy and torch;
 * ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.position.position`);
 * ``"gradients"``: the gradients that have accumulated on this rank, by the number of their parameter, and
-  ``"sharded_gradients"``: those that are DTensors;
+  ``"sharded_gradients"``: the gradients that are DTensors;
 * ``"running_values"``: what running fetches have accumulated since their last reports
   (:mod:`torchhooks.fetches.accumulated`);
 * ``"ranks"``: with several ranks, what belongs to each of the others alone, from rank 1 on: its ``"random"``,
-  ``"position"`` and ``"gradients"``, the states of its hooks, those of the loaders in ``session.state``, and
+  ``"position"`` and ``"gradients"``, the states of its hooks, the states of the loaders in ``session.state``, and
   what differs from rank 0: ``"rank_tensors"``, the tensors of modules by name and the states of optimizers by number,
-  and ``"rank_parts"``, whole modules and optimizers with other tensors. The other entries are those of rank 0.
+  and ``"rank_parts"``, whole modules and optimizers with other tensors. The other entries are rank 0's.
 
 Checkpoints are always loaded with ``weights_only=True``, so that no file can run code. State that could not be loaded
 this way is refused when it is saved, with its name. It may consist of tensors, numbers, strings, bytes, ``None``, and
@@ -141,7 +141,7 @@ def belongs_to_rank(name: str, part: object) -> bool:
 
 
 def own_parts(parts: Mapping[str, Stateful]) -> dict[str, Stateful]:
-    """Return those of ``parts``, by name, of which each rank has a state of its own."""
+    """Return the part of ``parts``, by name, of which each rank has a state of its own."""
     own = {name: part for name, part in parts.items() if belongs_to_rank(name, part)}
     modules = [part for part in own.values() if isinstance(part, torch.nn.Module)]
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
@@ -524,7 +524,7 @@ _SET_LATER = frozenset(
 
 def _class_name(part: Any) -> str:
     while isinstance(part, torch.optim.Optimizer) and isinstance(vars(part).get("optimizer"), torch.optim.Optimizer):
-        part = vars(part)["optimizer"]  # Accelerate's wrapper, whose state is that of the optimizer in it
+        part = vars(part)["optimizer"]  # Accelerate's wrapper, whose state is the state of the optimizer in it
     return type(part).__name__
 
 

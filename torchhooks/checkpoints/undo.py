@@ -59,8 +59,8 @@ class Undo:
             only: the name of what is put back.
 
         Raises:
-            Exception: without ``error``, the first one that was raised meanwhile, once all the rest was put back.
-            BaseException: one that is not an ``Exception``, such as a Ctrl-C, likewise.
+            Exception: without ``error``, the first error that was raised meanwhile, once all the rest was put back.
+            BaseException: an error that is not an ``Exception``, such as a Ctrl-C, likewise.
         """
         first, changed = error, []
         for name, call in reversed(self._calls):
@@ -192,7 +192,7 @@ def _undo_load(part: Any) -> Iterable[_Call]:
         # attributes back is enough, and leaves the script the objects that it had.
         elif not isinstance(part, (Iterable, Variables)):
             yield partial(part.load_state_dict, copy.deepcopy(part.state_dict()))
-    except Exception:  # the state cannot be read or copied, such as that of a hook before its first session
+    except Exception:  # the state cannot be read or copied, such as a hook's before its first session
         pass
     if not isinstance(part, torch.nn.Module) and hasattr(part, "__dict__"):
         yield _undo_items(vars(part))

@@ -104,7 +104,7 @@ class Host:
 
     @contextmanager
     def simulating(self, kind: str, copier: Copier, holds: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-        """Bring tensors of the device type ``kind`` to the host by ``copier``, except those that the host ``holds``.
+        """Bring tensors of the device type ``kind`` to the host by ``copier``, except what the host ``holds``.
 
         For tests, such as those on a :class:`torchhooks.testing.FakeDevice`.
         """

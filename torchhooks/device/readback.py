@@ -192,8 +192,8 @@ class Readback:
         """Call ``callback(host_values)`` when copies of ``values`` have arrived on the host.
 
         ``host_values`` has the structure of ``values``, with CPU tensors in place of device tensors and seconds in
-        place of :class:`Elapsed`. The values are those of the time of the request: later updates do not reach them. If
-        nothing has to be copied from a device, the callback is called at once.
+        place of :class:`Elapsed`. The values are the values at the time of the request: later updates do not reach
+        them. If nothing has to be copied from a device, the callback is called at once.
 
         The callback is called at most ``max_lag_runs`` runs from now, if necessary by blocking for the device at the
         end of that run; 0 is the current run, and ``None`` sets no deadline. The note on an error in the callback names
@@ -238,7 +238,7 @@ class Readback:
         self._measured_call = measured(lambda delivery, values: delivery.call_back(values))
 
     def end_run(self) -> None:
-        """Send the queued requests if it is time, and call the callbacks of those that have arrived.
+        """Send the queued requests if it is time, and call the callbacks of what has arrived.
 
         Called at the end of a run. Blocks only for a request whose deadline is this run, and while more than
         :data:`MAX_BYTES` are waiting.
@@ -287,7 +287,7 @@ class Readback:
             self._bytes += nbytes
 
     def _receive(self) -> None:
-        """Move the deliveries of the oldest batch to those that have arrived. Blocks if the batch is not done."""
+        """Move the deliveries of the oldest batch to the arrived ones. Blocks if the batch is not done."""
         batch = self._in_flight.popleft()
         self._bytes -= batch.nbytes
         try:

@@ -93,7 +93,7 @@ class Snapshot:
         return [memory[number][offset : offset + nbytes] for number, offset, nbytes in places]
 
     def _provide(self, blocks: list[tuple[str, int]]) -> None:
-        """Have the held memory consist of ``blocks``, reusing those that are not much too large."""
+        """Have the held memory consist of ``blocks``, reusing blocks that are not much too large."""
         kept: list[torch.Tensor | None] = [
             block if place < len(blocks) and kind == blocks[place][0] and _fits(blocks[place][1], block) else None
             for place, (kind, block) in enumerate(self._held)
@@ -134,7 +134,7 @@ def _copy(pieces: list[tuple[np.ndarray, np.ndarray]]) -> None:
 
     number = min(torch.get_num_threads(), sum(len(of) for _, of in pieces) // _PIECE)
     helpers: list[threading.Thread] = []
-    with suppress(RuntimeError):  # no more threads can be started: those that there are copy everything
+    with suppress(RuntimeError):  # no more threads can be started: the running ones copy everything
         for _ in range(number - 1):
             helper = threading.Thread(target=work)
             helper.start()

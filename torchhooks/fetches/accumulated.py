@@ -127,7 +127,7 @@ def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> Runni
 
     Each hook has a mean of its own. It includes the run in which it is requested, and starts over after it, unless the
     hook calls ``run_context.not_reported()``. The first one begins with the first run: the loop finds the running
-    fetches that are in attributes of a hook, also in lists, tuples, dicts and ``SessionRunArgs``. One that it first
+    fetches that are in attributes of a hook, also in lists, tuples, dicts and ``SessionRunArgs``. A fetch that it first
     sees in a request counts from that run.
 
     Batches of different sizes need a ``weight``, and a mean over the epoch so far ``reset="epoch"``:

@@ -76,7 +76,7 @@ class Accumulator:
         self.total, self.count, self.made_again, self.ended = None, 0, False, False
 
     def report(self, step: int) -> Any:
-        """Return the value, and start over unless it is that of an epoch. Without a run since, return it again."""
+        """Return the value, and start over unless it covers the epoch. Without a run since, return it again."""
         total, count = self.report_total(step)
         if not count:
             return None
@@ -85,7 +85,7 @@ class Accumulator:
         return self.source.as_value(total, self.op)
 
     def report_total(self, step: int) -> tuple[Any, int]:
-        """Return the total and the number of its runs, and start over unless it is that of an epoch."""
+        """Return the total and the number of its runs, and start over unless it covers the epoch."""
         if self.count and self.of_epoch:
             self.reported = self.total, self.count
         elif self.count:
@@ -162,9 +162,9 @@ class Source:
         self.is_number = False
         """Whether the values so far were numbers on the host: a fast path."""
         self.dtype: torch.dtype | None = None
-        """That of the first value, if it is a tensor."""
+        """The first value's, if it is a tensor."""
         self.shape: torch.Size | None = None
-        """That of all values; ``None`` before the first."""
+        """All values'; ``None`` before the first."""
         self.numbers: list[_Number] = []
         self.tensors = _NOTHING
 

@@ -38,9 +38,9 @@ A name is looked up in this order: what hooks feed, the outputs of the step, wat
 and what a StepCounterHook measures.
 
 No code of the model runs when a name is looked up, because it could change the training run. A parameter that one of
-torch's parametrizations computes, such as ``spectral_norm``, has the value that it has in evaluation mode. One that
-other code computes is refused: fetch what is stored, such as ``"fc1.parametrizations.weight.original"``. A property of
-the model can be read in a closure: ``lambda model: model.scale``.
+torch's parametrizations computes, such as ``spectral_norm``, has the value that it has in evaluation mode. A tensor
+that other code computes is refused: fetch what is stored, such as ``"fc1.parametrizations.weight.original"``. A
+property of the model can be read in a closure: ``lambda model: model.scale``.
 
 A closure is called under ``torch.no_grad()``, with the original values instead of copies. Its parameters can also be
 ``model``, ``optimizer``, ``session`` and ``outputs``, which is everything that the step returned. A parameter whose

@@ -110,8 +110,8 @@ def over_ranks(fetch: Any, op: str, *, weight: Any = None, optional: bool = Fals
     mean loss = ...
 
     It is evaluated only in the runs in which a hook requests it, all of a run in one exchange between the ranks. Every
-    rank has to request it in the same run. It is refused in a hook that not every rank has, and in one that is due by
-    its own clock or by what its step returned. A mean of integers is a float. In a single process, the value is that
+    rank has to request it in the same run. It is refused in a hook that not every rank has, and in a hook that is due
+    by its own clock or by what its step returned. A mean of integers is a float. In a single process, the value is that
     of ``fetch``.
 
     A rank on which the value is ``None`` is left out. If it is ``None`` on all of them, the result is NaN.

@@ -282,7 +282,7 @@ class _NonFiniteCheck(ComposedFetch):
         self.fetch = fetch
         self.found: _Found | None = None
         self.copies = False
-        """Whether the value consists of numbers on a device. Their copies are those that other hooks request.
+        """Whether the value consists of numbers on a device. Their copies are the copies that other hooks request.
 
         Known from the previous evaluation. A larger value is only read, without a copy.
         """

@@ -178,7 +178,7 @@ def check_methods(hooks: Iterable[SessionRunHook]) -> None:
         if unused and not any(overrides(hook, method) for method in methods):
             logger.warning(
                 "hooks[%d] is a %s, which has %s, but overrides no method of SessionRunHook, so the loop calls none of "
-                "its methods. Those that it would call are %s",
+                "its methods. The methods that it would call are %s",
                 index,
                 type(hook).__name__,
                 shortened([f"{name}()" for name in unused], 4),

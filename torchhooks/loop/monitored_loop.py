@@ -73,7 +73,7 @@ class MonitoredLoop(Generic[R]):
         checkpoint_dir: the folder whose newest undamaged checkpoint is restored, here and when recovering. A
             :class:`torchhooks.CheckpointSaverHook` writes the checkpoints. If the last process ended with a NaN, the
             loop looks for :doc:`its cause </autopsy>` there. A checkpoint, such as
-            ``"run/model.ckpt-600"``, is restored itself. A recovery then restores the newest one that was saved since.
+            ``"run/model.ckpt-600"``, is restored itself. A recovery then restores the newest one saved since.
         recoverable_errors: exceptions, of a run or a background thread, after which the loop restores the newest
             checkpoint and makes the failed run again. Without a checkpoint to restore, they propagate.
         max_recoveries: the limit within an hour. The first recovery is made at once, later ones after growing pauses.

@@ -111,7 +111,7 @@ class SessionCreator:
         self._schedule.start()
 
     def _restore(self) -> str | None:
-        """Restore the newest checkpoint, or the one that the caller chose unless this loop has saved since.
+        """Restore the newest checkpoint, or the caller's choice unless this loop has saved since.
 
         Returns:
             The path of the checkpoint, ``None`` if there is none.

@@ -1,6 +1,6 @@
 """Counting the elements of a tensor in the bins of TensorBoard's histograms, where the tensor is.
 
-The bins are those of torch's SummaryWriter: their edges are 0 and 1e-12 * 1.1**k, with both signs. Sorting the elements
+The bins come from torch's SummaryWriter: their edges are 0 and 1e-12 * 1.1**k, with both signs. Sorting the elements
 takes most of the time of torch's method. Here, an element is counted by the upper 16 bits of its
 floating-point representation, its *cell*. There are more cells than bins, and no cell has two edges in it. In a cell
 with an edge, the offset in :class:`_Cells` moves the elements beyond the edge into the next cell, which is in the next
@@ -41,7 +41,7 @@ class Counts(NamedTuple):
     """The distribution of the elements of a tensor, as tensors on its device.
 
     Args:
-        bins: int64, the number of elements in each bin, and at last the number of those that have none.
+        bins: int64, the number of elements in each bin, and at last the number of elements without a bin.
         moments: float64: the minimum, the maximum, the sum and the sum of squares of the elements that have a bin.
     """
 
@@ -136,7 +136,7 @@ def _total(rows: list[list[torch.Tensor]]) -> Counts:
 
 
 def _merged(moments: torch.Tensor) -> torch.Tensor:
-    """Return the moments of all elements, given those of each part as a row."""
+    """Return the moments of all elements, given the moments of each part as a row."""
     low, high, total, squares = moments.unbind(1)
     return torch.stack([low.amin(), high.amax(), total.sum(), squares.sum()])
 
@@ -236,7 +236,7 @@ def _cells(dtype: torch.dtype, device: torch.device) -> _Cells:
     nearest = magnitudes.astype(floating)
     at_or_above = np.where(nearest < magnitudes, np.nextafter(nearest, floating(np.inf)), nearest)
     at_or_below = np.where(nearest > magnitudes, np.nextafter(nearest, floating(0)), nearest)
-    # Where the bins begin, as the bits of a magnitude. An edge itself is in the bin above it, so that of a negative
+    # Where the bins begin, as the bits of a magnitude. An edge itself is in the bin above it, so the edge of a negative
     # edge is the bin nearer to 0. END has no bin on either side.
     begin_above_0 = torch.from_numpy(at_or_above).view(signed).numpy().astype(np.int64)
     begin_below_0 = torch.from_numpy(at_or_below).view(signed).numpy() + np.int64(1)

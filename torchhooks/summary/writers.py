@@ -108,7 +108,7 @@ class WriterTarget:
 
 
 class _OneWriter:
-    """One writer of a hook: the one that it was given, or the one that is cached for ``output_dir``.
+    """One writer of a hook: the given one, or the one cached for ``output_dir``.
 
     Targets are at the same place if their writers have the same ``log_dir``, or are the same object. The loops of
     several threads, and a loop that runs within another one, may have targets at the same place: they write to one

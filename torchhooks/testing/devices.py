@@ -51,7 +51,7 @@ class FakeDevice:
         streams: the name of the stream on which each batch was copied, see :meth:`on_stream`.
         allocations: the sizes, in bytes, of the memory on the host that was allocated for copies.
         waits: how many times the thread that entered the device waited for work that was not done.
-        waits_elsewhere: the same of other threads, such as those that write checkpoints.
+        waits_elsewhere: the same of other threads, such as threads that write checkpoints.
         progress: how far the device is, in runs. Each poll that finds unfinished work advances it by one, because a run
             that finds its oldest work unfinished polls nothing else.
     """
@@ -75,7 +75,7 @@ class FakeDevice:
 
         Args:
             name: any name; outside of the block the stream is ``"default"``.
-            lag: the lag of events that are recorded on the stream, if it differs from that of the device.
+            lag: the lag of events that are recorded on the stream, if it differs from the device's.
         """
         before = self._stream, self._stream_lag
         self._stream, self._stream_lag = name, lag
