@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-from support import simulated
 
 import torchhooks.ranks.ranks
 from torchhooks import SummaryWriterCache
@@ -54,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("all" if config.option.all else "quick")
     config.stash[left_out_key] = {}
     if config.option.simulated:
+        from support import simulated
+
         simulated.register()
 
 
