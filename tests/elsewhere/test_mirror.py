@@ -238,7 +238,7 @@ def test_two_processes_resume_from_one_copy(
     for name in ("two", "three"):
         weights, calls = json.loads((tmp_path / f"{name}.result").read_text())
         assert weights == uninterrupted[0]
-        assert any(call.startswith("get model.ckpt-8~") for call in calls)
+        assert any(call.startswith("get model.ckpt-") for call in calls)  # which one depends on how fast the others are
 
 
 def test_a_machine_that_comes_back_continues_from_what_another_one_has_done(

@@ -169,9 +169,9 @@ class WithoutMethods(SessionRunHook):
 def test_a_hook_that_overrides_nothing_but_has_methods_warns_at_creation(lines: Lines) -> None:
     MonitoredLoop(half, hooks=[WithHelper(), Foreign(), Misspelled()]).close()
     expected = (
-        "hooks[{}] is a {}, but overrides no method of SessionRunHook, so the loop calls none of its methods. Those "
-        "that it would call are begin(), after_create_session(), before_run(), after_run(), why_finished(), end(), "
-        "teardown(), next_due(), sat_out(), trigger()"
+        "hooks[{}] is a {}, but overrides no method of SessionRunHook, so the loop calls none of its methods. The "
+        "methods that it would call are begin(), after_create_session(), before_run(), after_run(), why_finished(), "
+        "end(), teardown(), next_due(), sat_out(), trigger()"
     )
     assert warnings_in(lines) == [
         expected.format(1, "Foreign, which has on_epoch_end(), on_train_end()"),
