@@ -17,11 +17,13 @@ rank that promised the run in progress always holds at its end.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
@@ -56,6 +58,13 @@ from torchhooks.ranks.agreement import (
 from torchhooks.ranks.failures import end_process, is_communication_error
 from torchhooks.ranks.ranks import LoopRanks, OtherPurposeError
 from torchhooks.ranks.transport import ContactLostError, GlooTransport
+
+_EXIT_SECS = 2.0  # how long the end of the process waits for the last exchange with the other ranks
+
+
+def _join(thread: weakref.ref[threading.Thread]) -> None:
+    if (found := thread()) is not None:
+        found.join(_EXIT_SECS)
 
 
 class Peers:
@@ -108,6 +117,7 @@ class Peers:
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed. Set once, so it is read without the lock."""
         self._is_over = False  # the loop is closed, so that the connection is needed for further ticks at most
+        self._thread: threading.Thread | None = None
         self._thread_ended = threading.Event()
         self._failure_is_seen = threading.Event()  # by the training thread, which therefore hangs in no call
 
@@ -127,7 +137,8 @@ class Peers:
             LifecycleError: another rank did not create its loop in time, or created a different one.
         """
         self._transport = transport = self._ranks.connect(self._why_not_to_wait)
-        threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True).start()
+        self._thread = threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True)
+        self._thread.start()
         self._ranks.hooks_of_some = compare_loops(
             self._ranks, self._schedule, step_unit=step_unit, checkpoint_dir=checkpoint_dir
         )
@@ -263,6 +274,9 @@ class Peers:
             while self._ticks < known and not self._ticks_ended.is_set():
                 self._tick_now.set()
                 self._changed.wait()
+        if self._thread is not None and not self._thread_ended.is_set():
+            # An interpreter that ends while the thread is in a call of gloo aborts the process.
+            atexit.register(_join, weakref.ref(self._thread))
         self._end_connection()
 
     def abandon(self) -> None:
