@@ -111,9 +111,9 @@ class LoopArguments:
         if given is None and (said := os.environ.get(_STOP_BEFORE)) is not None:
             given, name = int(said) if said.isdecimal() else said, _STOP_BEFORE
         step = None if given is None else whole_number(given, name, 1)
+        # torchhooks.autopsy, which has the name of the file, is not imported before there is a NaN.
         if step is None and (folder is None or not os.path.exists(os.path.join(folder, "nan.json"))):
             return
-        # Not imported before there is a NaN.
         from torchhooks.autopsy.planning import plan
 
         planned = plan(folder, self.checkpoint, self.hooks, bool(self.steps_per_run), step)

@@ -63,6 +63,7 @@ _EXIT_SECS = 2.0  # how long the end of the process waits for the last exchange 
 
 
 def _join(thread: weakref.ref[threading.Thread]) -> None:
+    """Wait for ``thread``, when the process ends."""
     if (found := thread()) is not None:
         found.join(_EXIT_SECS)
 
