@@ -799,6 +799,21 @@ def test_a_hook_that_can_save_and_not_load_has_no_state(tmp_path: Path) -> None:
     assert saved_names(tmp_path) == set()
 
 
+def test_a_second_saver_of_a_folder_saves_a_step_again_only_for_its_listeners(tmp_path: Path, lines: Lines) -> None:
+    listener = Listener()
+    for listeners, saves in (([], 2), ([listener], 4)):
+        lines.clear()
+        folder = tmp_path / str(saves)
+        hooks = [
+            CheckpointSaverHook(folder, save_steps=9),
+            CheckpointSaverHook(folder, save_steps=9, listeners=listeners),
+        ]
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=folder) as loop:
+            loop.run()
+        assert len([text for _, text in lines if text.startswith("saving a checkpoint")]) == saves
+    assert [call[1] for call in listener.calls] == ["begin", "before_save", "after_save", "before_save", "after_save", "end"]
+
+
 # -- saving in the background -----------------------------------------------------------------------------------------
 
 

@@ -428,9 +428,12 @@ class CheckpointSaverHook(WritingHook):
             self._save(session)
 
     def _is_saved_by_another(self, session: Session) -> bool:
-        """Return whether another saver of the same folder has saved this step, so that this one need not."""
+        """Return whether another saver of the same folder has saved this step, so that this one need not.
+
+        One with listeners saves all the same, because they are called for every checkpoint.
+        """
         step, hook = session.saved_by.get(self._path, (None, self))
-        return step == session.global_step and hook is not self
+        return step == session.global_step and hook is not self and not self._listeners
 
     def _must_wait(self, session: Session) -> bool:
         """Return whether gradients have not been reduced yet, and the optimizer has made no step while a save waits."""
