@@ -31,6 +31,7 @@ from torchhooks import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
+    StepCounterHook,
     StopIfHigherHook,
     SummarySaverHook,
     grad_norm,
@@ -909,6 +910,14 @@ def test_feeds_win_over_outputs_over_step_and_rate_over_the_model_over_inputs(
 
 def test_an_output_wins_over_the_global_step_and_the_learning_rate() -> None:
     assert fetch(["global_step", "lr"], {"global_step": 7, "lr": 8}, optimizer=sgd(0.1)) == [7, 8]
+
+
+def test_a_measured_speed_wins_over_an_argument_of_the_same_name_where_it_is_measured() -> None:
+    for counters, expected in (([], 5.0), ([StepCounterHook(log=False)], math.nan)):
+        hook = RecordingHook("data_secs")
+        with MonitoredLoop(lambda data_secs: None, hooks=[*counters, hook]) as loop:
+            loop.run(5.0)
+        assert hook.results == pytest.approx([expected], nan_ok=True)
 
 
 def test_an_output_wins_over_a_gradient_of_the_same_name() -> None:

@@ -524,6 +524,11 @@ class Evaluator:
             return self._as_asked(self._outputs[name])
         if name == "global_step":
             return self.session.global_step
+        if name in SPEEDS:  # before the model and the arguments, because no run should look there for what it logs
+            measured = [speed(name, self._leaf_uncopied) for speed in self.session.speeds]
+            found = [each for each in measured if each is not None]
+            if found:
+                return max(found, key=operator.itemgetter(0))[1]
         if name.startswith("lr") and _has_rate(self.session.optimizer):
             rates = _learning_rates(self.session.optimizer)
             if name in rates:
@@ -541,10 +546,6 @@ class Evaluator:
         if value is _MISSING and name in _OF_LOOP:  # last, because steps have parameters with these names
             known = getattr(self.session, name, None)
             value = _MISSING if known is None else known
-        if value is _MISSING and name in SPEEDS:
-            measured = [speed(name, self._leaf_uncopied) for speed in self.session.speeds]
-            found = [each for each in measured if each is not None]
-            value = max(found, key=operator.itemgetter(0))[1] if found else _MISSING
         return value
 
     def _as_asked(self, output: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -155,14 +154,14 @@ class LoggingTensorHook(ReportingHook):
 
     def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
         texts = {tag: map_leaves(printable, value) for tag, value in values.items()}
-        if self._formatter is not None:
-            plain = all(isinstance(text, (np.generic, float, int, str)) for text in texts.values())
-            # TensorFlow's hook prints arrays without exponents.
-            with nullcontext() if plain else np.printoptions(suppress=True):
-                line = self._formatter(texts)
-        else:
+        if self._formatter is None:
             line = tagged_line(texts)
             line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
+        elif all([isinstance(text, (np.generic, float, int, str)) for text in texts.values()]):  # noqa: C419 - faster
+            line = self._formatter(texts)
+        else:
+            with np.printoptions(suppress=True):  # TensorFlow's hook prints arrays without exponents
+                line = self._formatter(texts)
         logger.info("%s", line)
 
 

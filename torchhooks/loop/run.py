@@ -371,9 +371,8 @@ class Lifecycle:
         number = schedule.runs + 1
         step, queue = progress.global_step, schedule.after
         if step >= queue.step or number >= queue.run or queue.moment is not None:
-            participants[:] = in_order(
-                [*participants, *(scheduled for scheduled in queue.due(step, number) if scheduled not in participants)]
-            )
+            late = [scheduled for scheduled in queue.due(step, number) if scheduled not in participants]
+            participants[:] = in_order([*participants, *late]) if participants else late
         schedule.runs = number
         planned = False
         try:

@@ -178,7 +178,7 @@ class HookQueue:
         """Return the hooks that take part in run number ``run``, which ends at ``step``, in order; a new list."""
         now = -math.inf if self.moment is None else time.monotonic()
         due = [s for s in self.waiting if step >= s.due_step or run >= s.due_run or now >= s.due_moment]
-        return in_order([*self.always, *due])
+        return in_order([*self.always, *due]) if self.always and due else due or [*self.always]
 
 
 _by_index = attrgetter("index")

@@ -9,6 +9,7 @@ This module needs tensorboard at import time. Import it only when an event file 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import socket
@@ -78,9 +79,9 @@ class EventFile:
         os.makedirs(self._folder, exist_ok=True)
         # TensorBoard reads files in the order of their names, hence the leading zeros.
         unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}"
-        path = os.path.join(self._folder, f"events.out.tfevents.{unique}{self._suffix}")
+        self._path = os.path.join(self._folder, f"events.out.tfevents.{unique}{self._suffix}")
         # Unbuffered, so that an event that was added survives a kill.
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+        self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115
         version = event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2")
         self._write(_record(version.SerializeToString()))
 
@@ -92,13 +93,18 @@ class EventFile:
             raise
 
     def _is_removed(self) -> bool:
-        return warn_if_removed(self._file, os.fsdecode(self._file.name))
+        return warn_if_removed(self._file, self._path)
 
 
 def _record(data: bytes) -> bytes:
     """Return ``data`` as a record: its length and itself, each with a checksum."""
-    length = _U64.pack(len(data))
-    return b"".join((length, _U32.pack(masked_crc32c(length)), data, _U32.pack(masked_crc32c(data))))
+    return b"".join((_header(len(data)), data, _U32.pack(masked_crc32c(data))))
+
+
+@functools.lru_cache(maxsize=256)  # the events of one hook have two or three lengths
+def _header(length: int) -> bytes:
+    packed = _U64.pack(length)
+    return packed + _U32.pack(masked_crc32c(packed))
 
 
 class _DirectFileWriter(FileWriter):
