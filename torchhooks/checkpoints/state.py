@@ -294,7 +294,7 @@ def accumulated_gradients(session: SessionLike) -> tuple[dict[str, Any], dict[st
 
 
 def load_gradients(session: SessionLike, saved: Mapping[str, Any]) -> None:
-    """Set the gradients that have accumulated to those of ``saved``, and drop those that FSDP2 has not reduced yet."""
+    """Replace the accumulated gradients by ``saved``, and drop the gradients that FSDP2 has not reduced yet."""
     if session.gradients is None:
         return
     own, shards = saved.get("gradients") or {}, saved.get("sharded_gradients") or {}

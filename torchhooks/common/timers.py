@@ -428,7 +428,7 @@ class _OnRequest(Timer):
 
 
 class OnSignal(_OnRequest):
-    """A timer that triggers in the next run after a signal has arrived, such as that of ``kill -USR1``.
+    """A timer that triggers in the next run after a signal has arrived, such as SIGUSR1 from ``kill -USR1``.
 
     >>> import signal
     >>> hook = LoggingTensorHook({"norm": grad_norm(), "step": "global_step"}, timer=OnSignal("SIGUSR1"))

@@ -56,7 +56,7 @@ def pinned(nbytes: int) -> torch.Tensor:
 class Slab:
     """A block of memory from which pieces are taken and given back, by any thread."""
 
-    # The thread that trains takes pieces. The thread that writes a checkpoint gives those of its Arrival back.
+    # The thread that trains takes pieces. The thread that writes a checkpoint gives the pieces of its Arrival back.
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory

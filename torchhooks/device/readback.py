@@ -163,7 +163,7 @@ def start_batch(deliveries: list[Delivery], nbytes: int) -> Batch:
 class Readback:
     """Copies values to the host and passes them to callbacks, in the order of the requests."""
 
-    # It has no lock, because only one thread uses it at a time: that of a loop the thread that trains, and that of an
+    # It has no lock, because only one thread uses it at a time: for a loop the thread that trains, and for an
     # Arrival the thread to which the Arrival is handed. What all of them share is the copier, which has locks.
 
     def __init__(self, wake: Callable[[], object] = bool) -> None:

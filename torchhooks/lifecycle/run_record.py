@@ -25,7 +25,7 @@ NAME = ".run.json"
 STOP_NAME = "stop-now"
 """The name of the file with which another process asks the loop to stop."""
 PERIOD_SECS = 10.0
-_RATE_SAMPLES = 7  # so that the speed is that of the last minute
+_RATE_SAMPLES = 7  # so that the speed is about the last minute
 
 
 class Record(NamedTuple):

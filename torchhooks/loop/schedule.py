@@ -272,7 +272,8 @@ class Schedule:
         self._update()  # also if no hook was called, after interrupt()
 
     def _arrive(self, request: str) -> None:
-        # In a signal handler or another thread: it only sets attributes, each hook's before those that are looked at.
+        # In a signal handler or another thread: it only sets attributes, of each hook
+        # first, and then the attributes that a run looks at.
         for scheduled in self.run_hooks:
             if request in scheduled.requests:
                 scheduled.is_asked = True

@@ -237,9 +237,9 @@ def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
     checkpoint is saved.
 
     It does not see ``torch.empty(..., pin_memory=True)`` on a device, waits inside of C++ extensions, and allocations
-    for which a device itself waits. It sees only the thread that runs the hook. Operations of the step are not listed,
-    nor are those of ``when_ready`` callbacks, whose values are on the host, nor the wait for pending values when the
-    loop closes.
+    for which a device itself waits. It sees only the thread that runs the hook. It does not list operations of
+    the step, operations of ``when_ready`` callbacks, whose values are on the host, and the wait for pending values when
+    the loop closes.
 
     Args:
         device: the type of the accelerator, such as ``"cuda"``, or ``"cpu"``, for a test that has to do the same on
@@ -442,7 +442,7 @@ class _Wait(NamedTuple):
 
 
 class _Callback(NamedTuple):
-    """A call of a ``when_ready`` callback; that of ``delivery``, unless its values were on the host at once."""
+    """A call of a ``when_ready`` callback: of ``delivery``, unless its values were on the host at once."""
 
     delivery: Delivery | None = None
 
@@ -542,7 +542,7 @@ def _following(function: Callable[..., Any], call_of: Callable[..., Any], calls:
 
 
 class _FollowedAttribute:
-    """A descriptor for an attribute of ScheduledHook, a function of the hook: the loop gets one that is followed."""
+    """A descriptor for an attribute of ScheduledHook, a function of the hook: the loop gets a followed function."""
 
     def __init__(self, name: str, method: str, calls: _Calls) -> None:
         self._name, self._method, self._calls = name, method, calls

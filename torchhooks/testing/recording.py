@@ -94,10 +94,10 @@ class RecordingHook(SessionRunHook):
     ('raises', 'ValueError')
     ('teardown',)
 
-    An entry has the name of the method. Those of ``after_create_session`` and ``end`` also have the global step, those
-    of ``before_run`` ``run_context.stop_requested``, and those of ``after_run`` the results and the global step, with
-    numbers and lists in place of tensors and arrays. The original results are in ``results``, one item for each
-    ``after_run``.
+    An entry has the name of the method. After it, entries of ``after_create_session`` and ``end`` have the global step,
+    entries of ``before_run`` have ``run_context.stop_requested``, and entries of ``after_run`` have the results and the
+    global step, with numbers and lists in place of tensors and arrays. The original results are in ``results``, one
+    item for each ``after_run``.
 
     Args:
         fetches: the fetch to request in every run.
