@@ -114,7 +114,8 @@ def test_the_reference_leaves_out_what_only_the_library_uses(name: str) -> None:
 
 
 def test_a_context_shows_what_a_hook_has_a_use_for() -> None:
-    shown = {name for name in dir(torchhooks.SessionRunContext) if not name.startswith("_")}
+    context = torchhooks.SessionRunContext
+    shown = {name for name in {*dir(context), *context.__annotations__} if not name.startswith("_")}
     assert shown - {"caller", "finished", "void"} == {
         "after_item",
         "before_next_run",

@@ -84,7 +84,7 @@ def _map_rates(function: Callable[[Any], Any], tree: GroupRates) -> GroupRates:
 
 
 def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
-    items = [map_leaves(function, item) for item in tree]
+    items = [function(item) if _mappers[type(item)] is None else map_leaves(function, item) for item in tree]
     # The constructor of a named tuple takes its fields one by one, and the constructor of a torch.Size or a
     # torch.return_types.max takes an iterable of all of them.
     return getattr(tree, "_make", type(tree))(items)
@@ -108,7 +108,7 @@ def snapshot(value: Any) -> Any:
     kind = type(value)
     if kind is float or kind is int:
         return value
-    return map_leaves(copied, value)
+    return as_snapshot(value.detach().clone()) if kind is torch.Tensor else map_leaves(copied, value)
 
 
 def copied(leaf: Any) -> Any:

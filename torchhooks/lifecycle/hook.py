@@ -224,6 +224,8 @@ class SessionRunContext:
     'StopWhenGood: loss 0...'
     """
 
+    session: Session
+    """The raw session, which evaluates fetches without calling hooks."""
     # Class attributes are defaults: a context is created in every run with hooks, and each assignment costs time.
     stop_requested: bool = False
     """Whether a hook has requested a stop in this run."""
@@ -239,13 +241,9 @@ class SessionRunContext:
 
     def __init__(self, services: RunServices, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> None:
         self._services = services
+        self.session = services.session
         self._args = args  # None in a run of loop.step(), which has none
         self._kwargs = kwargs
-
-    @property
-    def session(self) -> Session:
-        """The raw session, which evaluates fetches without calling hooks."""
-        return self._services.session
 
     @property
     def original_args(self) -> SessionRunArgs:
