@@ -27,7 +27,7 @@ def add_commands(commands: Any) -> None:
     command.set_defaults(call=lambda given: _replay(given.path, given.step))
     command = commands.add_parser("skip", help="pass over the items of some runs when the script resumes")
     command.add_argument("path", help="the checkpoint_dir of the training run")
-    command.add_argument("--steps", required=True, metavar="FIRST-LAST", help="the global steps, such as 81230-81240 or 47")
+    command.add_argument("--steps", required=True, metavar="FIRST-LAST", help="such as 81230-81240, or 47")
     command.set_defaults(call=lambda given: _skip(given.path, given.steps))
 
 
