@@ -1,5 +1,5 @@
-// Which results a search shows first: the page about a task, then the other pages with instructions, then explanations and the
-// reference. A heading comes before the rest of its page, and the whole name of a class or function before everything.
+// Which results a search shows first: the page about a task, then other pages with instructions, then explanations and
+// the reference.
 // The numbers below `score` are Sphinx's own.
 var Scorer = {
   score: ([page, title, anchor, description, score, file, kind]) => {
