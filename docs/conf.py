@@ -20,6 +20,7 @@ html_theme = "furo"
 html_title = f"torchhooks {release}"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

@@ -83,6 +83,14 @@ def test_a_range_may_end_in_the_next_epoch_and_begin_with_one(capsys: pytest.Cap
     assert json.loads(Path("run", "skip.json").read_text()) == {"steps": [[11, 14], [21, 22]]}
 
 
+def test_one_step_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    whole, made = train("list", 9, "whole"), train("list", 3)
+    assert main(["skip", "run", "--steps", "5"]) == 0
+    assert capsys.readouterr().out.endswith("it passes over the item of step 5.\n")
+    made |= train("list", 8)
+    assert list(made.values()) == [item for step, item in whole.items() if step != 5]
+
+
 def test_each_item_that_is_passed_over_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     train("list", 6)

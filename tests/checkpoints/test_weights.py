@@ -97,7 +97,10 @@ def test_what_is_no_checkpoint_is_an_error_that_says_the_way_out(tmp_path: Path)
     torch.save(model.state_dict(), plain)
     with pytest.raises(DamagedCheckpointError, match=r"with model\.load_state_dict\(torch\.load\(path\)\)$"):
         load_weights(plain, model)
-    with pytest.raises(CheckpointError, match="has no checkpoint: pass a folder that a Saver has written to"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint: pass a folder .* has written to, or a checkpoint$"):
+        load_weights(tmp_path, model)
+    save(tmp_path / "best", model)
+    with pytest.raises(CheckpointError, match=rf"such as best_checkpoint\({re.escape(repr(str(tmp_path)))}\)$"):
         load_weights(tmp_path, model)
     with pytest.raises(CheckpointError, match=r"has no model, only 'other', .*Give the loop the model"):
         load_weights(save(tmp_path, None, state={"other": nn.Linear(1, 1)}), model)

@@ -235,6 +235,7 @@ def stopping(lines: Lines, folder: Path, body: Callable[[Job], object], **argume
 def test_a_change_between_runs_without_until_stop_is_warned_of_once(tmp_path: Path, lines: Lines) -> None:
     (warning,) = stopping(lines, tmp_path, lambda job: job.scheduler.step())
     assert warning.startswith("scheduler, optimizer changed after the checkpoint of step 1 was saved in a run")
+    assert "misses what the body does after the run" in warning
 
 
 @pytest.mark.parametrize("body", [lambda job: None, lambda job: job.optimizer.zero_grad()])

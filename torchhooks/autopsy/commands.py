@@ -27,7 +27,7 @@ def add_commands(commands: Any) -> None:
     command.set_defaults(call=lambda given: _replay(given.path, given.step))
     command = commands.add_parser("skip", help="pass over the items of some runs when the script resumes")
     command.add_argument("path", help="the checkpoint_dir of the training run")
-    command.add_argument("--steps", required=True, metavar="FIRST-LAST", help="the global steps, such as 81230-81240")
+    command.add_argument("--steps", required=True, metavar="FIRST-LAST", help="such as 81230-81240, or 47")
     command.set_defaults(call=lambda given: _skip(given.path, given.steps))
 
 
@@ -80,5 +80,6 @@ def _skip(path: str, given: str) -> int:
     if request is not None:  # its runs are made again in vain
         put_aside(path, request)
     count = steps.last - steps.first + 1
-    print(f"Start the script again: from {newest.path} on, it passes over the {count} items of steps {steps.name}.")
+    items = f"item of step {steps.first}" if count == 1 else f"{count} items of steps {steps.name}"
+    print(f"Start the script again: from {newest.path} on, it passes over the {items}.")
     return 0

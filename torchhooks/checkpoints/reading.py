@@ -196,7 +196,10 @@ def _at(path: str) -> tuple[str, dict[str, Any]]:
         return path, load_file(path)
     found = read_newest(path, load_file)
     if found is None:
-        raise CheckpointError(f"{path} has no checkpoint: pass a folder that a Saver has written to, or a checkpoint")
+        best = f", such as best_checkpoint({path!r})" if has_checkpoints(os.path.join(path, "best")) else ""
+        raise CheckpointError(
+            f"{path} has no checkpoint: pass a folder that a Saver has written to, or a checkpoint{best}"
+        )
     return found
 
 

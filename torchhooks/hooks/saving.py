@@ -496,8 +496,8 @@ class CheckpointSaverHook(WritingHook):
             session.warned.add("body")
             logger.warning(
                 "%s changed after the checkpoint of step %d was saved in a run, and before the next run. A process "
-                "that resumes from it misses the change: make it in the step function, or iterate with until_stop, "
-                "which has checkpoints saved when the body of the loop is done",
+                "that resumes from it misses what the body does after the run: do it before the run or in the step "
+                "function, or iterate with until_stop, which has checkpoints saved when the body of the loop is done",
                 shortened(changed),
                 session.global_step,
             )
