@@ -811,7 +811,14 @@ def test_a_second_saver_of_a_folder_saves_a_step_again_only_for_its_listeners(tm
         with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=folder) as loop:
             loop.run()
         assert len([text for _, text in lines if text.startswith("saving a checkpoint")]) == saves
-    assert [call[1] for call in listener.calls] == ["begin", "before_save", "after_save", "before_save", "after_save", "end"]
+    assert [call[1] for call in listener.calls] == [
+        "begin",
+        "before_save",
+        "after_save",
+        "before_save",
+        "after_save",
+        "end",
+    ]
 
 
 # -- saving in the background -----------------------------------------------------------------------------------------
