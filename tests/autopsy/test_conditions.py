@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from support.rank_processes import run_ranks
+from support.rank_threads import Hub, ThreadRanks, in_threads
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchhooks import (
+    AbortedError,
     CheckpointSaverHook,
     EvaluationHook,
     LoggingTensorHook,
@@ -190,6 +192,7 @@ def test_no_checkpoint_before_the_nan_is_said() -> None:
     ("damage", "message"),
     [
         (lambda path: path.write_text("{"), "no autopsy: "),
+        (lambda path: (path.unlink(), path.mkdir()), "no autopsy: "),
         (lambda path: path.write_text("{}"), "is not what torchhooks writes: remove it"),
         (
             lambda path: path.write_text(path.read_text().replace("NanTensorHook('loss')", "NanTensorHook('other')")),
@@ -266,6 +269,74 @@ def test_runs_of_an_accumulation_that_make_no_step_are_watched_too() -> None:
     assert (report(7)["origin"]["operation"], report(7)["origin"]["module"]) == ("aten.sqrt.default", "1")
     assert report(7)["restored_step"] == 6
     assert report(7)["batch"] == 14
+
+
+def test_a_step_without_a_model_and_an_optimizer_that_the_loop_knows_is_watched_too() -> None:
+    def script() -> None:
+        def step(number: int) -> dict[str, Any]:
+            loss = torch.tensor(5.0 - number).log()
+            return {"loss": loss, "parts": [loss, torch.arange(3.0)], "name": "log"}
+
+        hooks = [NanTensorHook("loss"), CheckpointSaverHook("run", save_steps=2)]
+        with MonitoredLoop(step, hooks=hooks, checkpoint_dir="run") as loop:
+            for number in loop.until_stop(range(10)):
+                loop.run(number)
+
+    for _ in range(2):
+        with pytest.raises(NanLossDuringTrainingError):
+            script()
+    found = report(7)
+    assert found["restored_step"] == 6
+    assert (found["origin"]["operation"], found["origin"].get("module")) == ("aten.log.default", None)
+    assert (found["runs"][-1]["gradient_norm"], found["runs"][-1]["optimizer_steps"]) == (None, 0)
+    assert found["outputs"]["name"] == "log"
+    assert [isinstance(found["outputs"]["parts"][0], float), found["outputs"]["parts"][1]["max"]] == [True, 2.0]
+
+
+def test_the_checkpoint_that_the_caller_chose_is_where_an_autopsy_begins() -> None:
+    train(new_model(), 10)
+    with log_lines() as lines:
+        train(new_model(), 10, loop_arguments={"checkpoint_dir": "run/model.ckpt-4"})
+    assert ("INFO", "restored step 4 from run/model.ckpt-4") in lines
+    assert report()["restored_step"] == 4
+
+
+def test_a_chosen_checkpoint_that_comes_after_the_nan_is_named() -> None:
+    train(new_model(), 10)
+    request = json.loads(Path("run/nan.json").read_text())
+    Path("run/nan.json").write_text(json.dumps({**request, "step": 8}))
+    with log_lines() as lines:
+        train(new_model(), None, last_step=9, loop_arguments={"checkpoint_dir": "run/model.ckpt-8"})
+    assert [text for level, text in lines if level == "WARNING"] == [
+        "no autopsy of step 8, about which nan.json is: model.ckpt-8 has no checkpoint before it to begin with"
+    ]
+
+
+def test_a_recovery_after_an_autopsy_does_not_begin_it_again() -> None:
+    train(new_model(), 10)
+    model = new_model()
+    calls: list[int] = []
+
+    def fail_once(*_: Any) -> None:
+        calls.append(0)
+        if len(calls) == 6:  # of step 14
+            raise AbortedError("the connection was lost")
+
+    model.register_forward_hook(fail_once)
+    with log_lines() as lines:
+        assert train(model, None, last_step=18).global_step == 18
+    assert ("INFO", "restored step 12 from run/model.ckpt-12") in lines
+    begun = [text.split(": ")[1].partition(", to")[0] for _, text in lines if "are made again" in text]
+    assert begun == ["the runs from step 8 on are made again"]
+
+
+def test_a_request_that_cannot_be_written_hides_no_nan() -> None:
+    os.makedirs("run/nan.json")
+    with log_lines() as lines:
+        assert "loss is NaN at step 10" in str(train(new_model(), 10))
+    assert [text for level, text in lines if level == "WARNING"][-1].startswith(
+        "run/nan.json was not written, so the next process does not look for the cause: "
+    )
 
 
 def _assert_finite(output: torch.Tensor) -> None:
@@ -430,6 +501,45 @@ def test_every_rank_replays_and_the_report_names_the_rank(kind: str, tmp_path: P
     if kind == "fsdp":
         assert found["parameters"]["parameter 0.weight"]["shape"] == [4, 4]
         assert found["parameters"]["parameter 0.weight"]["part"] == [2, 4]
+
+
+def test_the_chief_writes_the_report_about_the_rank_that_made_the_nan() -> None:
+    def train_rank(ranks: ThreadRanks, hub: Hub) -> Any:
+        return train(models[ranks.rank], 10 if ranks.rank == 1 else None, loop_arguments={"ranks": ranks})
+
+    with log_lines() as lines:
+        for _ in range(2):
+            models = [new_model(), new_model()]  # here, because the threads share torch's generator
+            in_threads(2, train_rank)
+    assert len([text for _, text in lines if text.startswith("autopsy of step 10: ")]) == 1
+    found = report()
+    assert (found["rank"], found["origin"]["module"]) == (1, "1")
+    assert [each["rank"] for each in found["ranks"]] == [0, 1]
+    assert sorted(path.name for path in Path("run", "nan-10").iterdir()) == [
+        "batch-1.pt", "batch.pt", "model.ckpt-9", "report.json", "report.md", "request.json",
+    ]  # fmt: skip
+
+
+def test_the_request_of_the_first_of_several_ranks_is_kept() -> None:
+    def train_rank(ranks: ThreadRanks, hub: Hub) -> Any:
+        return train(models[ranks.rank], 10, loop_arguments={"ranks": ranks})
+
+    models = [new_model(), new_model()]
+    errors = in_threads(2, train_rank)
+    assert [type(each) for each in errors] == [NanLossDuringTrainingError] * 2
+    assert json.loads(Path("run", "nan.json").read_text())["rank"] == 0
+
+
+def test_the_chief_alone_stops_in_the_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_rank(ranks: ThreadRanks, hub: Hub) -> Any:
+        arguments = {"ranks": ranks, "stop_before": 3}
+        return train(models[ranks.rank], None, [], 4, loop_arguments=arguments).global_step
+
+    stopped: list[Any] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append(inspect.stack()[1].frame.f_locals["model"]))
+    models = [new_model(), new_model()]
+    assert in_threads(2, train_rank) == [4, 4]
+    assert stopped == models[:1]
 
 
 @pytest.mark.usefixtures("_forgets_compilations")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
+import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from support.dtensors import from_local, mesh_of_two
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -208,3 +211,67 @@ def test_every_dtype_can_be_looked_at(dtype: torch.dtype) -> None:
     assert not is_finite(torch.tensor([1.0, NAN]).to(dtype))
     assert not_finite([("fine", values), ("bad", torch.tensor([1.0, INF]).to(dtype))]) == ["bad"]
     assert [kind_of(torch.tensor([NAN, INF])), kind_of(torch.tensor([1.0, INF]))] == ["NaN", "infinity"]
+
+
+def test_code_that_was_typed_has_no_line() -> None:
+    """As in ``python -c``, where no file has the code that runs."""
+    typed: dict[str, Any] = {"torch": torch, "watched": watched, "found": queue.SimpleQueue()}
+    code = """
+def script():
+    try:
+        with watched() as operations:
+            torch.zeros(1).log()
+        found.put(operations.found)
+    except BaseException as error:
+        found.put(error)
+"""
+    exec(compile(code, "<string>", "exec"), typed)
+    _thread.start_new_thread(typed["script"], ())  # a thread of threading has its files on the stack
+    (origin,) = typed["found"].get(timeout=30)
+    assert (origin.operation, origin.phase, origin.source) == ("aten.log.default", "forward", None)
+    assert "source" not in origin.to_save()
+
+
+def test_a_module_whose_call_raised_is_not_the_module_of_what_follows() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("not today")
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Fails(), nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            try:
+                return self.first(x)
+            except ValueError:
+                return self.second(x)
+
+    model = nn.Sequential(Tries(), nn.Tanh())
+    modules = Modules(model, nullcontext)
+    modules.open()
+    model(torch.ones(3))
+    assert modules.path() is None
+    assert [(call.path, len(call.inputs)) for call in modules.calls] == [("0.second", 1), ("0", 1), ("1", 1), ("", 1)]
+    modules.close()
+
+
+def test_of_a_module_that_is_called_often_the_first_calls_are_kept() -> None:
+    layer = nn.Identity()
+    modules = Modules(layer, nullcontext)
+    modules.open()
+    for number in range(9):
+        layer(torch.tensor([float(number)]))
+    assert [call.outputs[0].to_save()["max"] for call in modules.calls] == [0.0, 1.0, 2.0, 3.0]
+    modules.close()
+
+
+def test_figures_of_a_sharded_tensor_are_of_the_part_of_this_rank() -> None:
+    with mesh_of_two() as mesh:
+        tensor = from_local(torch.tensor([[1.0, -3.0], [2.0, NAN]]), mesh)
+        assert Figures(tensor).to_save() == {
+            "shape": [4, 2], "dtype": "float32", "part": [2, 2], "min": -3.0, "max": 2.0, "mean_abs": 2.0,
+            "not_finite": 0.25,
+        }  # fmt: skip
+        assert not_finite([("weight", tensor)]) == ["weight"]

@@ -6,7 +6,9 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ import torch
 from rich.console import Console
 from support import processes
 from support.rank_processes import run_ranks
+from support.waiting import wait_until
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -28,16 +31,18 @@ from torchhooks import (
     StopAtStepHook,
     SummarySaverHook,
     latest_checkpoint,
+    list_checkpoints,
     param_norm,
 )
 from torchhooks.__main__ import main
+from torchhooks.checkpoints.files import inspect
+from torchhooks.elsewhere import commands, status
 from torchhooks.elsewhere.commands import bars, table
 from torchhooks.elsewhere.curves import Curves, Point
 from torchhooks.elsewhere.status import Watcher, span, state_of
 from torchhooks.lifecycle import requests, run_record
 from torchhooks.lifecycle.run_record import NAME, Record, read_record
-
-DEADLINE_SECS = 60.0
+from torchhooks.summary import histogram
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +59,7 @@ def train(folder: str, last_step: int, fails_at: int = -1, **loop_arguments: Any
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(number: int) -> float:
-        time.sleep(0.01)
+        time.sleep(0.01)  # what the step takes
         if number == fails_at:
             raise ValueError("the data are broken")
         return 1.0 / (1 + loop.global_step)
@@ -71,6 +76,12 @@ def train(folder: str, last_step: int, fails_at: int = -1, **loop_arguments: Any
     return loop.stop_reason
 
 
+def has_saved(folder: Path) -> bool:
+    """Return whether the training run in ``folder`` has made some steps."""
+    checkpoints = list_checkpoints(folder)
+    return bool(checkpoints) and checkpoints[-1].step >= 40
+
+
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
     """Start a training run in a process of its own, and return once it has made some steps."""
@@ -79,10 +90,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
     def start(*arguments: Any) -> BaseProcess:
         process = processes.start(tmp_path / "output", train, str(tmp_path / "run"), *arguments)
         running.append(process)
-        deadline = time.monotonic() + DEADLINE_SECS
-        while latest_checkpoint(tmp_path / "run") != str(tmp_path / "run/model.ckpt-40"):
-            assert time.monotonic() < deadline, (tmp_path / "output").read_text()
-            time.sleep(0.01)
+        wait_until(lambda: has_saved(tmp_path / "run"), lambda: (tmp_path / "output").read_text())
         return process
 
     yield start
@@ -164,6 +172,34 @@ def test_a_folder_without_a_run_has_the_newest_point_of_its_curves(
     assert said["loss"] == "0.5 at step 90"
 
 
+def test_an_empty_folder_has_no_step_and_no_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = printed_status(tmp_path, capsys)
+    assert (code, said) == (1, {"state": "no process says that it trains here", "checkpoint": "none that is whole"})
+
+
+def test_a_checkpoint_that_the_saver_removes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def inspect_late(path: str) -> Any:
+        if path.endswith("model.ckpt-20"):
+            shutil.rmtree(path)
+        return inspect(path)
+
+    train(str(tmp_path), 30)
+    monkeypatch.setattr(status, "inspect", inspect_late)
+    _, said = printed_status(tmp_path, capsys)
+    assert said["checkpoint"].startswith("model.ckpt-30, whole")
+    assert "damaged" not in said
+
+
+def test_a_histogram_is_no_curve(tmp_path: Path) -> None:
+    model, ops = torch.nn.Linear(4, 1), {"weights": histogram("weights", "weight"), "norm": param_norm()}
+    saving = SummarySaverHook(save_steps=1, output_dir=tmp_path, summary_op=ops)
+    with MonitoredLoop(lambda: None, model, hooks=[saving]) as loop:
+        loop.run()
+    assert list(Curves(str(tmp_path)).read()) == ["norm"]
+
+
 def test_stop_saves_and_waits_until_the_run_has_ended(
     started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +225,18 @@ def test_stop_says_that_a_run_does_not_answer(
     assert "still running after 0.3 s; it has not taken the request yet" in capsys.readouterr().err
 
 
+def test_stop_takes_its_request_back_from_a_run_that_has_just_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    running = Record(os.getpid(), socket.gethostname(), 1, now, 0, now, 29)
+    records = iter([running, running, running._replace(step=30, stopped="StopAtStepHook: step 30")])
+    monkeypatch.setattr(commands, "read_record", lambda path: next(records))
+    assert main(["stop", str(tmp_path)]) == 0
+    assert f"{tmp_path}: stopped at step 30 by StopAtStepHook: step 30" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_request_that_an_earlier_process_has_not_taken_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "stop-now").touch()
     assert train(str(tmp_path), 30) == "StopAtStepHook: step 30"
@@ -206,9 +254,7 @@ def test_stop_ends_all_ranks_after_the_same_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def ask() -> None:
-        deadline = time.monotonic() + DEADLINE_SECS
-        while latest_checkpoint(run) != str(run / "model.ckpt-40") and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: has_saved(run))
         main(["stop", str(run)])
 
     asking = threading.Thread(target=ask)

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.dtensors import from_local
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from support.dtensors import from_local, mesh_of_two
 
 from torchhooks import (
     Coordinator,
@@ -349,12 +347,8 @@ def test_a_fed_value_takes_precedence_over_an_output_of_the_same_name() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """A mesh of two processes, of which the other one is simulated: it takes no part in any collective."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        yield init_device_mesh("cpu", (2,))
-    finally:
-        torch.distributed.destroy_process_group()
+    with mesh_of_two() as mesh:
+        yield mesh
 
 
 @pytest.mark.parametrize("device", [None, FakeDevice(lag=2)], ids=repr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
+from support.waiting import wait_until
 
 import torchhooks.lifecycle.requests
 from torchhooks import (
@@ -172,9 +172,7 @@ def test_a_file_makes_a_hook_due_and_is_removed(tmp_path: Path) -> None:
         for _ in loop.until_stop(range(3)):
             loop.run()
         file.touch()
-        deadline = time.monotonic() + 20
-        while file.exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        wait_until(lambda: not file.exists())
         assert calls == []
         loop.run()
         loop.run()

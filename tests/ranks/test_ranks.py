@@ -22,6 +22,7 @@ import torch
 import torch.distributed
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks, check, in_threads
+from support.waiting import wait_until
 
 import torchhooks.loop.peers
 import torchhooks.ranks.ranks
@@ -524,12 +525,6 @@ def test_the_connections_of_a_loop_are_closed_with_it(fails: bool) -> None:
         return (ranks.rank, 1) in hub.closed
 
     assert in_threads(2, main) == [True, True]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not is_so() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 def test_what_values_are_gathered_for_is_forgotten_if_the_gathering_fails() -> None:

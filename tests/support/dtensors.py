@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,3 +28,16 @@ def from_local(local: torch.Tensor, mesh: Any, placement: str = "Shard(0)") -> A
     from torch.distributed import tensor
 
     return tensor.DTensor.from_local(local, mesh, [eval(placement, vars(tensor))])
+
+
+@contextmanager
+def mesh_of_two() -> Iterator[Any]:
+    """Yield a mesh of two processes, of which the other one is simulated: it takes no part in any collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        torch.distributed.destroy_process_group()

@@ -207,9 +207,7 @@ class Examination(SessionRunHook):
         """Save the state before the run, and what the run gets."""
         session, folder = run_context.session, self._folder(step)
         try:
-            if session.ranks.is_chief:
-                os.makedirs(folder, exist_ok=True)
-            session.ranks.gather(None, "the folder of an autopsy")
+            os.makedirs(folder, exist_ok=True)
             Saver().save(session, os.path.join(folder, "model.ckpt"), step - 1)
             self._report.has_state = True
             self._report.batch = _save_batch(run_context, folder)

@@ -244,8 +244,6 @@ class Operations(TorchDispatchMode):
 
     def _forward_of(self, node: Any) -> tuple[str | None, Any]:
         """Return the module and the line whose operator ``node`` differentiates."""
-        if not hasattr(node, "_sequence_nr"):
-            return None, None
         place = bisect.bisect_right(self._forward, node._sequence_nr(), key=lambda entry: entry[0])  # noqa: SLF001
         return self._forward[place - 1][1:] if place else (None, None)
 
@@ -271,10 +269,7 @@ def _frames() -> Iterator[tuple[FrameType, bool]]:
 
 def _line() -> tuple[str, int] | None:
     """Return the file and the line of the script, or of a library other than torch, that is running."""
-    for frame, is_theirs in _frames():
-        if is_theirs:
-            return frame.f_code.co_filename, frame.f_lineno
-    return None
+    return next(((frame.f_code.co_filename, frame.f_lineno) for frame, is_theirs in _frames() if is_theirs), None)
 
 
 def _is_in_optimizer() -> bool:

@@ -43,7 +43,7 @@ def plan(
         return None if stop_before is None else Plan(checkpoint, StopBefore(stop_before))
     try:
         request = read(folder)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         logger.warning("no autopsy: %s", error)
         return None
     able = [hook for hook in hooks if hasattr(hook, "why_examined")]

@@ -89,9 +89,9 @@ class MirrorHook(WritingHook):
     ) -> None:
         secrets = Secrets(str(url), storage_options)
         self._url, self._hide = secrets.url, secrets.hide
-        if self.created_with is not None:  # for the repr, and for the other ranks
-            self.created_with.arguments.pop("storage_options", None)
-            self.created_with.arguments["url"] = self._url
+        assert self.created_with is not None  # of this call, for the repr and for the other ranks
+        self.created_with.arguments.pop("storage_options", None)
+        self.created_with.arguments["url"] = self._url
         self._given_folder = os.fspath(checked_folder(folder, "folder"))
         self._folder = os.path.abspath(self._given_folder)  # a script may change the current directory while it trains
         if not isinstance(url, str) or not is_url(url):
@@ -125,7 +125,9 @@ class MirrorHook(WritingHook):
         Raises:
             CheckpointError: that is not possible, and the folder has no checkpoint to continue from.
         """
-        for attempt in range(1, _TRIES_AT_START + 1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 pulled = self._copy.pull()
                 break
