@@ -447,7 +447,7 @@ def test_without_a_terminal_each_epoch_has_a_line_at_its_end() -> None:
     assert in_epochs([1.0, 3.0], [5.0, 6.0, 7.0], [8.0], file=io.StringIO()).lines == [
         "epoch 0, batch 1/2: mean = 1",
         "epoch 0, batch 2/2: 1 batches/sec, mean = 2",
-        "epoch 1, batch 3/3: mean = 6",
+        "epoch 1, batch 3/3: 1 batches/sec, mean = 6",
         "epoch 2, batch 1/1: mean = 8",
     ]
 

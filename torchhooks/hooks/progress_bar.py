@@ -19,7 +19,7 @@ from torchhooks.common.checks import period, whole_number
 from torchhooks.common.errors import LifecycleError, NoRunYetError
 from torchhooks.common.log import fallback, logger
 from torchhooks.common.text import shown
-from torchhooks.common.timers import NEVER, Due, SecondOrStepTimer
+from torchhooks.common.timers import NEVER, NOW, Due, SecondOrStepTimer
 from torchhooks.common.trees import GroupRates, map_leaves
 from torchhooks.device.readback import Elapsed, Moment, to_host
 from torchhooks.fetches.fetch import watched_names
@@ -141,6 +141,7 @@ class ProgressBarHook(ReportingHook):
         self._timer = SecondOrStepTimer(every_secs=_REFRESH_SECS if self._shows_bar else self._log_every_secs)
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._epoch: int | None = None  # the epoch of the samples
+        self._epoch_ended = False  # whether the next run is the first of an epoch
         self._shown: _Count | None = None
         self._rate: float | None = None
 
@@ -164,7 +165,8 @@ class ProgressBarHook(ReportingHook):
         return self._request
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if not self._due:
+        begins, self._epoch_ended = self._epoch_ended, run_context.ends_epoch
+        if not (self._due or begins):
             return
         session = run_context.session
         count = self._count(session)
@@ -172,6 +174,8 @@ class ProgressBarHook(ReportingHook):
             self._samples.clear()
             self._epoch = count.epoch
         self._samples.append(_Sample(Moment(session.device), count.done, []))
+        if not self._due:
+            return
         first, last = self._samples[0], self._samples[-1]
         duration = Elapsed(first.moment, last.moment)
         secs = duration if duration.events else duration.host_secs
@@ -202,7 +206,8 @@ class ProgressBarHook(ReportingHook):
     def next_due(self) -> Due:
         if not self.writes:
             return NEVER
-        due: Due = self._timer.next_due()
+        # The rate of an epoch is measured from its first run on.
+        due: Due = NOW if self._epoch_ended else self._timer.next_due()
         return due._replace(epochs=1) if self._per_epoch else due
 
     def _add_pause(self, pause: Elapsed) -> None:
