@@ -41,3 +41,16 @@ def mesh_of_two() -> Iterator[Any]:
         yield init_device_mesh("cpu", (2,))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def mesh_of_one() -> Iterator[Any]:
+    """Yield a mesh of this process alone, with real collectives."""
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
