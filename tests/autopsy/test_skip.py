@@ -91,6 +91,27 @@ def test_one_step_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(made.values()) == [item for step, item in whole.items() if step != 5]
 
 
+@pytest.mark.parametrize("last", [10, 11])
+def test_items_beyond_the_limit_of_an_epoch_are_neither_passed_over_nor_taken(last: int) -> None:
+    """Each epoch takes 5 of the items: the last two of an epoch are passed over, and the first of the next epoch."""
+
+    def train_limited(last_step: int, folder: str = "run") -> dict[int, str]:
+        made: dict[int, str] = {}
+        hooks = [StopAtStepHook(last_step=last_step), CheckpointSaverHook(folder, save_steps=3)]
+        with MonitoredLoop(
+            lambda item: made.update({loop.global_step + 1: f"{loop.epoch}:{item}"}), hooks=hooks, checkpoint_dir=folder
+        ) as loop:
+            for _ in loop.until_stop(range(5)):
+                for item in loop.until_stop(list(range(12)), limit=5):
+                    loop.run(item)
+        return made
+
+    whole, made = train_limited(20, "whole"), train_limited(7)
+    assert main(["skip", "run", "--steps", f"9-{last}"]) == 0
+    made |= train_limited(15)
+    assert list(made.values()) == [item for step, item in whole.items() if not 9 <= step <= last][:15]
+
+
 def test_each_item_that_is_passed_over_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     train("list", 6)

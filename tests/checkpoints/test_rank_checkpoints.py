@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed
 from support import paths
+from support.dtensors import simulated_group
 from support.paths import ROOT
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
@@ -355,6 +356,31 @@ def test_weights_that_are_meant_to_differ_and_equal_ones_are_not_warned_of(
 ) -> None:
     save_and_restore(tmp_path, make)
     assert not [text for level, text in lines if level == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("options", "warnings"),
+    [({}, 1), ({"static_graph": True}, 1), ({"find_unused_parameters": True}, 0)],
+)
+def test_a_restored_ddp_of_three_ranks_that_will_add_in_another_order_is_named_once(
+    tmp_path: Path, lines: list[tuple[str, str]], options: dict[str, bool], warnings: int
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        of_loop = connected(ranks)
+        session = Session(torch.nn.Linear(1, 1), state={"teacher": models[ranks.rank]}, ranks=of_loop)
+        session.global_step = 3
+        saver = Saver()
+        saver.save(session, tmp_path / "model.ckpt", 3)
+        for _ in range(2):
+            saver.restore_latest(session, tmp_path)
+
+    with simulated_group(3):
+        parallel = torch.nn.parallel.DistributedDataParallel
+        models = [parallel(torch.nn.Linear(1, 1), **options) for _ in range(3)]
+    assert in_threads(3, main) == [None] * 3
+    said = [text for _, text in lines if "adds gradients in another order in its first step" in text]
+    assert len(said) == warnings
+    assert all(text.startswith("'teacher' is a DistributedDataParallel on 3 ranks") for text in said)
 
 
 def test_what_ranks_have_in_common_is_saved_once(tmp_path: Path) -> None:

@@ -626,6 +626,17 @@ def test_a_state_is_renamed_for_a_wrapped_model_and_back() -> None:
 # -- the command ----------------------------------------------------------------------------------------------------
 
 
+def test_an_export_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Saver().save(make_session(1, False), tmp_path / "run" / "model.ckpt", 1)
+    taken = tmp_path / "weights.pt"
+    taken.mkdir()
+    assert main(["checkpoints", str(tmp_path / "run"), "--export", str(taken)]) == 1
+    assert "Is a directory" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "weights.pt"]
+
+
 @pytest.mark.parametrize("shards", [True, False])
 def test_the_command_lists_and_exports(tmp_path: Path, shards: bool, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchhooks.common.files import warn_if_removed
+from torchhooks.common import files
+from torchhooks.common.files import Disk, warn_if_removed
 
 Lines = list[tuple[str, str]]
 
@@ -54,3 +55,14 @@ def test_a_file_system_that_counts_no_links_removes_nothing(
     fields[3] = 0  # st_nlink
     monkeypatch.setattr(os, "fstat", lambda number: os.stat_result(fields))
     assert (warn_if_removed(file, str(tmp_path / "file")), lines) == (False, [])
+
+
+def test_a_system_that_opens_no_folders_renames_without_waiting_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", path)  # as Windows
+
+    monkeypatch.setattr(files, "fcntl", None)
+    monkeypatch.setattr(os, "open", fail)
+    Disk().sync_folder(str(tmp_path))

@@ -479,7 +479,9 @@ def test_a_folder_with_an_older_checkpoint_continues_from_it_if_all_newer_ones_o
     damage(tmp_path / "store", "model.ckpt-12~*/state.pt")
     lines.clear()
     train(str(run), url, {})
-    assert ("WARNING", "model.ckpt-12 in the copy is damaged (state.pt): an older one is used") in lines
+    assert [text for level, text in lines if level == "WARNING"] == [
+        "model.ckpt-12 in the copy is damaged (state.pt): an older one is used"
+    ]
     assert any(text.startswith("restored step 8 from") for _, text in lines)
 
 

@@ -140,6 +140,45 @@ def test_a_guard_that_stops_at_the_end_too_prevents_the_last_checkpoint(
     assert warnings_in(lines) == ["no checkpoint of step 3: StopIteration: enough"]
 
 
+def test_an_error_of_a_guard_at_the_end_that_is_a_kind_of_stop_iteration_is_raised(tmp_path: Path) -> None:
+    class OutOfData(StopIteration):
+        pass
+
+    class Guard(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            self.session = session
+            session.guard_checkpoints(self.refusal)
+
+        def refusal(self) -> None:
+            if self.session.global_step == 1:
+                raise OutOfData("of the guard")
+
+    hooks = [Guard(), CheckpointSaverHook(tmp_path, save_steps=5)]
+    loop = MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path)
+    loop.run()
+    with pytest.raises(OutOfData, match="of the guard"):
+        loop.close()
+    assert steps(tmp_path) == [0]
+
+
+def test_the_end_waits_for_a_saver_of_the_script_that_can_only_wait(tmp_path: Path) -> None:
+    class OwnSaver:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def save(self, session: Session, path: str, step: int, **_: Any) -> str:
+            self.calls.append(f"save {step}")
+            return f"{path}-{step}"
+
+        def wait(self) -> None:
+            self.calls.append("wait")
+
+    saver: Any = OwnSaver()
+    with MonitoredLoop(lambda: None, hooks=[CheckpointSaverHook(tmp_path, save_steps=5, saver=saver)]) as loop:
+        loop.run()
+    assert saver.calls == ["save 0", "save 1", "wait"]
+
+
 def test_a_loop_without_a_run_saves_once(tmp_path: Path) -> None:
     listener = Listener()
     hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])

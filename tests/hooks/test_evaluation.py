@@ -607,6 +607,14 @@ def test_a_value_before_the_first_evaluation_is_an_error_that_names_the_guard() 
             evaluation.values["error"]
 
 
+def test_a_value_that_the_evaluation_does_not_return_is_an_error_that_names_the_values() -> None:
+    evaluation = EvaluationHook(lambda: {"error": 1.0, "recall": 0.5}, every_n_steps=1)
+    with MonitoredLoop(lambda: None, hooks=[evaluation]) as loop:
+        loop.run()
+        with pytest.raises(KeyError, match="accuracy: the evaluation returned error, recall"):
+            evaluation.values["accuracy"]
+
+
 def test_without_log_the_results_are_for_other_hooks_only() -> None:
     evaluation = EvaluationHook(lambda global_step: {"error": 1 / global_step}, every_n_steps=2, log=False)
     display = LoggingTensorHook({"error": evaluation["error"]}, every_n_steps=2)

@@ -214,6 +214,15 @@ def test_a_file_that_cannot_be_written_leaves_nothing_in_the_folder(
     assert timelines(tmp_path) == []
 
 
+def test_a_folder_that_cannot_be_written_to_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(profile: Any, path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
+    with pytest.raises(PermissionError, match="Permission denied"):
+        trace(ProfilerHook(save_steps=2, output_dir=tmp_path), losses=[0.1] * 3)
+
+
 def test_the_time_that_writing_takes_is_not_counted(tmp_path: Path) -> None:
     pauses: list[Any] = []
 

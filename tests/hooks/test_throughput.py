@@ -26,6 +26,7 @@ from torchhooks import (
     grad_norm,
     param_norm,
 )
+from torchhooks.hooks import throughput
 from torchhooks.hooks.throughput import FlopCount, Tokens, described, known_peak_flops, memory
 from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, sync_audit
 
@@ -227,6 +228,14 @@ def test_the_memory_of_the_host_is_reported(caplog: pytest.LogCaptureFixture) ->
     assert [step for step, _ in points] == [3, 5]
     assert all(2**20 < value < 2**45 for _, value in points)
     assert any(re.fullmatch(r"host memory: [\d.]+ GiB", message) for message in caplog.messages)
+
+
+def test_a_system_without_proc_reports_no_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_proc(path: str, **_: Any) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(throughput, "open", no_proc, raising=False)
+    assert "memory/host" not in counted(lambda: 0.5, memory=True).points
 
 
 def test_everything_is_in_one_log_line() -> None:

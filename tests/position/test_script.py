@@ -46,6 +46,7 @@ def names_in(
 
 
 CARRIED = {
+    "i: int = 0\nfor x in until_stop(data):\n    n: int = i + x\n    i: int = n": ["i"],
     "i = 0\nfor x in until_stop(data):\n    i += 1": ["i"],
     "i = 0\nfor x in until_stop(data):\n    i = i + 1": ["i"],
     "a = b = 0\nfor x in until_stop(data):\n    a, b = x, a": ["a"],
@@ -91,6 +92,7 @@ NOT_CARRIED = [
     "for x in until_stop(data):\n    run(random.random() + np.random.rand() + float(torch.rand(1)))",
     "for x in until_stop(data):\n    total = sum(y for y in [x])",
     "from random import choice\nfor x in until_stop(data):\n    run(choice([x]))",
+    "i = 0\nfor x in until_stop(data):\n    run(i)\n    i: int",
     "i = 0\nfor y in data:\n    i += 1\nfor x in until_stop(data):\n    run(i)",
 ]
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from support.accelerators import DEVICE
+from support.dtensors import from_local, mesh_of_one
 from support.events import read
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
 from torch.utils.tensorboard.summary import make_histogram
 
 from torchhooks import MonitoredLoop, SummarySaverHook
-from torchhooks.summary.histograms import END, as_histogram, can_count, count, count_array, edges
+from torchhooks.summary.histograms import END, as_histogram, can_count, count, count_array, counts_of, edges
 from torchhooks.summary.operations import (
     Summary,
     check_writer,
@@ -240,6 +241,22 @@ def test_a_writer_that_takes_no_counts_gets_the_elements(writer: Arrays) -> None
     write_summaries(writer, evaluated(writer, torch.tensor([1.0, 2.0])), 7)
     ((tag, values, step),) = writer.got
     assert (tag, values.tolist(), step) == ("w", [1.0, 2.0], 7)
+
+
+def test_a_writer_that_takes_no_counts_gets_no_histogram_without_a_bin(lines: list[tuple[str, str]]) -> None:
+    writer = Arrays()
+    write_summaries(writer, evaluated(writer, torch.tensor([math.inf, math.nan])), 7)
+    assert writer.got == []
+    assert [level for level, text in lines if "2 of 2" in text] == ["WARNING"]
+
+
+def test_each_element_of_a_dtensor_is_counted() -> None:
+    with mesh_of_one() as mesh:
+        parts = counts_of(from_local(torch.tensor([1.0, -2.0, 2.0]), mesh), is_shared=True)
+        assert repr(parts) == "the histogram of a DTensor of shape (3,)"
+        counts = parts.combined()
+    expected = count(torch.tensor([1.0, -2.0, 2.0]))
+    assert all(torch.equal(found, each) for found, each in zip(counts, expected, strict=True))
 
 
 def test_a_method_of_the_writer_itself_counts_as_overriding() -> None:

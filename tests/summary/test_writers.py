@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from support.events import curve, steps
 
@@ -32,6 +33,14 @@ def test_a_given_writer_is_the_writer_until_it_is_closed() -> None:
 
 def test_the_writer_of_a_folder_comes_from_the_cache(tmp_path: Path) -> None:
     assert WriterTarget(tmp_path, None).open() is SummaryWriterCache.get(tmp_path)
+
+
+def test_an_address_gets_the_writer_of_tensorboard_which_knows_stores() -> None:
+    writer = SummaryWriterCache.get("memory://bucket/curves")
+    writer.add_scalar("loss", 0.5, 3)
+    SummaryWriterCache.clear()
+    (file,) = fsspec.filesystem("memory").ls("/bucket/curves", detail=False)
+    assert "tfevents" in file
 
 
 def test_two_targets_with_one_folder_share_a_writer_and_a_file(tmp_path: Path) -> None:

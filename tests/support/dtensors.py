@@ -31,13 +31,34 @@ def from_local(local: torch.Tensor, mesh: Any, placement: str = "Shard(0)") -> A
 
 
 @contextmanager
-def mesh_of_two() -> Iterator[Any]:
-    """Yield a mesh of two processes, of which the other one is simulated: it takes no part in any collective."""
-    from torch.distributed.device_mesh import init_device_mesh
+def simulated_group(size: int) -> Iterator[None]:
+    """Make a process group of which the other processes are simulated: they take no part in any collective."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def mesh_of_two() -> Iterator[Any]:
+    """Yield a mesh of two processes, of which the other one is simulated."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with simulated_group(2):
         yield init_device_mesh("cpu", (2,))
+
+
+@contextmanager
+def mesh_of_one() -> Iterator[Any]:
+    """Yield a mesh of this process alone, with real collectives."""
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
     finally:
         torch.distributed.destroy_process_group()

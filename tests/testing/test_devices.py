@@ -73,6 +73,15 @@ def test_a_value_that_has_arrived_is_not_waited_for() -> None:
         assert device.waits == 0
 
 
+def test_the_time_between_two_events_is_unknown_until_the_device_has_reached_both() -> None:
+    device = FakeDevice(lag=2)
+    first, second = device.moment(torch.device("cpu")), device.moment(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="the device has not reached both events"):
+        second.secs_since(first)
+    second.wait()
+    assert second.secs_since(first) >= 0
+
+
 @pytest.mark.parametrize("device", [FakeDevice(), FakeDevice(lag=3, speed=2.0)])
 def test_the_repr_makes_the_device_again(device: FakeDevice) -> None:
     again = eval(repr(device))
