@@ -269,7 +269,8 @@ def _origin(report: dict[str, Any], origin: dict[str, Any]) -> str:
         name = origin.get("tensor")
         share = shown_figures(origin["outputs"][0]) if origin.get("outputs") else ""
         if name is None:
-            return f"{kind} in a tensor that was there before the operators that were watched ({share})."
+            used = f", first used in {_source(origin)}" if "source" in origin else ""
+            return f"{kind} in a tensor that was there before the operators that were watched ({share}){used}."
         if name.startswith(("input", "item")):
             where = name if name.startswith("input") else name.replace("item", "the item of the data", 1)
             return f"the data. There is {kind} in {where} ({share})."
@@ -286,9 +287,13 @@ def _origin(report: dict[str, Any], origin: dict[str, Any]) -> str:
     if "node" in origin:
         sentence += f", as {origin['node']}"
     if "source" in origin:
-        source = origin["source"]
-        sentence += f" ({os.path.basename(source['file'])}:{source['line']}: {source['text']})"
+        sentence += f" ({_source(origin)})"
     return sentence + "."
+
+
+def _source(origin: dict[str, Any]) -> str:
+    source = origin["source"]
+    return f"{os.path.basename(source['file'])}:{source['line']}: {source['text']}"
 
 
 def _module(report: dict[str, Any], path: str) -> str:
