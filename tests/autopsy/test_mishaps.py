@@ -84,3 +84,66 @@ def test_an_autopsy_that_is_interrupted_is_made_by_the_next_process(error: Any, 
     assert Path("run/nan.json").exists()
     train()
     assert operation() == "aten.sqrt.default"
+
+
+def _without(name: str) -> Callable[[Path], object]:
+    def damage(path: Path) -> None:
+        path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != name}))
+
+    return damage
+
+
+def _with_text_as_step(path: Path) -> None:
+    path.write_text(path.read_text().replace(f'"step": {NAN_AT}', f'"step": "{NAN_AT}"'))
+
+
+def _as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_text(""),
+        lambda path: path.write_bytes(path.read_bytes()[:200]),
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        lambda path: path.write_text("[1]"),
+        _with_text_as_step,
+        _without("message"),
+        _without("environment"),
+        _as_folder,
+    ],
+)
+def test_a_damaged_request_is_named_and_replaced_by_the_next_one(
+    damage: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train()
+    path = Path("run", "nan.json")
+    damage(path)
+    for command in (["nan", "run"], ["replay", "run", "--step", str(NAN_AT)]):
+        assert main(command) == 1
+        assert f"{path} " in capsys.readouterr().err
+    with log_lines() as lines:
+        train()
+    (warning,) = [text for _, text in lines if text.startswith("no autopsy: ")]
+    assert warning.startswith(f"no autopsy: {path} ")
+    assert warning.endswith(": remove it")
+    if path.is_dir():
+        path.rmdir()
+        train()
+    train()
+    assert operation() == "aten.sqrt.default"
+
+
+def test_what_an_autopsy_found_is_said_where_its_report_cannot_be_written() -> None:
+    train()
+    Path("run", f"nan-{NAN_AT}").touch()
+    with log_lines() as lines:
+        train()
+    assert any(text.startswith("Cause: aten.sqrt.default made a NaN") for _, text in lines)
+    assert any(text.startswith("the report of the autopsy was not written into ") for _, text in lines)
+    assert not any(text.startswith("The report is") for _, text in lines)
+    os.remove(f"run/nan-{NAN_AT}")
+    train()
+    assert operation() == "aten.sqrt.default"

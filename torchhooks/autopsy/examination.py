@@ -272,7 +272,6 @@ class Examination(SessionRunHook):
         folder = self._folder(self._report.step)
         if session.ranks.is_chief or len(ranks) < session.ranks.size:
             try:
-                os.makedirs(folder, exist_ok=True)
                 report = write_report(folder, ranks, self._request)
                 checkpoint_dir, earlier = os.path.dirname(folder), began_before(report)
                 requests.put_aside(checkpoint_dir, self._request)
