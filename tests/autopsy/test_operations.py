@@ -275,3 +275,35 @@ def test_figures_of_a_sharded_tensor_are_of_the_part_of_this_rank() -> None:
             "not_finite": 0.25,
         }  # fmt: skip
         assert not_finite([("weight", tensor)]) == ["weight"]
+
+
+def test_a_nan_comes_before_a_mask_of_infinities_that_it_meets() -> None:
+    """The mask of an attention is there first, and is no cause: the NaN is."""
+    mask = torch.full((4, 4), -INF).triu(1)
+    with watched(mask=mask) as operations:
+        scores = (torch.ones(4, 4) - 2).sqrt() + mask
+        weights = scores.softmax(-1)
+    origin = operations.origin_of((mask, weights))
+    assert origin is not None
+    assert (origin.operation, origin.kind, origin.became_nan) == ("aten.sqrt.default", "NaN", None)
+    assert operations.first_alive() is origin
+
+
+def test_a_mask_of_infinities_that_makes_the_nan_itself_is_the_cause() -> None:
+    mask = torch.full((4, 4), -INF)
+    with watched(mask=mask) as operations:
+        weights = (torch.ones(4, 4) + mask).softmax(-1)
+    origin = operations.origin_of(weights)
+    assert origin is not None
+    assert origin.became_nan is not None
+    assert (origin.tensor, origin.became_nan.operation) == ("mask", "aten._softmax.default")
+
+
+def test_a_value_that_no_operator_made_has_the_line_that_uses_it_first() -> None:
+    with watched() as operations:
+        rows = torch.ones(4)
+        rows[2] = NAN
+        total = rows.sum()
+    origin = operations.origin_of(total)
+    assert origin is not None
+    assert (origin.phase, origin.to_save()["source"]["text"]) == ("before", "rows[2] = NAN")

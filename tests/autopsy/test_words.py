@@ -67,6 +67,11 @@ GONE: dict[str, Any] = {"came_back": False}
             {"origin": {**MADE, "phase": "before"}},
             "Cause: a NaN in a tensor that was there before the operators that were watched ().",
         ),
+        (
+            {"origin": {**MADE, "phase": "before", "source": {"file": "/a/b.py", "line": 7, "text": "x[0] = nan"}}},
+            "Cause: a NaN in a tensor that was there before the operators that were watched (), first used in "
+            "b.py:7: x[0] = nan.",
+        ),
         ({"not_finite_at_start": ["bias"]}, "The state: bias is not finite when this process began."),
         ({"eager": True}, "This run was made in eager mode, without torch.compile, and shows the same."),
         ({"request": SPIKE}, "No output of a module and no gradient is twice as large as in the runs before."),

@@ -126,7 +126,8 @@ class Examination(SessionRunHook):
         self._watch.close()
         if self._is_over or not hasattr(self, "_session"):
             return
-        self._report.origin = (self._operations.read or self._operations.first_alive()) if begun else None
+        # Not after a Ctrl-C, which leaves whatever the step was in the middle of.
+        self._report.origin = self._alive() if begun and isinstance(sys.exception(), Exception) else None
         if self._report.origin is None:
             logger.warning(
                 "no autopsy was made: the loop ended at step %d, before step %d",
@@ -227,6 +228,13 @@ class Examination(SessionRunHook):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
+    def _alive(self) -> Origin | None:
+        """Return the origin of what was not finite when the step raised an error."""
+        found = self._operations.read or self._operations.first_alive()
+        is_nan = found is not None and (found.kind == "NaN" or found.became_nan is not None)
+        # In an earlier step, the infinities of a mask say nothing about an error such as that of a full device.
+        return found if is_nan or self._session.global_step + 1 >= self._step else None
+
     def _origin(self, raw: Any, outputs: Any) -> Origin | None:
         """Return the origin of the value in question, or else of what is not finite after the step."""
         operations, session = self._operations, self._session
@@ -262,7 +270,6 @@ class Examination(SessionRunHook):
         folder = self._folder(self._report.step)
         if session.ranks.is_chief or len(ranks) < session.ranks.size:
             try:
-                os.makedirs(folder, exist_ok=True)
                 report = write_report(folder, ranks, self._request)
                 checkpoint_dir, earlier = os.path.dirname(folder), began_before(report)
                 requests.put_aside(checkpoint_dir, self._request)

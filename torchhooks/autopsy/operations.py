@@ -49,7 +49,8 @@ class Origin:
     module: str | None = None
     """The path of the module in whose ``forward`` the operator is; ``None`` outside of any."""
     source: tuple[str, int] | None = None
-    """The file and the line of the script. In the backward pass, of the operator that is differentiated."""
+    """The file and the line of the script: in the backward pass, of the operator that is differentiated; of what was
+    there before and has no name, of the operator that used it first."""
     node: str | None = None
     """In the backward pass, the node of the graph, as ``"DivBackward0"``."""
     tensor: str | None = None
@@ -122,12 +123,12 @@ class Operations(TorchDispatchMode):
         found = []
         for tensor in map(part_of, tensors_in(value)):
             if has_numbers(tensor) and not is_finite(tensor):
-                found.append(self._origins.get(_memory(tensor)) or self._was_there(None, tensor))
-        return min(found, key=lambda origin: origin.number, default=None)
+                found.append((kind_of(tensor), self._origins.get(_memory(tensor)) or self._was_there(None, tensor)))
+        return _first(found)
 
     def first_alive(self) -> Origin | None:
         """Return the first origin of what is not finite now, as far as it was not replaced."""
-        return min(self._origins.values(), key=lambda origin: origin.number, default=None)
+        return _first((each.kind if each.became_nan is None else "NaN", each) for each in self._origins.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -201,19 +202,20 @@ class Operations(TorchDispatchMode):
 
     def _origin_among(self, given: list[torch.Tensor], written: set[int]) -> Origin | None:
         """Return the first origin of what is not finite in ``given``; of what was ``written``, as it was before."""
-        found: list[Origin] = []
+        found: list[tuple[str, Origin]] = []
         for each in given:
             memory = _memory(each)
             if memory in self._empty or not has_numbers(each):
                 continue
             known = self._origins.get(memory)
             if memory in written:
-                found += [] if known is None else [known]
+                found += [] if known is None else [(known.kind, known)]
             elif not is_finite(each):
                 if known is None:
                     self._origins[memory] = known = self._was_there(self._names.get(memory), each)
-                found.append(known)
-        return min(found, key=lambda origin: origin.number, default=None)
+                    known.source = _line()
+                found.append((kind_of(each), known))
+        return _first(found)
 
     def _was_there(self, name: str | None, tensor: torch.Tensor) -> Origin:
         origin = Origin(len(self.found), self._step, "before", kind_of(tensor), tensor=name, outputs=[Figures(tensor)])
@@ -246,6 +248,14 @@ class Operations(TorchDispatchMode):
         """Return the module and the line whose operator ``node`` differentiates."""
         place = bisect.bisect_right(self._forward, node._sequence_nr(), key=lambda entry: entry[0])  # noqa: SLF001
         return self._forward[place - 1][1:] if place else (None, None)
+
+
+def _first(found: Iterable[tuple[str, Origin]]) -> Origin | None:
+    """Return the first origin in ``found`` of a NaN, or else of an infinity; each has the kind of what it led to.
+
+    What meets a NaN is not its cause, however early it was there: the infinities of a mask, above all.
+    """
+    return min(found, key=lambda each: (each[0] != "NaN", each[1].number), default=("", None))[1]
 
 
 def _memory(tensor: torch.Tensor) -> int:

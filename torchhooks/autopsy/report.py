@@ -168,17 +168,26 @@ def _notes(unreadable: int) -> list[str]:
 
 
 def write_report(folder: str, ranks: list[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """Write the report about what ``ranks`` have found into ``folder``, log the beginning, and return it."""
+    """Write the report about what ``ranks`` have found into ``folder``, log the beginning, and return it.
+
+    Raises:
+        OSError: it cannot be written. What it says is logged all the same.
+    """
     chosen = min(ranks, key=_order)
     report = {**chosen, "request": request, "of_ranks": len(ranks)}
     if len(ranks) > 1:
         report["ranks"] = [{name: each[name] for name in ("rank", "problem", "origin")} for each in ranks]
     report["lines"] = lines = lines_of(report, folder)
-    write_json(os.path.join(folder, "report.json"), report)
-    with open(os.path.join(folder, "report.md"), "w", encoding="utf-8") as file:
-        file.write(as_markdown(report, lines))
-    for line in lines:
-        logger.warning("%s", line)
+    is_written = False
+    try:
+        os.makedirs(folder, exist_ok=True)
+        write_json(os.path.join(folder, "report.json"), report)
+        with open(os.path.join(folder, "report.md"), "w", encoding="utf-8") as file:
+            file.write(as_markdown(report, lines))
+        is_written = True
+    finally:
+        for line in lines if is_written else lines[:-1]:  # the last one says where the report is
+            logger.warning("%s", line)
     return report
 
 
@@ -269,7 +278,8 @@ def _origin(report: dict[str, Any], origin: dict[str, Any]) -> str:
         name = origin.get("tensor")
         share = shown_figures(origin["outputs"][0]) if origin.get("outputs") else ""
         if name is None:
-            return f"{kind} in a tensor that was there before the operators that were watched ({share})."
+            used = f", first used in {_source(origin)}" if "source" in origin else ""
+            return f"{kind} in a tensor that was there before the operators that were watched ({share}){used}."
         if name.startswith(("input", "item")):
             where = name if name.startswith("input") else name.replace("item", "the item of the data", 1)
             return f"the data. There is {kind} in {where} ({share})."
@@ -286,9 +296,13 @@ def _origin(report: dict[str, Any], origin: dict[str, Any]) -> str:
     if "node" in origin:
         sentence += f", as {origin['node']}"
     if "source" in origin:
-        source = origin["source"]
-        sentence += f" ({os.path.basename(source['file'])}:{source['line']}: {source['text']})"
+        sentence += f" ({_source(origin)})"
     return sentence + "."
+
+
+def _source(origin: dict[str, Any]) -> str:
+    source = origin["source"]
+    return f"{os.path.basename(source['file'])}:{source['line']}: {source['text']}"
 
 
 def _module(report: dict[str, Any], path: str) -> str:

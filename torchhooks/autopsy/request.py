@@ -33,6 +33,9 @@ ASIDE = "request.json"
 Request = dict[str, Any]
 """What ``nan.json`` contains."""
 
+_TYPES = {"step": int, "kind": str, "message": str, "hook": str, "rank": int, "digests": dict, "environment": dict}
+"""Of the entries that are needed."""
+
 
 def folder_of(checkpoint_dir: str, step: int) -> str:
     """Return the folder of the report about ``step``."""
@@ -79,8 +82,10 @@ def leave(
         "environment": environment(session),
         "time": time.time(),
     }
-    try:
+    earlier = None
+    with contextlib.suppress(ValueError):  # of a damaged one, which is replaced
         earlier = read(folder)
+    try:
         if (
             earlier is not None
             and earlier.get("begun_at") == request["begun_at"]
@@ -152,7 +157,7 @@ def read(folder: str, name: str = NAME) -> Request | None:
     """Return what ``nan.json`` in ``folder`` contains, ``None`` if there is none.
 
     Raises:
-        ValueError: it is not what :func:`leave` writes.
+        ValueError: it cannot be read, or is not what :func:`leave` writes.
     """
     path = os.path.join(folder, name)
     try:
@@ -160,7 +165,9 @@ def read(folder: str, name: str = NAME) -> Request | None:
             request = json.load(file)
     except FileNotFoundError:
         return None
-    if not isinstance(request, dict) or not {"step", "kind", "hook", "rank"} <= request.keys():
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({brief(error)}): remove it") from error
+    if not isinstance(request, dict) or any(type(request.get(key)) is not kind for key, kind in _TYPES.items()):
         raise ValueError(f"{path} is not what torchhooks writes: remove it")
     return request
 
