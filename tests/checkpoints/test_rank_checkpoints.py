@@ -363,7 +363,7 @@ def test_weights_that_are_meant_to_differ_and_equal_ones_are_not_warned_of(
     [({}, 1), ({"static_graph": True}, 1), ({"find_unused_parameters": True}, 0)],
 )
 def test_a_restored_ddp_of_three_ranks_that_will_add_in_another_order_is_named_once(
-    tmp_path: Path, lines: list[tuple[str, str]], options: dict[str, bool], warnings: int
+    tmp_path: Path, lines: list[tuple[str, str]], options: dict[str, Any], warnings: int
 ) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         of_loop = connected(ranks)
