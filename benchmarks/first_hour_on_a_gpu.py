@@ -53,10 +53,7 @@ from torchhooks import (
     NanTensorHook,
     Saver,
     Session,
-    SessionRunArgs,
-    SessionRunContext,
     SessionRunHook,
-    SessionRunValues,
     StepCounterHook,
     SummarySaverHook,
     list_checkpoints,
@@ -71,7 +68,7 @@ from common import RESULTS, describe, machine, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import accelerators, simulated
-from support.accelerators import BUSY
+from support.accelerators import BUSY, Reader
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
@@ -121,26 +118,6 @@ def fake_device_without_accelerator(lag: int) -> Iterator[str]:
     """Have the CPU stand for a device if there is no other, and return how to call it in the report."""
     with nullcontext() if ACCELERATOR else FakeDevice(lag):
         yield f"on {DEVICE}" if ACCELERATOR else f"on a FakeDevice(lag={lag}), because there is no accelerator"
-
-
-class Reader(SessionRunHook):
-    """Requests a value in every run, and keeps what arrives if it is told to."""
-
-    def __init__(self, fetches: Any = "loss", keep: bool = True) -> None:
-        self.fetches, self.keep = fetches, keep
-        self.read: list[Any] = []
-        self.count = 0
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs(self.fetches)
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        run_context.when_ready(run_values.results, self.note)
-
-    def note(self, values: Any) -> None:
-        self.count += 1
-        if self.keep:
-            self.read.append(values)
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
@@ -294,7 +271,7 @@ def memory(options: Options) -> str:
         for _ in range(300):
             loop.run()
         used = torch.accelerator.max_memory_allocated() - before
-    assert reader.count == 301, f"{reader.count} of 301 values arrived"
+    assert len(reader.read) == 301, f"{len(reader.read)} of 301 values arrived"
     assert used <= MAX_BYTES + (16 << 20), f"{used:,} bytes in flight, with MAX_BYTES={MAX_BYTES:,}"
     lines.append(f"* 300 fetches of 4 MB each: at most {used / 1e6:.1f} MB of device memory in flight.")
 
@@ -320,7 +297,7 @@ def memory(options: Options) -> str:
             loop.run()
         synchronize()
         grown = torch.cuda.memory_allocated() - before
-    wrong = [number for number, value in enumerate(reader.read, 1) if not bool(value.eq(number).all())]
+    wrong = [number for number, value in reader.read if not bool(value.eq(number).all())]
     assert not wrong, f"values of other replays in runs {wrong[:10]}"
     assert grown <= 8 << 20, f"{grown:,} bytes more after 2000 replays"
     lines.append(f"* 2000 replays of a CUDA graph: every value is that of its replay, memory grew by {grown:,} bytes.")
@@ -425,8 +402,8 @@ def monitored(step: Callable[[], Any], parts: Net, folder: str, runs: int) -> di
     with MonitoredLoop(step, parts.model, parts.optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
         for _ in loop.until_stop(range(runs)):
             loop.run()
-    losses = [loss for loss, _ in reader.read]
-    return {"losses": losses, "weights": [weight for _, weight in reader.read], "points": writer.scalars["loss"]}
+    losses = [loss for _, (loss, _) in reader.read]
+    return {"losses": losses, "weights": [weight for _, (_, weight) in reader.read], "points": writer.scalars["loss"]}
 
 
 def compiled(options: Options) -> str:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 from support import simulated
-from support.accelerators import BUSY, DEVICE, keep_busy, no_waits, warm_up
+from support.accelerators import BUSY, DEVICE, Reader, Training, keep_busy, no_waits, warm_up
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -48,51 +48,6 @@ pytestmark = pytest.mark.accelerator
 
 NOISE = 10 if DEVICE == simulated.NAME else 1
 """By how much the times of the device vary more than those of a GPU: threads have to wait for a processor."""
-
-
-class Training:
-    """A small network, one batch for all steps, and what the step returned, for comparison."""
-
-    def __init__(self, device: str = DEVICE) -> None:
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.batch = torch.randn(32, 8, device=device)
-        self.losses: list[torch.Tensor] = []
-
-    def step(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss: torch.Tensor = self.model(self.batch).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.losses.append(loss.detach())
-        return loss
-
-    def run(self, *hooks: SessionRunHook, runs: int = 40) -> MonitoredLoop[torch.Tensor]:
-        with MonitoredLoop(self.step, self.model, self.optimizer, hooks=hooks) as loop:
-            for _ in loop.until_stop(range(runs)):
-                loop.run()
-        return loop
-
-
-class Reader(SessionRunHook):
-    """Requests a value in every run and keeps what arrives, with the step that it belongs to."""
-
-    def __init__(self, fetches: Any = "loss", max_lag_runs: int | None = None) -> None:
-        self.fetches, self.max_lag_runs = fetches, max_lag_runs
-        self.read: list[tuple[int, Any]] = []
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs(self.fetches)
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        step = run_context.session.global_step
-        run_context.when_ready(
-            run_values.results, lambda values: self.read.append((step, values)), max_lag_runs=self.max_lag_runs
-        )
-
-    @property
-    def values(self) -> list[Any]:
-        return [value.tolist() for _, value in self.read]
 
 
 def drained(values: Any) -> Any:

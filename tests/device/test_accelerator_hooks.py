@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import accelerators
 from support.accelerators import DEVICE, keep_busy
 
 from torchhooks import (
@@ -31,33 +32,21 @@ from torchhooks.testing import RecordingWriter, sync_audit
 pytestmark = pytest.mark.accelerator
 
 
-class Training:
-    """A small network with dropout, one batch for all steps, and the losses for comparison."""
+class Training(accelerators.Training):
+    """A small network with dropout, whose steps keep the device busy."""
 
     def __init__(self) -> None:
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1)).to(DEVICE)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.batch = torch.randn(32, 8, device=DEVICE)
-        self.losses: list[torch.Tensor] = []
+        super().__init__()
+        self.model[1] = torch.nn.Dropout()
 
     def step(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        loss: torch.Tensor = self.model(self.batch).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.losses.append(loss.detach())
+        loss = super().step()
         keep_busy(0.001)  # the device lags, so that a wait would take long
         return loss
 
     def evaluate(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         torch.rand(3, device=DEVICE)
         return {"error": model(self.batch).square().mean()}
-
-    def run(self, *hooks: SessionRunHook, runs: int = 20) -> MonitoredLoop[torch.Tensor]:
-        with MonitoredLoop(self.step, self.model, self.optimizer, hooks=hooks) as loop:
-            for _ in loop.until_stop(range(runs)):
-                loop.run()
-        return loop
 
 
 class Terminal(io.StringIO):
@@ -104,7 +93,7 @@ def test_the_results_are_those_of_each_step_and_training_is_not_disturbed() -> N
         torch.manual_seed(0)
         training, writer = Training(), RecordingWriter()
         evaluation = EvaluationHook(training.evaluate, every_n_steps=4, summary_writer=writer)
-        training.run(*([evaluation] if evaluates else []))
+        training.run(*([evaluation] if evaluates else []), runs=20)
         losses.append([loss.item() for loss in training.losses])
     assert losses[0] == losses[1]
     assert [step for step, _ in writer.scalars["error"]] == [4, 8, 12, 16, 20]
@@ -118,7 +107,7 @@ def test_a_function_is_called_with_the_values_of_its_run_on_the_cpu() -> None:
         seen[global_step] = loss
 
     training = Training()
-    training.run(CallFnHook(note, every_n_steps=5))
+    training.run(CallFnHook(note, every_n_steps=5), runs=20)
     assert {step: loss.device.type for step, loss in seen.items()} == dict.fromkeys((5, 10, 15, 20), "cpu")
     assert all(loss.item() == training.losses[step - 1].item() for step, loss in seen.items())
 
@@ -132,7 +121,7 @@ def test_a_threshold_that_is_crossed_ends_the_loop() -> None:
 def test_the_best_checkpoint_takes_the_result_of_an_evaluation(tmp_path: Path) -> None:
     training = Training()
     evaluation = EvaluationHook(training.evaluate, every_n_steps=5)
-    training.run(evaluation, BestCheckpointHook(tmp_path, evaluation["error"], save_steps=5, mode="min"))
+    training.run(evaluation, BestCheckpointHook(tmp_path, evaluation["error"], save_steps=5, mode="min"), runs=20)
     assert best_checkpoint(tmp_path / "best") is not None
 
 

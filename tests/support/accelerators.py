@@ -6,10 +6,12 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from support import simulated
+from torchhooks import MonitoredLoop, SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 
 
 def _type() -> str:
@@ -75,3 +77,51 @@ def no_waits() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
     else:
         yield
+
+
+class Training:
+    """A small network, one batch for all steps, and what the step returned, for comparison."""
+
+    def __init__(self, device: str | None = None) -> None:
+        device = device or DEVICE
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.batch = torch.randn(32, 8, device=device)
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(self.batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.detach())
+        return loss
+
+    def run(self, *hooks: SessionRunHook, runs: int = 40) -> MonitoredLoop[torch.Tensor]:
+        with MonitoredLoop(self.step, self.model, self.optimizer, hooks=hooks) as loop:
+            for _ in loop.until_stop(range(runs)):
+                loop.run()
+        return loop
+
+
+class Reader(SessionRunHook):
+    """Requests a value in every run, and keeps what arrives, with its step; without ``keep``, only the step."""
+
+    def __init__(self, fetches: Any = "loss", max_lag_runs: int | None = None, keep: bool = True) -> None:
+        self.fetches, self.max_lag_runs, self.keep = fetches, max_lag_runs, keep
+        self.read: list[tuple[int, Any]] = []
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        return SessionRunArgs(self.fetches)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        step = run_context.session.global_step
+        run_context.when_ready(
+            run_values.results,
+            lambda values: self.read.append((step, values if self.keep else None)),
+            max_lag_runs=self.max_lag_runs,
+        )
+
+    @property
+    def values(self) -> list[Any]:
+        return [value.tolist() for _, value in self.read]

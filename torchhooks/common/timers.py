@@ -464,7 +464,7 @@ class OnSignal(_OnRequest):
 
 
 class OnFile(_OnRequest):
-    """A timer that triggers in the next run after a file has appeared, where nobody can send a signal.
+    """A timer that triggers in the next run after a file has appeared, for where no signal can be sent.
 
     >>> from pathlib import Path
     >>> Path("look-now").touch()  # usually in another process, while the loop runs

@@ -21,8 +21,8 @@ ALIGNMENT = 64
 WAITED_FOR = {"mps"}
 """Types of accelerators for whose values the host waits, although they may have all that the copies need.
 
-Nobody has run ``benchmarks/first_hour_on_a_gpu.py`` on ``mps`` yet. ``WAITED_FOR.discard("mps")`` before the first loop
-of the process lets values travel without waiting there, too.
+``benchmarks/first_hour_on_a_gpu.py`` has not been run on ``mps`` yet. ``WAITED_FOR.discard("mps")`` before the first
+loop of the process lets values travel without waiting there, too.
 """
 
 

@@ -18,7 +18,7 @@ from torchhooks.lifecycle.run_record import STOP_NAME, read_record
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _POLL_SECS = 0.2
-_COPY_SECS = 120.0  # that a copy may be behind, and then takes
+_COPY_SECS = 120.0  # how old a copy may be, with the time that the upload takes
 
 
 def add_commands(commands: Any) -> None:

@@ -85,7 +85,7 @@ class Copy:
         """
         if self._units is None:
             self.look()
-        missing = self._missing()
+        missing = self._missing_units()
         # An earlier process may have left parts of another checkpoint with the same name.
         self._remove_partial({unit.place for unit in missing} if self._has_pushed else ())
         self._has_pushed = True
@@ -98,15 +98,15 @@ class Copy:
             self._push_logs()
         return copied
 
-    def behind(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Return the names of what the copy lacks, checkpoints first."""
-        return [unit.name for unit in self._missing()] + [name for name, _ in self._changed_logs()]
+        return [unit.name for unit in self._missing_units()] + [name for name, _ in self._changed_logs()]
 
     def has_checkpoint_here(self) -> bool:
         """Return whether the folder itself has a checkpoint to continue from."""
         return any("/" not in unit.name for unit in self._here())
 
-    def _missing(self) -> list[Unit]:
+    def _missing_units(self) -> list[Unit]:
         """Return the checkpoints to copy: the newest of each group, and those that are kept for good."""
         there = {(unit.name, unit.order) for unit in list((self._units or {}).values())}
         here = sorted(self._here(), key=lambda unit: (os.path.dirname(unit.name), -unit.order))
@@ -127,7 +127,7 @@ class Copy:
             for file in [file for file in files if file not in done]:
                 self.store.put(os.path.join(path, file), f"{unit.place}/{file}")
                 done.append(file)
-                if self._is_closing() and unit not in self._missing():
+                if self._is_closing() and unit not in self._missing_units():
                     return False  # there is a newer one, and little time
             self._push_logs()
             if inspect(path).order != unit.order:

@@ -52,8 +52,8 @@ class MirrorHook(WritingHook):
     When the loop begins, and the copy has a newer checkpoint than the folder, the newest is downloaded, verified, and
     put into the folder, with the other files. While the loop trains, a thread uploads each new checkpoint, and what
     else has changed every ``every_n_secs``: event files, JSON lines, profiles, the best checkpoints. Training never
-    waits for it. If uploads fall behind, checkpoints in between are skipped. A checkpoint that was not uploaded
-    completely is never used.
+    waits for it. If uploads take longer than the time between two checkpoints, checkpoints are skipped. A checkpoint
+    that was not uploaded completely is never used.
 
     A failed upload is tried again, with growing pauses, and a warning. When the loop ends, also by a signal or an
     error, it waits up to ``grace_secs`` until the newest state is in the copy. If it is not, an error line has the
@@ -166,11 +166,11 @@ class MirrorHook(WritingHook):
             thread.join()
             return
         self._has_given_up = True
-        behind = self._copy.behind()
-        if behind:
+        missing = self._copy.missing()
+        if missing:
             logger.error(
                 "%s is not complete after %g s, it lacks %s. This command copies it: python -m torchhooks mirror %s %s",
-                *(self._url, self._grace_secs, shortened(behind), self._given_folder, self._url),
+                *(self._url, self._grace_secs, shortened(missing), self._given_folder, self._url),
             )
 
     # -- the thread that uploads --------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class PrometheusWriter:
     training run has it too. A thread of prometheus_client answers, which the training thread does not wait for.
 
     The port is opened when a loop opens the writer, or by the first point. So with several ranks, every rank can create
-    the writer, and only the rank that writes opens the port. Everybody who reaches the port can read the values.
+    the writer, and only the rank that writes opens the port. Anyone who can reach the port can read the values.
 
     Args:
         port: the port to listen on; 0 chooses a free one, which :attr:`port` is then.
