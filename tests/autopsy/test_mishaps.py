@@ -55,13 +55,13 @@ def train(before_step: Callable[[int], object] = bool, nan_at: int = NAN_AT) -> 
         return loss.detach()
 
     hooks = [NanTensorHook("loss"), CheckpointSaverHook("run", save_steps=4)]
-    with (
-        pytest.raises(NanLossDuringTrainingError) as caught,
-        MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir="run") as loop,
-    ):
-        for inputs in loop.until_stop(torch.ones(20, 4, 4)):
-            loop.run(inputs)
-    return caught.value
+    try:
+        with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir="run") as loop:
+            for inputs in loop.until_stop(torch.ones(20, 4, 4)):
+                loop.run(inputs)
+    except NanLossDuringTrainingError as error:
+        return error
+    raise AssertionError("there was no NaN")
 
 
 def operation() -> str:
@@ -78,7 +78,7 @@ def test_an_autopsy_that_is_interrupted_is_made_by_the_next_process(error: Any, 
             raise error
 
     train()
-    with log_lines() as lines, pytest.raises(BaseException, match="^(out of memory)?$"):
+    with log_lines() as lines, pytest.raises(BaseException, match=r"^(out of memory)?$"):
         train(interrupt)
     assert ("WARNING", f"no autopsy was made: the loop ended at step {at - 1}, before step {NAN_AT}") in lines
     assert Path("run/nan.json").exists()
