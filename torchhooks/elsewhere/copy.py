@@ -30,6 +30,8 @@ from torchhooks.lifecycle.run_record import STOP_NAME
 T = TypeVar("T")
 _AT_ONCE = 64  # files in one call of the store, so that an error does not begin all of them again
 _UNIT = re.compile(r".+~\d+")
+# What the next process in this folder is asked for. Of a copy, it would come back after it was done.
+_REQUESTS = (STOP_NAME, "nan.json")
 
 
 class Unit(NamedTuple):
@@ -191,7 +193,7 @@ class Copy:
             folder, _, file = path.rpartition("/")
             if _UNIT.fullmatch(folder):
                 files.setdefault(folder, []).append(file)
-            else:
+            elif file not in _REQUESTS:
                 sizes[path] = size
         places = [place for place in files if MANIFEST in files[place]]
         with tempfile.TemporaryDirectory() as temporary:
@@ -325,7 +327,7 @@ def _logs_in(folder: str) -> Iterator[str]:
         folders[:] = [name for name in folders if name[0] != "." and not has_manifest(os.path.join(path, name))]
         for name in files:
             is_private = name[0] == "." and name != RECORD
-            if not is_private and not name.endswith(".tmp") and name != STOP_NAME:
+            if not is_private and not name.endswith(".tmp") and name not in _REQUESTS:
                 yield _relative(os.path.join(path, name), folder)
 
 
