@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from support.rank_processes import run_ranks
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchhooks import CheckpointSaverHook, MonitoredLoop, StopAtStepHook
+from torchhooks import CheckpointSaverHook, MirrorHook, MonitoredLoop, SessionRunHook, StopAtStepHook
 from torchhooks.__main__ import main
 
 
@@ -35,7 +37,9 @@ def loader(kind: str) -> Any:
     return cls(Numbers(), shuffle=True)
 
 
-def train(kind: str, last_step: int, folder: str = "run", seed: int = 0, **arguments: Any) -> dict[int, str]:
+def train(
+    kind: str, last_step: int, folder: str = "run", seed: int = 0, hooks: Iterable[SessionRunHook] = ()
+) -> dict[int, str]:
     """Train up to a step; return the epoch and the item of each step."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(1, 1)
@@ -44,8 +48,8 @@ def train(kind: str, last_step: int, folder: str = "run", seed: int = 0, **argum
     def step(item: int) -> None:
         made[loop.global_step + 1] = f"{loop.epoch}:{item}"
 
-    hooks = [StopAtStepHook(last_step=last_step), CheckpointSaverHook(folder, save_steps=3)]
-    with MonitoredLoop(step, model, hooks=hooks, checkpoint_dir=folder, **arguments) as loop:
+    hooks = [StopAtStepHook(last_step=last_step), CheckpointSaverHook(folder, save_steps=3), *hooks]
+    with MonitoredLoop(step, model, hooks=hooks, checkpoint_dir=folder) as loop:
         data = loader(kind)
         for _ in loop.until_stop(range(4)):
             for item in loop.until_stop(data):
@@ -159,6 +163,18 @@ def test_a_loop_that_counts_the_steps_of_the_optimizer_refuses() -> None:
         MonitoredLoop(
             None, model, torch.optim.SGD(model.parameters()), checkpoint_dir="run", step_unit="optimizer_step"
         )
+
+
+def test_a_new_machine_passes_over_what_its_copy_of_skip_json_names() -> None:
+    def train_mirrored(last_step: int) -> dict[int, str]:
+        return train("list", last_step, hooks=[MirrorHook("run", Path("copy").absolute().as_uri())])
+
+    whole, made = train("list", 15, "whole"), train_mirrored(3)
+    assert main(["skip", "run", "--steps", "8-9"]) == 0
+    made |= train_mirrored(6)
+    shutil.rmtree("run")
+    made |= train_mirrored(13)
+    assert list(made.values()) == [item for step, item in whole.items() if step not in (8, 9)]
 
 
 def _train_ranks(rank: int, folder: str) -> list[dict[int, str]]:

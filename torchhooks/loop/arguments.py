@@ -98,8 +98,6 @@ class LoopArguments:
         folders = (hook.checkpoint_dir for hook in savers if hasattr(hook, "checkpoint_dir"))
         self.saved_to: str | None = next(folders, None)
         """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
-        self.skips = checked_skips(self.checkpoint_dir, step_unit)
-        """The runs whose items are passed over."""
         self._plan_autopsy(stop_before)
 
     def _plan_autopsy(self, stop_before: Any) -> None:

@@ -16,7 +16,6 @@ from torchhooks.loop.peers import Peers
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.session_creator import SessionCreator
 from torchhooks.position.items import Items
-from torchhooks.position.passing import Passing
 from torchhooks.position.position import Position
 from torchhooks.position.progress import DataWaits
 
@@ -34,8 +33,7 @@ class LoopParts:
         self.peers = Peers(ranks, schedule, self.ending) if ranks.size > 1 else None
         self.recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
         self.costs = HookCosts(schedule, self.readback) if arguments.hook_costs else None
-        passing = None if not arguments.skips else Passing(arguments.skips, lambda: schedule.progress.global_step)
-        position, waits = Position(schedule, arguments.state, arguments.step.function, passing), DataWaits()
+        position, waits = Position(schedule, arguments.state, arguments.step.function), DataWaits()
         self.items = Items(lambda: position.depth)
         saves = arguments.checkpoint_dir is not None or arguments.has_saver
         watched = optimizer if saves and hasattr(optimizer, "register_step_post_hook") else None
@@ -62,5 +60,6 @@ class LoopParts:
             recovery=self.recovery,
             peers=self.peers,
         )
+        self.position = position
         self.data = Data(self.between_runs, position, waits)
         self.body = Body(self.between_runs, arguments.steps_per_run)

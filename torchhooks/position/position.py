@@ -57,7 +57,6 @@ class Position:
         schedule: counts the runs.
         state: what else is in the loop's checkpoints.
         step: the step function of the loop.
-        passing: the items to pass over, if there are any.
     """
 
     def __init__(
@@ -65,11 +64,11 @@ class Position:
         schedule: RunCounter,
         state: Mapping[str, Stateful],
         step: object = None,
-        passing: Passing | None = None,
     ) -> None:
         self._schedule = schedule
         self._step = step
-        self._passing = passing
+        self.passing: Passing | None = None
+        """The items to pass over, if there are any. The loop sets this before a session is created."""
         self._loaders = Loaders(state)
         self._root = Place(None, None, 0)
         self._root.state = State.LEFT  # there is no outer loop that would continue after the outermost until_stop
@@ -221,7 +220,7 @@ class Position:
         if plan.continues and not is_over:
             self._warn_of_carried(place, iterable)
         items = self._carry_out(plan, place, iterable, saved if resume else {}, halted)
-        return items if self._passing is None else self._passing.over(items, place)
+        return items if self.passing is None else self.passing.over(items, place)
 
     def _warn_of_carried(self, place: Place, iterable: Iterable[Any]) -> None:
         """Log a warning if the script's loop over ``place`` carries something from item to item, once for each name."""
@@ -308,7 +307,7 @@ class Position:
             "path": [entry.to_save() for entry in path],
             "loaders": self._loaders.state_dict(current),
             "epochs": {"ended": self._epochs_ended, "in_progress": self._is_in_epoch},
-            "passed_over": self._passed_over if self._passing is None else dict(self._passing.done),
+            "passed_over": self._passed_over if self.passing is None else dict(self.passing.done),
         }
 
     def load_state_dict(
@@ -331,8 +330,8 @@ class Position:
         self._epochs_ended = 0 if state is None else state["epochs"]["ended"]
         self._is_in_epoch = state is not None and state["epochs"]["in_progress"]
         self._passed_over = {} if state is None else state.get("passed_over", {})
-        if self._passing is not None:
-            self._passing.load(self._passed_over, len(self._path))
+        if self.passing is not None:
+            self.passing.load(self._passed_over, len(self._path))
         self._random = random
         self._undoing = undoing
 
