@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pkgutil
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +20,9 @@ from torchhooks import (
     NanTensorHook,
     list_checkpoints,
 )
+from torchhooks.__main__ import main
+from torchhooks.elsewhere.status import Watcher
+from torchhooks.lifecycle.run_record import NAME
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +64,43 @@ def test_the_copy_brings_no_request_for_an_autopsy_back_that_was_made() -> None:
     assert Path("run/nan-15/report.md").exists()
     assert [train(30), train(40)] == [10, 30]
     assert list_checkpoints("run")[-1].step == 40
+
+
+@pytest.mark.parametrize("between", ["curves.has_manifest", "status.is_checkpoint"])
+def test_a_status_that_a_save_comes_in_between_has_a_checkpoint(between: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saver replaces the only checkpoint after the folder was listed, and before what is in it is read."""
+    train(10)
+    old, new = Path("run", "model.ckpt-0"), Path("run", "model.ckpt-10")
+    new.rename("later")
+    place = f"torchhooks.elsewhere.{between}"
+    called = pkgutil.resolve_name(place)
+
+    def replace(path: str) -> bool:
+        if old.exists():
+            shutil.rmtree(old)
+            os.rename("later", new)
+        return bool(called(path))
+
+    monkeypatch.setattr(place, replace)
+    found = Watcher("run").look()
+    assert found.checkpoint is not None
+    assert (found.checkpoint.name, found.damaged) == (new.name, [])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: value} for name in ("pid", "time", "step", "world_size") for value in ("x", None)),
+        {"last_step": "x"},
+        {"steps_per_sec": "x"},
+        {"stopped": 5},
+    ],
+)
+def test_a_damaged_record_is_none(wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    train(10)
+    path = Path("run", NAME)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "stopped": None, **wrong}))
+    assert main(["status", "run"]) == 1
+    assert "no process says that it trains here" in capsys.readouterr().out
+    assert main(["stop", "run"]) == 1
+    assert "run: nothing trains here that could stop: no process says" in capsys.readouterr().err

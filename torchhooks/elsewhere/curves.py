@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torchhooks.checkpoints.manifest import has_manifest
@@ -31,8 +32,9 @@ class Curves:
         """Return the points of each curve by its tag, in the order of the steps."""
         found: dict[str, dict[int, Point]] = {}
         for folder in [self._folder, *self._subfolders()]:
-            for tag, point in (*self._events_in(folder), *_lines_in(folder)):
-                found.setdefault(tag, {})[point.step] = point
+            with suppress(FileNotFoundError):  # the saver has just removed a checkpoint
+                for tag, point in (*self._events_in(folder), *_lines_in(folder)):
+                    found.setdefault(tag, {})[point.step] = point
         return {tag: [points[step] for step in sorted(points)] for tag, points in sorted(found.items())}
 
     def _subfolders(self) -> list[str]:

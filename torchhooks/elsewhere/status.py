@@ -91,13 +91,16 @@ class Watcher:
 def _checkpoints_in(folder: str) -> tuple[list[Checkpoint], list[str]]:
     """Return the whole checkpoints in ``folder``, and what is wrong with each of the others."""
     whole, damaged = [], []
-    for path in sorted(entry.path for entry in os.scandir(folder) if entry.name[0] != "."):
+    paths = sorted(entry.path for entry in os.scandir(folder) if entry.name[0] != ".")
+    for path in paths:
         if is_checkpoint(path):
             try:
                 whole.append(inspect(path))
             except DamagedCheckpointError as error:
                 if os.path.exists(path):  # or else the saver has just removed it
                     damaged.append(str(error))
+    if not whole and not all(map(os.path.exists, paths)):  # the saver has just replaced the only one
+        return _checkpoints_in(folder)
     return whole, damaged
 
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.session import Session
@@ -54,13 +54,15 @@ class Record(NamedTuple):
 
 
 def read_record(folder: str) -> Record | None:
-    """Return what the loop says that trains, or has trained, in ``folder``; ``None`` if it says nothing."""
+    """Return what the loop says that trains, or has trained, in ``folder``; ``None`` if it says nothing readable."""
     try:
         with open(os.path.join(folder, NAME), encoding="utf-8") as file:
             found = json.load(file)
-        return Record(**{name: found[name] for name in Record._fields})
+        record = Record(**{name: found[name] for name in Record._fields})
     except (OSError, ValueError, LookupError, TypeError):
         return None
+    kinds = get_type_hints(Record).values()
+    return record if all(map(isinstance, record, kinds)) else None
 
 
 class RunRecord:
