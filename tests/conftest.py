@@ -111,8 +111,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of modules
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("fsdp2") and torch.__version__ < "2.7":  # compared as versions
-        pytest.skip("FSDP2 on a CPU needs torch 2.7")
     if item.get_closest_marker("accelerator") and not torch.accelerator.is_available():
         pytest.skip("needs an accelerator: pytest --simulated has one")
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():

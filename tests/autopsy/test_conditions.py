@@ -520,14 +520,14 @@ def test_the_chief_writes_the_report_about_the_rank_that_made_the_nan() -> None:
     ]  # fmt: skip
 
 
-def test_the_request_of_the_first_of_several_ranks_is_kept() -> None:
+def test_several_ranks_with_a_nan_in_one_run_leave_one_request() -> None:
     def train_rank(ranks: ThreadRanks, hub: Hub) -> Any:
         return train(models[ranks.rank], 10, loop_arguments={"ranks": ranks})
 
     models = [new_model(), new_model()]
     errors = in_threads(2, train_rank)
     assert [type(each) for each in errors] == [NanLossDuringTrainingError] * 2
-    assert json.loads(Path("run", "nan.json").read_text())["rank"] == 0
+    assert json.loads(Path("run", "nan.json").read_text())["rank"] in (0, 1)
 
 
 def test_the_chief_alone_stops_in_the_debugger(monkeypatch: pytest.MonkeyPatch) -> None:

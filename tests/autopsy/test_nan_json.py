@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchhooks.autopsy.request import environment, write_json
+from torchhooks import Session
+from torchhooks.autopsy.request import environment, leave, read, write_json
 
 
 def on(device: str = "cpu") -> Any:
@@ -72,3 +73,25 @@ def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="directory"):
         write_json(str(taken), {})
     assert list(tmp_path.iterdir()) == [taken]
+
+
+@pytest.mark.parametrize(
+    ("left", "kept"),
+    [
+        ([(10, 0), (10, 1)], (10, 0)),
+        ([(10, 1), (10, 0)], (10, 0)),
+        ([(11, 0), (10, 1)], (10, 1)),
+        ([(9, 1), (10, 0)], (9, 1)),
+        ([(9, 0), (10, 0)], (10, 0)),  # one rank has found a later one after a recovery
+    ],
+)
+def test_of_several_ranks_the_request_for_the_earliest_step_is_kept(
+    tmp_path: Path, left: list[tuple[int, int]], kept: tuple[int, int]
+) -> None:
+    for step, rank in left:
+        session: Any = Session(torch.nn.Linear(1, 1), checkpoint_dir=str(tmp_path))
+        session.ranks = SimpleNamespace(rank=rank, size=2)
+        leave(session, step, "loss is NaN", None, {})
+    request = read(str(tmp_path))
+    assert request is not None
+    assert (request["step"], request["rank"]) == kept

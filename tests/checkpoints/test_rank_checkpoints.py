@@ -1131,7 +1131,6 @@ def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any
     return train_as(rank, folder, wrapped, last_step)
 
 
-@pytest.mark.fsdp2
 def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     before = None
@@ -1171,7 +1170,6 @@ def train_unreduced(rank: int, folder: str, fails_at: int | None) -> list[Any]:
     return [[each.step for each in list_checkpoints(folder)], contents(model, optimizer)]
 
 
-@pytest.mark.fsdp2
 def test_all_ranks_let_a_save_wait_until_fsdp2_has_reduced_the_gradients(tmp_path: Path) -> None:
     whole = run_ranks(in_folder(tmp_path, "a"), 2, train_unreduced, str(tmp_path / "whole"), None)
     assert [each.code for each in whole] == [0, 0], whole
@@ -1212,7 +1210,6 @@ def train_with_ignored(rank: int, folder: str, last_step: int, same_layers: bool
     return "", [expert.weight.tolist(), optimizer.state[expert.weight]["exp_avg"].tolist()]
 
 
-@pytest.mark.fsdp2
 def test_parameters_that_fsdp2_ignores_belong_to_the_ranks_on_which_they_differ(tmp_path: Path) -> None:
     def on_both(name: str, last_step: int) -> list[Any]:
         ended = run_ranks(in_folder(tmp_path, f"{name} {last_step}"), 2, train_with_ignored, name, last_step, True)
@@ -1225,7 +1222,6 @@ def test_parameters_that_fsdp2_ignores_belong_to_the_ranks_on_which_they_differ(
     assert expected[0] != expected[1]
 
 
-@pytest.mark.fsdp2
 def test_sharded_models_that_are_different_ones_are_refused_with_the_way_out(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, train_with_ignored, str(tmp_path / "run"), 2, False)
     assert [
@@ -1255,7 +1251,6 @@ SHARDED_CALLS = [
 ]
 
 
-@pytest.mark.fsdp2
 @pytest.mark.parametrize(
     ("async_save", "calls"),
     [pytest.param(False, SHARDED_CALLS, marks=pytest.mark.ranks), (True, SHARDED_CALLS[1:5:3])],
@@ -1315,7 +1310,6 @@ def chief_is_killed_in_a_save(rank: int, folder: str, wrapped: str, async_save: 
     return "no error"
 
 
-@pytest.mark.fsdp2
 @pytest.mark.parametrize(
     ("wrapped", "async_save"),
     [("ddp", False), pytest.param("fsdp", False, marks=pytest.mark.ranks), ("fsdp", True)],
@@ -1330,7 +1324,6 @@ def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
     assert [each.step for each in list_checkpoints(run)] == [0]
 
 
-@pytest.mark.fsdp2
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk_of_another_rank_raises_on_all(tmp_path: Path, async_save: bool) -> None:
     ended = run_ranks(tmp_path, 2, save_shards_on_a_full_disk, str(tmp_path / "run"), async_save)

@@ -42,8 +42,6 @@ from torchhooks.checkpoints.state import accumulated_gradients, belongs_to_rank,
 from torchhooks.common.files import Disk
 from torchhooks.ranks.dtensors import is_sharded
 
-pytestmark = pytest.mark.fsdp2
-
 distributed: Any = torch.distributed
 
 
@@ -137,6 +135,8 @@ def train(
         async_save: whether a thread writes the checkpoints.
         fails_at: the batch whose step raises.
     """
+    if shards and torch.__version__ < "2.8":  # compared as versions
+        pytest.skip("FSDP2 of torch 2.7 cannot replicate shards on a CPU: gloo has no average")
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
     if shards:

@@ -230,7 +230,6 @@ def printed_by_torchrun() -> dict[str, str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.fsdp2
 def test_ddp_logs_the_loss_of_all_ranks_once(printed_by_torchrun: dict[str, str]) -> None:
     losses = re.findall(r"^INFO:torchhooks:loss = (\S+)", printed_by_torchrun["ddp"], re.MULTILINE)
     assert len(losses) == 4
@@ -238,7 +237,6 @@ def test_ddp_logs_the_loss_of_all_ranks_once(printed_by_torchrun: dict[str, str]
 
 
 @pytest.mark.ranks
-@pytest.mark.fsdp2
 def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: dict[str, str]) -> None:
     logged = re.findall(r"gradient norm = (\S+), loss = (\S+)", printed_by_torchrun["fsdp2"])
     assert len(logged) == 3
@@ -246,7 +244,6 @@ def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: dict
 
 
 @pytest.mark.ranks
-@pytest.mark.fsdp2
 def test_fsdp2_has_the_same_final_values_on_all_ranks(printed_by_torchrun: dict[str, str]) -> None:
     # Not line by line: where output is not buffered, print() writes the newline by itself, and ranks print at once.
     final = re.findall(

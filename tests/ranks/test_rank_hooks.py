@@ -1257,7 +1257,6 @@ def counted_in_shards(rank: int) -> list[str]:
     return list(counts)
 
 
-@pytest.mark.fsdp2
 def test_histograms_and_norms_of_dtensors_are_computed_in_their_shards(tmp_path: Path) -> None:
     chief, other = run_ranks(tmp_path, 2, counted_in_shards)
     assert (chief.code, other.code) == (0, 0), (chief, other)
@@ -1275,7 +1274,6 @@ def test_the_histogram_of_a_dtensor_is_refused_for_a_hook_that_not_every_rank_ha
         evaluator.evaluate(summary.histogram("w", "weight").counted(is_shared=True), Requester(hook))
 
 
-@pytest.mark.fsdp2
 def test_the_norm_of_dtensors_is_refused_for_a_hook_that_not_every_rank_has(group_of_one: None) -> None:
     model: Any = dtensors.fully_shard(torch.nn.Linear(1, 1))
     session, hook = Session(model), Wants(param_norm())
@@ -1304,7 +1302,6 @@ def test_a_writer_that_only_the_chief_has_decides_for_all_ranks(monkeypatch: pyt
     assert len(counted) == 1  # on the rank that writes
 
 
-@pytest.mark.fsdp2
 @pytest.mark.parametrize("size", [1, 2])
 def test_dtensors_reach_hooks_as_full_tensors(tmp_path: Path, size: int) -> None:
     chief, *others = ended = run_ranks(tmp_path, size, sharded)
@@ -1330,7 +1327,6 @@ def sharded_on_the_chief(rank: int) -> str:
     return "ended"
 
 
-@pytest.mark.fsdp2
 def test_a_dtensor_is_refused_in_a_hook_of_the_chief_alone(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, sharded_on_the_chief)
     assert [each.code for each in ended] == [0, 0], ended
