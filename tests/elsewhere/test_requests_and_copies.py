@@ -23,6 +23,7 @@ from torchhooks import (
 from torchhooks.__main__ import main
 from torchhooks.elsewhere.status import Watcher
 from torchhooks.lifecycle.run_record import NAME
+from torchhooks.testing import log_lines
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +105,25 @@ def test_a_damaged_record_is_none(wrong: dict[str, Any], capsys: pytest.CaptureF
     assert "no process says that it trains here" in capsys.readouterr().out
     assert main(["stop", "run"]) == 1
     assert "run: nothing trains here that could stop: no process says" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["run", "run/copy", "."])
+def test_a_copy_in_the_folder_or_around_it_is_refused(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would be copied itself, and the copy of it too."""
+    Path("run").mkdir()
+    url = Path(place).absolute().as_uri()
+    message = "cannot be in that folder, or around it: give another address"
+    with pytest.raises(ValueError, match=message):
+        MonitoredLoop(print, hooks=[MirrorHook("run", url)])
+    assert main(["mirror", "run", url]) == 1
+    assert message in capsys.readouterr().err
+    assert list(Path("run").iterdir()) == []
+
+
+@pytest.mark.parametrize(("folder", "warns"), [("other", True), ("run/best", True), ("run", False), (".", False)])
+def test_a_copy_of_another_folder_than_the_one_with_the_checkpoints_is_a_warning(folder: str, warns: bool) -> None:
+    hooks = [CheckpointSaverHook("run", save_steps=10), MirrorHook(folder, f"memory://{folder}")]
+    with log_lines() as lines, MonitoredLoop(print, torch.nn.Linear(1, 1), hooks=hooks, checkpoint_dir="run"):
+        pass
+    text = f"the checkpoints of this loop are in {Path('run').absolute()}, of which memory://{folder} is no copy"
+    assert any(line.startswith(text) for _, line in lines) == warns

@@ -60,11 +60,19 @@ class Copy:
         store: where its copy is.
         keep_remote: how many checkpoints of one name stay in the copy, at least as many as in the folder.
         is_closing: returns whether only the newest state counts, because the process is about to end.
+
+    Raises:
+        ValueError: the copy would be copied itself.
     """
 
     def __init__(
         self, folder: str, store: Store, keep_remote: int | None = None, is_closing: Callable[[], bool] = bool
     ) -> None:
+        there = store.local_root
+        if there is not None and (is_within(there, folder) or is_within(folder, there)):
+            raise ValueError(
+                f"{there}: the copy of {folder} cannot be in that folder, or around it: give another address"
+            )
         self._folder = folder
         self.store = store
         self._keep = keep_remote or 0
@@ -299,6 +307,12 @@ class Copy:
                 for _, temporary in pairs:
                     with suppress(OSError):
                         os.remove(temporary)
+
+
+def is_within(path: str, folder: str) -> bool:
+    """Return whether ``path`` is ``folder``, or in it."""
+    folder = os.path.realpath(folder)
+    return os.path.commonpath([os.path.realpath(path), folder]) == folder
 
 
 def _aside(path: str) -> str:

@@ -14,7 +14,7 @@ from torchhooks.common.checks import seconds, whole_number
 from torchhooks.common.errors import CheckpointError
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened, shown
-from torchhooks.elsewhere.copy import Copy
+from torchhooks.elsewhere.copy import Copy, is_within
 from torchhooks.elsewhere.store import Secrets, Store, is_url
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import WritingHook
@@ -73,7 +73,8 @@ class MirrorHook(WritingHook):
 
     Raises:
         ImportError: fsspec, or the library for this kind of store, is not installed.
-        ValueError: ``url`` is not an address, or a number is not valid.
+        ValueError: ``url`` is not an address, or a number is not valid; from the start of the loop, the copy would be
+            in ``folder``, or around it.
         CheckpointError: from the start of the loop, the folder has no checkpoint and the copy cannot be read.
     """
 
@@ -152,6 +153,10 @@ class MirrorHook(WritingHook):
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         if self.writes and self._thread is None:
+            saved_to = session.checkpoint_dir
+            if saved_to is not None and not is_within(saved_to, self._folder):
+                message = "the checkpoints of this loop are in %s, of which %s is no copy: give MirrorHook that folder"
+                logger.warning(message, saved_to, self._url)
             # A daemon: a store that does not answer must not keep the process from ending.
             self._thread = threading.Thread(target=self._push_on, name="torchhooks mirror", daemon=True)
             self._thread.start()

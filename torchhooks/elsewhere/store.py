@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -69,6 +70,9 @@ class Store:
         if error is not None:
             raise error
         self._system, self._root = system, root.rstrip("/")
+        is_local = isinstance(system, fsspec.implementations.local.LocalFileSystem)
+        self.local_root: str | None = os.path.realpath(root) if is_local else None
+        """Its path on this machine, if it has one."""
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each file by its name."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -339,6 +338,10 @@ class EvaluationHook(ReportingHook):
             )
 
 
+NOT_EVALUATED = float("nan")
+"""The value of a result before the first evaluation. Another NaN is not this object."""
+
+
 class EvaluationNow:
     """What ``evaluation.now`` is."""
 
@@ -369,8 +372,8 @@ class EvaluationValue(ComposedFetch):
         self.fetch = results
 
     def compose(self, value: Mapping[str, Any] | None) -> Any:
-        if value is None:  # nothing was evaluated yet
-            return math.nan
+        if value is None:
+            return NOT_EVALUATED
         if self.name not in value:
             names = [*map(str, value)]
             returned = f"It returned: {', '.join(names)}." if names else "It returned an empty dict."

@@ -21,6 +21,7 @@ from torchhooks.common.trees import as_snapshot, copied, is_snapshot
 from torchhooks.device.host import host
 from torchhooks.device.readback import Arrival, is_remote, to_host
 from torchhooks.fetches.fetch import ComposedFetch, describe, leaves, named_outputs, watched_names
+from torchhooks.hooks.evaluation import NOT_EVALUATED
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunValues, StandardHook
 from torchhooks.lifecycle.session import Refusal, Session
@@ -292,7 +293,7 @@ class _NonFiniteCheck(ComposedFetch):
         self.found = None
         if type(value) is torch.Tensor and not is_remote(value) and value.numel() == 1:
             value = value.item()
-        if type(value) is float and math.isfinite(value):
+        if type(value) is float and (math.isfinite(value) or value is NOT_EVALUATED):
             return None  # fast path: nearly every run on a CPU
         here: list[Any] = []
         there: list[torch.Tensor] = []
