@@ -107,6 +107,21 @@ def test_a_rank_in_a_later_run_conflicts_with_a_meeting() -> None:
     assert Agreement().settle(rows) == [Conflict(1, 3, END, 0, 4)]
 
 
+def test_a_rank_may_still_be_ending_the_run_in_which_another_one_left() -> None:
+    agreement, left = Agreement(), Row(made=3, begun=3, meeting=1, kind=CLOSE)
+    for _ in range(9):
+        assert agreement.settle([left, Row(made=3, begun=4)]) == []
+    assert agreement.settle([left, left]) == [Met(-1, False, 0, True)]
+
+
+@pytest.mark.parametrize(("begun", "ticks"), [(4, 10), (5, 0)])
+def test_a_rank_that_goes_on_conflicts_with_one_that_left(begun: int, ticks: int) -> None:
+    agreement, rows = Agreement(), [Row(made=3, begun=3, meeting=1, kind=CLOSE), Row(made=begun - 1, begun=begun)]
+    for _ in range(ticks):
+        assert agreement.settle(rows) == []
+    assert agreement.settle(rows) == [Conflict(0, 3, CLOSE, 1, begun)]
+
+
 def test_different_meetings_conflict() -> None:
     rows = [Row(meeting=1, kind=ENTER), Row(meeting=1, kind=END)]
     assert Agreement().settle(rows) == [Conflict(1, 0, END, 0, 0)]

@@ -178,8 +178,12 @@ class Agreement:
         run, kind = table[first].made, table[first].kind
         # A rank in a later run is in calls that need the rank that waits here, and will not come back from them.
         for rank, row in enumerate(table):
-            if max(row.made, row.begun) > run:
-                return [Conflict(first, run, kind, rank, max(row.made, row.begun))]
+            at = max(row.made, row.begun)
+            if at == run + 1 and kind == CLOSE and self._patience:
+                self._patience -= 1  # the same StopIteration may end that run, in which the first rank left
+                return []
+            if at > run:
+                return [Conflict(first, run, kind, rank, at)]
         if len(waiting) < len(table):
             return []
         kinds = {row.kind for row in table}
