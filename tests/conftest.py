@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.option.all |= names_tests(config)
     settings.load_profile("all" if config.option.all else "quick")
     config.stash[left_out_key] = {}
