@@ -112,10 +112,9 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         log_step_count_steps: the period of the StepCounterHook, in steps.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
-            Unlike TensorFlow, whose workers get their variables from a server, a worker waits for the chief's first
-            checkpoint in ``checkpoint_dir`` and starts from it. It starts at once without ``checkpoint_dir``. Of
-            several ranks that ``torch.distributed`` connects, rank 0 is the chief, whatever is given here, and every
-            rank has the default hooks: they write on the chief only.
+            A worker waits for the chief's first checkpoint in ``checkpoint_dir`` and starts from it. It starts at once
+            without ``checkpoint_dir``. Of several ranks that ``torch.distributed`` connects, rank 0 is the chief,
+            whatever is given here, and every rank has the default hooks: they write on the chief only.
         max_wait_secs: how long a worker waits at most, in seconds.
         loop_arguments: further arguments of the MonitoredLoop, such as ``step_unit`` and ``recoverable_errors``.
 
@@ -124,6 +123,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         ValueError: both periods are given for one hook, a period is not valid, or ``async_save`` is given without a
             CheckpointSaverHook.
         CheckpointError: no checkpoint of the chief appeared within ``max_wait_secs``.
+
+    Unlike TensorFlow, whose workers get their variables from a server, a worker starts from a checkpoint of the chief.
     """
     check_keywords("MonitoredTrainingLoop", loop_arguments, _KEYWORDS)
     given, chief_only = _checked(hooks, "hooks"), _checked(chief_only_hooks, "chief_only_hooks")

@@ -6,6 +6,7 @@ lines of torchhooks are printed. ``...`` matches anything.
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import logging
@@ -131,3 +132,13 @@ def test_a_context_shows_what_a_hook_has_a_use_for() -> None:
         "when_ready",
         "why_stopped",
     }
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("torchhooks/**/*.py")), ids=lambda path: path.stem)
+def test_a_difference_from_tensorflow_is_said_last(path: Path) -> None:
+    """Not before the reader knows what the thing does."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            about = [part.startswith("Unlike TensorFlow,") for part in (ast.get_docstring(node) or "").split("\n\n")]
+            assert about == sorted(about), ast.get_docstring(node)
+            assert (ast.get_docstring(node) or "").count("Unlike TensorFlow") == sum(about), ast.get_docstring(node)

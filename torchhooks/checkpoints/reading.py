@@ -31,7 +31,7 @@ def latest_checkpoint(directory: _Path) -> str | None:
     """Return the path of the newest complete checkpoint in ``directory`` (``tf.train.latest_checkpoint``).
 
     The newest is the one written last, which after a return to an earlier state is not the one of the highest step.
-    ``None`` if there is none. Unlike TensorFlow, which trusts its index, this checks that its files are complete.
+    ``None`` if there is none.
 
     >>> with MonitoredTrainingLoop(step, model, optimizer, checkpoint_dir="run") as loop:
     ...     loss = loop.run(batches[0])
@@ -42,6 +42,8 @@ def latest_checkpoint(directory: _Path) -> str | None:
 
     Raises:
         CheckpointError: the folder cannot be read.
+
+    Unlike TensorFlow, which trusts its index, this checks that the files of the checkpoint are complete.
     """
     checkpoints = list_checkpoints(directory)
     return checkpoints[-1].path if checkpoints else None

@@ -195,7 +195,7 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
     steps old. The least value and its step are in the checkpoints, so that a training run that is resumed does not
     start to count again. A training run that the hook has ended makes no run if it is started again, as with
     a :class:`torchhooks.StopAtStepHook`. On a GPU, the host does not wait for the value, and the loop stops a few runs
-    later. Unlike TensorFlow, NaN is never the least value.
+    later. NaN is never the least value.
 
     Args:
         metric: any fetch of one number. A result of an EvaluationHook is looked at whenever that hook evaluates.
@@ -205,11 +205,13 @@ class StopIfNoDecreaseHook(_StopIfNoImprovement):
             :doc:`Choose a period </built-in-hooks>`. By default, when the evaluation does, or in every step for other
             fetches.
         name: the name of its state in checkpoints. Two hooks of this class need two names.
-        min_delta: a decrease counts only if it is larger than this. TensorFlow's hook has no such argument.
+        min_delta: a decrease counts only if it is larger than this.
 
     Raises:
         ValueError: a number of steps or ``min_delta`` is not valid, or two periods are given.
         TypeError: from the run, the metric is not one number.
+
+    Unlike TensorFlow, NaN is never the least value, and there is ``min_delta``.
     """
 
     _change = "decrease"

@@ -18,8 +18,8 @@ A thread of another kind is registered, checks whether it should stop, and repor
     coord.register_thread(thread)
     thread.start()
 
-The first error that is reported stops all threads, and ``join`` raises it once they have ended. Unlike TensorFlow,
-later errors are not dropped: they are logged, with their tracebacks.
+The first error that is reported stops all threads, and ``join`` raises it once they have ended. Later
+errors are logged, with their tracebacks.
 """
 
 from __future__ import annotations
@@ -64,16 +64,18 @@ class Coordinator:
     Error reported to Coordinator: OSError('disk full')
     failed: disk full
 
-    Every method is thread-safe. The first error that is reported stops all threads. Unlike TensorFlow, later errors
-    are logged with their tracebacks, and kept in :attr:`later_errors`.
+    Every method is thread-safe. The first error that is reported stops all threads. Later errors are logged with
+    their tracebacks, and kept in :attr:`later_errors`.
 
     Args:
         clean_stop_exception_types: exceptions that request a stop when they are reported but are not errors, including
-            their subclasses. Unlike TensorFlow, the default is exactly ``StopIteration``: a subclass of it is an error,
-            as everywhere in torchhooks.
+            their subclasses. The default is exactly ``StopIteration``: a subclass of it is an error, as everywhere in
+            torchhooks.
 
     Raises:
         TypeError: ``clean_stop_exception_types`` contains something other than exception types.
+
+    Unlike TensorFlow, later errors are not dropped, and subclasses of ``StopIteration`` are errors by default.
     """
 
     def __init__(self, clean_stop_exception_types: Iterable[type[BaseException]] | None = None) -> None:
@@ -95,8 +97,8 @@ class Coordinator:
     def request_stop(self, ex: BaseException | _ExcInfo | None = None) -> None:
         """Ask all threads to stop; from then on :meth:`should_stop` returns true.
 
-        :meth:`join` raises the first error and later ones are logged. Unlike TensorFlow, this also holds if a stop
-        without an error was requested before, and ``ex`` need not be an exception that is currently being handled.
+        :meth:`join` raises the first error and later ones are logged, also if a stop without an error was requested
+        before.
 
         Args:
             ex: the reason: an exception, or what ``sys.exc_info()`` returned. Anything else also stops the threads, and
@@ -104,6 +106,8 @@ class Coordinator:
 
         Raises:
             BaseException: ``ex`` itself, if the threads were already joined, so that no ``join`` would raise it.
+
+        Unlike TensorFlow, ``ex`` need not be an exception that is being handled, and counts after a stop without error.
         """
         late = self._stop(_as_exception(ex))
         if late is not None:
@@ -203,12 +207,14 @@ class Coordinator:
             threads: threads to wait for in addition to the registered ones.
             stop_grace_period_secs: seconds that all threads together may take to end after a stop was requested.
             ignore_live_threads: whether to log a warning, instead of raising an error, if threads are still alive after
-                that. Unlike TensorFlow, the warning is also logged if there is a reported error to raise.
+                that. The warning is also logged if there is a reported error to raise.
 
         Raises:
             BaseException: the reported error, with its type and its traceback.
             RuntimeError: no error was reported, and threads are alive after the grace period.
             ValueError: ``stop_grace_period_secs`` is not a number of seconds, 0 or more.
+
+        Unlike TensorFlow, which logs no warning of live threads if there is an error to raise.
         """
         grace_secs = seconds(stop_grace_period_secs, "stop_grace_period_secs")
         with self._lock:
@@ -265,7 +271,7 @@ class LooperThread(threading.Thread):
     True
 
     Ticks are ``timer_interval_secs`` apart, counted from the start of the thread: the duration of the task does not
-    shift them, and missed ticks are caught up on. Unlike TensorFlow, the clock is ``time.monotonic()``.
+    shift them, and missed ticks are caught up on. The clock is ``time.monotonic()``.
 
     Args:
         coord: tells the thread when to stop.
@@ -276,6 +282,8 @@ class LooperThread(threading.Thread):
         ValueError: ``coord`` is not a :class:`Coordinator`, ``timer_interval_secs`` is not a number of seconds, 0 or
             more, or there are arguments but no target.
         TypeError: ``target`` is not callable.
+
+    Unlike TensorFlow, whose clock is ``time.time()``.
     """
 
     def __init__(

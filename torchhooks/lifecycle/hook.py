@@ -47,10 +47,9 @@ Exceptions
   ``after_create_session``, or from ``end`` or ``teardown`` is an error like any other.
 * Any other exception, ``KeyboardInterrupt`` included: no further ``after_run`` and no ``end``. It propagates with its
   type and traceback, and with a note that names the hook, the method and the step.
-* Unlike TensorFlow, an ``end`` that raises does not prevent the other hooks' ``end``. One error propagates as it is,
-  several as an ``ExceptionGroup``.
-* Unlike TensorFlow, there is ``teardown``, which is always called, so that a hook can close what it opened in
-  ``begin``.
+* An ``end`` that raises does not prevent the other hooks' ``end``. One error propagates as it is, several as an
+  ``ExceptionGroup``.
+* ``teardown`` is always called, so that a hook can close what it opened in ``begin``.
 
 Skipped runs
 ------------
@@ -59,7 +58,7 @@ run methods. A run in which no hook is due costs next to nothing.
 
 Several ranks
 -------------
-Under ``torchrun``, each rank calls the hooks of its own list. In which runs, depends on what the hook says:
+Under ``torchrun``, each rank calls the hooks of its own list. The hook's ``next_due()`` decides in which runs:
 
 * A hook without ``next_due`` is called in every run, and a hook that says ``Due.step`` or ``Due.runs`` in the same runs
   on every rank. It may call collectives, such as ``session.ranks.gather`` or an ``all_reduce``, and fetch
@@ -72,6 +71,8 @@ Under ``torchrun``, each rank calls the hooks of its own list. In which runs, de
 
 A hook writes files and logs on the chief only: ``if session.ranks.is_chief``. Of the other ranks, only warnings and
 errors are logged, with the rank. Any rank may request a stop: all make the same last run.
+
+Unlike TensorFlow, an ``end`` that raises does not prevent the other hooks' ``end``, and there is ``teardown``.
 """
 
 from __future__ import annotations

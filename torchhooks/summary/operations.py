@@ -191,9 +191,11 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
     tag ``"lr"``, these are ``"lr/0"``, ``"lr/1"`` and so on. A group with a ``"name"`` has that in place of its index.
 
     Args:
-        tag: the name of the curve, a string that is not blank and has no control characters. Unlike TensorFlow, which
-            replaces some characters with underscores, tags are written as given: ``"loss %"``, ``"a//b"``.
+        tag: the name of the curve, a string that is not blank and has no control characters. It is written as given,
+            also ``"loss %"`` and ``"a//b"``.
         fetch: one fetch.
+
+    Unlike TensorFlow, which replaces some characters of a tag with underscores, this writes all of them.
     """
 
     def compose(self, value: Any) -> Any:
