@@ -526,7 +526,8 @@ def test_several_ranks_with_a_nan_in_one_run_leave_one_request() -> None:
 
     models = [new_model(), new_model()]
     errors = in_threads(2, train_rank)
-    assert [type(each) for each in errors] == [NanLossDuringTrainingError] * 2
+    kinds = {type(each) for each in errors}
+    assert kinds - {PeerError} == {NanLossDuringTrainingError}  # the slower rank may hear of the other one's first
     assert json.loads(Path("run", "nan.json").read_text())["rank"] in (0, 1)
 
 
