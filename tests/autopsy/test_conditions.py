@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from support.rank_threads import Hub, ThreadRanks, in_threads
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import torchhooks.autopsy.request
 from torchhooks import (
     AbortedError,
     CheckpointSaverHook,
@@ -35,6 +37,7 @@ from torchhooks import (
     list_checkpoints,
 )
 from torchhooks.__main__ import main
+from torchhooks.autopsy.request import leave
 from torchhooks.fetches.modules import attributes
 from torchhooks.testing import FakeDevice, log_lines
 
@@ -520,15 +523,22 @@ def test_the_chief_writes_the_report_about_the_rank_that_made_the_nan() -> None:
     ]  # fmt: skip
 
 
-def test_several_ranks_with_a_nan_in_one_run_leave_one_request() -> None:
+def test_the_request_of_the_first_of_several_ranks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave_together(*arguments: Any, **given: Any) -> None:
+        both.wait()
+        leave(*arguments, **given)
+        both.wait()  # neither of them fails before the other one has found its own NaN
+
+    both = threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(torchhooks.autopsy.request, "leave", leave_together)
+
     def train_rank(ranks: ThreadRanks, hub: Hub) -> Any:
         return train(models[ranks.rank], 10, loop_arguments={"ranks": ranks})
 
     models = [new_model(), new_model()]
     errors = in_threads(2, train_rank)
-    kinds = {type(each) for each in errors}
-    assert kinds - {PeerError} == {NanLossDuringTrainingError}  # the slower rank may hear of the other one's first
-    assert json.loads(Path("run", "nan.json").read_text())["rank"] in (0, 1)
+    assert [type(each) for each in errors] == [NanLossDuringTrainingError] * 2
+    assert json.loads(Path("run", "nan.json").read_text())["rank"] == 0
 
 
 def test_the_chief_alone_stops_in_the_debugger(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchhooks.autopsy.request
 from torchhooks import Session
 from torchhooks.autopsy.request import environment, leave, read, write_json
 
@@ -75,6 +77,18 @@ def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [taken]
 
 
+def leave_as(rank: int, step: int, folder: Path) -> None:
+    session: Any = Session(torch.nn.Linear(1, 1), checkpoint_dir=str(folder))
+    session.ranks = SimpleNamespace(rank=rank, size=2)
+    leave(session, step, "loss is NaN", None, {})
+
+
+def kept_in(folder: Path) -> tuple[int, int]:
+    request = read(str(folder))
+    assert request is not None
+    return request["step"], request["rank"]
+
+
 @pytest.mark.parametrize(
     ("left", "kept"),
     [
@@ -89,9 +103,24 @@ def test_of_several_ranks_the_request_for_the_earliest_step_is_kept(
     tmp_path: Path, left: list[tuple[int, int]], kept: tuple[int, int]
 ) -> None:
     for step, rank in left:
-        session: Any = Session(torch.nn.Linear(1, 1), checkpoint_dir=str(tmp_path))
-        session.ranks = SimpleNamespace(rank=rank, size=2)
-        leave(session, step, "loss is NaN", None, {})
-    request = read(str(tmp_path))
-    assert request is not None
-    assert (request["step"], request["rank"]) == kept
+        leave_as(rank, step, tmp_path)
+    assert kept_in(tmp_path) == kept
+
+
+def test_ranks_that_find_a_nan_at_once_write_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others: list[threading.Thread] = []
+
+    def read_while_another_writes(folder: str) -> Any:
+        found = read(folder)
+        if not others:
+            others.append(threading.Thread(target=leave_as, args=(1, 10, tmp_path)))
+            others[0].start()
+            others[0].join(0.2)  # in vain: it waits for this one
+        return found
+
+    monkeypatch.setattr(torchhooks.autopsy.request, "read", read_while_another_writes)
+    leave_as(0, 11, tmp_path)
+    others[0].join()
+    assert kept_in(tmp_path) == (10, 1)

@@ -21,6 +21,7 @@ from support.events import curve
 from support.rank_processes import run_ranks
 from support.s3 import S3Server
 
+import torchhooks.common.files
 import torchhooks.elsewhere.mirror
 from torchhooks import (
     AbortedError,
@@ -579,7 +580,7 @@ def test_a_store_that_stops_answering_when_the_copy_is_complete_is_no_error(
 def test_a_system_without_locks_for_files_downloads_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchhooks.elsewhere.mirror, "fcntl", None)
+    monkeypatch.setattr(torchhooks.common.files, "fcntl", None)
     url = f"file://{tmp_path}/store"
     train(str(tmp_path / "run"), url, {})
     train(str(tmp_path / "new"), url, {})

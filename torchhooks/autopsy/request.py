@@ -22,6 +22,7 @@ from torchhooks.checkpoints.manifest import STATE
 from torchhooks.checkpoints.reading import load_file
 from torchhooks.common.digests import fingerprints
 from torchhooks.common.errors import DamagedCheckpointError, brief
+from torchhooks.common.files import alone_at
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states
 from torchhooks.lifecycle.session import Session
@@ -82,18 +83,19 @@ def leave(
         "environment": environment(session),
         "time": time.time(),
     }
-    earlier = None
-    with contextlib.suppress(ValueError):  # of a damaged one, which is replaced
-        earlier = read(folder)
     try:
-        if (
-            earlier is not None
-            and earlier.get("begun_at") == request["begun_at"]
-            and earlier["rank"] != request["rank"]
-        ):
-            request = min(earlier, request, key=lambda each: (each["step"], each["rank"]))
         os.makedirs(folder, exist_ok=True)
-        write_json(path, request)
+        with alone_at(os.path.join(folder, ".nan.lock")):
+            earlier = None
+            with contextlib.suppress(ValueError):  # of a damaged one, which is replaced
+                earlier = read(folder)
+            if (
+                earlier is not None
+                and earlier.get("begun_at") == request["begun_at"]
+                and earlier["rank"] != request["rank"]
+            ):
+                request = min(earlier, request, key=lambda each: (each["step"], each["rank"]))
+            write_json(path, request)
     except (OSError, ValueError) as error:
         logger.warning(
             "%s was not written, so the next process does not look for the cause: %s", shown_path(path), brief(error)

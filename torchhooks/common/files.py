@@ -6,6 +6,8 @@ import io
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
 from torchhooks.common.log import logger
@@ -37,6 +39,18 @@ def warn_if_removed(file: io.FileIO, path: str) -> bool:
     except FileNotFoundError:
         logger.warning("%s was removed while it was open for writing: what was written to it is lost", path)
         return True
+
+
+@contextmanager
+def alone_at(path: str) -> Iterator[None]:
+    """Let one process or thread at a time go on, where the system has locks: who has locked the file ``path``."""
+    if fcntl is None:
+        yield
+        return
+    with open(path, "a") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Disk:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from typing import Any
 
 from torchhooks.common.checks import folder as checked_folder
 from torchhooks.common.checks import seconds, whole_number
 from torchhooks.common.errors import CheckpointError
+from torchhooks.common.files import alone_at
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened, shown
 from torchhooks.elsewhere.copy import Copy, is_within
@@ -19,11 +19,6 @@ from torchhooks.elsewhere.store import Secrets, Store, is_url
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import WritingHook
 from torchhooks.lifecycle.session import Session
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 LOOK_SECS = 5.0
 """How often the thread looks for a new checkpoint."""
@@ -117,7 +112,9 @@ class MirrorHook(WritingHook):
         self._thread = None
         self._failures = 0
         self._copy = Copy(self._folder, self.store, self._keep, lambda: self._is_closing)
-        with _alone_in(self._folder):
+        os.makedirs(self._folder, exist_ok=True)
+        # One process of a node at a time. Without locks, each downloads on its own, under names that differ.
+        with alone_at(os.path.join(self._folder, ".mirror.lock")):
             self._pull()
 
     def _pull(self) -> None:
@@ -214,16 +211,3 @@ class MirrorHook(WritingHook):
             self._failures = 0
             logger.info("%s can be written again%s", self._url, f", and has {copied[0]}" if copied else "")
         return True
-
-
-@contextmanager
-def _alone_in(folder: str) -> Iterator[None]:
-    """Let one process at a time, of those of a node, download into ``folder``."""
-    os.makedirs(folder, exist_ok=True)
-    if fcntl is None:
-        yield
-        return
-    with open(os.path.join(folder, ".mirror.lock"), "a") as file:
-        with suppress(OSError):  # without locks, each downloads on its own, under names that differ
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
