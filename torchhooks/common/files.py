@@ -43,7 +43,7 @@ def warn_if_removed(file: io.FileIO, path: str) -> bool:
 
 @contextmanager
 def alone_at(path: str) -> Iterator[None]:
-    """Let one process or thread at a time go on, where the system has locks: who has locked the file ``path``."""
+    """Wait for a lock on the file ``path``, and hold it. Where the system has no locks, go on at once."""
     if fcntl is None:
         yield
         return

@@ -524,7 +524,7 @@ class Evaluator:
             return self._as_asked(self._outputs[name])
         if name == "global_step":
             return self.session.global_step
-        if name in SPEEDS:  # before the model and the arguments, because no run should look there for what it logs
+        if name in SPEEDS:  # before the model and the arguments, which take longer to search
             measured = [speed(name, self._leaf_uncopied) for speed in self.session.speeds]
             found = [each for each in measured if each is not None]
             if found:
