@@ -61,7 +61,7 @@ from torchhooks import (
 )
 from torchhooks.device.accelerator import WAITED_FOR
 from torchhooks.device.readback import MAX_BYTES, Readback
-from torchhooks.lifecycle.recovery import is_poisoned
+from torchhooks.lifecycle.recovery import is_device_error
 from torchhooks.testing import FakeDevice, RecordingWriter, sync_audit
 
 from common import RESULTS, describe, machine, table
@@ -463,7 +463,7 @@ def compare(name: str, seen: dict[str, list[Any]], expected: dict[str, list[Any]
 LOST = """
 import sys, torch
 from torchhooks import MonitoredLoop
-from torchhooks.lifecycle.recovery import is_poisoned
+from torchhooks.lifecycle.recovery import is_device_error
 
 def step():
     index = torch.tensor([5], device="cuda")
@@ -482,8 +482,8 @@ except BaseException as error:
     print(type(error).__mro__[:3], getattr(error, "error_code", "no error_code"))
     print(str(error).splitlines()[0])
     print("notes:", getattr(error, "__notes__", []))
-    print("poisoned:", is_poisoned(error), "calls:", len(calls))
-    sys.exit(0 if is_poisoned(error) and len(calls) == 1 else 3)
+    print("an error of the device:", is_device_error(error), "calls:", len(calls))
+    sys.exit(0 if is_device_error(error) and len(calls) == 1 else 3)
 print("no error was raised")
 sys.exit(4)
 """
@@ -491,7 +491,7 @@ sys.exit(4)
 
 def lost(options: Options) -> str:
     """Lose the context of a process, and see whether the loop knows that it cannot recover."""
-    assert is_poisoned(ExceptionGroup("several", [RuntimeError("CUDA error: device-side assert triggered")]))
+    assert is_device_error(ExceptionGroup("several", [RuntimeError("CUDA error: device-side assert triggered")]))
     need_cuda("needs a CUDA device, whose context a device-side assert destroys; recognising its text was checked")
     done = subprocess.run(
         [sys.executable, "-c", LOST], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120

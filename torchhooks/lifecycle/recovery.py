@@ -14,48 +14,9 @@ from torchhooks.common.log import logger
 _FIRST_PAUSE_SECS = 1.0
 _LONGEST_PAUSE_SECS = 60.0
 
-# The codes and messages of CUDA errors after which no code in this process can use the device again: those for which
-# CUDA's documentation (driver_types.h) says that the process must be terminated, a destroyed context, uncorrectable
-# errors, and how the libraries on top of CUDA report them. CUDNN_STATUS_INTERNAL_ERROR is not among them, because it
-# is also reported for a lack of memory.
-_POISONED_CODES = frozenset({214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999})
-_LIBRARIES = ("cuda", "cublas", "cudnn", "cufft", "cusolver", "cusparse")
-_POISONED = (
-    "device-side assert",
-    "illegal memory access",
-    "illegal instruction",
-    "unspecified launch failure",
-    "the launch timed out and was terminated",
-    "misaligned address",
-    "invalid program counter",
-    "not supported on global/shared address space",
-    "hardware stack error",
-    "peer gpu memory over nvlink or a hardware error",
-    "uncorrectable",
-    "context is destroyed",
-    "tensor memory not completely freed",
-    "mps client has been terminated",
-    "async error has occured in external entity",
-    "cuda error: unknown error",
-    "status_execution_failed",
-    "cufft_exec_failed",
-    "cudnn_status_mapping_error",
-    # The names of the errors, as CUDA's driver and runtime spell them, without underscores.
-    "cudaerrorassert",
-    "cudaerrorcontextisdestroyed",
-    "cudaerrorhardwarestackerror",
-    "cudaerrorillegaladdress",
-    "cudaerrorillegalinstruction",
-    "cudaerrorinvalidaddressspace",
-    "cudaerrorinvalidpc",
-    "cudaerrorlaunchfailed",
-    "cudaerrorlaunchfailure",
-    "cudaerrorlaunchtimeout",
-    "cudaerrormisalignedaddress",
-)
-
-# The errors of which error_code is one of CUDA. torch has the class since 2.8.
-_CODED: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+# What torch raises when the device fails, after which this process may be unable to use it. A lack of memory is
+# another error. torch has the class since 2.8; before that, only the text says it.
+_DEVICE_FAILED: tuple[type[BaseException], ...] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
 
 
 class Recovery:
@@ -98,8 +59,8 @@ class Recovery:
             made.popleft()
         if self._ranks > 1:  # the others are in calls that need this one
             why = f"{self._ranks} ranks cannot restore in the middle of a run: torchrun --max-restarts restarts them"
-        elif is_poisoned(error):
-            why = "this process has lost its CUDA context: restart it"
+        elif is_device_error(error):
+            why = "the process may have lost its CUDA context: restart it"
         elif len(made) >= self._max_recoveries:
             limit = f"max_recoveries={self._max_recoveries}"
             why = f"of {limit}: {len(made)} were made within the last {self._window_secs:g} s"
@@ -123,19 +84,12 @@ class Recovery:
             wait(pause)
 
 
-def is_poisoned(error: BaseException) -> bool:
-    """Return whether ``error``, or one in its chain or in a group, is a CUDA error that makes the device unusable."""
-    return any(map(_is_poisoned, _chain(error)))
-
-
-def _is_poisoned(error: BaseException) -> bool:
-    if isinstance(error, _CODED) and getattr(error, "error_code", None) in _POISONED_CODES:
-        return True
-    text = brief(error).lower()
-    if not any(library in text for library in _LIBRARIES):
-        return False
-    names = text.replace("_", "")  # CUDA_ERROR_ILLEGAL_ADDRESS of the driver is cudaErrorIllegalAddress of the runtime
-    return any(words in text or words in names for words in _POISONED)
+def is_device_error(error: BaseException) -> bool:
+    """Return whether ``error``, or one in its chain or in a group, is an error of the device itself."""
+    return any(
+        isinstance(one, _DEVICE_FAILED) or (isinstance(one, RuntimeError) and str(one).startswith("CUDA error"))
+        for one in _chain(error)
+    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
