@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from typing_extensions import TypeVar
 
-from torchhooks.checkpoints.files import Seen, list_again, split_checkpoint
-from torchhooks.common.checks import check_keywords, explains_wrong_calls, seconds
-from torchhooks.common.errors import CheckpointError, add_note
-from torchhooks.common.log import logger
+from torchhooks.checkpoints.files import split_checkpoint
+from torchhooks.common.checks import check_keywords, explains_wrong_calls
+from torchhooks.common.errors import add_note
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.timers import SecondOrStepTimer
 from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.saving import CheckpointSaverHook, SummarySaverHook
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Scaffold
-from torchhooks.loop.arguments import check_hook_states, check_hooks
+from torchhooks.loop.arguments import check_hooks
 from torchhooks.loop.monitored_loop import MonitoredLoop
 from torchhooks.ranks.ranks import checked_ranks
 
 R = TypeVar("R", default=Any)
 
 _Folder = str | os.PathLike[str]
-
-_FIRST_PAUSE_SECS = 0.1
-_LONGEST_PAUSE_SECS = 10.0
 
 
 class _UseDefault:
@@ -62,8 +56,6 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
     summary_dir: _Folder | None = None,
     log_step_count_steps: int | None = 100,
     stop_grace_period_secs: float = 120,
-    is_chief: bool = True,
-    max_wait_secs: float = 7200,
     **loop_arguments: Any,
 ) -> MonitoredLoop[R]:
     """Return a :class:`torchhooks.MonitoredLoop` with the default hooks (``tf.train.MonitoredTrainingSession``).
@@ -99,9 +91,9 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         checkpoint_dir: the folder that checkpoints are restored from and saved to. Without it, neither is done. A
             checkpoint, such as ``"run/model.ckpt-600"``, is restored itself, and others are saved to its folder.
         hooks: the hooks to add to the default ones.
-        chief_only_hooks: hooks for the chief only. A worker also ignores their states in the chief's checkpoints. With
-            several ranks, they are due by the chief's clock, and cannot fetch what needs every rank. Hooks that save
-            checkpoints are then hooks of every rank, because a save needs all of them.
+        chief_only_hooks: hooks for the chief only, rank 0. With several ranks, they are due by the chief's clock, and
+            cannot fetch what needs every rank. Hooks that save checkpoints are then hooks of every rank, because a save
+            needs all of them.
         scaffold: how a session is initialized, its saver, and the ``summary_op`` to write. Without a ``summary_op``,
             the SummarySaverHook only writes ``SessionLog.START``, as in TensorFlow.
         state: additional objects to save and restore, by name.
@@ -111,20 +103,12 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         summary_dir: the folder for curves and summaries; ``checkpoint_dir`` by default.
         log_step_count_steps: the period of the StepCounterHook, in steps.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
-        is_chief: whether this process saves and reports. A process that does not is a worker and has ``hooks`` only.
-            A worker waits for the chief's first checkpoint in ``checkpoint_dir`` and starts from it. It starts at once
-            without ``checkpoint_dir``. Of several ranks that ``torch.distributed`` connects, rank 0 is the chief,
-            whatever is given here, and every rank has the default hooks: they write on the chief only.
-        max_wait_secs: how long a worker waits at most, in seconds.
         loop_arguments: further arguments of the MonitoredLoop, such as ``step_unit`` and ``recoverable_errors``.
 
     Raises:
         TypeError: something in ``hooks`` or ``chief_only_hooks`` is not a hook, or an argument is unknown.
         ValueError: both periods are given for one hook, a period is not valid, or ``async_save`` is given without a
             CheckpointSaverHook.
-        CheckpointError: no checkpoint of the chief appeared within ``max_wait_secs``.
-
-    Unlike TensorFlow, whose workers get their variables from a server, a worker starts from a checkpoint of the chief.
     """
     check_keywords("MonitoredTrainingLoop", loop_arguments, _KEYWORDS)
     given, chief_only = _checked(hooks, "hooks"), _checked(chief_only_hooks, "chief_only_hooks")
@@ -145,29 +129,22 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
             "async_save=True: the default CheckpointSaverHook is disabled. Leave out async_save, and give the argument "
             "to your own CheckpointSaverHook(..., async_save=True)"
         )
-    longest_wait = seconds(max_wait_secs, "max_wait_secs")
     ranks = checked_ranks(loop_arguments.get("ranks"))
     if ranks.size > 1:
-        is_chief = ranks.is_chief
         savers = [hook for hook in chief_only if getattr(hook, "saves_checkpoints", False)]
         chief_only = [hook for hook in chief_only if hook not in savers]
         given = [*savers, *given]
-    saved_to, chosen = (None, None) if checkpoint_dir is None else split_checkpoint(os.fspath(checkpoint_dir))
-    elsewhere = () if is_chief else check_hook_states(_states_first(chief_only))
-    if is_chief or ranks.size > 1:
-        folder = saved_to if summary_dir is None else summary_dir
-        defaults: list[SessionRunHook] = []
-        if counting:
-            defaults.append(StepCounterHook(log_step_count_steps, output_dir=folder))
-        if summaries and folder is not None:
-            defaults.append(SummarySaverHook(**summaries, output_dir=folder, scaffold=scaffold))
-        if checkpoints and saved_to is not None:
-            defaults.append(CheckpointSaverHook(saved_to, **checkpoints, scaffold=scaffold, async_save=async_save))
-        given = _states_first([*(chief_only if is_chief else ()), *defaults, *given])
-    elif saved_to is not None and chosen is None:
-        _wait_for_chief(saved_to, longest_wait)
+    saved_to = None if checkpoint_dir is None else split_checkpoint(os.fspath(checkpoint_dir))[0]
+    folder = saved_to if summary_dir is None else summary_dir
+    defaults: list[SessionRunHook] = []
+    if counting:
+        defaults.append(StepCounterHook(log_step_count_steps, output_dir=folder))
+    if summaries and folder is not None:
+        defaults.append(SummarySaverHook(**summaries, output_dir=folder, scaffold=scaffold))
+    if checkpoints and saved_to is not None:
+        defaults.append(CheckpointSaverHook(saved_to, **checkpoints, scaffold=scaffold, async_save=async_save))
+    given = _states_first([*(chief_only if ranks.is_chief else ()), *defaults, *given])
     return _Loop(
-        elsewhere,
         chief_only,
         step,
         model,
@@ -189,15 +166,12 @@ class _Loop(MonitoredLoop[R]):
     """A loop whose ranks differ in their hooks.
 
     Args:
-        hooks_elsewhere: the names of hooks that only another process has. Their states in checkpoints are ignored.
         chief_only: hooks that only the chief has, so that its loop calls them alone even if they are ``collective``.
         args, arguments: the arguments of the MonitoredLoop.
     """
 
-    def __init__(
-        self, hooks_elsewhere: Collection[str], chief_only: Collection[SessionRunHook], *args: Any, **arguments: Any
-    ) -> None:
-        self._hooks_elsewhere, self._chief_only = hooks_elsewhere, chief_only
+    def __init__(self, chief_only: Collection[SessionRunHook], *args: Any, **arguments: Any) -> None:
+        self._chief_only = chief_only
         super().__init__(*args, **arguments)
 
 
@@ -225,24 +199,3 @@ def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
     first_saver = next(savers, len(hooks))
     # The sort is stable: within each group the order stays as given.
     return hooks[:first_saver] + sorted(hooks[first_saver:], key=has_state, reverse=True)
-
-
-def _wait_for_chief(checkpoint_dir: str, max_wait_secs: float) -> None:
-    """Wait until there is a checkpoint in ``checkpoint_dir``, polling with growing pauses."""
-    folder = os.path.abspath(checkpoint_dir)
-    seen: Seen = {}
-    begin, pause = time.monotonic(), _FIRST_PAUSE_SECS
-    while not list_again(folder, seen):
-        left = begin + max_wait_secs - time.monotonic()
-        if left <= 0:
-            raise CheckpointError(
-                f"no checkpoint appeared in {checkpoint_dir} within {max_wait_secs:g} seconds, and a worker "
-                "(is_chief=False) starts from one that the chief saves there: start the chief with the same "
-                "checkpoint_dir and with checkpoints enabled, or increase max_wait_secs"
-            )
-        if pause == _FIRST_PAUSE_SECS:
-            logger.info(
-                "waiting for the chief's first checkpoint in %s, at most %g seconds", checkpoint_dir, max_wait_secs
-            )
-        threading.Event().wait(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECS)

@@ -233,16 +233,6 @@ def test_a_training_loop_saves_and_writes_into_the_folder_of_the_checkpoint() ->
     assert [name for name in os.listdir("run") if "tfevents" in name] != []
 
 
-def test_a_worker_starts_from_the_checkpoint_at_once(lines: Lines) -> None:
-    train("run", 8)
-    worker = Training(0.0)
-    with MonitoredTrainingLoop(
-        worker.step, worker.model, checkpoint_dir="run/model.ckpt-4", is_chief=False, max_wait_secs=0
-    ) as loop:
-        assert loop.global_step == 4
-    assert worker.weight == 4.0
-
-
 def test_a_best_checkpoint_can_begin_another_training_run() -> None:
     best = BestCheckpointHook("run", lambda global_step: -abs(global_step - 4), save_steps=1, mode="max")
     train("run", 8, hooks=(best,))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 from support.events import curve, read, steps
 
 from torchhooks import (
-    AbortedError,
     BestCheckpointHook,
     CheckpointError,
     CheckpointSaverHook,
@@ -30,11 +26,10 @@ from torchhooks import (
     StepCounterHook,
     StopAtStepHook,
     SummarySaverHook,
-    latest_checkpoint,
     list_checkpoints,
     summary,
 )
-from torchhooks.testing import FakeClock, RecordingHook, log_lines
+from torchhooks.testing import RecordingHook, log_lines
 
 
 class Remembering(SessionRunHook):
@@ -198,7 +193,6 @@ def test_hooks_with_a_timer_of_their_own_replace_the_default_ones(tmp_path: Path
         ({"save_checkpoint_steps": 2.5}, "save_checkpoint_steps=2.5: must be a whole number, 1 or more"),
         ({"save_summaries_secs": "soon"}, "save_summaries_secs='soon': a period is a number of seconds"),
         ({"log_step_count_steps": 0.5}, "log_step_count_steps=0.5: must be a whole number, 1 or more"),
-        ({"max_wait_secs": -1}, "max_wait_secs=-1: a period is a number of seconds, 0 or more"),
     ],
 )
 def test_rejects_invalid_periods_and_names_the_arguments_of_the_caller(arguments: dict[str, Any], message: str) -> None:
@@ -332,144 +326,11 @@ def test_the_grace_period_of_the_threads_is_passed_on() -> None:
     assert [text for _, text in lines if "straggler" in text and "0.0625 s after" in text]
 
 
-# -- a worker ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def when_it_waits(action: Any) -> Iterator[None]:
-    """Call ``action()`` each time a worker logs that it waits."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith("waiting for the chief"):
-                action()
-
-    logger, handler = logging.getLogger("torchhooks"), Handler()
-    logger.addHandler(handler)
-    try:
-        with log_lines():
-            yield
-    finally:
-        logger.removeHandler(handler)
-
-
-def test_a_worker_has_only_the_hooks(tmp_path: Path) -> None:
-    Saver().save(Session(), tmp_path / "model.ckpt", 3)
-    found = kinds(
-        checkpoint_dir=tmp_path, hooks=[StopAtStepHook(5)], chief_only_hooks=[RecordingHook()], is_chief=False
-    )
-    assert found == ["StopAtStepHook"]
-
-
-def test_a_worker_starts_from_the_checkpoint_of_the_chief(tmp_path: Path) -> None:
-    chief, worker = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-    Saver().save(Session(chief), tmp_path / "model.ckpt", 0)
-    with MonitoredTrainingLoop(lambda: 0.5, worker, checkpoint_dir=tmp_path, is_chief=False):
-        assert torch.equal(worker.weight, chief.weight)
-
-
-def test_a_worker_ignores_the_states_of_hooks_that_only_the_chief_has(tmp_path: Path) -> None:
-    chiefs, shared, fresh = Remembering("chief's"), Remembering("shared"), Remembering("chief's")
-    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[shared], chief_only_hooks=[chiefs]) as loop:
-        loop.run()
-    worker = Remembering("shared")
-    with MonitoredTrainingLoop(
-        lambda: 0.5, checkpoint_dir=tmp_path, hooks=[worker], chief_only_hooks=[fresh], is_chief=False
-    ) as loop:
-        assert (loop.global_step, worker.runs, fresh.runs) == (1, 1, 0)
-
-
-def test_a_worker_ignores_no_other_state(tmp_path: Path) -> None:
-    Saver().save(Session(state={"box": Remembering()}), tmp_path / "model.ckpt", 3)
-    with pytest.raises(CheckpointError, match="only in the file: 'box'"):
-        MonitoredTrainingLoop(
-            lambda: 0.5, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering("box")], is_chief=False
-        )
-
-
-def test_a_chief_ignores_no_state(tmp_path: Path) -> None:
+def test_a_state_of_a_hook_that_is_gone_is_an_error(tmp_path: Path) -> None:
     with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering()]) as loop:
         loop.run()
     with pytest.raises(CheckpointError, match=r"only in the file: 'hooks\.remembering'"):
         MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path)
-
-
-def test_a_worker_writes_nothing(tmp_path: Path) -> None:
-    Saver().save(Session(), tmp_path / "model.ckpt", 3)
-    before = sorted(tmp_path.rglob("*"))
-    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False) as loop:
-        loop.run()
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_worker_waits_until_the_chief_has_saved(tmp_path: Path) -> None:
-    session = Session()
-    session.global_step = 7
-
-    with (
-        when_it_waits(lambda: Saver().save(session, tmp_path / "model.ckpt", 7)),
-        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False) as loop,
-    ):
-        assert loop.global_step == 7
-
-
-def test_a_worker_that_waited_too_long_says_what_it_waited_for(tmp_path: Path) -> None:
-    message = (
-        f"no checkpoint appeared in {tmp_path} within 0 seconds, and a worker (is_chief=False) starts from one that "
-        "the chief saves there"
-    )
-    with pytest.raises(CheckpointError, match=re.escape(message)):
-        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False, max_wait_secs=0)
-
-
-def test_a_worker_waits_no_longer_than_max_wait_secs(tmp_path: Path) -> None:
-    with FakeClock() as clock, when_it_waits(lambda: clock.advance(7200)), pytest.raises(CheckpointError, match="7200"):
-        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, is_chief=False)
-
-
-def test_a_worker_that_waited_in_vain_calls_no_hook(tmp_path: Path) -> None:
-    hook = RecordingHook()
-    with pytest.raises(CheckpointError):
-        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, hooks=[hook], is_chief=False, max_wait_secs=0)
-    assert hook.calls == []
-
-
-def test_a_worker_without_a_folder_starts_at_once() -> None:
-    with MonitoredTrainingLoop(lambda: 0.5, is_chief=False) as loop:
-        assert loop.run() == 0.5
-
-
-def aborted_once() -> Callable[[], Any]:
-    """Return a step function that fails the first time."""
-    results = iter([AbortedError(), 0.25])
-
-    def step() -> Any:
-        result = next(results)
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    return step
-
-
-def test_a_worker_recovers_from_the_checkpoint_of_the_chief(tmp_path: Path) -> None:
-    Saver().save(Session(), tmp_path / "model.ckpt", 3)
-    with MonitoredTrainingLoop(aborted_once(), checkpoint_dir=tmp_path, is_chief=False) as loop:
-        assert loop.run() == 0.25
-
-
-def test_a_worker_that_recovers_ignores_the_states_of_hooks_that_only_the_chief_has(tmp_path: Path) -> None:
-    session = Session()
-    session.hooks = {"remembering": Remembering()}
-    Saver().save(session, tmp_path / "model.ckpt", 3)
-    step, chief_only = aborted_once(), [Remembering()]
-    with MonitoredTrainingLoop(step, checkpoint_dir=tmp_path, chief_only_hooks=chief_only, is_chief=False) as loop:
-        assert loop.run() == 0.25
-
-
-def test_a_chief_does_not_wait(tmp_path: Path) -> None:
-    with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, max_wait_secs=0):
-        assert latest_checkpoint(tmp_path) is not None
 
 
 def test_a_saver_among_the_hooks_is_used_in_addition_to_the_default_one(tmp_path: Path) -> None:

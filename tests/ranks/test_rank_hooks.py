@@ -407,12 +407,12 @@ def test_a_best_checkpoint_hook_on_the_chief_alone_is_an_error_where_the_loop_is
     assert all("the collective hooks are" in str(error) for error in refused(hooks_of))
 
 
-def test_every_rank_has_the_default_hooks_whatever_is_chief_says(tmp_path: Path) -> None:
+def test_every_rank_has_the_default_hooks(tmp_path: Path) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         scaffold = Scaffold(summary_op={"loss": over_ranks("loss", "sum")})
         folder = tmp_path / str(ranks.rank)
         with MonitoredTrainingLoop(
-            lambda: float(ranks.rank + 1), scaffold=scaffold, summary_dir=folder, is_chief=False, ranks=ranks
+            lambda: float(ranks.rank + 1), scaffold=scaffold, summary_dir=folder, ranks=ranks
         ) as loop:
             for _ in loop.until_stop(range(1)):
                 loop.run()
@@ -420,6 +420,38 @@ def test_every_rank_has_the_default_hooks_whatever_is_chief_says(tmp_path: Path)
     assert in_threads(2, main) == [None, None]
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     assert curve(tmp_path / "0", "loss") == [(1, 3.0)]
+
+
+class Counting(SessionRunHook):
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.runs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"runs": self.runs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.runs = state["runs"]
+
+
+def test_the_state_of_a_hook_that_only_the_chief_has_is_restored_there(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub, last_step: int) -> int:
+        hook = Counting()
+        with MonitoredTrainingLoop(
+            lambda: hub.gather("step", ranks.rank, 0),
+            checkpoint_dir=tmp_path,
+            hooks=[StopAtStepHook(last_step=last_step)],
+            chief_only_hooks=[hook],
+            ranks=ranks,
+        ) as loop:
+            for _ in loop.until_stop(range(9)):
+                loop.run()
+        return hook.runs
+
+    assert in_threads(2, lambda ranks, hub: main(ranks, hub, 3)) == [3, 0]
+    assert in_threads(2, lambda ranks, hub: main(ranks, hub, 5)) == [5, 0]
 
 
 def test_new_results_of_an_evaluation_are_logged_and_written_by_the_chief(

@@ -450,14 +450,12 @@ def test_the_clock_of_the_chief_decides_when_a_collective_hook_is_due() -> None:
     assert first == second
 
 
-def test_a_worker_does_not_wait_for_a_chief_that_waits_for_it(tmp_path: Path) -> None:
+def test_ranks_of_a_training_loop_save_together(tmp_path: Path) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> int:
         with torchhooks.MonitoredTrainingLoop(
             lambda: hub.gather("step", ranks.rank, 0),
             checkpoint_dir=tmp_path,
             hooks=[StopAtStepHook(3)],
-            is_chief=ranks.is_chief,
-            max_wait_secs=0.1,
             ranks=ranks,
         ) as loop:
             while not loop.should_stop():

@@ -84,8 +84,6 @@ class SessionLike(Protocol):
     @property
     def hooks(self) -> Mapping[str, Stateful]: ...
     @property
-    def hooks_elsewhere(self) -> Collection[str]: ...
-    @property
     def metadata(self) -> Mapping[str, Any]: ...
     @property
     def warned(self) -> set[str]: ...
@@ -267,7 +265,7 @@ def compare(
     if without_own:
         own = own_parts(parts)
         parts = {name: part for name, part in parts.items() if name not in own}
-    misfits = _compare_names(parts, saved, {*_OWN, *(f"{_HOOKS}{name}" for name in session.hooks_elsewhere)})
+    misfits = _compare_names(parts, saved, _OWN)
     unnamed = [name for name in saved if name not in (*parts, *_RESERVED) and not name.startswith(_HOOKS)]
     if unnamed:
         entries = [f'"{name}": {name if name.isidentifier() else "..."}' for name in unnamed]

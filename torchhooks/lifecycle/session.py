@@ -65,7 +65,6 @@ class Session:
         saver: Any = None,
         *,
         hooks: Mapping[str, Stateful] | None = None,
-        hooks_elsewhere: Collection[str] = (),
         checkpoint_dir: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         warned: set[str] | None = None,
@@ -89,7 +88,6 @@ class Session:
             state: further objects that belong to the training state, by name.
             saver: what writes its checkpoints; by default a Saver with its defaults.
             hooks: the hooks that have a state, by the name under which a checkpoint keeps it.
-            hooks_elsewhere: names of hooks that only another process has. Their states in checkpoints are ignored.
             checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
             metadata: plain data for every checkpoint.
             warned: what a warning was logged about that is logged once per loop.
@@ -110,7 +108,6 @@ class Session:
         self.state = {} if state is None else state
         self.saver = Saver() if saver is None else saver
         self.hooks = {} if hooks is None else hooks
-        self.hooks_elsewhere = hooks_elsewhere
         self.checkpoint_dir = checkpoint_dir
         self.metadata = {} if metadata is None else metadata
         self.warned = set() if warned is None else warned

@@ -45,7 +45,6 @@ class LoopArguments:
         model: torch.nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
         hooks: Iterable[SessionRunHook],
-        hooks_elsewhere: Collection[str],
         chief_only: Collection[SessionRunHook],
         scaffold: Scaffold | None,
         state: Mapping[str, Stateful] | None,
@@ -75,7 +74,6 @@ class LoopArguments:
         self.step = Step(step)
         self.state = check_state(state)
         self.hooks = check_hooks(hooks)
-        self.hooks_elsewhere = hooks_elsewhere
         """The names of hooks that only another process has, whose states in a checkpoint are ignored."""
         self.chief_only = chief_only
         """The hooks that no other rank has, so that they are called alone, even if they are collective."""

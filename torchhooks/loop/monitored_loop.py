@@ -98,7 +98,6 @@ class MonitoredLoop(Generic[R]):
         DamagedCheckpointError: ``checkpoint_dir`` is a checkpoint that is missing or damaged.
     """
 
-    _hooks_elsewhere: Collection[str] = ()  # of a worker: the names of hooks that only another process has
     _chief_only: Collection[SessionRunHook] = ()  # hooks that no other rank has, even if they are collective
 
     @explains_wrong_calls
@@ -127,7 +126,6 @@ class MonitoredLoop(Generic[R]):
             model=model,
             optimizer=optimizer,
             hooks=hooks,
-            hooks_elsewhere=self._hooks_elsewhere,
             chief_only=self._chief_only,
             scaffold=scaffold,
             state=state,

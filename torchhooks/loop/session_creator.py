@@ -162,7 +162,7 @@ class SessionCreator:
         """Warn on the chief that this training run cannot be resumed, though the caller named a folder for it."""
         if not self._arguments.ranks.is_chief:
             return
-        if not self._arguments.has_saver and not self._arguments.hooks_elsewhere:
+        if not self._arguments.has_saver:
             given = self._arguments.checkpoint_dir
             way_out = f"add CheckpointSaverHook({given!r}, save_secs=600)"
             logger.warning("%s has no checkpoint, and no hook saves one: %s", given, way_out)
@@ -225,7 +225,6 @@ class SessionCreator:
             arguments.state,
             arguments.scaffold.saver,
             hooks=arguments.hook_states,
-            hooks_elsewhere=arguments.hooks_elsewhere,
             checkpoint_dir=self._folder,
             metadata=arguments.metadata,
             warned=self._warned,
