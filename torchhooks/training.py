@@ -11,7 +11,7 @@ import torch
 from typing_extensions import TypeVar
 
 from torchhooks.checkpoints.files import split_checkpoint
-from torchhooks.common.checks import check_keywords, explains_wrong_calls
+from torchhooks.common.checks import check_keywords
 from torchhooks.common.errors import add_note
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.timers import SecondOrStepTimer
@@ -37,7 +37,6 @@ USE_DEFAULT: Any = _UseDefault()
 """The default of a period. It differs from None, which disables a hook."""
 
 
-@explains_wrong_calls
 def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTrainingSession, which it replaces)
     step: Callable[..., R] | None = None,
     model: torch.nn.Module | None = None,

@@ -345,10 +345,6 @@ def test_a_weight_that_does_not_fit() -> None:
     assert "values of shape (2,) with weights of shape (3,)" in str(error)
     with pytest.raises(TypeError, match="give one fetch"):
         running_mean("loss", weight=["n"])
-    with pytest.raises(TypeError, match="takes no weight="):
-        running_max("loss", weight="n")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="takes no weight="):
-        running_min("loss", weight="n")  # type: ignore[call-arg]
 
 
 def test_what_is_reported_of_a_weighted_mean_can_be_taken_back() -> None:

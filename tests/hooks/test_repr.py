@@ -62,6 +62,6 @@ def test_a_subclass_can_be_shown_before_it_has_called_the_constructor_of_its_bas
     assert shown == ["Late(3)"]
 
 
-def test_a_wrong_call_of_a_subclass_names_its_arguments() -> None:
-    with pytest.raises(TypeError, match=r"LogLoss needs every=: give it\. It takes every=, at_end="):
-        LogLoss()  # type: ignore[call-arg]
+def test_a_wrong_keyword_of_a_subclass_names_its_arguments() -> None:
+    with pytest.raises(TypeError, match=r"LogLoss takes no evry=\. Did you mean 'every'\? It takes every=, at_end="):
+        LogLoss(evry=5)  # type: ignore[call-arg]

@@ -17,7 +17,6 @@ from torchhooks.checkpoints.per_rank import read_folder
 from torchhooks.checkpoints.sharded import like_own, renamed
 from torchhooks.checkpoints.state import SessionLike, compare_module
 from torchhooks.checkpoints.undo import Undo, finish, loads_plainly
-from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, brief, interrupt_in
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened, shown
@@ -26,7 +25,6 @@ from torchhooks.ranks.dtensors import reshard
 _Path = str | os.PathLike[str]
 
 
-@explains_wrong_calls
 def latest_checkpoint(directory: _Path) -> str | None:
     """Return the path of the newest complete checkpoint in ``directory`` (``tf.train.latest_checkpoint``).
 
@@ -49,7 +47,6 @@ def latest_checkpoint(directory: _Path) -> str | None:
     return checkpoints[-1].path if checkpoints else None
 
 
-@explains_wrong_calls
 def best_checkpoint(directory: _Path) -> str:
     """Return the path of the checkpoint in ``directory`` with the highest score.
 
@@ -91,7 +88,6 @@ def scored_checkpoints(directory: _Path) -> list[tuple[float, Checkpoint]]:
     return [(each.score, each) for each in list_checkpoints(directory) if each.score is not None]
 
 
-@explains_wrong_calls
 def read_metadata(path: _Path) -> dict[str, Any]:
     """Return the ``metadata`` of the loop that wrote the checkpoint at ``path``; ``{}`` if it had none.
 
@@ -117,7 +113,6 @@ def read_metadata(path: _Path) -> dict[str, Any]:
     return metadata
 
 
-@explains_wrong_calls
 def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _IncompatibleKeys:
     """Load the weights of a checkpoint into ``model``, without a loop, and return what ``model.load_state_dict`` does.
 

@@ -49,7 +49,7 @@ from torchhooks.checkpoints.reading import (
 from torchhooks.checkpoints.sharded import like_own, sharded_parts
 from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, parts_of
 from torchhooks.checkpoints.undo import Undo, finish, plain_modules
-from torchhooks.common.checks import explains_wrong_calls, seconds, whole_number
+from torchhooks.common.checks import seconds, whole_number
 from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
@@ -114,7 +114,6 @@ class Saver:
     training run is resumed, and checkpoints of another name in the same folder are counted separately.
     """
 
-    @explains_wrong_calls
     def __init__(
         self,
         max_to_keep: int | None = 5,

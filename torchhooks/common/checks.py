@@ -7,11 +7,10 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
-from torchhooks.common.errors import hide_internal_frames
-from torchhooks.common.text import did_you_mean, shortened, shown
+from torchhooks.common.text import did_you_mean, shown
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -88,21 +87,19 @@ def exception_types(value: Any, name: str, example: str) -> tuple[type[BaseExcep
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-def explains_wrong_calls(function: _Function) -> _Function:
-    """Decorate a function that users call: a wrong call of it gets an error that says what it takes, at their line.
+def suggests_keywords(create: _Function) -> _Function:
+    """Decorate a constructor: a keyword that it does not take is a TypeError that lists the right ones."""
+    parameters = list(inspect.signature(create).parameters.values())[1:]  # without self
+    names = [each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
-    An error that ``function`` raises about its arguments has no frames of torchhooks either.
-    """
+    @functools.wraps(create)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not takes_any:
+            check_keywords(type(self).__name__, kwargs, names)
+        create(self, *args, **kwargs)
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            hide_internal_frames(error, lambda: _wrong_call(function, args, kwargs))
-            raise
-
-    return call  # type: ignore[return-value]
+    return checked  # type: ignore[return-value]
 
 
 def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -112,46 +109,3 @@ def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> Non
         if keyword not in names:
             takes = ", ".join(f"{each}=" for each in names)
             raise TypeError(f"{name} takes no {keyword}=.{did_you_mean(keyword, names)} It takes {takes}")
-
-
-def _wrong_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with ``function(*args, **kwargs)``, whose arguments do not fit the signature."""
-    parameters = list(inspect.signature(function).parameters.values())
-    name = function.__name__
-    if name == "__init__":
-        name, parameters, args = type(args[0]).__name__, parameters[1:], args[1:]
-    elif parameters and parameters[0].name == "self":
-        name, parameters, args = f"{type(args[0]).__name__}.{name}", parameters[1:], args[1:]
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    parameters = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
-    names = [each.name for each in parameters]
-    if not takes_any:
-        try:
-            check_keywords(name, kwargs, names)
-        except TypeError as error:
-            return str(error)
-    by_position = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
-    if len(args) > len(by_position):
-        first = f"only {shortened(by_position)} can be" if by_position else "no argument can be"
-        others = [f"{each}=" for each in names if each not in by_position]
-        by_keyword = f": give the others by name, {shortened(others)}" if others else ""
-        return f"{name}(..., {shown(args[len(by_position)])}): {first} given by position{by_keyword}"
-    for given in by_position[: len(args)]:
-        if given in kwargs:
-            return f"{name} got {given}= by name, and the value of {given} by position too: give one of them"
-    given_names = {*by_position[: len(args)], *kwargs}
-    missing = [each for each in parameters if each.default is each.empty and each.name not in given_names]
-    if not missing:
-        return None
-    example = _choices(missing[0])
-    return f"{name} needs {shortened([f'{each.name}=' for each in missing])}: give it{example}. It takes " + shortened(
-        [f"{each}=" for each in names]
-    )
-
-
-def _choices(parameter: inspect.Parameter) -> str:
-    """Return the values that ``parameter`` can have, if its annotation, which is text, lists them."""
-    kind, _, listed = str(parameter.annotation).removesuffix("]").partition("[")
-    if kind != "Literal":
-        return ""
-    return ", " + " or ".join(f"{parameter.name}={value.strip()}" for value in listed.split(","))

@@ -18,11 +18,6 @@ from a hook or a closure get a note (``__notes__``) that names the hook, the met
 """
 
 import contextlib
-import dis
-from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
-
-_RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 class TorchHooksError(Exception):
@@ -195,42 +190,6 @@ def add_note(error: BaseException, note: str) -> None:
     """Add ``note`` to ``error``. Does nothing if its class refuses, so that ``error`` is never replaced by another."""
     with contextlib.suppress(Exception):
         error.add_note(note)
-
-
-def hide_internal_frames(error: BaseException, explain_call: Callable[[], str | None] = lambda: None) -> None:
-    """Let the traceback of ``error`` end at the caller's line if torchhooks raised it, and no code that it called.
-
-    For an ``except`` clause of what users call, before a bare ``raise``, which adds no frame of its own. Python's own
-    TypeError about a call of torchhooks gets the message ``explain_call()``, unless that is ``None``. Another error
-    that no ``raise`` statement of torchhooks raised, such as a mistake in its code, keeps its frames. So does an error
-    of a call that torchhooks makes itself, until it reaches the user's call.
-    """
-    entries = [*_entries(error.__traceback__)]
-    if (
-        not entries
-        or not all(_is_internal(each.tb_frame) for each in entries)
-        or _is_internal(entries[0].tb_frame.f_back)
-    ):
-        return
-    if entries[-1].tb_frame.f_code.co_code[entries[-1].tb_lasti] != _RAISE:
-        explanation = explain_call() if type(error) is TypeError else None
-        if explanation is None:
-            return
-        error.args = (explanation,)
-    error.with_traceback(None)  # the class of an error may refuse to set an attribute
-
-
-def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
-
-
-def _is_internal(frame: FrameType | None) -> bool:
-    module = "" if frame is None else f"{frame.f_globals.get('__name__')}."
-    return module.startswith("torchhooks.") and not module.startswith(
-        "torchhooks.testing."
-    )  # whose hooks raise on request
 
 
 def interrupt_in(error: BaseException) -> BaseException | None:

@@ -9,21 +9,6 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What other libraries, and other parts of this one, call what is meant.
-_OTHER_NAMES = {
-    "callbacks": {"hooks"},
-    "learning_rate": {"lr"},
-    "log_dir": {"output_dir"},
-    "logdir": {"output_dir"},
-    "max_steps": {"hooks", "last_step"},
-    "max_to_keep": {"saver"},
-    "monitor": {"metric"},
-    "patience": {"max_steps_without_decrease", "max_steps_without_increase"},
-    "scheduler": {"state"},
-    "step": {"global_step"},
-    "strict": {"scaffold", "saver"},
-}
-
 
 def call_repr(instance: object, /, *args: Any, **kwargs: Any) -> str:
     """Return the call that creates ``instance`` again, without keyword arguments that have their default value."""
@@ -73,8 +58,8 @@ def bound_repr(instance: object, bound: inspect.BoundArguments) -> str:
 
 def did_you_mean(name: str, names: list[str]) -> str:
     """Return a question that suggests the ``names`` most like ``name``, after a space; ``""`` if none is like it."""
-    known = {*_OTHER_NAMES.get(name, ()), name.partition(".")[2]}  # "model.0.weight" for "0.weight"
-    near = [other for other in names if other in known] or difflib.get_close_matches(name, names, n=3)
+    inner = name.partition(".")[2]  # "0.weight" of "model.0.weight"
+    near = [inner] if inner in names else difflib.get_close_matches(name, names, n=3)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
 
-from torchhooks.common.checks import by_name, explains_wrong_calls, period, whole_number
+from torchhooks.common.checks import by_name, period, whole_number
 from torchhooks.common.text import shown
 
 
@@ -170,7 +170,6 @@ class SecondOrStepTimer(Timer):
     Unlike TensorFlow, the clock is ``time.monotonic()``, so that setting the system time does not change a period.
     """
 
-    @explains_wrong_calls
     def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
         if (every_secs is None) == (every_steps is None):
             raise ValueError(
@@ -284,7 +283,6 @@ class EverySteps(_StepTimer):
         ValueError: ``n`` is invalid.
     """
 
-    @explains_wrong_calls
     def __init__(self, n: int) -> None:
         self.every_steps: int = whole_number(n, "n", 1)
 
@@ -324,7 +322,6 @@ class AtSteps(_StepTimer):
         TypeError: ``steps`` is not an iterable.
     """
 
-    @explains_wrong_calls
     def __init__(self, steps: Iterable[int]) -> None:
         if not isinstance(steps, Iterable) or isinstance(steps, str):
             raise TypeError(f"steps={shown(steps)}: give a list of global steps, such as [100, 200]")
@@ -376,7 +373,6 @@ class EveryEpochs(Timer):
 
     _epoch_has_ended = False
 
-    @explains_wrong_calls
     def __init__(self, n: int = 1) -> None:
         self.every_epochs = whole_number(n, "n", 1)
         """The period in epochs."""
@@ -451,7 +447,6 @@ class OnSignal(_OnRequest):
         ValueError: this system has no such signal, or no process can handle it.
     """
 
-    @explains_wrong_calls
     def __init__(self, signal: str) -> None:
         self.signal = checked_signal(signal, "OnSignal").name
         """The name of the signal."""
@@ -486,7 +481,6 @@ class OnFile(_OnRequest):
         ValueError: it is a folder.
     """
 
-    @explains_wrong_calls
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._given = os.fspath(path)
         self.path = os.path.abspath(self._given)  # a script may change the current directory while it trains

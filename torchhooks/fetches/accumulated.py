@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
 from torchhooks.common.log import logger
 from torchhooks.common.requester import Requester
@@ -111,7 +110,6 @@ class LatestFetch(AccumulatedFetch):
     """What :func:`latest` returns."""
 
 
-@explains_wrong_calls
 def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> RunningFetch:
     """Return a fetch: the mean of ``fetch`` over all runs since the hook that requests it last did so.
 
@@ -169,7 +167,6 @@ def running_mean(fetch: Any, weight: Any = None, reset: str = "report") -> Runni
     return RunningFetch("mean", fetch, reset, weight)
 
 
-@explains_wrong_calls
 def running_sum(fetch: Any, weight: Any = None, reset: str = "report") -> RunningFetch:
     """Return a fetch: the sum of ``fetch`` over all runs since the last report.
 
@@ -186,7 +183,6 @@ def running_sum(fetch: Any, weight: Any = None, reset: str = "report") -> Runnin
     return RunningFetch("sum", fetch, reset, weight)
 
 
-@explains_wrong_calls
 def running_max(fetch: Any, reset: str = "report") -> RunningFetch:
     """Return a fetch: the maximum of ``fetch`` over all runs since the last report.
 
@@ -203,7 +199,6 @@ def running_max(fetch: Any, reset: str = "report") -> RunningFetch:
     return RunningFetch("max", fetch, reset)
 
 
-@explains_wrong_calls
 def running_min(fetch: Any, reset: str = "report") -> RunningFetch:
     """Return a fetch: the minimum of ``fetch`` over all runs since the last report.
 
@@ -219,7 +214,6 @@ def running_min(fetch: Any, reset: str = "report") -> RunningFetch:
     return RunningFetch("min", fetch, reset)
 
 
-@explains_wrong_calls
 def latest(fetch: Any) -> LatestFetch:
     """Return a fetch: the value of ``fetch`` in the last run that had one, or NaN before there was one.
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.text import shown
 from torchhooks.fetches.over_ranks import ValueInParts
 from torchhooks.ranks.dtensors import is_sharded, without_partial
@@ -21,7 +20,6 @@ from torchhooks.ranks.transport import all_gather
 
 
 # Cached, so that several hooks that ask for the same norm share one value: equal fetches are evaluated once in a run.
-@explains_wrong_calls
 @functools.cache
 def grad_norm(norm_type: float = 2.0) -> Callable[..., Any]:
     """Return a fetch for the norm of all gradients of the model, as one vector.
@@ -53,7 +51,6 @@ def grad_norm(norm_type: float = 2.0) -> Callable[..., Any]:
     return grad_norm
 
 
-@explains_wrong_calls
 @functools.cache
 def param_norm(norm_type: float = 2.0) -> Callable[..., Any]:
     """Return a fetch for the norm of all parameters of the model, as one vector.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import FetchError
 from torchhooks.common.requester import Requester
 from torchhooks.common.text import shortened, shown
@@ -100,7 +99,6 @@ class EvaluatedOverRanks(OverRanks):
 RANK_OPS = ("mean", "sum", "min", "max")
 
 
-@explains_wrong_calls
 def over_ranks(fetch: Any, op: str, *, weight: Any = None, optional: bool = False) -> OverRanks:
     """Return a fetch of the ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` of what ``fetch`` is on all ranks.
 

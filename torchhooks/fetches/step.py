@@ -70,31 +70,6 @@ class Step:
                 takes = f": {shortened(self._feedable)}" if self._feedable else " no arguments by name"
                 raise TypeError(f"{who} feeds {name!r}, which the step does not take. It takes{takes}.")
 
-    def explain_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Return why the step cannot be called with the arguments of ``run``; ``None`` if it can, or may be able to."""
-        problem = self._problem(args, kwargs)
-        if problem is None or self._signature is None:
-            return None
-        shown_args = [*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())]
-        takes = str(self._signature.replace(return_annotation=inspect.Signature.empty))
-        way_out = "pass what it takes to run()"
-        if len(args) == 1 and not kwargs:
-            (batch,) = args
-            if isinstance(batch, (tuple, list)) and self._problem(tuple(batch), {}) is None:
-                way_out = "pass the items of the batch one by one, loop.run(*batch)"
-            elif isinstance(batch, Mapping) and self._problem((), batch) is None:
-                way_out = "pass the items of the batch by name, loop.run(**batch)"
-        return f"run({', '.join(shown_args)}) calls the step, which takes {takes}: {problem}: {way_out}"
-
-    def _problem(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Return what does not fit the signature."""
-        try:
-            if self._signature is not None:
-                self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            return str(error)
-        return None
-
     def _bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.BoundArguments | None:
         try:
             return None if self._signature is None else self._signature.bind_partial(*args, **kwargs)

@@ -83,7 +83,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchhooks.common.checks import explains_wrong_calls
+from torchhooks.common.checks import suggests_keywords
 from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import bound_arguments, bound_repr
 from torchhooks.common.timers import Due
@@ -449,7 +449,7 @@ class SessionRunHook:
 class StandardHook(SessionRunHook):
     """Base class of the hooks of torchhooks, which keep the arguments they were created with, and show them.
 
-    A wrong call of a constructor gets an error that says what it takes.
+    A keyword that a constructor does not take gets an error that lists the right ones.
     """
 
     created_with: inspect.BoundArguments | None = None
@@ -473,7 +473,7 @@ class StandardHook(SessionRunHook):
                     self.created_with = bound_arguments(create, self, *args, **kwargs)
             create(self, *args, **kwargs)
 
-        cls.__init__ = explains_wrong_calls(keep_arguments)  # type: ignore[assignment, method-assign]
+        cls.__init__ = suggests_keywords(keep_arguments)  # type: ignore[assignment, method-assign]
 
     def __repr__(self) -> str:
         return super().__repr__() if self.created_with is None else bound_repr(self, self.created_with)

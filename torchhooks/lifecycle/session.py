@@ -14,7 +14,6 @@ import torch
 from torchhooks.checkpoints.gradients import Gradients
 from torchhooks.checkpoints.saver import Saver
 from torchhooks.common.attempts import Attempts
-from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import FetchError, LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
 from torchhooks.common.requester import Requester
@@ -336,7 +335,6 @@ class Session:
         """
         return self._data_waits.total()
 
-    @explains_wrong_calls
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
 
@@ -447,7 +445,6 @@ class Scaffold:
         TypeError: ``copy_from_scaffold`` is not a Scaffold.
     """
 
-    @explains_wrong_calls
     def __init__(
         self,
         init_fn: Callable[[Scaffold, Session], object] | None = None,

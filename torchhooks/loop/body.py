@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from torchhooks.common.errors import LifecycleError, add_note, brief, hide_internal_frames
+from torchhooks.common.errors import LifecycleError, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.ending import IDLE, RUNNING
 from torchhooks.loop.between_runs import BetweenRuns
@@ -64,7 +64,6 @@ class Body:
             return outputs
         except BaseException as error:
             if not self._between_runs.recovered_for_next_run(error):
-                hide_internal_frames(error)
                 raise
         # Unlike an error of the body, one of a hook before it leaves the run to be begun again.
         self.offered = True
@@ -102,7 +101,6 @@ class Body:
             self._between_runs.end_run()
         except BaseException as failure:
             if not self._recovered(failure):
-                hide_internal_frames(failure)
                 raise
         else:
             ending.run_is_over()

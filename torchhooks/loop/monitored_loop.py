@@ -27,8 +27,8 @@ from typing_extensions import TypeVar
 
 from torchhooks.checkpoints.gradients import register_step_post_hook
 from torchhooks.common.attempts import Attempts
-from torchhooks.common.checks import explains_wrong_calls, whole_number
-from torchhooks.common.errors import AbortedError, LifecycleError, add_note, brief, hide_internal_frames
+from torchhooks.common.checks import suggests_keywords, whole_number
+from torchhooks.common.errors import AbortedError, LifecycleError, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
@@ -100,7 +100,7 @@ class MonitoredLoop(Generic[R]):
 
     _chief_only: Collection[SessionRunHook] = ()  # hooks that no other rank has, even if they are collective
 
-    @explains_wrong_calls
+    @suggests_keywords
     def __init__(
         self,
         step: Callable[..., R] | None = None,
@@ -146,7 +146,6 @@ class MonitoredLoop(Generic[R]):
         self._between_runs = parts.between_runs
         self._body = parts.body
         self._step: Callable[..., R] = arguments.step.function
-        self._explain_call = arguments.step.explain_call
         self._steps_per_run = arguments.steps_per_run
         if step is None:  # replaces the method, so that a run does not have to check
             self.run = self._step  # type: ignore[method-assign]
@@ -174,11 +173,7 @@ class MonitoredLoop(Generic[R]):
         ending, schedule = self._ending, self._schedule
         progress = schedule.progress
         if ending.state is not IDLE or ending.stop is not None:
-            try:
-                self._between_runs.refuse()
-            except BaseException as error:
-                hide_internal_frames(error)
-                raise
+            self._between_runs.refuse()
         ending.state = RUNNING
         try:
             # Fast path: no hook is due. Inlined because it runs on every step.
@@ -211,7 +206,6 @@ class MonitoredLoop(Generic[R]):
         except BaseException as error:
             self._between_runs.warn_of_stop_iteration(error)
             if not self._between_runs.recovered_from(error):
-                hide_internal_frames(error, lambda: self._explain_call(args, kwargs))
                 raise
         else:
             ending.run_is_over()
@@ -292,7 +286,6 @@ class MonitoredLoop(Generic[R]):
             self._parts.data.stop_is_seen()
         return stopping
 
-    @explains_wrong_calls
     def until_stop(
         self, iterable: Iterable[T], *, resume: bool = True, limit: int | None = None, repeat: bool = False
     ) -> Generator[T, None, None]:
@@ -330,10 +323,9 @@ class MonitoredLoop(Generic[R]):
             LifecycleError: the loop has failed or is closed.
             ValueError: ``limit`` is not a whole number, 0 or more, or is given with ``repeat``.
         """
-        frame = sys._getframe(2)  # noqa: SLF001 - CPython's only way; 1 is the decorator's
+        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
         return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti))
 
-    @explains_wrong_calls
     def enumerate(
         self,
         iterable: Iterable[T],
@@ -360,7 +352,7 @@ class MonitoredLoop(Generic[R]):
             start: the number of the first item.
             resume, limit, repeat: as in :meth:`until_stop`. With ``repeat``, each pass begins with ``start``.
         """
-        frame = sys._getframe(2)  # noqa: SLF001 - CPython's only way; 1 is the decorator's
+        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
         number = whole_number(start, "start", 0)
         return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti), number)
 

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.errors import CheckpointError, brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import has_state
@@ -118,7 +117,6 @@ class Variables:
     per_rank = True
     """Each rank has variables of its own."""
 
-    @explains_wrong_calls
     def __init__(self, /, *, pickled: Iterable[str] = (), **variables: Any) -> None:
         names = [pickled] if isinstance(pickled, str) else list(pickled)
         if isinstance(pickled, str) or not all(isinstance(name, str) for name in names):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchhooks.common.checks import explains_wrong_calls, seconds
+from torchhooks.common.checks import seconds
 from torchhooks.common.errors import LifecycleError, TorchHooksError
 from torchhooks.common.log import logger, speak_as
 from torchhooks.common.text import call_repr, shown
@@ -57,7 +57,6 @@ class Ranks:
 
     _new_transport: Callable[..., Any] = GlooTransport
 
-    @explains_wrong_calls
     def __init__(
         self,
         *,

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Self
 
-from torchhooks.common.checks import explains_wrong_calls, whole_number
+from torchhooks.common.checks import whole_number
 from torchhooks.common.files import Disk, warn_if_removed, write_all
 from torchhooks.common.log import logger
 from torchhooks.summary import operations as summary
@@ -72,7 +72,6 @@ class JsonLinesWriter:
 
     _lock = threading.Lock()  # of all writers: a purge by one must not miss a line that another appends
 
-    @explains_wrong_calls
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         if os.path.isdir(path):

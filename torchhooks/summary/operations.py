@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from torchhooks.common.attempts import Attempts
-from torchhooks.common.checks import explains_wrong_calls
 from torchhooks.common.log import logger
 from torchhooks.common.text import flat_config
 from torchhooks.common.trees import GroupRates, snapshot
@@ -131,7 +130,6 @@ class Summary(NamedTuple):
 class SummaryOp(ComposedFetch):
     """A fetch whose value is written under a tag. The subclass ``x`` calls the method ``add_x`` of a writer."""
 
-    @explains_wrong_calls
     def __init__(self, tag: str, fetch: Any) -> None:
         self.kind = type(self).__name__
         self.method = f"add_{self.kind}"
@@ -301,7 +299,6 @@ class image(SummaryOp):  # noqa: N801
     >>> hook = SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=op)
     """
 
-    @explains_wrong_calls
     def __init__(self, tag: str, fetch: Any, dataformats: str | None = None) -> None:
         super().__init__(tag, fetch)
         self.dataformats = dataformats
