@@ -615,14 +615,3 @@ def test_the_default_hooks_of_a_training_loop() -> None:
         with pytest.raises(NanLossDuringTrainingError):
             script()
     assert report()["origin"]["module"] == "1"
-
-
-def test_a_command_to_skip_puts_the_request_aside(capsys: pytest.CaptureFixture[str]) -> None:
-    train(new_model(), 10)
-    assert main(["skip", "run", "--steps", "10"]) == 0
-    assert not Path("run", "nan.json").exists()
-    assert Path("run", "nan-10", "request.json").exists()
-    with log_lines() as lines:
-        assert train(new_model(), None, last_step=12).global_step == 12
-    assert ("INFO", "passed over item 4, the one of step 10, because of skip.json") in lines
-    assert not Path("run", "nan-10", "report.json").exists()

@@ -21,8 +21,6 @@ from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
-from torchhooks.position.passing import NAME as SKIPS
-from torchhooks.position.passing import Steps, read_skips
 from torchhooks.ranks.ranks import Ranks, checked_ranks
 
 _STOP_BEFORE = "TORCHHOOKS_STOP_BEFORE"
@@ -115,17 +113,6 @@ class LoopArguments:
         planned = plan(folder, self.checkpoint, self.hooks, bool(self.steps_per_run), step)
         if planned is not None:
             self.hooks, self.checkpoint = (planned.hook, *self.hooks), planned.checkpoint
-
-
-def checked_skips(folder: str | None, step_unit: str) -> list[Steps]:
-    """Return which runs ``skip.json`` in ``folder`` names, which usually does not exist."""
-    skips = [] if folder is None or not os.path.exists(os.path.join(folder, SKIPS)) else read_skips(folder)
-    if skips and step_unit != "run":
-        raise ValueError(
-            f"step_unit={step_unit!r}: {SKIPS} in {folder} names runs by their steps, of which each run has to make "
-            'one: use step_unit="run", or remove the file'
-        )
-    return skips
 
 
 def checked_place(checkpoint_dir: Any) -> tuple[str | None, str | None]:

@@ -38,11 +38,10 @@ from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.run_record import STOP_NAME, RunRecord
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.unsaved import UnsavedParts
-from torchhooks.loop.arguments import LoopArguments, checked_skips
+from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.body import Body
 from torchhooks.loop.parts import LoopParts
 from torchhooks.loop.schedule import claim_hooks
-from torchhooks.position.passing import Passing
 from torchhooks.position.progress import NO_OUTPUTS
 from torchhooks.ranks.ranks import Ranks
 
@@ -501,9 +500,6 @@ class MonitoredLoop(Generic[R]):
         for scheduled in self._schedule.all_hooks:
             self._begun += 1
             self._sessions.call(scheduled, "begin", scheduled.hook.begin)
-        # Not before a MirrorHook has brought it to this machine.
-        if skips := checked_skips(arguments.checkpoint_dir, arguments.step_unit):
-            parts.position.passing = Passing(skips, lambda: schedule.progress.global_step)
         if not self._steps_per_run:
             assert arguments.optimizer is not None
             self._step_counter = register_step_post_hook(arguments.optimizer, self._count_optimizer_step)

@@ -7,7 +7,6 @@ Each ``until_stop`` has a :class:`Place`. The open ones, outermost first, are th
   says whether the last of them is done, and the random states with which it was started;
 * ``"loaders"``: by depth and number, the state of a loader: the states of its generators, and its ``state_dict()``;
 * ``"epochs"``: how many have ended in the whole training run, and whether one is in progress;
-* ``"passed_over"``: how many items were passed over: see :mod:`torchhooks.position.passing`.
 
 A checkpoint is usually taken between two items, when the last one is done, however many runs it took. A checkpoint that
 is taken within an item cannot know how many runs are left in it. Such an item counts as done if exactly one run was
@@ -27,7 +26,6 @@ from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened
 from torchhooks.position.loaders import Loaders
-from torchhooks.position.passing import Passing
 from torchhooks.position.place import Entry, Place, Saved, State
 from torchhooks.position.resuming import (
     VARIABLES,
@@ -67,7 +65,6 @@ class Position:
     ) -> None:
         self._schedule = schedule
         self._step = step
-        self.passing: Passing | None = None
         """The items to pass over, if there are any. The loop sets this before a session is created."""
         self._loaders = Loaders(state)
         self._root = Place(None, None, 0)
@@ -81,7 +78,6 @@ class Position:
         self._warned = False  # of places that are not inside of each other
         # From the restored checkpoint:
         self._path: list[Entry] = []
-        self._passed_over: dict[str, int] = {}
         self._random: Saved | None = None  # None if it was saved by another number of ranks
         self._undoing: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
@@ -219,8 +215,7 @@ class Position:
         is_over = plan.reminds or (plan.way is Way.NOTHING and place.depth == 1)
         if plan.continues and not is_over:
             self._warn_of_carried(place, iterable)
-        items = self._carry_out(plan, place, iterable, saved if resume else {}, halted)
-        return items if self.passing is None else self.passing.over(items, place)
+        return self._carry_out(plan, place, iterable, saved if resume else {}, halted)
 
     def _warn_of_carried(self, place: Place, iterable: Iterable[Any]) -> None:
         """Log a warning if the script's loop over ``place`` carries something from item to item, once for each name."""
@@ -307,7 +302,6 @@ class Position:
             "path": [entry.to_save() for entry in path],
             "loaders": self._loaders.state_dict(current),
             "epochs": {"ended": self._epochs_ended, "in_progress": self._is_in_epoch},
-            "passed_over": self._passed_over if self.passing is None else dict(self.passing.done),
         }
 
     def load_state_dict(
@@ -329,9 +323,6 @@ class Position:
         self._loaders.load_state_dict({} if state is None else state["loaders"])
         self._epochs_ended = 0 if state is None else state["epochs"]["ended"]
         self._is_in_epoch = state is not None and state["epochs"]["in_progress"]
-        self._passed_over = {} if state is None else state.get("passed_over", {})
-        if self.passing is not None:
-            self.passing.load(self._passed_over, len(self._path))
         self._random = random
         self._undoing = undoing
 
