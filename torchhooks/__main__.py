@@ -1,6 +1,6 @@
 """The command ``python -m torchhooks``: what is in a folder of checkpoints, and how the training run there is doing.
 
-``checkpoints`` is here, ``nan`` and ``replay`` are in ``autopsy.commands``, and ``status``, ``stop`` and
+``checkpoints`` is here, ``nan`` is in ``autopsy.commands``, and ``status``, ``stop`` and
 ``mirror`` in ``elsewhere.commands``.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -412,47 +411,6 @@ def test_the_command_prints_the_request_and_then_the_report(capsys: pytest.Captu
     assert capsys.readouterr().out == Path("run/nan-10/report.md").read_text()
 
 
-def test_the_command_prints_how_to_stop_before_the_step(capsys: pytest.CaptureFixture[str]) -> None:
-    train(new_model(), 10)
-    assert main(["replay", "run", "--step", "10"]) == 0
-    command, where, begins = capsys.readouterr().out.splitlines()
-    assert command.startswith("TORCHHOOKS_STOP_BEFORE=10 ")
-    assert where.startswith(f"Run this in {os.getcwd()}. ")
-    assert begins == "It begins with run/model.ckpt-8, and makes the runs up to there."
-
-
-@pytest.mark.parametrize("by_variable", [True, False])
-def test_the_loop_stops_before_the_step_with_the_state_in_variables(
-    by_variable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(new_model(), 10)
-    stopped: list[Any] = []
-
-    def note() -> None:
-        names = inspect.stack()[1].frame.f_locals
-        stopped.append((names["session"].global_step, names["model"], list(names["inputs"])))
-
-    monkeypatch.setattr(sys, "breakpointhook", note)
-    arguments = {} if by_variable else {"stop_before": 7}
-    if by_variable:
-        monkeypatch.setenv("TORCHHOOKS_STOP_BEFORE", "7")
-    model = new_model()
-    with log_lines() as lines:
-        train(model, 10, loop_arguments=arguments)
-    assert ("INFO", "restored step 4 from run/model.ckpt-4") in lines
-    assert stopped == [(6, model, ["inputs"])]
-
-
-def test_a_step_to_stop_before_has_to_be_a_number_that_is_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    train(new_model(), None, [], 8)
-    with log_lines() as lines:
-        train(new_model(), None, [], 12, loop_arguments={"stop_before": 3, "checkpoint_dir": "run/model.ckpt-4"})
-    assert "stop_before=3: the loop begins at step 4" in "\n".join(text for _, text in lines)
-    monkeypatch.setenv("TORCHHOOKS_STOP_BEFORE", "soon")
-    with pytest.raises(ValueError, match="TORCHHOOKS_STOP_BEFORE='soon': must be a whole number, 1 or more"):
-        MonitoredLoop(print)
-
-
 def test_nothing_of_the_autopsy_is_imported_without_a_nan() -> None:
     program = """
 import sys, torch
@@ -539,18 +497,6 @@ def test_the_request_of_the_first_of_several_ranks_is_kept(monkeypatch: pytest.M
     errors = in_threads(2, train_rank)
     assert [type(each) for each in errors] == [NanLossDuringTrainingError] * 2
     assert json.loads(Path("run", "nan.json").read_text())["rank"] == 0
-
-
-def test_the_chief_alone_stops_in_the_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_rank(ranks: ThreadRanks, hub: Hub) -> Any:
-        arguments = {"ranks": ranks, "stop_before": 3}
-        return train(models[ranks.rank], None, [], 4, loop_arguments=arguments).global_step
-
-    stopped: list[Any] = []
-    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append(inspect.stack()[1].frame.f_locals["model"]))
-    models = [new_model(), new_model()]
-    assert in_threads(2, train_rank) == [4, 4]
-    assert stopped == models[:1]
 
 
 @pytest.mark.usefixtures("_forgets_compilations")

@@ -1,4 +1,4 @@
-"""What a loop does because of ``nan.json`` or ``stop_before``: from which checkpoint it begins, and with which hook."""
+"""What a loop does because of ``nan.json``: from which checkpoint it begins, and with which hook."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchhooks.autopsy.debugging import StopBefore
 from torchhooks.autopsy.examination import Examination
 from torchhooks.autopsy.request import NAME, checkpoint_before, name_of, read
 from torchhooks.checkpoints.files import inspect, list_checkpoints
@@ -23,24 +22,17 @@ class Plan(NamedTuple):
 
 
 def plan(
-    folder: str | None,
+    folder: str,
     checkpoint: str | None,
     hooks: Sequence[SessionRunHook],
     counts_runs: bool,
-    stop_before: int | None,
 ) -> Plan | None:
     """Return how to begin the loop with ``hooks`` whose ``checkpoint_dir`` is ``folder``; ``None`` for as ever.
 
     Args:
         checkpoint: the name of the one that the caller chose, if any.
         counts_runs: whether each run makes one global step.
-        stop_before: the step before which to call ``breakpoint()``, instead of an autopsy.
     """
-    if stop_before is not None or folder is None:
-        if folder is not None and checkpoint is None and stop_before is not None:
-            found = checkpoint_before(folder, stop_before)
-            checkpoint = None if found is None else found.name
-        return None if stop_before is None else Plan(checkpoint, StopBefore(stop_before))
     try:
         request = read(folder)
     except (OSError, ValueError) as error:

@@ -23,7 +23,6 @@ from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
 from torchhooks.ranks.ranks import Ranks, checked_ranks
 
-_STOP_BEFORE = "TORCHHOOKS_STOP_BEFORE"
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
 
 
@@ -55,7 +54,6 @@ class LoopArguments:
         hook_costs: bool,
         metadata: Mapping[str, Any] | None,
         ranks: Ranks | Literal[False] | None,
-        stop_before: int | None,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, step_unit)
@@ -94,23 +92,17 @@ class LoopArguments:
         folders = (hook.checkpoint_dir for hook in savers if hasattr(hook, "checkpoint_dir"))
         self.saved_to: str | None = next(folders, None)
         """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
-        self._plan_autopsy(stop_before)
+        self._plan_autopsy()
 
-    def _plan_autopsy(self, stop_before: Any) -> None:
-        """Begin with what the last process that trained here has asked for, which is usually nothing.
-
-        ``stop_before`` is the step before which to call ``breakpoint()``, for which there is no autopsy.
-        """
-        folder, given, name = self.checkpoint_dir, stop_before, "stop_before"
-        if given is None and (said := os.environ.get(_STOP_BEFORE)) is not None:
-            given, name = int(said) if said.isdecimal() else said, _STOP_BEFORE
-        step = None if given is None else whole_number(given, name, 1)
+    def _plan_autopsy(self) -> None:
+        """Begin with what the last process that trained here has asked for, which is usually nothing."""
         # torchhooks.autopsy, which has the name of the file, is not imported before there is a NaN.
-        if step is None and (folder is None or not os.path.exists(os.path.join(folder, "nan.json"))):
+        folder = self.checkpoint_dir
+        if folder is None or not os.path.exists(os.path.join(folder, "nan.json")):
             return
         from torchhooks.autopsy.planning import plan
 
-        planned = plan(folder, self.checkpoint, self.hooks, bool(self.steps_per_run), step)
+        planned = plan(folder, self.checkpoint, self.hooks, bool(self.steps_per_run))
         if planned is not None:
             self.hooks, self.checkpoint = (planned.hook, *self.hooks), planned.checkpoint
 

@@ -87,9 +87,6 @@ class MonitoredLoop(Generic[R]):
         ranks: the processes that train together. ``None`` means the ranks of ``torch.distributed``, if it is
             initialized; False means this process alone. A :class:`torchhooks.Ranks` sets periods. With several ranks,
             each creates the same loop, all make the same last run, and if one fails, the others raise a PeerError.
-        stop_before: call ``breakpoint()`` before the run that makes this global step, of several ranks on the chief.
-            The loop begins with the newest checkpoint before it. By default, what the environment variable
-            ``TORCHHOOKS_STOP_BEFORE`` says, so that a script need not be changed for it.
 
     Raises:
         TypeError, ValueError: an item of ``hooks`` is not a hook, or another argument is not valid.
@@ -118,7 +115,6 @@ class MonitoredLoop(Generic[R]):
         hook_costs: bool = False,
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
-        stop_before: int | None = None,
     ) -> None:
         arguments = LoopArguments(
             step=step,
@@ -137,7 +133,6 @@ class MonitoredLoop(Generic[R]):
             hook_costs=hook_costs,
             metadata=metadata,
             ranks=ranks,
-            stop_before=stop_before,
         )
         self._parts = parts = LoopParts(arguments)
         # What an idle run looks at, so that it finds it with one lookup.
