@@ -49,7 +49,6 @@ from torchhooks.common.timers import (
     EveryEpochs,
     EverySteps,
     NeverTriggerTimer,
-    OnFile,
     OnSignal,
     SecondOrStepTimer,
 )
@@ -138,7 +137,6 @@ __all__ = [
     "NanTensorHook",
     "NeverTriggerTimer",
     "NoRunYetError",
-    "OnFile",
     "OnSignal",
     "PeerError",
     "ProfilerHook",

@@ -1,7 +1,6 @@
 """The command ``python -m torchhooks``: what is in a folder of checkpoints, and how the training run there is doing.
 
-``checkpoints`` is here, ``nan`` is in ``autopsy.commands``, and ``status``, ``stop`` and
-``mirror`` in ``elsewhere.commands``.
+``checkpoints`` is here, ``nan`` in ``autopsy.commands``, and ``status`` and ``mirror`` in ``elsewhere.commands``.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""``python -m torchhooks status`` and ``stop``, on training runs of other processes."""
+"""``python -m torchhooks status``, on training runs of other processes."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import shutil
-import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,43 +15,37 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from support import processes
-from support.rank_processes import run_ranks
 from support.waiting import wait_until
 
 from torchhooks import (
     CheckpointSaverHook,
     JsonLinesWriter,
     MonitoredLoop,
-    Ranks,
     StopAtStepHook,
     SummarySaverHook,
-    latest_checkpoint,
     list_checkpoints,
     param_norm,
 )
 from torchhooks.__main__ import main
 from torchhooks.checkpoints.files import inspect
-from torchhooks.elsewhere import commands, status
-from torchhooks.elsewhere.commands import bars, table
-from torchhooks.elsewhere.curves import Curves, Point
-from torchhooks.elsewhere.status import Watcher, span, state_of
-from torchhooks.lifecycle import requests, run_record
-from torchhooks.lifecycle.run_record import NAME, Record, read_record
+from torchhooks.elsewhere import status
+from torchhooks.elsewhere.curves import read_curves
+from torchhooks.elsewhere.status import span, state_of
+from torchhooks.lifecycle import run_record
+from torchhooks.lifecycle.run_record import NAME, Record
 from torchhooks.summary import histogram
 
 
 @pytest.fixture(autouse=True)
 def _periods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore what :func:`train` sets if it is called in this process."""
-    monkeypatch.setattr(requests, "LOOK_SECS", requests.LOOK_SECS)
     monkeypatch.setattr(run_record, "PERIOD_SECS", run_record.PERIOD_SECS)
 
 
 def train(folder: str, last_step: int, fails_at: int = -1, **loop_arguments: Any) -> str | None:
     """Train until ``last_step``, 100 steps a second, and return what stopped the loop."""
-    requests.LOOK_SECS, run_record.PERIOD_SECS = 0.02, 0.02
+    run_record.PERIOD_SECS = 0.02
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -129,9 +120,6 @@ def test_a_killed_one_is_said_to_be(
     code, said = printed_status(tmp_path / "run", capsys)
     assert code == 1
     assert re.fullmatch(rf"killed: process {process.pid} on .* is gone, \d+ s ago or later", said["state"])
-    assert main(["stop", str(tmp_path / "run")]) == 1
-    assert "nothing trains here that could stop: killed" in capsys.readouterr().err
-    assert not (tmp_path / "run/stop-now").exists()
 
 
 def test_a_finished_one_says_why_it_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,6 +129,27 @@ def test_a_finished_one_says_why_it_has_ended(tmp_path: Path, capsys: pytest.Cap
     assert re.fullmatch(r"ended \d+ s ago: StopAtStepHook: step 30", said["state"])
     assert said["step"].startswith("30 of 30 (100%)")
     assert said["checkpoint"].startswith("model.ckpt-30, whole")
+
+
+def test_the_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    processes.call(train, str(tmp_path), 30)
+    capsys.readouterr()
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["step"], said["is_alive"], said["checkpoint"]["name"]) == (30, False, "model.ckpt-30")
+    assert said["record"]["stopped"] == "StopAtStepHook: step 30"
+    assert said["values"]["lr"]["value"] == 0.1
+
+
+def test_a_step_that_was_made_again_has_one_point(tmp_path: Path) -> None:
+    train(str(tmp_path), 15)
+    train(str(tmp_path), 40)
+    assert [point.step for point in read_curves(str(tmp_path))["loss"]] == [1, 11, 16, 26, 36]
+
+
+def test_the_thread_that_writes_the_record_ends_with_the_loop(tmp_path: Path) -> None:
+    train(str(tmp_path), 5)
+    wait_until(lambda: all(thread.name != "torchhooks run record" for thread in threading.enumerate()))
 
 
 def test_a_failed_one_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,86 +206,15 @@ def test_a_histogram_is_no_curve(tmp_path: Path) -> None:
     saving = SummarySaverHook(save_steps=1, output_dir=tmp_path, summary_op=ops)
     with MonitoredLoop(lambda: None, model, hooks=[saving]) as loop:
         loop.run()
-    assert list(Curves(str(tmp_path)).read()) == ["norm"]
+    assert list(read_curves(str(tmp_path))) == ["norm"]
 
 
-def test_stop_saves_and_waits_until_the_run_has_ended(
-    started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    process = started(100_000)
-    assert main(["stop", str(tmp_path / "run")]) == 0
-    process.join()
-    assert process.exitcode == 0
-    record = read_record(str(tmp_path / "run"))
-    assert record is not None
-    assert record.stopped == "the file stop-now"
-    assert latest_checkpoint(tmp_path / "run") == str(tmp_path / f"run/model.ckpt-{record.step}")
-    assert f"stopped at step {record.step} by the file stop-now" in capsys.readouterr().out
-    assert not (tmp_path / "run/stop-now").exists()
-
-
-def test_stop_says_that_a_run_does_not_answer(
-    started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    process = started(100_000)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    assert main(["stop", str(tmp_path / "run"), "--wait", "0.3"]) == 1
-    assert "still running after 0.3 s; it has not taken the request yet" in capsys.readouterr().err
-
-
-def test_stop_takes_its_request_back_from_a_run_that_has_just_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = time.time()
-    running = Record(os.getpid(), socket.gethostname(), 1, now, 0, now, 29)
-    records = iter([running, running, running._replace(step=30, stopped="StopAtStepHook: step 30")])
-    monkeypatch.setattr(commands, "read_record", lambda path: next(records))
-    assert main(["stop", str(tmp_path)]) == 0
-    assert f"{tmp_path}: stopped at step 30 by StopAtStepHook: step 30" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_request_that_an_earlier_process_has_not_taken_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "stop-now").touch()
-    assert train(str(tmp_path), 30) == "StopAtStepHook: step 30"
-    assert not (tmp_path / "stop-now").exists()
-
-
-def rank_main(rank: int, folder: str) -> tuple[str | None, int | None]:
-    reason = train(folder, 100_000, ranks=Ranks())
-    record = read_record(folder)
-    return reason, None if record is None else record.step
-
-
-@pytest.mark.ranks
-def test_stop_ends_all_ranks_after_the_same_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-
-    def ask() -> None:
-        wait_until(lambda: has_saved(run))
-        main(["stop", str(run)])
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    ended = run_ranks(tmp_path, 2, rank_main, str(run))
-    asking.join()
-    assert [rank.code for rank in ended] == [0, 0], ended
-    record = read_record(str(run))
-    assert record is not None
-    assert record.world_size == 2
-    assert record.stopped == "the file stop-now (rank 0)"
-    assert latest_checkpoint(run) == str(run / f"model.ckpt-{record.step}")
-
-
-def test_a_loop_that_saves_nothing_writes_no_record_and_takes_no_request(tmp_path: Path) -> None:
+def test_a_loop_that_saves_nothing_writes_no_record(tmp_path: Path) -> None:
     train(str(tmp_path), 20)
     (tmp_path / NAME).unlink()
-    (tmp_path / "stop-now").touch()
     model = torch.nn.Linear(4, 1)
     with MonitoredLoop(lambda: 0, model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoint_dir=tmp_path):
         pass
-    assert (tmp_path / "stop-now").exists()
     assert not (tmp_path / NAME).exists()
 
 
@@ -293,29 +231,6 @@ def test_a_silent_process_of_another_machine_is_out_of_reach() -> None:
     assert text == "no sign of life of process 1 on another since 100 s ago: killed, or out of reach"
     assert not is_alive
     assert state_of(record._replace(time=now))[1]
-
-
-def test_the_table_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    train(str(tmp_path), 30)
-    console = Console(width=80, file=io.StringIO(), force_terminal=False, legacy_windows=False)
-    console.print(table(str(tmp_path), Watcher(str(tmp_path)).look()))
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue().splitlines()
-    assert max(map(len, shown)) <= 80
-    assert any(line.startswith("loss") and "\u2581" in line for line in shown)
-
-
-def test_curves_continue_where_they_were_read_and_have_one_point_for_a_step(tmp_path: Path) -> None:
-    curves = Curves(str(tmp_path))
-    train(str(tmp_path), 15)
-    assert [point.step for point in curves.read()["loss"]] == [1, 11]
-    train(str(tmp_path), 40)
-    assert [point.step for point in curves.read()["loss"]] == [1, 11, 16, 26, 36]
-
-
-def test_bars_go_from_the_least_to_the_greatest_value() -> None:
-    points = [Point(step, 0.0, value) for step, value in enumerate([0.0, 7.0, float("nan"), 3.0])]
-    assert bars(points, 6) == "\u2581\u2588!\u2584  "
 
 
 @pytest.mark.parametrize(

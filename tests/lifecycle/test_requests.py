@@ -1,4 +1,4 @@
-"""Signals and files by which other processes ask a loop for something: OnSignal and OnFile."""
+"""Signals by which other processes ask a hook for something: OnSignal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import pytest
 import torch
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
-from support.waiting import wait_until
 
-import torchhooks.lifecycle.requests
 from torchhooks import (
     BestCheckpointHook,
     CallFnHook,
@@ -23,7 +21,6 @@ from torchhooks import (
     EvaluationHook,
     LoggingTensorHook,
     MonitoredLoop,
-    OnFile,
     OnSignal,
     ProfilerHook,
     Ranks,
@@ -37,11 +34,6 @@ from torchhooks import (
 from torchhooks.common.timers import Due
 
 MODEL = torch.nn.Linear(1, 1)
-
-
-@pytest.fixture(autouse=True)
-def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchhooks.lifecycle.requests, "LOOK_SECS", 0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -146,13 +138,11 @@ def test_a_signal_that_stops_the_loop_is_refused() -> None:
         MonitoredLoop(lambda: 0, hooks=[hook], signals=["SIGUSR1"])
 
 
-def test_unknown_signals_and_folders_are_refused(tmp_path: Path) -> None:
+def test_unknown_signals_are_refused() -> None:
     with pytest.raises(ValueError, match="OnSignal has 'SIGNONE'"):
         OnSignal("SIGNONE")
     with pytest.raises(ValueError, match=r"SIGKILL.*no process can handle"):
         OnSignal("SIGKILL")
-    with pytest.raises(ValueError, match="this is a folder"):
-        OnFile(tmp_path)
 
 
 def test_a_loop_in_another_thread_warns_that_no_signal_reaches_it(lines: list[tuple[str, str]]) -> None:
@@ -165,41 +155,7 @@ def test_a_loop_in_another_thread_warns_that_no_signal_reaches_it(lines: list[tu
     assert [level for level, text in lines if "SIGUSR1 will reach no OnSignal" in text] == ["WARNING"]
 
 
-def test_a_file_makes_a_hook_due_and_is_removed(tmp_path: Path) -> None:
-    file, calls = tmp_path / "save-now", []
-    hook = CallFnHook(lambda global_step: calls.append(global_step), timer=OnFile(file))
-    with MonitoredLoop(lambda: 0, hooks=[hook]) as loop:
-        for _ in loop.until_stop(range(3)):
-            loop.run()
-        file.touch()
-        wait_until(lambda: not file.exists())
-        assert calls == []
-        loop.run()
-        loop.run()
-    assert not file.exists()
-    assert calls in ([4], [5])  # the file is removed just before the hook is asked
-
-
-def test_a_file_that_is_there_when_the_loop_begins_counts(tmp_path: Path) -> None:
-    (tmp_path / "save-now").touch()
-    hook = Steps(OnFile(tmp_path / "save-now").next_due())
-    with MonitoredLoop(lambda: 0, hooks=[hook]) as loop:
-        for _ in loop.until_stop(range(3)):
-            loop.run()
-    assert hook.steps == [1]
-
-
-def test_a_request_that_cannot_be_removed_is_ignored_with_a_warning(
-    tmp_path: Path, lines: list[tuple[str, str]]
-) -> None:
-    timer = OnFile(tmp_path / "save-now")
-    (tmp_path / "save-now").mkdir()
-    with MonitoredLoop(lambda: 0, hooks=[CallFnHook(lambda global_step: None, timer=timer)]):
-        pass
-    assert len([text for _, text in lines if "save-now is a request that cannot be removed" in text]) == 1
-
-
-HOOKS: dict[str, Callable[[Path, OnSignal | OnFile], SessionRunHook]] = {
+HOOKS: dict[str, Callable[[Path, OnSignal], SessionRunHook]] = {
     "CallFnHook": lambda folder, timer: CallFnHook(lambda global_step: None, timer=timer),
     "CheckpointSaverHook": lambda folder, timer: CheckpointSaverHook(folder, timer=timer),
     "BestCheckpointHook": lambda folder, timer: BestCheckpointHook(folder, "loss", mode="min", timer=timer),
@@ -254,17 +210,17 @@ def test_a_request_to_one_rank_makes_the_hook_due_on_all_ranks_in_the_same_run(
     def train(ranks: ThreadRanks, hub: Hub) -> list[int]:
         triggered: list[int] = []
 
-        class Timer(OnFile):
+        class Timer(OnSignal):
             def trigger(self) -> None:
                 super().trigger()
                 triggered.append(loop.global_step)
 
-        hook = HOOKS[name](tmp_path / "out", Timer(tmp_path / f"ask-{ranks.rank}"))
+        hook = HOOKS[name](tmp_path / "out", Timer("SIGUSR1"))
 
         def step() -> dict[str, torch.Tensor]:
             hub.gather("step", ranks.rank, None)
             if ranks.rank == asked and loop.global_step == 20:
-                (tmp_path / f"ask-{ranks.rank}").touch()
+                loop._schedule._arrive("SIGUSR1")  # noqa: SLF001 - what the handler of the signal calls in the main thread
             if triggered:
                 loop.request_stop()
             return {"loss": torch.tensor(1.0)}

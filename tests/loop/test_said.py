@@ -366,7 +366,7 @@ IN_ANOTHER_ORDER: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an evaluation": (
         lambda: EvaluationHook(half, 100, FOLDER),
-        "timer='run': must be an EverySteps, an EveryEpochs, an AtSteps, an OnSignal, an OnFile, a SecondOrStepTimer "
+        "timer='run': must be an EverySteps, an EveryEpochs, an AtSteps, an OnSignal, a SecondOrStepTimer "
         "or a NeverTriggerTimer, such as EverySteps(100)" + BY_NAME,
     ),
     "log lines": (

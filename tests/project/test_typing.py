@@ -174,7 +174,6 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield StopIfHigherHook("loss", 0.1, timer=EveryEpochs(2))
     yield ProfilerHook(timer=AtSteps([100, 200]), runs=5)
     yield ProfilerHook(timer=OnSignal("SIGUSR2"))
-    yield CheckpointSaverHook(folder, timer=OnFile(Path("run/save-now")))
     yield MirrorHook(Path("run"), "s3://bucket/run-17", keep_remote=20, storage_options={"anon": False})
     yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
     yield BestCheckpointHook(folder, lambda accuracy: accuracy, save_steps=5, mode="max", keep=3)

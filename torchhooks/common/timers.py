@@ -3,13 +3,12 @@
 The rules are TensorFlow's (``tf.train.SecondOrStepTimer``): a timer that has never triggered triggers at once, no timer
 triggers twice for one step, and a period starts at the last trigger, not at a multiple of the period.
 :class:`EverySteps` has another rule: it triggers at the multiples of its period. :class:`EveryEpochs` triggers at the
-end of an epoch, between two runs, and :class:`AtSteps` once at each of some steps. :class:`OnSignal` and
-:class:`OnFile` trigger when another process asks for it.
+end of an epoch, between two runs, and :class:`AtSteps` once at each of some steps. :class:`OnSignal` triggers
+when a signal arrives.
 """
 
 import bisect
 import copy
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -67,7 +66,6 @@ class Due(NamedTuple):
             2 is due after epochs 2, 4 and 6. The hook is called between two runs, see
             :meth:`torchhooks.SessionRunHook.next_due`.
         signal: a signal of this name, such as ``"SIGUSR1"``, has arrived; see :class:`OnSignal`.
-        file: a file at this path has appeared; see :class:`OnFile`.
     """
 
     step: int | None = None
@@ -76,13 +74,6 @@ class Due(NamedTuple):
     when: Callable[[Any], object] | None = None
     epochs: int | None = None
     signal: str | None = None
-    file: str | None = None
-
-    @property
-    def requests(self) -> tuple[str, ...]:
-        """The name of :attr:`signal` and the absolute path of :attr:`file`, if they are given."""
-        path = () if self.file is None else (os.path.abspath(self.file),)
-        return path if self.signal is None else (self.signal, *path)
 
 
 NOW = Due(step=-1)
@@ -399,31 +390,7 @@ class EveryEpochs(Timer):
         return f"EveryEpochs({self.every_epochs})"
 
 
-class _OnRequest(Timer):
-    """Base class of the timers that trigger when another process asks for it.
-
-    The loop calls :meth:`trigger`, on every rank in the same run, so that the ranks agree.
-    """
-
-    _is_asked = False
-
-    def reset(self) -> None:
-        super().reset()
-        self._is_asked = False
-
-    def trigger(self) -> None:
-        self._is_asked = True
-
-    def should_trigger_for_step(self, step: int) -> bool:
-        """Return whether a request has arrived since the last trigger."""
-        return self._is_asked
-
-    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        self._is_asked = False
-        return super().update_last_triggered_step(step)
-
-
-class OnSignal(_OnRequest):
+class OnSignal(Timer):
     """A timer that triggers in the next run after a signal has arrived, such as SIGUSR1 from ``kill -USR1``.
 
     >>> import signal
@@ -447,9 +414,27 @@ class OnSignal(_OnRequest):
         ValueError: this system has no such signal, or no process can handle it.
     """
 
+    _is_asked = False
+
     def __init__(self, signal: str) -> None:
         self.signal = checked_signal(signal, "OnSignal").name
         """The name of the signal."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._is_asked = False
+
+    def trigger(self) -> None:
+        """Called by the loop when the signal has arrived, on every rank in the same run."""
+        self._is_asked = True
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Return whether a signal has arrived since the last trigger."""
+        return self._is_asked
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        self._is_asked = False
+        return super().update_last_triggered_step(step)
 
     def next_due(self) -> Due:
         return Due(signal=self.signal)
@@ -458,49 +443,12 @@ class OnSignal(_OnRequest):
         return f"OnSignal({self.signal!r})"
 
 
-class OnFile(_OnRequest):
-    """A timer that triggers in the next run after a file has appeared, for where no signal can be sent.
-
-    >>> from pathlib import Path
-    >>> Path("look-now").touch()  # usually in another process, while the loop runs
-    >>> hook = LoggingTensorHook({"norm": grad_norm()}, timer=OnFile("look-now"))
-    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
-    ...     for inputs in loop.until_stop(batches):
-    ...         loss = loop.run(inputs)
-    norm = ...
-
-    A thread looks once a second, and removes the file when it sees it. A file that is there when the loop begins
-    counts. With several ranks, each of them looks, and a file that any of them finds triggers on all, in the same run.
-    Each hook uses a copy of the timer.
-
-    Args:
-        path: the file. What is in it does not matter.
-
-    Raises:
-        TypeError: ``path`` is not a path.
-        ValueError: it is a folder.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._given = os.fspath(path)
-        self.path = os.path.abspath(self._given)  # a script may change the current directory while it trains
-        """The absolute path of the file."""
-        if os.path.isdir(self.path):
-            raise ValueError(f"path={self._given!r}: this is a folder: give a file that is to appear in it")
-
-    def next_due(self) -> Due:
-        return Due(file=self.path)
-
-    def __repr__(self) -> str:
-        return f"OnFile({self._given!r})"
-
-
 class NeverTriggerTimer(Timer):
     """A timer that never triggers, for a hook that only has work to do at the end (``tf.train.NeverTriggerTimer``).
 
     >>> timer = NeverTriggerTimer()
     >>> timer.should_trigger_for_step(1), timer.next_due()
-    (False, Due(step=None, moment=None, runs=None, when=None, epochs=None, signal=None, file=None))
+    (False, Due(step=None, moment=None, runs=None, when=None, epochs=None, signal=None))
     """
 
     def update_last_triggered_step(self, step: int) -> tuple[None, None]:
@@ -564,21 +512,21 @@ def due_now(timer: Timer) -> Due:
     return NOW if due.epochs is None else due._replace(step=-1)
 
 
-GivenTimer = EverySteps | EveryEpochs | AtSteps | OnSignal | OnFile | SecondOrStepTimer | NeverTriggerTimer
+GivenTimer = EverySteps | EveryEpochs | AtSteps | OnSignal | SecondOrStepTimer | NeverTriggerTimer
 """What a hook can be given as its timer. Several hooks can be given the same one."""
 
-_Copied = EverySteps | EveryEpochs | AtSteps | OnSignal | OnFile  # all copies trigger in the same runs
+_Copied = EverySteps | EveryEpochs | AtSteps | OnSignal  # all copies trigger in the same runs
 
 
-def requests_of(hook: object) -> tuple[str, ...]:
-    """Return what the timer of ``hook`` waits for, from the outside: names of signals and absolute paths of files."""
+def signals_of(hook: object) -> tuple[str, ...]:
+    """Return the names of the signals for which the timer of ``hook`` waits."""
     timer = getattr(hook, "_timer", None)
-    return timer.next_due().requests if isinstance(timer, OnSignal | OnFile) else ()
+    return (timer.signal,) if isinstance(timer, OnSignal) else ()
 
 
 def is_on_request(timer: GivenTimer | None) -> bool:
     """Return whether ``timer`` was given and triggers when another process asks for it."""
-    return isinstance(timer, _OnRequest)
+    return isinstance(timer, OnSignal)
 
 
 def differs_by_rank(timer: GivenTimer | None) -> bool:
@@ -615,7 +563,7 @@ def given_timer(
     """
     if timer is not None and not isinstance(timer, GivenTimer):
         raise TypeError(
-            f"timer={shown(timer)}: must be an EverySteps, an EveryEpochs, an AtSteps, an OnSignal, an OnFile, a "
+            f"timer={shown(timer)}: must be an EverySteps, an EveryEpochs, an AtSteps, an OnSignal, a "
             f"SecondOrStepTimer or a NeverTriggerTimer, such as EverySteps(100){by_name(timer)}"
         )
     periods = {"every_n_steps": every_n_steps, "every_n_secs": every_n_secs, "every_n_epochs": every_n_epochs}

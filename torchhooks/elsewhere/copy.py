@@ -25,13 +25,12 @@ from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.log import logger
 from torchhooks.elsewhere.store import Store
 from torchhooks.lifecycle.run_record import NAME as RECORD
-from torchhooks.lifecycle.run_record import STOP_NAME
 
 T = TypeVar("T")
 _AT_ONCE = 64  # files in one call of the store, so that an error does not begin all of them again
 _UNIT = re.compile(r".+~\d+")
 # What the next process in this folder is asked for. Of a copy, it would come back after it was done.
-_REQUESTS = (STOP_NAME, "nan.json")
+_REQUEST = "nan.json"  # a request to the next process on this machine
 
 
 class Unit(NamedTuple):
@@ -201,7 +200,7 @@ class Copy:
             folder, _, file = path.rpartition("/")
             if _UNIT.fullmatch(folder):
                 files.setdefault(folder, []).append(file)
-            elif file not in _REQUESTS:
+            elif file != _REQUEST:
                 sizes[path] = size
         places = [place for place in files if MANIFEST in files[place]]
         with tempfile.TemporaryDirectory() as temporary:
@@ -341,7 +340,7 @@ def _logs_in(folder: str) -> Iterator[str]:
         folders[:] = [name for name in folders if name[0] != "." and not has_manifest(os.path.join(path, name))]
         for name in files:
             is_private = name[0] == "." and name != RECORD
-            if not is_private and not name.endswith(".tmp") and name not in _REQUESTS:
+            if not is_private and not name.endswith(".tmp") and name != _REQUEST:
                 yield _relative(os.path.join(path, name), folder)
 
 

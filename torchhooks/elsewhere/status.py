@@ -8,10 +8,11 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torchhooks.checkpoints.files import Checkpoint, inspect, is_checkpoint
 from torchhooks.common.errors import DamagedCheckpointError
-from torchhooks.elsewhere.curves import Curves, Point
+from torchhooks.elsewhere.curves import Point, read_curves
 from torchhooks.lifecycle.run_record import PERIOD_SECS, Record, read_record
 
 _SILENT_SECS = 3 * PERIOD_SECS
@@ -43,6 +44,22 @@ class Status:
         passed = points[-1].time - points[0].time if points else 0.0
         return (points[-1].step - points[0].step) / passed if passed > 0 else None
 
+    def as_plain(self) -> dict[str, Any]:
+        """Return what ``status --json`` prints; times are in seconds since 1970."""
+        newest = self.checkpoint
+        return {
+            "state": self.state,
+            "is_alive": self.is_alive,
+            "record": None if self.record is None else self.record._asdict(),
+            "step": self.step,
+            "time": self.time,
+            "steps_per_sec": self.speed,
+            "secs_left": self.secs_left,
+            "checkpoint": None if newest is None else {"name": newest.name, "step": newest.step, "time": newest.time},
+            "damaged": self.damaged,
+            "values": {tag: points[-1]._asdict() for tag, points in self.curves.items()},
+        }
+
     @property
     def secs_left(self) -> float | None:
         """How long it takes to the last step, if there is one and the loop is alive."""
@@ -52,40 +69,32 @@ class Status:
         return max(0.0, (last - self.step) / self.speed)
 
 
-class Watcher:
-    """Reads the status of one folder, again and again."""
+def read_status(folder: str, delay_secs: float = 0.0) -> Status:
+    """Return the status of the training run in ``folder``, which may be a copy that is ``delay_secs`` old.
 
-    def __init__(self, folder: str, delay_secs: float = 0.0) -> None:
-        self._folder = folder
-        self._curves = Curves(folder)
-        self._silent_secs = _SILENT_SECS + delay_secs
-
-    def look(self) -> Status:
-        """Return the status as it is now.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
-        record, curves = read_record(self._folder), self._curves.read()
-        checkpoints, damaged = _checkpoints_in(self._folder)
-        newest = max(checkpoints, key=lambda checkpoint: checkpoint.order, default=None)
-        known = [(point.step, point.time) for points in curves.values() for point in points[-1:]]
-        if newest is not None:
-            known.append((newest.step, newest.time))
-        if record is not None:  # it may have gone back, to a restored step
-            known = [(record.step, record.time), *(each for each in known if each[1] > record.time)]
-        step, moment = max(known, key=lambda each: each[1], default=(None, None))
-        state, is_alive = state_of(record, self._silent_secs)
-        return Status(
-            state=state,
-            is_alive=is_alive,
-            record=record,
-            step=step,
-            time=moment,
-            checkpoint=newest,
-            damaged=damaged,
-            curves=curves,
-        )
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    record, curves = read_record(folder), read_curves(folder)
+    checkpoints, damaged = _checkpoints_in(folder)
+    newest = max(checkpoints, key=lambda checkpoint: checkpoint.order, default=None)
+    known = [(point.step, point.time) for points in curves.values() for point in points[-1:]]
+    if newest is not None:
+        known.append((newest.step, newest.time))
+    if record is not None:  # it may have gone back, to a restored step
+        known = [(record.step, record.time), *(each for each in known if each[1] > record.time)]
+    step, moment = max(known, key=lambda each: each[1], default=(None, None))
+    state, is_alive = state_of(record, _SILENT_SECS + delay_secs)
+    return Status(
+        state=state,
+        is_alive=is_alive,
+        record=record,
+        step=step,
+        time=moment,
+        checkpoint=newest,
+        damaged=damaged,
+        curves=curves,
+    )
 
 
 def _checkpoints_in(folder: str) -> tuple[list[Checkpoint], list[str]]:

@@ -115,7 +115,6 @@ class Ending:
         self._wake = wake
         self._thread = threading.get_ident()
         self.state = State.IDLE
-        self._asked: str | None = None
         self.stop: Stop | None = None
         """Why the loop makes no further run, once that is decided. The state follows when no run is in progress."""
         self.failure: BaseException | None = None
@@ -168,12 +167,12 @@ class Ending:
         self.propose_stop(self.requests[0].why_stopped, StoppedBy.HOOK)
 
     def notice(self) -> None:
-        """Stop if a hook asked for it after its run was over, or another process did."""
+        """Stop if a hook asked for it after its run was over, or if a signal did."""
         for run in self.requests:
             if run is not self.run:
                 self.propose_stop(run.why_stopped, StoppedBy.HOOK)
-        if (asked := self.asked_outside) is not None:
-            self.propose_stop(asked, StoppedBy.SIGNAL)
+        if self.signal is not None:
+            self.propose_stop(f"signal {self.signal}", StoppedBy.SIGNAL)
         self._take_up_stop()
 
     def propose_stop(self, reason: str, by: StoppedBy) -> None:
@@ -274,16 +273,6 @@ class Ending:
     def signal(self) -> str | None:
         """The name of the first signal that asked to stop."""
         return self._signals.received
-
-    def ask(self, reason: str) -> None:
-        """Stop as at a signal, because another process asked for it in another way. Any thread may call this."""
-        self._asked = reason
-        self._wake()
-
-    @property
-    def asked_outside(self) -> str | None:
-        """Why another process has asked to stop: the first signal, or the reason given to :meth:`ask`."""
-        return self._asked if self.signal is None else f"signal {self.signal}"
 
     def wait_for_signal(self, secs: float) -> None:
         """Wait for ``secs`` seconds, or until a signal arrives."""

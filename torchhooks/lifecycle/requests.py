@@ -1,105 +1,49 @@
-"""What other processes ask a loop for while it runs: signals and files, for the timers OnSignal and OnFile."""
+"""The signals by which other processes ask a hook for something while the loop runs, for the timer OnSignal."""
 
 from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from types import FrameType
 
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.signals import SignalWatch
 
-LOOK_SECS = 1.0
-
 
 class Requests:
-    """Tells a loop of the signals and the files that it was told to wait for, between its start and its end.
+    """Tells a loop of the signals that its hooks wait for, between its start and its end.
 
     Args:
-        arrive: called with the name of a signal that has arrived, in its handler, or with the absolute path of a file
-            that has appeared, in the thread that looks for files.
+        arrive: called with the name of a signal that has arrived, in its handler.
         stopping: the signals that stop the loop, which therefore cannot ask for anything else.
     """
 
     def __init__(self, arrive: Callable[[str], object], stopping: Iterable[str] = ()) -> None:
         self._arrive = arrive
-        self.every_look: Callable[[], object] = bool
-        """Called each time that the thread has looked for files."""
         self._stopping = frozenset(stopping)
-        self._watched: set[str] = set()
-        self._watches: list[_RequestWatch] = []
-        # By path, what to call. Replaced, and never changed: the thread that looks has the old or the new one.
-        self._files: dict[str, Callable[[str], object]] = {}
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._watches: dict[str, _RequestWatch] = {}
 
-    def wait_for(self, requests: Iterable[str]) -> None:
-        """Wait for signals, given by their names, and for files, given by their absolute paths.
+    def wait_for(self, signals: Iterable[str]) -> None:
+        """Wait for signals, given by their names.
 
         Raises:
             ValueError: a signal stops the loop.
         """
-        for request in requests:
-            if request in self._watched:
-                continue
-            self._watched.add(request)
-            if os.path.isabs(request):
-                self.wait_for_file(request, self._arrive)
-            elif request in self._stopping:
+        for name in signals:
+            if name in self._stopping:
                 raise ValueError(
-                    f"OnSignal({request!r}): {request} stops this loop, because its signals=... has it: give one of "
-                    "them another signal"
+                    f"OnSignal({name!r}): {name} stops this loop, because its signals=... has it: give one of them "
+                    "another signal"
                 )
-            else:
-                self._watches.append(_RequestWatch(request, self._arrive))
-                self._watches[-1].install()
-
-    def wait_for_file(self, path: str, call: Callable[[str], object]) -> None:
-        """Call ``call(path)`` whenever a file appears at the absolute ``path``, or now if there is one."""
-        self._files = {**self._files, path: call}
-        self._look_for(path, call)  # so that it is certain when a file counts that is there already
-        if self._thread is None:
-            # The thread does not keep a loop that is dropped without being closed.
-            looking = partial(_look, weakref.ref(self), self._closed)
-            self._thread = threading.Thread(target=looking, name="torchhooks requests", daemon=True)
-            self._thread.start()
+            if name not in self._watches:
+                self._watches[name] = _RequestWatch(name, self._arrive)
+                self._watches[name].install()
 
     def close(self) -> None:
         """Wait for nothing any more. The signals have the effect again that they had before."""
-        self._closed.set()
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.restore()
-
-    def look(self) -> None:
-        """Look for each file once. The thread calls this."""
-        for path, call in self._files.items():
-            self._look_for(path, call)
-        self.every_look()
-
-    def _look_for(self, path: str, call: Callable[[str], object]) -> None:
-        """Remove the file ``path``, and say that it has appeared, if it is there."""
-        try:
-            os.remove(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            logger.warning(
-                "%s is a request that cannot be removed (%s): it and later ones are ignored", path, error.strerror
-            )
-            self._files = {other: called for other, called in self._files.items() if other != path}
-            return
-        call(path)
-
-
-def _look(requests: weakref.ref[Requests], closed: threading.Event) -> None:
-    while not closed.wait(LOOK_SECS):
-        if (found := requests()) is None:
-            return
-        found.look()
-        del found
 
 
 class _RequestWatch(SignalWatch):

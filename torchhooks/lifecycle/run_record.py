@@ -13,17 +13,17 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, get_type_hints
 
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.session import Session
 
 NAME = ".run.json"
-STOP_NAME = "stop-now"
-"""The name of the file with which another process asks the loop to stop."""
 PERIOD_SECS = 10.0
 _RATE_SAMPLES = 7  # so that the speed is about the last minute
 
@@ -80,14 +80,19 @@ class RunRecord:
         began, step = time.time(), session().global_step
         self._samples: deque[tuple[float, int]] = deque(maxlen=_RATE_SAMPLES)
         self._record = Record(os.getpid(), socket.gethostname(), world_size, began, step, began, step)
-        self._next = 0.0
+        self._closed = threading.Event()
         self._has_failed = False
         self._lock = threading.Lock()  # or the thread could replace the last record by one of a moment before
 
-    def write_if_due(self) -> None:
-        """Write the record, if the last time is ten seconds ago. Called by the thread that looks for requests."""
-        if time.monotonic() >= self._next:
-            self.write()
+    def start(self) -> None:
+        """Write the record now and every ten seconds, in a thread that does not keep a loop that is dropped."""
+        self.write()
+        writing = partial(_write_again, weakref.ref(self), self._closed)
+        threading.Thread(target=writing, name="torchhooks run record", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
 
     def write(self, stopped: str | None = None, failed: bool = False) -> None:
         """Write the record: ``stopped`` is why the loop has ended, if it has."""
@@ -96,7 +101,6 @@ class RunRecord:
                 self._write(stopped, failed)
 
     def _write(self, stopped: str | None, failed: bool) -> None:
-        self._next = time.monotonic() + PERIOD_SECS
         session, now = self._session(), time.time()
         step = session.global_step
         self._samples.append((now, step))
@@ -122,3 +126,11 @@ class RunRecord:
                 self._has_failed = True
                 what = "%s cannot be written (%s): python -m torchhooks status will not know how far this loop is"
                 logger.warning(what, self._path, error.strerror or error)
+
+
+def _write_again(record: weakref.ref[RunRecord], closed: threading.Event) -> None:
+    while not closed.wait(PERIOD_SECS):
+        if (found := record()) is None:
+            return
+        found.write()
+        del found

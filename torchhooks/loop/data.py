@@ -290,7 +290,7 @@ class Data:
         return self._ending.state in (State.IDLE, State.STOPPING)
 
     def _leave(self, place: Place) -> None:
-        stopping = self._ending.stop is not None or self._ending.asked_outside is not None
+        stopping = self._ending.stop is not None or self._ending.signal is not None
         if stopping and self._stop_is_seen:
             if place.is_in_position and not place.state.is_stopped and not self._stop_is_settled:
                 logger.warning(_LEFT_AT_GUARD, self._schedule.runs)

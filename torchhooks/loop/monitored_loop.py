@@ -11,7 +11,6 @@ which hooks take part is made in :mod:`torchhooks.loop.run`; sessions are create
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -35,7 +34,7 @@ from torchhooks.common.text import shortened, shown
 from torchhooks.fetches.step import takes_one_argument
 from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
 from torchhooks.lifecycle.hook import SessionRunHook
-from torchhooks.lifecycle.run_record import STOP_NAME, RunRecord
+from torchhooks.lifecycle.run_record import RunRecord
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.unsaved import UnsavedParts
 from torchhooks.loop.arguments import LoopArguments
@@ -506,18 +505,9 @@ class MonitoredLoop(Generic[R]):
             self._sessions.recover(error)
             parts.recovery.run_went_well()
         if arguments.saved_to is not None and arguments.ranks.is_chief:
-            self._answer_in(arguments.saved_to, arguments.ranks.size)
-
-    def _answer_in(self, folder: str, world_size: int) -> None:
-        """Tell other processes in ``folder`` how far the loop is, and stop if they ask for it there."""
-        requests, ending, sessions = self._schedule.requests, self._ending, self._sessions
-        self._record = record = RunRecord(folder, world_size, lambda: sessions.session)
-        record.write()
-        requests.every_look = record.write_if_due
-        stop = os.path.join(folder, STOP_NAME)
-        with contextlib.suppress(OSError):  # it was meant for an earlier process
-            os.remove(stop)
-        requests.wait_for_file(stop, lambda path: ending.ask(f"the file {STOP_NAME}"))
+            sessions = self._sessions
+            self._record = RunRecord(arguments.saved_to, arguments.ranks.size, lambda: sessions.session)
+            self._record.start()
 
     def _count_optimizer_step(self, *_: Any) -> None:
         self._sessions.progress.global_step += 1
@@ -545,6 +535,7 @@ class MonitoredLoop(Generic[R]):
             self._schedule.requests.close()
             if self._record is not None:
                 attempt(self._record.write, ending.reason, ending.failure is not None)
+                self._record.close()
             attempt(self._parts.signals.restore)
         if error is None:
             attempt.raise_errors("several errors while the loop was closed")

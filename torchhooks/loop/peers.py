@@ -506,9 +506,9 @@ class Peers:
 
     def _ask_for_due(self) -> None:
         """Ask for what this rank noticed: a signal, or a request to a hook; on the chief, a hook due by the clock."""
-        asked = self._ending.asked_outside
-        if asked is not None and not self._asked & STOP:
-            self._why = Stop(asked, StoppedBy.SIGNAL)
+        signal = self._ending.signal
+        if signal is not None and not self._asked & STOP:
+            self._why = Stop(f"signal {signal}", StoppedBy.SIGNAL)
             self._asked |= STOP
         for number, scheduled in enumerate(self._schedule.collective):
             if self._ranks.is_chief and time.monotonic() >= scheduled.chief_moment:

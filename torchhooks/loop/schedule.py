@@ -14,7 +14,7 @@ from typing import Any
 from torchhooks.common.errors import add_note
 from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
-from torchhooks.common.timers import Due, requests_of
+from torchhooks.common.timers import Due, signals_of
 from torchhooks.fetches.accumulated import AccumulatedValues
 from torchhooks.fetches.step import Step
 from torchhooks.lifecycle.ending import Ending, State
@@ -55,8 +55,8 @@ class ScheduledHook(Requester):
         self.due_run = 0
         self.due_moment = math.inf
         self.due_epochs: int | None = None
-        self.requests = set(requests_of(hook))
-        """The signals and files that the hook waits for, or has waited for."""
+        self.requests = set(signals_of(hook))
+        """The signals that the hook waits for, or has waited for."""
         self.is_asked = False
         """Whether one of them has arrived, and the hook was not called for it yet."""
         self.when: Callable[[Any], object] | None = None
@@ -89,8 +89,8 @@ class ScheduledHook(Requester):
         self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
         self.due_moment = math.inf if due.moment is None else due.moment
         self.due_epochs = due.epochs
-        if due.signal is not None or due.file is not None:
-            self.requests.update(due.requests)
+        if due.signal is not None:
+            self.requests.add(due.signal)
         self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
 
     def why_alone(self) -> str | None:
@@ -102,7 +102,7 @@ class ScheduledHook(Requester):
         if self.due_moment != math.inf:
             return "the hook is due by the clock of each rank: set collective = True in its class"
         if self.requests:
-            return "the hook is due by a signal or a file that one rank gets: set collective = True in its class"
+            return "the hook is due by a signal that one rank gets: set collective = True in its class"
         return None
 
     def __str__(self) -> str:
@@ -264,7 +264,7 @@ class Schedule:
 
         With several ranks, the thread that talks to the others asks all of them for a collective hook.
         """
-        self.is_asked = False  # cleared first, because a signal or a thread may set it at any time
+        self.is_asked = False  # cleared first, because a signal may set it at any time
         for scheduled in self.run_hooks:
             if scheduled.is_asked and not isinstance(scheduled, CollectiveHook):
                 scheduled.is_asked = False
@@ -272,8 +272,7 @@ class Schedule:
         self._update()  # also if no hook was called, after interrupt()
 
     def _arrive(self, request: str) -> None:
-        # In a signal handler or another thread: it only sets attributes, of each hook
-        # first, and then the attributes that a run looks at.
+        # In a signal handler: it only sets attributes, of each hook first, and then those that a run looks at.
         for scheduled in self.run_hooks:
             if request in scheduled.requests:
                 scheduled.is_asked = True

@@ -267,7 +267,7 @@ class SessionCreator:
             self._peers.check()
             if self._peers.is_stop_decided:
                 return True
-        return self._ending.asked_outside is not None
+        return self._ending.signal is not None
 
     def _leave(self, error: BaseException) -> None:
         """Replace the session that failed with ``error`` by a new one, and wait for its threads.
