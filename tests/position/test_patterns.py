@@ -1,6 +1,7 @@
-"""Each way of writing a training loop ends the same if it is interrupted and resumed, or a warning says why not.
+"""Each way of writing a training loop that follows the rules ends the same if it is interrupted and resumed.
 
-:mod:`patterns` has the ways. docs/loops.md has a table of them, which must agree with what is tested here.
+:mod:`patterns` has the ways, and :mod:`defects` those that do not resume exactly. docs/loops.md has a table of them,
+which must agree with what is tested here.
 """
 
 from __future__ import annotations
@@ -14,26 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.defects import DEFECTS, try_defect
 from support.paths import ROOT
-from support.patterns import (
-    AFTER_AN_EPOCH,
-    PATTERNS,
-    SAID_AT_INFO,
-    SILENT_AFTER_AN_EPOCH,
-    START_OVER,
-    Job,
-    try_pattern,
-)
+from support.patterns import PATTERNS, Job, try_pattern
 from support.processes import start
-
-FOR_DISPLAY = {
-    "helper_function",
-    "held_generator",
-    "started_again_at_its_end",
-    "step_in_body_accumulated",  # a checkpoint is saved after an even number of items
-    "step_in_body_left_by_break",
-}
-"""Exact patterns that count or collect something, on which nothing depends."""
 
 TABLE = ROOT / "docs" / "loops.md"
 
@@ -58,7 +43,13 @@ class Attempts:
         index = self.names.index(name)
         for each in self.names[index : index + self.ahead]:
             if each not in self.processes:
-                self.processes[each] = start(self.output(each), try_pattern, self.directory, each, ignored=IGNORED)
+                self.processes[each] = start(
+                    self.output(each),
+                    try_defect if each in DEFECTS else try_pattern,
+                    self.directory,
+                    each,
+                    ignored=IGNORED,
+                )
         process = self.processes[name]
         process.join()
         assert process.exitcode == 0, self.output(name).read_text()
@@ -95,39 +86,32 @@ FIRST_OF_EACH_ROW = {names[0] for names, _ in rows()}
 CASES = [pytest.param(name, marks=[] if name in FIRST_OF_EACH_ROW else [pytest.mark.exhaustive]) for name in PATTERNS]
 
 
-def warned(logged: str) -> str:
-    """Return the warnings among the lines of a log."""
-    lines = logged.splitlines()
-    levels = {line: "WARNING" if any(text in line for text in SAID_AT_INFO) else line.split(":")[0] for line in lines}
-    return "\n".join(line for line in lines if levels[line] == "WARNING")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_resumed_training_run_ends_as_an_uninterrupted_one_or_a_warning_says_why_not(
-    name: str, attempts: Attempts
-) -> None:
-    warnings, results = PATTERNS[name].warnings, attempts.results(name)
+def different(results: dict[str, Any]) -> dict[str, list[str]]:
+    """Return which parts end elsewhere than in the uninterrupted training run, by scenario."""
     assert "error" not in results, results["error"]
     whole = results.pop("whole")
-    assert {scenario: result["error"] for scenario, result in results.items() if "error" in result} == {}
-    differ = {
+    return {
         scenario: [part for part, digest in result["outcome"].items() if digest != whole[part]]
         for scenario, result in results.items()
         if result["outcome"] != whole
     }
-    silent = {
-        scenario: parts
-        for scenario, parts in differ.items()
-        if not any(warning in warned(results[scenario]["logged"]) for warning in warnings)
-    }
-    known = {AFTER_AN_EPOCH} if name in SILENT_AFTER_AN_EPOCH else set()
-    assert {scenario: parts for scenario, parts in silent.items() if scenario not in known} == {}
-    assert known <= set(silent), "it is no longer silent: remove it from the list"
-    if not warnings:
-        assert [scenario for scenario, result in results.items() if "in another order" in result["logged"]] == []
-        start_over = [scenario for scenario, result in results.items() if START_OVER in result["logged"]]
-        assert name in FOR_DISPLAY or start_over == []
-    assert bool(differ.keys() - known) == bool(warnings), "a pattern that is exact needs no warning"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_training_run_ends_as_an_uninterrupted_one(name: str, attempts: Attempts) -> None:
+    results = attempts.results(name)
+    errors = {scenario: result["error"] for scenario, result in results.items() if "error" in result}
+    assert errors == {}
+    assert different(results) == {}
+    assert [scenario for scenario, result in results.items() if "in another order" in result["logged"]] == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_training_run_with_a_defect_ends_elsewhere(name: str, attempts: Attempts) -> None:
+    results = attempts.results(name)
+    failed = [scenario for scenario, result in results.items() if "error" in result]
+    assert failed or different(results)
 
 
 def test_another_seed_ends_elsewhere_in_everything_but_the_schedule() -> None:
@@ -142,7 +126,8 @@ def test_another_seed_ends_elsewhere_in_everything_but_the_schedule() -> None:
 
 
 def test_the_table_in_the_documentation_has_every_pattern_and_its_outcome() -> None:
-    expected = {name: "warned" if pattern.warnings else "exact" for name, pattern in PATTERNS.items()}
+    expected = dict.fromkeys(PATTERNS, True) | dict.fromkeys(DEFECTS, False)
     in_the_table = [(name, outcome) for names, outcome in rows() for name in names]
     assert len(dict(in_the_table)) == len(in_the_table), "a pattern is in two rows"
-    assert dict(in_the_table) == expected
+    assert {name: outcome == "exact" for name, outcome in in_the_table} == expected
+    assert {outcome for _, outcome in in_the_table} == {"exact", "warned", "not exact"}

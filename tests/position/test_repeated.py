@@ -290,7 +290,9 @@ def test_where_the_data_continue_is_logged_once(tmp_path: Path, lines: Lines) ->
     job = Job(tmp_path)
     with job.loop() as loop:
         epochs(job, loop, lambda: None)
-    assert [text for _, text in lines if "continues" in text] == ["until_stop's list continues after item 1"]
+    assert [text for _, text in lines if "continues" in text] == [
+        "until_stop's list continues at item 1; sums over its items must be in Variables"
+    ]
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -78,7 +78,9 @@ def continued(way: Way, entry: Entry, taken: int, **attributes: Any) -> Plan:
 
 
 def after(item: int, name: str, hint: str = "") -> str:
-    return f"until_stop's {name} continues after item {item}{hint}"
+    if hint:
+        return f"until_stop's {name} continues after item {item}{hint}"
+    return f"until_stop's {name} continues at item {item}; sums over its items must be in Variables"
 
 
 SKIP_DONE = continued(Way.SKIP, DONE, 3)
@@ -125,7 +127,7 @@ CASES = {
         RANGE_DONE, range(9), continued(Way.REST, RANGE_DONE, 3, rest=range(3, 9)), (after(3, "range"),)
     ),
     "a range at its end": Case(
-        RANGE_DONE, range(3), continued(Way.REST, RANGE_DONE, 3, rest=range(3, 3), reminds=True),
+        RANGE_DONE, range(3), continued(Way.REST, RANGE_DONE, 3, rest=range(3, 3), is_at_end=True),
         (after(3, "range", ", the last one."),),
     ),
     "a range at its end, inside another": Case(
@@ -171,15 +173,15 @@ CASES = {
     # Everything else skips.
     "a loader": Case(DONE, LOADER, SKIP_DONE, (after(3, "Loader"),)),
     "a loader at its end": Case(
-        DONE, SIZED, SKIP_DONE._replace(reminds=True), (after(3, "DataLoader", ", the last one."),)
+        DONE, SIZED, SKIP_DONE._replace(is_at_end=True), (after(3, "DataLoader", ", the last one."),)
     ),
     "a loader of unknown length": Case(DONE, UNSIZED, SKIP_DONE, (after(3, "DataLoader"),)),
     "a stream": Case(DONE, DataLoader(Stream()), SKIP_DONE, (after(3, "DataLoader"),)),
     "a limit": Case(
-        DONE, LOADER, SKIP_DONE._replace(reminds=True), (after(3, "Loader", ", the last one."),), limit=3
+        DONE, LOADER, SKIP_DONE._replace(is_at_end=True), (after(3, "Loader", ", the last one."),), limit=3
     ),
     "a list at its end": Case(
-        DONE, [1, 2, 3], SKIP_DONE._replace(reminds=True), (after(3, "list", ", the last one."),)
+        DONE, [1, 2, 3], SKIP_DONE._replace(is_at_end=True), (after(3, "list", ", the last one."),)
     ),
     "a loader in an item": Case(IN_ITEM, LOADER, SKIP_IN_ITEM, (REPEATED, after(2, "Loader"))),
     "stopped in an item": Case(

@@ -290,14 +290,12 @@ class Pattern:
 
     Args:
         train: trains with a :class:`Job`.
-        warnings: what the log says, one of them, when the resumed training run is not exact; none if it always is.
         steps: the steps at which it is interrupted.
         last: whether it is stopped in its last step too. Not if it ends with a StopAtStepHook, because a loop that
             starts at its last step makes one run.
     """
 
     train: Callable[[Job], None]
-    warnings: tuple[str, ...]
     steps: tuple[int, ...]
     last: int | None
 
@@ -322,31 +320,20 @@ class Pattern:
 
 STEPS_OF_MOST = 2, BATCHES, BATCHES + 1
 PATTERNS: dict[str, Pattern] = {}
+"""The ways that resume exactly, by name."""
+EVERY: dict[str, Pattern] = {}
+"""The same, and the defects of :mod:`support.defects`, if that is imported."""
 
 Train = Callable[[Job], None]
 
 
-def pattern(
-    *warnings: str, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | None = STEPS
-) -> Callable[[Train], Train]:
+def pattern(*, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | None = STEPS) -> Callable[[Train], Train]:
     def register(train: Train) -> Train:
-        PATTERNS[train.__name__] = Pattern(train, warnings, steps, last)
+        EVERY[train.__name__] = PATTERNS[train.__name__] = Pattern(train, steps, last)
         return train
 
     return register
 
-
-REPEATED = "runs when the checkpoint was saved. It is yielded again"
-RUNS_AFTER = "had ended, and the checkpoint contains them"
-MADE_TWICE = "runs were made before until_stop's DataLoader continued"
-ITERATOR = "is an iterator, so it continues where it is"
-START_OVER = "but these start over: "
-GUARD = "the body left until_stop because should_stop() was true"
-LEFT_WITH_BREAK = "left it with a break"
-NOT_REACHED = "the checkpoint was saved in a later one, which this process has not begun"
-NO_POSITION = "has no position in the data"
-DEPENDS = "depends on random numbers that were drawn for the items before it"
-OUTSIDE = "was saved in a run, and before the next run"
 
 # -- what is iterated -------------------------------------------------------------------------------------------------
 
@@ -564,45 +551,6 @@ def pairs_of_loaders(job: Job) -> None:
     nested(job, pairs, step=lambda pair: job.step(pair[0] + pair[1]))
 
 
-@pattern(ITERATOR)
-def zip_of_loaders(job: Job) -> None:
-    loaders = job.loader(shuffle=True), job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for one, other in loop.until_stop(zip(*loaders, strict=True)):
-                loop.run(one + other)
-
-
-@pattern(ITERATOR)
-def enumerate_inside(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for _, batch in loop.until_stop(enumerate(loader)):
-                loop.run(batch)
-
-
-def endless(loader: Iterable[Tensor]) -> Iterator[Tensor]:
-    while True:
-        yield from loader
-
-
-@pattern(ITERATOR, last=None)
-def endless_generator(job: Job) -> None:
-    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
-        for batch in loop.until_stop(endless(job.loader(shuffle=True))):
-            loop.run(batch)
-
-
-@pattern(ITERATOR)
-def iterator_of_a_loader(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(iter(loader)):
-                loop.run(batch)
-
-
 @pattern()
 def enumerate_outside(job: Job) -> None:
     """The counter is only used for display."""
@@ -611,29 +559,6 @@ def enumerate_outside(job: Job) -> None:
         for _ in loop.until_stop(range(EPOCHS)):
             for _, batch in enumerate(loop.until_stop(loader)):
                 loop.run(batch)
-
-
-@pattern(START_OVER)
-def enumerate_outside_counter(job: Job) -> None:
-    """The counter decides what happens."""
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for count, batch in enumerate(loop.until_stop(loader)):
-                loop.run(batch)
-                if count % 2:
-                    job.validate()
-
-
-@pattern(START_OVER, steps=(2, 3, 4), last=6)
-def enumerate_outside_limit(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for count, batch in enumerate(loop.until_stop(loader), 1):
-                loop.run(batch)
-                if count == 3:
-                    break
 
 
 @pattern(steps=(2, 3, 4), last=6)
@@ -645,45 +570,11 @@ def limit(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(START_OVER, steps=(2, 4), last=6)
-def sliced_outside(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in itertools.islice(loop.until_stop(loader), 3):
-                loop.run(batch)
-
-
-@pattern(START_OVER)
-def zip_outside(job: Job) -> None:
-    """Only one of the two loaders goes through until_stop."""
-    one, other = job.loader(shuffle=True), job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for pair in zip(loop.until_stop(one), other, strict=False):
-                loop.run(pair[0] + pair[1])
-
-
 @pattern(steps=(2, 4, 5, 6))
 def chained_outside(job: Job) -> None:
     one, other = job.loader(shuffle=True), job.loader()
     with job.loop() as loop:
         for batch in itertools.chain(loop.until_stop(one), loop.until_stop(other)):
-            loop.run(batch)
-
-
-@pattern(START_OVER)
-def iterator_in_a_variable(job: Job) -> None:
-    """A number of steps goes through until_stop, and the batches come from an iterator that is started again."""
-    loader = job.loader(shuffle=True)
-    batches = iter(loader)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(STEPS)):
-            try:
-                batch = next(batches)
-            except StopIteration:
-                batches = iter(loader)
-                batch = next(batches)
             loop.run(batch)
 
 
@@ -730,51 +621,6 @@ class Prefetched:
 @pattern()
 def prefetched(job: Job) -> None:
     nested(job, Prefetched(job.loader(noisy=False, shuffle=True)))
-
-
-def sixteen_points() -> Subset[Tensor]:
-    """Return more noisy points than those that a checkpoint has the random states of."""
-    return Subset(Points(), [*range(8), *range(8)])
-
-
-@pattern(DEPENDS, steps=(3, 10, 12), last=None)
-def prefetched_with_noise(job: Job) -> None:
-    with job.loop() as loop:
-        for batch in loop.until_stop(Prefetched(DataLoader(sixteen_points(), 1, shuffle=True))):
-            loop.run(batch)
-
-
-class Endless:
-    """A loader that starts again when it ends."""
-
-    def __init__(self, loader: Iterable[Tensor]) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return endless(self.loader)
-
-
-@pattern(DEPENDS, steps=(3, 10, 14), last=None)
-def endless_with_noise(job: Job) -> None:
-    with job.loop() as loop:
-        for batch in loop.until_stop(Endless(job.loader(shuffle=True)), limit=16):  # type: ignore[call-arg, unused-ignore]
-            loop.run(batch)
-
-
-class ShuffleBuffer(IterableDataset[Tensor]):
-    """Points in an order that is drawn on the way, from the global random state."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        buffer = list(torch.linspace(-1, 1, 32).unsqueeze(1))
-        while buffer:
-            yield buffer.pop(int(torch.randint(len(buffer), ())))
-
-
-@pattern(DEPENDS, steps=(3, 6, 10), last=None)
-def shuffle_buffer(job: Job) -> None:
-    with job.loop() as loop:
-        for batch in loop.until_stop(DataLoader(ShuffleBuffer(), BATCH)):
-            loop.run(batch)
 
 
 # -- what an epoch draws itself ---------------------------------------------------------------------------------------
@@ -827,34 +673,6 @@ def order_seeded_by_epoch(job: Job) -> None:
             order = torch.randperm(len(points), generator=torch.Generator().manual_seed(epoch))
             for indices in loop.until_stop(order.split(BATCH)):
                 loop.run(points[indices])
-
-
-@pattern("come in another order")
-def order_shuffled_in_place(job: Job) -> None:
-    batches = job.batches()
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            random.shuffle(batches)
-            batches.reverse()  # so that no batch is in the same place by chance
-            for batch in loop.until_stop(batches):
-                loop.run(batch)
-
-
-class CountsEpochs:
-    """An iterable whose order depends on how often it was iterated."""
-
-    def __init__(self, batches: list[Tensor]) -> None:
-        self.batches = batches
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.epoch += 1
-        yield from self.batches[self.epoch :] + self.batches[: self.epoch]
-
-
-@pattern("come in another order")
-def counts_its_epochs(job: Job) -> None:
-    nested(job, CountsEpochs(job.batches()))
 
 
 @pattern()
@@ -934,19 +752,6 @@ def rate_by_global_step(job: Job) -> None:
                 loop.run(batch)
 
 
-@pattern(START_OVER)
-def scheduler_on_a_loss_in_a_variable(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0)
-    with job.loop(state={"plateau": plateau}) as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            total = 0.0
-            for batch in loop.until_stop(loader):
-                total += loop.run(batch).item()
-            plateau.step(total)
-            job.saw(total)
-
-
 @pattern()
 def scheduler_on_a_loss_in_variables(job: Job) -> None:
     loader = job.loader(shuffle=True)
@@ -1008,11 +813,6 @@ def signal_between_phases(job: Job) -> None:
             loop.run(batch)
 
 
-@pattern(GUARD)
-def signal_in_validation_before_a_guard(job: Job) -> None:
-    late_signal(job, guard=True)
-
-
 def late_signal(job: Job, guard: bool) -> None:
     """Validate after each inner loop. The signal of the scenario comes then."""
     job.signal_comes_late = True
@@ -1058,18 +858,6 @@ def evaluation_in_body(job: Job) -> None:
                 loop.run(batch)
                 if loop.global_step % 2 == 0:
                     job.validate()
-
-
-@pattern(REPEATED)
-def evaluation_until_stop_in_body(job: Job) -> None:
-    loader, validation = job.loader(shuffle=True), job.loader()
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-                if loop.global_step % 2 == 0:
-                    for other in loop.until_stop(validation):
-                        job.saw(other, job.loss(other).item())
 
 
 @pattern()
@@ -1261,12 +1049,6 @@ def guard_in_both(job: Job) -> None:
     guarded(job, inner=True, outer=True, before=True)
 
 
-@pattern(GUARD)
-def guard_before_the_end_of_the_body(job: Job) -> None:
-    """What comes after the guard is left out in the process that stops."""
-    guarded(job, inner=True, outer=True)
-
-
 @pattern(steps=(2, 3, 4), last=6)
 def own_break(job: Job) -> None:
     loader = job.loader(shuffle=True)
@@ -1304,20 +1086,6 @@ def own_break_and_guard(job: Job) -> None:
             if loop.should_stop():
                 break
             job.validate()
-
-
-@pattern(LEFT_WITH_BREAK, steps=(2, 3, 4), last=5)
-def own_break_out_of_both(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-                if loop.global_step == 5:
-                    break
-            if loop.global_step == 5:
-                break
-        job.saw("broke out") if loop.global_step == 5 else None
 
 
 @pattern()
@@ -1491,30 +1259,6 @@ def two_phases(job: Job) -> None:
             loop.run(batch)
 
 
-@pattern(NOT_REACHED, "no run was made", steps=(6,), last=STEPS)
-def phase_skipped_by_hand(job: Job) -> None:
-    """The script skips the first phase itself, so the second one counts as the first."""
-    with job.loop() as loop:
-        if loop.global_step < BATCHES:
-            for batch in loop.until_stop(job.loader(shuffle=True)):
-                loop.run(batch)
-        for batch in loop.until_stop(job.loader(shuffle=True)):
-            loop.run(batch)
-
-
-@pattern(NOT_REACHED)
-def validation_at_some_epoch_starts(job: Job) -> None:
-    """Whether an until_stop begins depends on the step, which is another one when the epoch is yielded again."""
-    loader, validation = job.loader(shuffle=True), job.loader()
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            if loop.global_step % BATCHES == 0:
-                for batch in loop.until_stop(validation):
-                    job.saw(batch)
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-
-
 @pattern(steps=(2, 4, 5, 6))
 def two_phases_change_between(job: Job) -> None:
     """The code between the phases changes the state, relative to what it was."""
@@ -1551,28 +1295,6 @@ def two_phases_in_an_epoch(job: Job) -> None:
             job.scheduler.step()
 
 
-@pattern(REPEATED, steps=(2, 3, 8, 9, 10), last=16)
-def two_runs_per_item(job: Job) -> None:
-    """A generator and a discriminator, for example."""
-    two_runs(job)
-
-
-@pattern(GUARD, steps=(1,), last=None)
-def two_runs_per_item_stopped_in_the_first(job: Job) -> None:
-    two_runs(job)
-
-
-def two_runs(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-                if loop.should_stop():
-                    break
-                loop.run(-batch)
-
-
 @pattern(steps=(2, 4, 8, 10), last=16)
 def two_steps_in_one_run(job: Job) -> None:
     def step(batch: Tensor) -> Tensor:
@@ -1591,49 +1313,6 @@ def run_after_the_inner_loop(job: Job) -> None:
                 loop.run(batch)
             if not loop.should_stop():
                 loop.run(torch.randn(2, 1))
-
-
-@pattern(RUNS_AFTER, MADE_TWICE, steps=(2, 4, 5, 6), last=10)
-def run_after_an_epoch_of_a_plain_for(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in range(EPOCHS):
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-            if not loop.should_stop():
-                loop.run(torch.randn(2, 1))
-
-
-@pattern(REPEATED, MADE_TWICE, steps=(1, 2, 3, 5, 6, 7), last=10)
-def run_before_the_inner_loop(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            loop.run(torch.randn(2, 1))
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-
-
-@pattern(REPEATED)
-def epochs_only(job: Job) -> None:
-    """Only the epochs go through until_stop, the batches do not."""
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loader:
-                if loop.should_stop():
-                    break
-                loop.run(batch)
-
-
-@pattern(REPEATED, steps=(BATCHES,))
-def epochs_only_interrupted_at_an_end(job: Job) -> None:
-    """Only the epochs go through until_stop, and the loop is only interrupted at their ends."""
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loader:
-                loop.run(batch)
 
 
 @pattern(last=None)
@@ -1671,26 +1350,6 @@ def while_not_should_stop(job: Job) -> None:
     with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
         while not loop.should_stop():
             loop.run(torch.randn(2, 1))
-
-
-@pattern(NO_POSITION, last=None)
-def while_not_should_stop_around_a_loader(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
-        while not loop.should_stop():
-            for batch in loader:
-                if loop.should_stop():
-                    break
-                loop.run(batch)
-
-
-@pattern(OUTSIDE, last=None)
-def while_not_should_stop_with_scheduler(job: Job) -> None:
-    """Without until_stop, a checkpoint is saved inside the run."""
-    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
-        while not loop.should_stop():
-            loop.run(torch.randn(2, 1))
-            job.scheduler.step()
 
 
 @pattern()
@@ -1891,75 +1550,6 @@ def counted_by_the_loop_in_body(job: Job) -> None:
                         job.optimizer.zero_grad()
 
 
-@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
-def counted_by_enumerate(job: Job) -> None:
-    loader, loop = counted(job)
-    with loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for i, batch in enumerate(loop.until_stop(loader)):
-                loop.run(batch, (i + 1) % ACCUMULATE == 0)
-
-
-@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
-def counted_by_enumerate_in_a_bar(job: Job) -> None:
-    loader, loop = counted(job)
-    with loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for i, batch in Bar(enumerate(loop.until_stop(loader))):
-                loop.run(batch, (i + 1) % ACCUMULATE == 0)
-
-
-@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
-def counted_by_zip(job: Job) -> None:
-    loader, loop = counted(job)
-    with loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for i, batch in zip(itertools.count(), loop.until_stop(loader), strict=False):
-                loop.run(batch, (i + 1) % ACCUMULATE == 0)
-
-
-@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
-def counted_by_enumerate_of_a_variable(job: Job) -> None:
-    loader, loop = counted(job)
-    with loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            batches = loop.until_stop(loader)
-            for i, batch in enumerate(batches):
-                loop.run(batch, (i + 1) % ACCUMULATE == 0)
-
-
-@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
-def counted_by_hand(job: Job) -> None:
-    loader, loop = counted(job)
-    with loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            i = 0
-            for batch in loop.until_stop(loader):
-                i += 1  # noqa: SIM113 - the way that is tried
-                loop.run(batch, i % ACCUMULATE == 0)
-
-
-@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
-def counted_by_hand_over_epochs(job: Job) -> None:
-    loader, loop = counted(job)
-    i = 0
-    with loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                i = i + 1
-                loop.run(batch, i % ACCUMULATE == 0)
-
-
-@pattern(START_OVER, steps=STEPS_OF_COUNTED, last=2 * STEPS)
-def counted_by_next(job: Job) -> None:
-    loader, loop = counted(job)
-    numbers = itertools.count(1)
-    with loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch, next(numbers) % ACCUMULATE == 0)
-
-
 @pattern(steps=STEPS_OF_COUNTED, last=2 * STEPS)
 def counted_in_variables(job: Job) -> None:
     variables = Variables(i=0)
@@ -1983,70 +1573,6 @@ def counted_in_variables_of_each_epoch(job: Job) -> None:
                 variables.i += 1
 
 
-@pattern(START_OVER)
-def mean_of_a_list(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            losses = []
-            for batch in loop.until_stop(loader):
-                losses.append(loop.run(batch).item())
-            job.saw(sum(losses) / len(losses)) if losses else job.saw("none")
-
-
-@pattern(START_OVER)
-def mean_of_a_comprehension(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            losses = [loop.run(batch).item() for batch in loop.until_stop(loader)]
-            job.saw(sum(losses))
-
-
-@pattern(START_OVER)
-def total_in_a_dict(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            totals = {"loss": 0.0}
-            for batch in loop.until_stop(loader):
-                totals["loss"] += loop.run(batch).item()
-            job.saw(totals["loss"])
-
-
-@pattern(START_OVER)
-def total_in_a_function(job: Job) -> None:
-    """A function trains one epoch and returns the mean loss."""
-    loader = job.loader(shuffle=True)
-
-    def train_epoch(loop: Loop) -> float:
-        total, count = 0.0, 0
-        for batch in loop.until_stop(loader):
-            total += loop.run(batch).item()
-            count += 1
-        return total / max(count, 1)
-
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            job.saw(train_epoch(loop))
-
-
-@pattern(START_OVER, last=STEPS + BATCHES)
-def best_in_a_variable(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    best, worse = math.inf, 0
-    with job.loop() as loop:
-        for epoch in loop.until_stop(range(EPOCHS + 1)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-            value = job.validate() * (epoch + 1)
-            if value < best:
-                best = value
-            else:
-                worse += 1
-            job.saw(best, worse)
-
-
 @pattern(last=STEPS + BATCHES)
 def best_in_variables(job: Job) -> None:
     loader = job.loader(shuffle=True)
@@ -2063,17 +1589,6 @@ def best_in_variables(job: Job) -> None:
             job.saw(variables.best, variables.worse)
 
 
-@pattern(START_OVER)
-def hidden_state_in_a_variable(job: Job) -> None:
-    """As truncated backpropagation through time does."""
-    loader, hidden = job.loader(shuffle=True), torch.zeros(2, 1)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch + hidden)
-                hidden = 0.5 * hidden + batch
-
-
 @pattern()
 def hidden_state_in_variables(job: Job) -> None:
     loader, variables = job.loader(shuffle=True), Variables(hidden=torch.zeros(2, 1))
@@ -2085,63 +1600,6 @@ def hidden_state_in_variables(job: Job) -> None:
 
 
 # -- an iterator that starts again when the data end ------------------------------------------------------------------
-
-
-@pattern(NO_POSITION, last=None)
-def next_around_the_run(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    batches = iter(loader)
-    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
-        while not loop.should_stop():
-            try:
-                batch = next(batches)
-            except StopIteration:
-                batches = iter(loader)
-                batch = next(batches)
-            loop.run(batch)
-
-
-@pattern(NO_POSITION, last=None)
-def next_in_the_body_of_step(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    batches = iter(loader)
-    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
-        while not loop.should_stop():
-            try:
-                with loop.step() as outputs:
-                    outputs["loss"] = job.step(next(batches))
-            except StopIteration:
-                batches = iter(loader)
-
-
-@pattern(NO_POSITION, last=None)
-def next_within_the_body_of_step(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    batches = iter(loader)
-    with job.loop(after=[StopAtStepHook(last_step=STEPS)]) as loop:
-        while not loop.should_stop():
-            with loop.step() as outputs:
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    batches = iter(loader)
-                    batch = next(batches)
-                outputs["loss"] = job.step(batch)
-
-
-@pattern(START_OVER)
-def next_in_the_body_of_step_and_until_stop(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        batches = iter(loader)
-        for _ in loop.until_stop(range(STEPS)):
-            try:
-                with loop.step() as outputs:
-                    outputs["loss"] = job.step(next(batches))
-            except StopIteration:
-                batches = iter(loader)
-                with loop.step() as outputs:
-                    outputs["loss"] = job.step(next(batches))
 
 
 @pattern(last=None)
@@ -2323,14 +1781,6 @@ class Growing:
         yield from torch.randperm(BATCHES * BATCH)[: len(self)].tolist()
 
 
-class GrowingByItself(Growing):
-    """The same, and it counts its epochs."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from super().__iter__()
-        self.epoch += 1
-
-
 class RandomlyLong(Growing):
     """A sampler that draws how many points it yields."""
 
@@ -2345,16 +1795,6 @@ def growing_epochs(job: Job) -> None:
     with job.loop() as loop:
         for epoch in loop.until_stop(range(3)):
             sampler.set_epoch(epoch)
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-            job.validate()
-
-
-@pattern("come in another order", "items now, and had", "which now has only", steps=(1, 2, 3, 5), last=9)
-def growing_epochs_counted_by_the_sampler(job: Job) -> None:
-    loader = job.loader(sampler=GrowingByItself())
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(3)):
             for batch in loop.until_stop(loader):
                 loop.run(batch)
             job.validate()
@@ -2396,22 +1836,6 @@ def returned_from_an_epoch(job: Job) -> None:
             train_epoch(loop)
             job.scheduler.step()
             job.validate()
-
-
-@pattern(LEFT_WITH_BREAK, steps=(2, 3, 4), last=5)
-def returned_from_the_training_run(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-
-    def train(loop: Loop) -> None:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-                if loop.global_step == 5:
-                    job.saw("returned")
-                    return
-
-    with job.loop() as loop:
-        train(loop)
 
 
 @pattern()
@@ -2491,23 +1915,6 @@ def infinite_in_state_without_until_stop(job: Job) -> None:
             loop.run(next(data))
 
 
-@pattern(START_OVER)
-def infinite_by_next(job: Job) -> None:
-    batches = endless(job.loader(shuffle=True))
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(STEPS)):
-            loop.run(next(batches))
-
-
-@pattern(ITERATOR)
-def infinite_generator_with_limit(job: Job) -> None:
-    batches = endless(job.loader(shuffle=True))
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(batches, limit=3):
-                loop.run(batch)
-
-
 # -- an environment of reinforcement learning -------------------------------------------------------------------------
 
 
@@ -2560,63 +1967,11 @@ def environment_in_state(job: Job) -> None:
     rollouts(job, environment.move, environment=environment)
 
 
-@pattern(START_OVER)
-def environment_in_nothing(job: Job) -> None:
-    environment = Environment(job.seed)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(STEPS)):
-            rollout = torch.cat([environment.move(action) for action in (0.0, 1.0)])
-            loop.run(rollout)
-
-
-@pattern(START_OVER)
-def torch_environment_in_nothing(job: Job) -> None:
-    environment = TorchEnvironment(job.seed)
-    seen = environment.move(0.0)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(STEPS)):
-            loss = loop.run(seen)
-            seen = environment.move(loss.item())
-
-
-@pattern(START_OVER)
-def environment_in_a_function(job: Job) -> None:
-    """The environment is used by a function that the body calls."""
-    rollouts(job, Environment(job.seed).move)
-
-
-@pattern(START_OVER)
-def environment_in_the_step(job: Job) -> None:
-    """The environment is used by the step function."""
-    environment = Environment(job.seed)
-    with job.loop(lambda: job.step(environment.move(0.0))) as loop:
-        for _ in loop.until_stop(range(STEPS)):
-            loop.run()
-
-
-# -- what is not warned of yet ----------------------------------------------------------------------------------------
-
-SAID_AT_INFO = (
-    NO_POSITION,  # of a loop without until_stop, whose data are not known
-)
-"""Warnings that are logged at another level than WARNING."""
-
-SILENT_AFTER_AN_EPOCH = frozenset(
-    {
-        # The resumed process begins with the next epoch. It does not iterate the one that had ended.
-        "order_shuffled_in_place",  # so the list was not shuffled before
-        "counts_its_epochs",  # so the data count from another number
-        "growing_epochs_counted_by_the_sampler",
-    }
-)
-"""The patterns in which a process that resumes from the end of an epoch ends elsewhere, and no line says so."""
-
-
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
 def trained(name: str, job: Job) -> dict[str, Any]:
-    PATTERNS[name].train(job)
+    EVERY[name].train(job)
     return job.outcome()
 
 
@@ -2625,7 +1980,7 @@ def make_originals(folder: Path, name: str) -> None:
 
     While it saves in every step, copy what is in the folder after the runs in which it is to be killed.
     """
-    steps, saving, epochs = PATTERNS[name].kills, folder / "saving", folder / "epochs"
+    steps, saving, epochs = EVERY[name].kills, folder / "saving", folder / "epochs"
 
     def copy(source: Path, copied: Path) -> None:
         while not copied.exists():
@@ -2652,7 +2007,7 @@ def make_originals(folder: Path, name: str) -> None:
     with logging_to(io.StringIO()) as lines:
         outcomes["saving epochs"] = trained(name, Job(epochs, save_steps=None, after_run=copy_epoch))
     logged[AFTER_AN_EPOCH] = lines.getvalue()
-    for step in PATTERNS[name].stops:
+    for step in EVERY[name].stops:
         with logging_to(io.StringIO()) as lines:
             trained(name, Job(folder / f"stop {step}", interruption=Interruption("stop", step)))
         logged[f"stop {step}"] = lines.getvalue()
@@ -2675,7 +2030,7 @@ def logging_to(lines: io.StringIO) -> Iterator[io.StringIO]:
 
 def resume_all(folder: Path, name: str) -> None:
     """Resume each training run that was stopped or killed. None of them was made in this process."""
-    pattern, results = PATTERNS[name], {}
+    pattern, results = EVERY[name], {}
     before = json.loads((folder / "originals").read_text())["logged"]
     after_epoch = [AFTER_AN_EPOCH] if (folder / AFTER_AN_EPOCH).exists() else []
     for number, scenario in enumerate([*pattern.scenarios, *after_epoch], start=1):
@@ -2719,7 +2074,7 @@ def attempt(folder: Path, name: str, seed: int, interruption: Interruption, save
 def often(folder: Path, name: str) -> dict[str, Any]:
     """Train, interrupted several times, each attempt in a process of its own. Return the outcome, or an error."""
     logged = ""
-    ways = zip(("stop", "kill", "signal"), PATTERNS[name].often, strict=False)
+    ways = zip(("stop", "kill", "signal"), EVERY[name].often, strict=False)
     for number, interruption in enumerate([*(Interruption(way, step) for way, step in ways), END]):
         save_steps = NEVER if interruption.way in ("stop", "signal") else 1
         code, errors = in_a_process(attempt, folder, name, 1 + 100 * number, interruption, save_steps)

@@ -27,6 +27,7 @@ context.set_forkserver_preload(
         "hypothesis",
         "pytest",
         "tensorboard.backend.event_processing.plugin_event_accumulator",
+        "support.defects",
         "support.patterns",
         "support.rank_processes",
         "support.rank_training",

@@ -33,7 +33,7 @@ class LoopParts:
         self.peers = Peers(ranks, schedule, self.ending) if ranks.size > 1 else None
         self.recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
         self.costs = HookCosts(schedule, self.readback) if arguments.hook_costs else None
-        position, waits = Position(schedule, arguments.state, arguments.step.function), DataWaits()
+        position, waits = Position(schedule, arguments.state), DataWaits()
         self.items = Items(lambda: position.depth)
         saves = arguments.checkpoint_dir is not None or arguments.has_saver
         watched = optimizer if saves and hasattr(optimizer, "register_step_post_hook") else None

@@ -57,15 +57,6 @@ class Loaders:
             except TypeError:  # no weak references to classes with __slots__
                 self._live[key] = lambda: iterable
 
-    def kept(self) -> list[object]:
-        """Return what checkpoints have: the loop's state, and the loaders."""
-        loaders = [loader for reference in self._live.values() if (loader := reference()) is not None]
-        return [*self._state.values(), *loaders]
-
-    def kept_later(self) -> tuple[str, ...]:
-        """Return the paths of the generators in loaders of the checkpoint that have not been iterated since."""
-        return tuple(path for saved in self._saved.values() for path in saved.get("generators", {}) if path)
-
     def has_own_state(self, loader: object, saved: Saved) -> bool:
         """Return whether the checkpoint has the state of ``loader`` itself, in ``saved`` or elsewhere."""
         return has_state(loader) and ("state" in saved or self._is_in_state(loader))

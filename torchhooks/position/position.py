@@ -24,11 +24,9 @@ from typing import Any, Protocol
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.stateful import Stateful
-from torchhooks.common.text import shortened
 from torchhooks.position.loaders import Loaders
 from torchhooks.position.place import Entry, Place, Saved, State
 from torchhooks.position.resuming import (
-    VARIABLES,
     Plan,
     Way,
     is_plain_iterator,
@@ -36,7 +34,6 @@ from torchhooks.position.resuming import (
     name_of,
     plan_resume,
 )
-from torchhooks.position.script import Kept, carried
 from torchhooks.position.starting import items_of, skipped, started
 
 Undo = Callable[[], object]
@@ -61,11 +58,8 @@ class Position:
         self,
         schedule: RunCounter,
         state: Mapping[str, Stateful],
-        step: object = None,
     ) -> None:
         self._schedule = schedule
-        self._step = step
-        """The items to pass over, if there are any. The loop sets this before a session is created."""
         self._loaders = Loaders(state)
         self._root = Place(None, None, 0)
         self._root.state = State.LEFT  # there is no outer loop that would continue after the outermost until_stop
@@ -82,8 +76,6 @@ class Position:
         self._undoing: Callable[[], Undo] | None = None
         self._undo: Undo | None = None
         self._unreached: str | None = None  # what yielded nothing, as long as the place of the checkpoint has not begun
-        self._carried: list[str] = []  # what a warning has named: see script.py
-        self._reminds = False  # whether to log VARIABLES if another until_stop begins
 
     # -- for until_stop -----------------------------------------------------------------------------------------------
 
@@ -187,9 +179,6 @@ class Position:
         if place.outer is None:
             return iter(iterable)
         self._capture_before(place)
-        if self._reminds:
-            self._reminds = False
-            logger.info("%s comes after a loop that yielded nothing more. %s", name_of(iterable), VARIABLES)
         entry = self._restored_in(place.outer)
         saved = self._loaders.take_saved(place.key)
         self._loaders.remember(place.key, iterable)
@@ -212,27 +201,7 @@ class Position:
             self._undo_repeated()
         for line in lines_of(plan, place, iterable):
             logger.log(line.level, line.message, *line.arguments)
-        is_over = plan.reminds or (plan.way is Way.NOTHING and place.depth == 1)
-        if plan.continues and not is_over:
-            self._warn_of_carried(place, iterable)
         return self._carry_out(plan, place, iterable, saved if resume else {}, halted)
-
-    def _warn_of_carried(self, place: Place, iterable: Iterable[Any]) -> None:
-        """Log a warning if the script's loop over ``place`` carries something from item to item, once for each name."""
-        kept = Kept.of(self._loaders.kept(), self._loaders.kept_later())
-        found = carried(place.site, self._step, kept)
-        if found is None and not self._carried:
-            self._carried.append(VARIABLES)
-            logger.info("%s continues in the middle of its data. %s", name_of(iterable), VARIABLES)
-        names = [each for each in found or () if each not in self._carried]
-        self._carried += names
-        if names:
-            logger.warning(
-                "%s continues in the middle of its data, but these start over: %s. %s",
-                name_of(iterable),
-                shortened(names),
-                _KEEP,
-            )
 
     def leave(self, place: Place, stopping: bool) -> None:
         """Record that an ``until_stop`` is over and, if the body left it, whether because the loop is stopping."""
@@ -389,7 +358,6 @@ class Position:
         self, plan: Plan, place: Place, iterable: Iterable[Any], saved: Saved, halted: Callable[..., bool]
     ) -> Iterator[Any]:
         """Return the items to yield according to ``plan``; ``saved`` is the restored state of their loader."""
-        self._reminds = plan.reminds
         place.resume(plan.entry, plan.taken, plan.repeats_item)
         if plan.way is Way.FRESH:
             if plan.random is not None:
@@ -449,10 +417,6 @@ def _remaining(plan: Plan, place: Place, iterable: Iterable[Any], halted: Callab
     return iter(iterable)
 
 
-_KEEP = (
-    "If more than the display depends on them, keep variables in Variables(...), in the loop's state, and count with "
-    "loop.enumerate(...)."
-)
 _NOT_REACHED = (
     "Loops are told apart by their order, and the checkpoint was saved in a later one, which this process has not "
     "begun. Begin the same loops in every process: a loop that had finished yields nothing, so do not skip it by hand."

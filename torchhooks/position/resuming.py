@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     """Whether the loop was interrupted here: the checkpoint contains what the body changed on its way here."""
     runs_before: int = 0
     """How many runs were made on the way here. The checkpoint contains them too."""
-    reminds: bool = False
+    is_at_end: bool = False
     """Whether nothing more will be yielded, so that a reminder is due if another ``until_stop`` begins."""
     otherwise: Plan | None = None
     """What to do if the loader does not accept its own state."""
@@ -112,7 +112,7 @@ def plan_resume(
         return plan._replace(way=Way.AS_IT_IS, taken=0)  # how many it gave to earlier processes says nothing
     if done and place.depth == 1 and not entry.state.is_left:
         # Inside of another loop, the body of that one continues after this one, with its variables.
-        plan = plan._replace(reminds=entry.taken > 0 and _is_at_end(place.limit, iterable, entry))
+        plan = plan._replace(is_at_end=entry.taken > 0 and _is_at_end(place.limit, iterable, entry))
     without_item = plan if done else plan._replace(taken=entry.taken, random=random, gives_up_item=True)
     if isinstance(iterable, range) and entry.last is not None:
         if entry.last not in iterable:  # another range than the checkpoint's
@@ -158,7 +158,7 @@ def lines_of(plan: Plan, place: Place, iterable: Iterable[Any]) -> Iterator[Line
         if entry.state.is_left:
             yield Line(logging.WARNING, "%s continues after item %d. %s", (name, done, _AFTER_A_BREAK))
         else:
-            yield Line(logging.INFO, "%s continues after item %d%s", (name, done, _LAST if plan.reminds else ""))
+            yield Line(logging.INFO, _AT_END if plan.is_at_end else _CONTINUES, (name, done))
 
 
 _RUNS_BEFORE = (
@@ -179,8 +179,8 @@ _NOT_AN_ITERATOR = (
     "until_stop(range(...)) around it."
 )
 _NOT_A_SLICE = " For its first n items, use until_stop(loader, limit=n)."
-_LAST = ", the last one."
-VARIABLES = "Variables of the script outside the loop's state, such as a counter or another iterator, start over."
+_CONTINUES = "%s continues at item %d; sums over its items must be in Variables"
+_AT_END = "%s continues after item %d, the last one."
 _AFTER_A_BREAK = (
     "The process that saved the checkpoint left it with a break. If that was the end of the training run, do not start "
     "it again."
