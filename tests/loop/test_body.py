@@ -518,12 +518,6 @@ def test_the_audit_names_the_hook_that_would_wait_for_the_device() -> None:
     assert [(type(wait.hook).__name__, wait.method, wait.step) for wait in waits] == [("Waits", "after_run", 1)]
 
 
-def test_hook_costs_count_the_calls_around_a_body(lines: Lines) -> None:
-    with MonitoredLoop(hooks=[RecordingHook("loss")], hook_costs=True) as loop:
-        make(loop, 1, 2)
-    assert "2 runs" in lines[-1][1]
-
-
 # -- recovery ---------------------------------------------------------------------------------------------------------
 
 

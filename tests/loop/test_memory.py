@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,6 +36,17 @@ def step(x: float) -> float:
 
 def half() -> float:
     return 0.5
+
+
+def test_without_a_period_in_seconds_or_a_report_the_clock_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    with MonitoredLoop(half, hooks=[StopAtStepHook(100), NanTensorHook("loss")]) as loop:
+        loop.run()
+        monkeypatch.setattr(time, "monotonic", lambda: reads.append("read"))
+        for _ in range(5):
+            loop.run()
+        monkeypatch.undo()
+    assert reads == []
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_runs_are_idle_for_hooks_that_are_due_at_the_end_of_epochs() -> None:
         StopIfLowerHook("loss", -1.0, every_n_epochs=1),
         EvaluationHook(lambda: 1.0, every_n_epochs=1),
     ]
-    with MonitoredLoop(same, model, hooks=hooks, hook_costs=False) as loop:
+    with MonitoredLoop(same, model, hooks=hooks) as loop:
         epochs_of([], range(2), loop, [1.0] * 10)
     assert hook.runs == 0
     assert called == [1.0, 1.0]

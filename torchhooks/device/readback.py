@@ -178,7 +178,6 @@ class Readback:
         self._arrived: deque[tuple[Delivery, dict[int, torch.Tensor]]] = deque()
         self._delivering: Delivery | None = None
         self._closed = False
-        self._measured_call: Callable[[Delivery, Any], object] | None = None
         host.prepare(MAX_BYTES)
 
     def request(
@@ -232,10 +231,6 @@ class Readback:
         self._queued.append(Delivery(values, callback, needs.tensors, needs.events, routes, made_by, step, deadline))
         self.waiting = True
         self._wake()
-
-    def measure(self, measured: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Call back by ``measured(call)`` instead of ``call(delivery, values)``, for profiling."""
-        self._measured_call = measured(lambda delivery, values: delivery.call_back(values))
 
     def end_run(self) -> None:
         """Send the queued requests if it is time, and call the callbacks of what has arrived.
@@ -307,10 +302,7 @@ class Readback:
             values = delivery.arrived(copies)
             self._delivering = delivery
             try:
-                if self._measured_call is None:
-                    delivery.call_back(values)
-                else:
-                    self._measured_call(delivery, values)
+                delivery.call_back(values)
             except BaseException as error:
                 who = f"a when_ready callback of {delivery.made_by}"
                 add_note(error, f"torchhooks: in {who}, for step {delivery.step}")

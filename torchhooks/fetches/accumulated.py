@@ -452,10 +452,6 @@ class AccumulatedValues:
             self._add_others(others)
         return False
 
-    def measure(self, measured: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap :meth:`add` in ``measured(add)``, for profiling."""
-        self.add = measured(self.add)  # type: ignore[method-assign]
-
     def _add_others(self, others: list[tuple[Source, Any]]) -> None:
         on_device: dict[tuple[torch.device, torch.dtype], list[tuple[Source, torch.Tensor]]] = {}
         large: dict[tuple[torch.device, torch.dtype], list[tuple[Source, torch.Tensor]]] = {}

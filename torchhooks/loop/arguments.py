@@ -51,7 +51,6 @@ class LoopArguments:
         max_recoveries: int,
         signals: Iterable[str | signal.Signals],
         stop_grace_period_secs: float,
-        hook_costs: bool,
         metadata: Mapping[str, Any] | None,
         ranks: Ranks | Literal[False] | None,
     ) -> None:
@@ -85,7 +84,6 @@ class LoopArguments:
         self.max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
         self.signals = checked_signals(signals)
         self.stop_grace_period_secs = seconds(stop_grace_period_secs, "stop_grace_period_secs")
-        self.hook_costs = hook_costs
         savers = [hook for hook in self.hooks if getattr(hook, "saves_checkpoints", False)]
         self.has_saver = bool(savers)
         """Whether a hook saves checkpoints."""

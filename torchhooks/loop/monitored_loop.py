@@ -80,7 +80,6 @@ class MonitoredLoop(Generic[R]):
             CheckpointSaverHook saves once more, and ``until_stop`` leaves the ``with`` block at once. When the loop
             closes, the signals are delivered to their previous handlers.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
-        hook_costs: whether to log at the end what each hook cost: calls, host time, share of the total.
         metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
             copied. :func:`torchhooks.read_metadata` reads it. A restored loop logs which values differ.
         ranks: the processes that train together. ``None`` means the ranks of ``torch.distributed``, if it is
@@ -111,7 +110,6 @@ class MonitoredLoop(Generic[R]):
         max_recoveries: int = 10,
         signals: Iterable[str | signal.Signals] = (),
         stop_grace_period_secs: float = 120,
-        hook_costs: bool = False,
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
     ) -> None:
@@ -129,7 +127,6 @@ class MonitoredLoop(Generic[R]):
             max_recoveries=max_recoveries,
             signals=signals,
             stop_grace_period_secs=stop_grace_period_secs,
-            hook_costs=hook_costs,
             metadata=metadata,
             ranks=ranks,
         )
@@ -559,8 +556,6 @@ class MonitoredLoop(Generic[R]):
                 attempt(sessions.call, scheduled, "sat_out", scheduled.catch_up, self._schedule.runs)
                 attempt(sessions.end, scheduled)
         attempt(parts.readback.close)
-        if parts.costs is not None:
-            attempt(parts.costs.report)
         sessions.session.call_savers("close", attempt)
         attempt(sessions.join_threads)
         if self._record is not None:  # before the hooks that copy it

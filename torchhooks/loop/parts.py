@@ -10,7 +10,6 @@ from torchhooks.lifecycle.signals import SignalWatch
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.between_runs import BetweenRuns
 from torchhooks.loop.body import Body
-from torchhooks.loop.costs import HookCosts
 from torchhooks.loop.data import Data
 from torchhooks.loop.peers import Peers
 from torchhooks.loop.schedule import Schedule
@@ -32,7 +31,6 @@ class LoopParts:
         self.ending = Ending(self.signals, schedule.set_pending)
         self.peers = Peers(ranks, schedule, self.ending) if ranks.size > 1 else None
         self.recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
-        self.costs = HookCosts(schedule, self.readback) if arguments.hook_costs else None
         position, waits = Position(schedule, arguments.state), DataWaits()
         self.items = Items(lambda: position.depth)
         saves = arguments.checkpoint_dir is not None or arguments.has_saver
@@ -47,7 +45,6 @@ class LoopParts:
             items=self.items,
             ending=self.ending,
             recovery=self.recovery,
-            costs=self.costs,
             gradients=self.gradients,
             peers=self.peers,
         )

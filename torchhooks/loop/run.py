@@ -8,7 +8,7 @@ function.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ from torchhooks.lifecycle.hook import (
     SessionRunContext,
     SessionRunValues,
 )
-from torchhooks.loop.costs import HookCosts
 from torchhooks.loop.schedule import Schedule, ScheduledHook, in_order
 from torchhooks.position.progress import NO_OUTPUTS, Progress
 
@@ -104,7 +103,7 @@ _new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling
 class Lifecycle:
     """Makes the runs of one session in which hooks take part.
 
-    ``steps_per_run`` is 0 if the optimizer's steps are counted. ``costs`` profiles the hooks, if given.
+    ``steps_per_run`` is 0 if the optimizer's steps are counted.
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class Lifecycle:
         progress: Progress,
         schedule: Schedule,
         steps_per_run: int,
-        costs: HookCosts | None,
     ) -> None:
         self._services = services
         self._session, self._step = services.session, services.step
@@ -125,7 +123,6 @@ class Lifecycle:
         self._schedule = schedule
         self._accumulated = schedule.accumulated
         self._steps_per_run = steps_per_run
-        self._costs = costs
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make a whole run, and return what the step returned."""
@@ -351,12 +348,9 @@ class Lifecycle:
         evaluator = self._new_evaluator(self._session, outputs, fed, context.inputs, watched, requests)
         if self._accumulated.sources:
             self._accumulated.add(outputs, (), {}, evaluator)
-        evaluate: Callable[[Any, Any], Any] = evaluator.evaluate
-        if self._costs is not None:
-            evaluate = self._costs.timed_evaluation(evaluate)
         values: dict[ScheduledHook, SessionRunValues] = {}
         for scheduled, (fetches, _, _) in requests:
-            results = None if fetches is None else evaluate(fetches, scheduled)
+            results = None if fetches is None else evaluator.evaluate(fetches, scheduled)
             values[scheduled] = _new_tuple(SessionRunValues, (results, options, metadata))
         return values
 

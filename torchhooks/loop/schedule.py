@@ -60,13 +60,6 @@ class ScheduledHook(Requester):
         self.is_asked = False
         """Whether one of them has arrived, and the hook was not called for it yet."""
         self.when: Callable[[Any], object] | None = None
-        self.measured: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-
-    def measure(self, measured: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Wrap every method that the loop calls in runs in ``measured(method)``, for profiling."""
-        self.before_run, self.after_run = measured(self.before_run), measured(self.after_run)
-        self.end = measured(self.end)
-        self.measured = measured  # next_due() returns another Due.when each time, to be wrapped when it does
 
     def catch_up(self, runs: int) -> None:
         """Tell the hook how many runs it missed, up to the run number ``runs``."""
@@ -91,7 +84,7 @@ class ScheduledHook(Requester):
         self.due_epochs = due.epochs
         if due.signal is not None:
             self.requests.add(due.signal)
-        self.when = due.when if due.when is None or self.measured is None else self.measured(due.when)
+        self.when = due.when
 
     def why_alone(self) -> str | None:
         if self.when is not None:

@@ -21,7 +21,6 @@ from torchhooks.lifecycle.hook import RunServices
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Session
 from torchhooks.loop.arguments import LoopArguments
-from torchhooks.loop.costs import HookCosts
 from torchhooks.loop.peers import Peers
 from torchhooks.loop.run import Lifecycle, note_hook
 from torchhooks.loop.schedule import Schedule, ScheduledHook
@@ -53,7 +52,6 @@ class SessionCreator:
         items: Items,
         ending: Ending,
         recovery: Recovery,
-        costs: HookCosts | None,
         gradients: Gradients | None,
         peers: Peers | None,
     ) -> None:
@@ -73,7 +71,6 @@ class SessionCreator:
         self._items = items
         self._ending = ending
         self._recovery = recovery
-        self._costs = costs
         self._gradients = gradients
         self._peers = peers
         self._warned: set[str] = set()  # by the sessions, of what is warned of once
@@ -254,7 +251,6 @@ class SessionCreator:
             progress=self.progress,
             schedule=self._schedule,
             steps_per_run=arguments.steps_per_run,
-            costs=self._costs,
         )
 
     def _is_interrupted(self) -> bool:
