@@ -62,13 +62,14 @@ from torchhooks import (
 from torchhooks.device.accelerator import WAITED_FOR
 from torchhooks.device.readback import MAX_BYTES, Readback
 from torchhooks.lifecycle.recovery import is_device_error
-from torchhooks.testing import FakeDevice, RecordingWriter, sync_audit
+from torchhooks.testing import RecordingWriter
 
 from common import RESULTS, describe, machine, table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import accelerators, simulated
 from support.accelerators import BUSY, Reader
+from support.devices import FakeDevice, sync_audit
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()

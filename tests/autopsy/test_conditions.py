@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
 from torch import nn
@@ -38,7 +39,7 @@ from torchhooks import (
 from torchhooks.__main__ import main
 from torchhooks.autopsy.request import leave
 from torchhooks.fetches.modules import attributes
-from torchhooks.testing import FakeDevice, log_lines
+from torchhooks.testing import log_lines
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.accelerators import DEVICE
+from support.devices import FakeDevice
 from support.disks import no_space_after
 from support.processes import call
 from support.states import Box
@@ -39,7 +40,6 @@ from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import Disk
 from torchhooks.lifecycle.session import Session
 from torchhooks.ranks.ranks import Ranks
-from torchhooks.testing.devices import FakeDevice
 
 Lines = list[tuple[str, str]]
 

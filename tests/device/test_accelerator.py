@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import simulated
 from support.accelerators import BUSY, DEVICE, Reader, Training, keep_busy, no_waits, warm_up
+from support.devices import Sync, sync_audit
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -42,7 +43,7 @@ from torchhooks import (
 from torchhooks.common.files import Disk
 from torchhooks.device.accelerator import AcceleratorCopier
 from torchhooks.device.readback import MAX_BYTES, Readback
-from torchhooks.testing import RecordingWriter, Sync, log_lines, sync_audit
+from torchhooks.testing import RecordingWriter, log_lines
 
 pytestmark = pytest.mark.accelerator
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import accelerators
 from support.accelerators import DEVICE, keep_busy
+from support.devices import sync_audit
 
 from torchhooks import (
     BestCheckpointHook,
@@ -27,7 +28,7 @@ from torchhooks import (
     SummarySaverHook,
     best_checkpoint,
 )
-from torchhooks.testing import RecordingWriter, sync_audit
+from torchhooks.testing import RecordingWriter
 
 pytestmark = pytest.mark.accelerator
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import simulated
 from support.accelerators import DEVICE, keep_busy, no_waits
+from support.devices import FakeDevice
 from support.events import read
 
 from torchhooks import (
@@ -43,7 +44,7 @@ from torchhooks.device.accelerator import AcceleratorCopier, Slab, _Event, copie
 from torchhooks.device.host import has_float64, host
 from torchhooks.device.readback import MAX_BYTES, Elapsed, Moment, Readback
 from torchhooks.hooks.throughput import Tokens, memory
-from torchhooks.testing import FakeDevice, RecordingWriter
+from torchhooks.testing import RecordingWriter
 
 needs_simulation = pytest.mark.skipif(DEVICE != simulated.NAME, reason="needs pytest --simulated")
 

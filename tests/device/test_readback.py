@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.devices import FakeDevice
 from support.events import read
 from support.examples import examples
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,7 +38,7 @@ from torchhooks.common.requester import Requester
 from torchhooks.common.trees import as_snapshot
 from torchhooks.device.accelerator import pack, unpack
 from torchhooks.device.readback import BATCH_RUNS, BATCH_SECS, Elapsed, Moment, Readback, to_host
-from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter, plain, trace
+from torchhooks.testing import FakeClock, RecordingHook, RecordingWriter, plain, trace
 
 NAN, INF = math.nan, math.inf
 FAR = 1000

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.devices import FakeDevice, sync_audit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchhooks import (
@@ -49,7 +50,7 @@ from torchhooks import (
 from torchhooks.common.requester import UNKNOWN
 from torchhooks.fetches.accumulators import MOST_NUMBERS, Accumulator, Source
 from torchhooks.fetches.fetch import ComposedFetch
-from torchhooks.testing import FakeDevice, RecordingHook, RecordingWriter, Trace, plain, sync_audit, trace
+from torchhooks.testing import RecordingHook, RecordingWriter, Trace, plain, trace
 
 Lines = list[tuple[str, str]]
 tensor = torch.tensor

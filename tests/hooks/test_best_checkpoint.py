@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import torch
+from support.devices import FakeDevice
 from support.disks import use_disk
 from support.states import Box
 
@@ -37,7 +38,7 @@ from torchhooks import (
 )
 from torchhooks.checkpoints.saver import scored_checkpoints
 from torchhooks.common.files import Disk
-from torchhooks.testing import FakeDevice, RecordingHook, log_lines, plain, trace
+from torchhooks.testing import RecordingHook, log_lines, plain, trace
 
 
 def kept(folder: Path) -> list[int]:

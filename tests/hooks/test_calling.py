@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice, sync_audit
 
 from torchhooks import (
     AbortedError,
@@ -23,7 +24,7 @@ from torchhooks import (
     SecondOrStepTimer,
     Session,
 )
-from torchhooks.testing import FakeDevice, RecordingHook, log_lines, sync_audit, trace
+from torchhooks.testing import RecordingHook, log_lines, trace
 
 
 def called_at(runs: int = 9, start_step: int = 0, **given: Any) -> list[int]:

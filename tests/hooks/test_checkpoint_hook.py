@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -38,7 +39,7 @@ from torchhooks import (
     list_checkpoints,
 )
 from torchhooks.common.files import Disk
-from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, trace
+from torchhooks.testing import FakeClock, RecordingHook, trace
 
 NAN = math.nan
 Lines = list[tuple[str, str]]

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice
 from support.events import read
 
 from torchhooks import MonitoredLoop, SessionRunContext, SessionRunHook, SessionRunValues, StepCounterHook
 from torchhooks.common.text import shown
-from torchhooks.testing import FakeClock, FakeDevice, RecordingWriter, log_lines, trace
+from torchhooks.testing import FakeClock, RecordingWriter, log_lines, trace
 
 RATE, WAITING, EXAMPLES = "global_step/sec", "waiting_for_data", "examples/sec"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice, sync_audit
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -23,7 +24,7 @@ from torchhooks import (
     StopIfNoDecreaseHook,
     StopIfNoIncreaseHook,
 )
-from torchhooks.testing import FakeDevice, sync_audit, trace
+from torchhooks.testing import trace
 
 Create = Callable[[Any], SessionRunHook]
 NAN = math.nan

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.devices import FakeDevice, sync_audit
 from support.events import steps as steps_of
 
 from torchhooks import (
@@ -37,16 +38,7 @@ from torchhooks import (
     list_checkpoints,
     over_ranks,
 )
-from torchhooks.testing import (
-    FakeClock,
-    FakeDevice,
-    RecordingHook,
-    RecordingWriter,
-    log_lines,
-    plain,
-    sync_audit,
-    trace,
-)
+from torchhooks.testing import FakeClock, RecordingHook, RecordingWriter, log_lines, plain, trace
 
 Timer = EverySteps | SecondOrStepTimer | NeverTriggerTimer
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice, sync_audit
 from support.events import steps
 
 from torchhooks import (
@@ -27,7 +28,7 @@ from torchhooks import (
     list_checkpoints,
 )
 from torchhooks.common.timers import NOW, Due
-from torchhooks.testing import FakeClock, FakeDevice, RecordingWriter, log_lines, sync_audit, trace
+from torchhooks.testing import FakeClock, RecordingWriter, log_lines, trace
 
 Timer = EverySteps | SecondOrStepTimer | NeverTriggerTimer
 

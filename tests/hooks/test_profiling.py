@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice, sync_audit
 from support.torch_state import is_profiling
 
 from torchhooks import (
@@ -24,7 +25,7 @@ from torchhooks import (
     SessionRunHook,
     StepCounterHook,
 )
-from torchhooks.testing import FakeDevice, RecordingWriter, log_lines, sync_audit, trace
+from torchhooks.testing import RecordingWriter, log_lines, trace
 
 
 def timelines(folder: Path) -> list[int]:

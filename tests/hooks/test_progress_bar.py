@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.devices import FakeDevice, sync_audit
 from support.programs import run_program
 
 from torchhooks import (
@@ -31,7 +32,7 @@ from torchhooks import (
     StopAtStepHook,
     running_mean,
 )
-from torchhooks.testing import FakeClock, FakeDevice, log_lines, sync_audit, trace
+from torchhooks.testing import FakeClock, log_lines, trace
 
 tqdm = pytest.importorskip("tqdm.auto", reason="tqdm comes with the extra 'progress'")
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from support.devices import FakeDevice
 from support.dtensors import from_local, mesh_of_two
 
 from torchhooks import (
@@ -30,7 +31,7 @@ from torchhooks import (
     StopAtStepHook,
 )
 from torchhooks.common.timers import NEVER
-from torchhooks.testing import FakeDevice, RecordingHook, trace
+from torchhooks.testing import RecordingHook, trace
 
 NAN, INF = math.nan, math.inf
 

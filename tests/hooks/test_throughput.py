@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.accelerators import DEVICE
+from support.devices import FakeDevice, sync_audit
 from support.torch_state import has_dispatch_mode
 from torch import nn
 
@@ -28,7 +29,7 @@ from torchhooks import (
 )
 from torchhooks.hooks import throughput
 from torchhooks.hooks.throughput import FlopCount, Tokens, described, known_peak_flops, memory
-from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, sync_audit
+from torchhooks.testing import FakeClock, RecordingHook
 
 NAN = math.nan
 

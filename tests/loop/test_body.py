@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice, sync_audit
 from support.torch_state import hooks_on
 from torch import nn
 
@@ -42,7 +43,7 @@ from torchhooks import (
     running_mean,
 )
 from torchhooks.loop.body import Body
-from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, sync_audit
+from torchhooks.testing import FakeClock, RecordingHook
 
 Lines = list[tuple[str, str]]
 

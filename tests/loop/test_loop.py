@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice
 
 from torchhooks import (
     AbortedError,
@@ -34,7 +35,7 @@ from torchhooks import (
     StopAtStepHook,
     Variables,
 )
-from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, trace
+from torchhooks.testing import FakeClock, RecordingHook, trace
 
 Calls = list[tuple[Any, ...]]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice
 
 from torchhooks import (
     AbortedError,
@@ -41,7 +42,7 @@ from torchhooks import (
 )
 from torchhooks.common.files import Disk
 from torchhooks.lifecycle.recovery import Recovery, is_device_error
-from torchhooks.testing import FakeClock, FakeDevice, RecordingHook, RecordingWriter, trace
+from torchhooks.testing import FakeClock, RecordingHook, RecordingWriter, trace
 
 Lines = list[tuple[str, str]]
 Calls = list[tuple[Any, ...]]

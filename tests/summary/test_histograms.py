@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.accelerators import DEVICE
+from support.devices import FakeDevice, sync_audit
 from support.dtensors import from_local, mesh_of_one
 from support.events import read
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +29,6 @@ from torchhooks.summary.operations import (
     takes_counts,
     write_summaries,
 )
-from torchhooks.testing import FakeDevice, sync_audit
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

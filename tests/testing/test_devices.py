@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FakeDevice, Sync, sync_audit
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -28,7 +29,7 @@ from torchhooks import (
 )
 from torchhooks.device.host import host
 from torchhooks.device.readback import is_remote, to_host
-from torchhooks.testing import FakeDevice, RecordingWriter, Sync, sync_audit, trace
+from torchhooks.testing import RecordingWriter, trace
 
 # -- FakeDevice -------------------------------------------------------------------------------------------------------
 

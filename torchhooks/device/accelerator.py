@@ -263,7 +263,7 @@ class _Event:
 
     def wait(self) -> None:
         with self._current():
-            if not self.event.query():  # so that sync_audit sees only the calls that block
+            if not self.event.query():  # so that a tool that reports waits sees only the calls that block
                 self.event.synchronize()  # waits for the device
 
     def secs_since(self, earlier: _Event) -> float:

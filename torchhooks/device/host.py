@@ -106,7 +106,7 @@ class Host:
     def simulating(self, kind: str, copier: Copier, holds: Callable[[torch.Tensor], bool]) -> Iterator[None]:
         """Bring tensors of the device type ``kind`` to the host by ``copier``, except what the host ``holds``.
 
-        For tests, such as those on a :class:`torchhooks.testing.FakeDevice`.
+        For tests, in which the CPU stands for a device.
         """
         before = self._copiers, self.holds
         self._copiers, self.holds = {**self._copiers, kind: copier}, holds

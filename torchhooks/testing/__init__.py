@@ -18,24 +18,17 @@ Three tests of ``StopWhenGood``, the example in :mod:`torchhooks.lifecycle.hook`
 These are working implementations, not mocks: :func:`trace` runs a real :class:`torchhooks.MonitoredLoop`. To use a
 step or a clock of your own, create the loop inside ``with FakeClock() as clock, log_lines() as lines:``.
 
-Read ``recording`` first. ``devices`` has :class:`FakeDevice` and :func:`sync_audit`.
-
-:class:`FakeDevice` makes the CPU behave like a device whose values arrive late. :func:`sync_audit` lists the operations
-of hooks that would block the host on a GPU.
+Read ``recording`` first.
 """
 
-from torchhooks.testing.devices import FakeDevice, Sync, sync_audit
 from torchhooks.testing.recording import FakeClock, RecordingHook, RecordingWriter, Trace, log_lines, plain, trace
 
 __all__ = [
     "FakeClock",
-    "FakeDevice",
     "RecordingHook",
     "RecordingWriter",
-    "Sync",
     "Trace",
     "log_lines",
     "plain",
-    "sync_audit",
     "trace",
 ]

@@ -1,4 +1,4 @@
-"""Tools for testing, on any machine, whether hooks block the host on a device. Part of :mod:`torchhooks.testing`."""
+"""A device that the CPU stands for, and an audit of the operations that block the host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class FakeDevice:
 
     It tests, without a GPU, whether a hook copes with values that arrive late:
 
-    >>> from torchhooks.testing import FakeDevice, trace
+    >>> from support.devices import FakeDevice
+    >>> from torchhooks.testing import trace
     >>> with FakeDevice(lag=2) as device:
     ...     seen = trace(NanTensorHook("loss", fail_on_nan_loss=False), losses=[1, float("nan"), 1, 1, 1])
     loss is NaN at step 2: training stops
@@ -185,7 +186,7 @@ def _is_on_fake_host(tensor: torch.Tensor) -> bool:
 class Sync(NamedTuple):
     """An operation that blocked the host on a device, or would have blocked it on a GPU. See :func:`sync_audit`.
 
-    >>> from torchhooks.testing import Sync
+    >>> from support.devices import Sync
     >>> print(Sync(NanTensorHook("loss"), "after_run", 3, "aten.equal"))
     NanTensorHook('loss') in after_run at step 3: aten.equal
 
@@ -212,7 +213,7 @@ class Sync(NamedTuple):
 def sync_audit(device: str | None = None) -> Iterator[list[Sync]]:
     """List every operation of a hook or a fetch that would block the host on a GPU, with its hook, method and step.
 
-    >>> from torchhooks.testing import sync_audit
+    >>> from support.devices import sync_audit
     >>> class Report(SessionRunHook):
     ...     def before_run(self, run_context):
     ...         return SessionRunArgs("loss")
