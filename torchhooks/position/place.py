@@ -69,8 +69,6 @@ class Entry(NamedTuple):
     """The digest of the last item."""
     before: Saved | None = None
     """The random states before the iteration, if it may draw random numbers."""
-    probes: tuple[Saved, ...] = ()
-    """The last items that were recorded to be compared: see :mod:`torchhooks.position.probe`."""
     random_at_item: Saved | None = None
     """The random states when the last item was yielded, if an inner loop may have begun in it."""
     random_between: Saved | None = None
@@ -79,16 +77,16 @@ class Entry(NamedTuple):
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Entry:
         """Return the entry that :meth:`to_save` returned."""
-        return cls(**{**saved, "state": State(saved["state"]), "probes": tuple(saved["probes"])})
+        return cls(**{**saved, "state": State(saved["state"])})
 
     def without_ranks(self) -> Entry:
         """Return what the entry says for any number of ranks, of which each has random states of its own."""
         names = ("before", "random_at_item", "random_between")
-        return self._replace(runs=0, probes=(), **dict.fromkeys(names))  # type: ignore[arg-type]
+        return self._replace(runs=0, **dict.fromkeys(names))  # type: ignore[arg-type]
 
     def to_save(self) -> Saved:
         """Return the entry as plain data, which ``torch.load(..., weights_only=True)`` can read back."""
-        return {**self._asdict(), "state": self.state.value, "probes": list(self.probes)}
+        return {**self._asdict(), "state": self.state.value}
 
 
 class Place:
@@ -124,7 +122,6 @@ class Place:
         self.last: Any = None
         self.last_digest: Digest | None = None  # known once no further item is taken
         self.before: Saved | None = None
-        self.probes: list[Saved] = []
         self.random_at_item: Saved | None = None
         self.random_between: Saved | None = None
         self.random_after_inner: Saved | None = None  # when the last inner place of the item ended
@@ -174,7 +171,7 @@ class Place:
             self.has_ended_before = entry.state is State.ENDED
             self.nested_before = entry.nests
             self.taken = taken or 0
-            self.last, self.before, self.probes = entry.last, entry.before, list(entry.probes)
+            self.last, self.before = entry.last, entry.before
             self.multiple_runs = entry.multiple_runs
             self.random_at_item = entry.random_at_item if repeats_item else None
             self.random_between = entry.random_between
@@ -249,7 +246,6 @@ class Place:
             last=self.last,
             digest=digest(self.current_item) if state.is_open else self.last_digest,
             before=self.before,
-            probes=tuple(self.probes),
             random_at_item=self.random_at_item,
             random_between=self.random_between,
         )

@@ -15,7 +15,6 @@ from torchhooks.common.random_states import random_states, same_random_states, s
 from torchhooks.position.generators import generator_states, matched_generators, set_generator_state
 from torchhooks.position.loaders import create_workers, has_workers
 from torchhooks.position.place import Entry, Place, Saved, State
-from torchhooks.position.probe import Replay, probed
 from torchhooks.position.resuming import MAY_HAVE_GROWN, is_plain_iterator, length_of, name_of
 
 
@@ -29,7 +28,7 @@ def started(place: Place, iterable: Iterable[Any]) -> Iterator[Any]:
             "persistent": has_workers(iterable),
             "length": length_of(iterable),
         }
-    return _probed(place, iterable, iter(iterable))
+    return iter(iterable)
 
 
 def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callable[..., bool]) -> Iterator[Any]:
@@ -42,7 +41,6 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
     if place.before is not None:
         _set_random_before(place.before, iterable)
     iterator = iter(iterable)
-    replay = Replay(iterator, place.probes, place.taken + repeats_item)
     count, item = 0, _NOTHING
     fetching: Saved = {}  # the random states before the item to compare
     while count < place.taken:
@@ -51,7 +49,7 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
         if count == place.taken - 1:
             fetching = random_states()
         try:
-            item = next(replay, _NOTHING)
+            item = next(iterator, _NOTHING)
         except Exception as error:
             if not halted(error):
                 raise
@@ -62,14 +60,13 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
     in_progress: list[Any] = []
     if repeats_item:  # taken now, before the caller sets the random states of the checkpoint
         fetching = random_states()
-        in_progress = list(itertools.islice(replay, 1))
+        in_progress = list(itertools.islice(iterator, 1))
         item = in_progress[0] if in_progress else _NOTHING
     # If the data set draws random numbers for each item, the skipped ones have other noise: nothing was run.
     noisy = bool(fetching) and not same_random_states(fetching, random_states())
     if item is not _NOTHING and differ(entry.digest, digest(item), noisy):
-        _warn_of_another_item(count + repeats_item, iterable, _ANOTHER_ORDER)
-    elif replay.differs:
-        _warn_of_another_item(replay.differs, iterable, _DEPENDS)
+        number = count + repeats_item
+        logger.warning("item %d of %s is not the one it was before. %s", number, name_of(iterable), _ANOTHER_ORDER)
     elif count == place.taken and place.before is not None:
         length, before = length_of(iterable), place.before.get("length")
         if None not in (length, before) and length != before:
@@ -80,7 +77,7 @@ def skipped(place: Place, iterable: Iterable[Any], entry: Entry, halted: Callabl
     elif count and not isinstance(iterable, list | tuple):
         secs = time.monotonic() - begun_at
         logger.info("skipped %d items of %s in %.3f sec. %s", count, name_of(iterable), secs, _NO_NEED)
-    return itertools.chain(in_progress, _probed(place, iterable, iterator))
+    return itertools.chain(in_progress, iterator)
 
 
 def _set_random_before(before: Saved, iterable: Any) -> None:
@@ -90,15 +87,6 @@ def _set_random_before(before: Saved, iterable: Any) -> None:
     set_random_states(before["random"])
     for generator, state in matched_generators(iterable, before["generators"]):
         set_generator_state(generator, state)
-
-
-def _warn_of_another_item(number: int, iterable: object, why: str) -> None:
-    logger.warning("item %d of %s is not the one it was before. %s", number, name_of(iterable), why)
-
-
-def _probed(place: Place, iterable: Iterable[Any], iterator: Iterator[Any]) -> Iterator[Any]:
-    """Return the items of ``iterator``, with probes if what it draws for an item may decide on later ones."""
-    return iterator if place.before is None or draws_order_first(iterable) else probed(iterator, place)
 
 
 def draws_order_first(iterable: object) -> bool:
@@ -150,11 +138,5 @@ _ANOTHER_ORDER = (
     "The data come in another order now, so some items will be missed and others repeated. The usual causes are a list "
     "that is shuffled in place (shuffle a copy), and an iterable that counts its epochs (set its epoch in the body of "
     "the outer loop). A body that changes its items in place looks the same."
-)
-_DEPENDS = (
-    "It depends on random numbers that were drawn for the items before it, in turns with the body of the loop, as in a "
-    "shuffle buffer, or in a wrapper that fetches an item ahead or shuffles again when its data end. So some "
-    "items may be missed, repeated or have other values. Draw them from a generator of their own in an attribute, or "
-    "give the data a state_dict() and load_state_dict()."
 )
 _NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
