@@ -107,7 +107,7 @@ def test_a_manifest_says_what_the_checkpoint_is_to_any_reader_of_json(tmp_path: 
     state = Path(path, "state.pt").read_bytes()
     manifest = json.loads(Path(path, "manifest.json").read_text())
     assert manifest == {
-        "format": 1,
+        "format": 2,
         "name": "model.ckpt-4",
         "order": 1,
         "step": 4,
@@ -121,11 +121,12 @@ def test_a_manifest_says_what_the_checkpoint_is_to_any_reader_of_json(tmp_path: 
     }
 
 
-def test_a_manifest_of_a_later_format_is_not_read(tmp_path: Path, lines: Lines) -> None:
+@pytest.mark.parametrize("other", [1, 3])
+def test_a_manifest_of_another_format_is_not_read(other: int, tmp_path: Path, lines: Lines) -> None:
     (path,) = save_steps(tmp_path, 1)
-    rewrite_manifest(path, format=2)
+    rewrite_manifest(path, format=other)
     assert steps(tmp_path) == []
-    assert "it has format 2, and this version of torchhooks reads 1" in warnings_in(lines)
+    assert f"it has format {other}, and this version of torchhooks reads 2" in warnings_in(lines)
 
 
 def test_the_folder_is_created_by_the_first_checkpoint(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ model.ckpt-700/
 
 The manifest is JSON, in one line that ends in the CRC-32 of what precedes:
 
-    {"format": 1, "name": "model.ckpt-700", "order": 8, "step": 700, "time": 1752000000.0, "kept": false,
+    {"format": 2, "name": "model.ckpt-700", "order": 8, "step": 700, "time": 1752000000.0, "kept": false,
      "world_size": 1, "score": null, "metadata": {"lr": 0.1}, "files": {"state.pt": [51234, 1234567890]},
      "crc32": 987654321}
 
@@ -26,7 +26,7 @@ from typing import Any
 
 NAME = "manifest.json"
 STATE = "state.pt"
-FORMAT = 1
+FORMAT = 2
 _CHUNK = 1 << 20
 _END = b', "crc32": %d}\n'
 
