@@ -1,10 +1,9 @@
-"""An autopsy of compiled models, several ranks, spikes and errors of the step; the commands, and the debugger."""
+"""An autopsy of compiled models, several ranks and errors of the step, and the command."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -32,7 +31,6 @@ from torchhooks import (
     NanTensorHook,
     PeerError,
     StopAtStepHook,
-    StopIfHigherHook,
     grad_norm,
     list_checkpoints,
 )
@@ -365,39 +363,7 @@ def test_the_state_before_the_step_and_the_batch_make_the_nan_again() -> None:
     assert not list(Path("run/nan-10").glob("**/report.md"))
 
 
-def test_a_spike_is_looked_at_where_it_is_asked_for() -> None:
-    def hooks() -> list[Any]:
-        return [StopIfHigherHook(grad_norm(), 50.0, autopsy=True)]
-
-    class Spiking(Rooted):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * (100 if self.bad else 1)
-
-    for _ in range(2):
-        model = new_model()
-        model[1] = Spiking()
-        loop = train(model, 10, hooks())
-        assert loop.global_step == 10
-    found = report()
-    assert found["request"]["kind"] == "spike"
-    assert found["lines"][0].startswith("autopsy of step 10: At step 10, metric ")
-    assert re.fullmatch(
-        r"Largest outputs, from the median of the runs before to this one: 1 \(Spiking\) .* -> .*, 2 \(Linear\) .*",
-        found["lines"][1],
-    )
-    assert "Largest gradients" in found["lines"][2]
-    assert not Path("run", "nan.json").exists()
-
-
-def test_a_spike_is_not_looked_at_otherwise() -> None:
-    train(new_model(), None, [StopIfHigherHook("loss", -1.0)])
-    assert not Path("run", "nan.json").exists()
-    evaluation = EvaluationHook(lambda: {"accuracy": 1.0}, every_n_steps=1)
-    with pytest.raises(ValueError, match="a result of an EvaluationHook is not that of one run"):
-        StopIfHigherHook(evaluation["accuracy"], 0.5, autopsy=True)
-
-
-# -- commands and the debugger ----------------------------------------------------------------------------------------
+# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_the_request_and_then_the_report(capsys: pytest.CaptureFixture[str]) -> None:

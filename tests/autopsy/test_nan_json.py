@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,45 +18,6 @@ from torchhooks.autopsy.request import environment, leave, read, write_json
 def on(device: str = "cpu") -> Any:
     """Return what an environment asks a session for."""
     return SimpleNamespace(device=torch.device(device))
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """A function that writes the module ``layers`` next to the script that this process runs, and imports it."""
-    folder = tmp_path / "project"
-    folder.mkdir()
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train.py"), raising=False)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-    def write(text: str) -> None:
-        sys.modules.pop("layers", None)
-        (folder / "layers.py").write_text(text)
-        importlib.invalidate_caches()
-        monkeypatch.setitem(sys.modules, "layers", importlib.import_module("layers"))
-
-    return write
-
-
-def test_a_module_of_the_script_that_was_changed_is_another_code(script: Callable[[str], None]) -> None:
-    digests = []
-    for text in ("width = 8", "width = 16", "width = 8"):
-        script(text)
-        digests.append(environment(on())["code"])
-    assert digests[0] == digests[2] != digests[1]
-
-
-def test_a_module_that_is_gone_leaves_the_code_comparable(script: Callable[[str], None]) -> None:
-    script("width = 8")
-    Path(sys.modules["layers"].__file__ or "").unlink()
-    assert environment(on())["code"] == "00000000"
-
-
-def test_code_that_was_typed_has_no_script_and_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    found = environment(on())
-    assert found["script"] is None
-    assert "code" not in found
 
 
 def test_a_gpu_is_told_from_another_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class Examination(SessionRunHook):
             self._keep(run_context, step)
         compiled = _uses_compiler(session.model)
         self._begin(run_context, step, compiled, is_last)
-        return SessionRunArgs(self._finder.examined) if is_last or self._request["kind"] == "NaN" else None
+        return SessionRunArgs(self._finder.examined) if is_last or self._request["kind"] != "state" else None
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
@@ -117,8 +117,7 @@ class Examination(SessionRunHook):
         problems = session.ranks.gather(problem, "an autopsy")
         is_past = step > self._step or (step == self._step and self._counts_runs)
         if any(each is not None for each in problems) or is_past:
-            if self._request["kind"] != "spike":
-                self._report.origin = self._origin(raw, outputs)
+            self._report.origin = self._origin(raw, outputs)
             self._conclude(session, run_context, step, problem, problems, outputs)
 
     def teardown(self) -> None:

@@ -254,8 +254,6 @@ def _of_rank(report: dict[str, Any]) -> str:
 
 def _cause(report: dict[str, Any]) -> list[str]:
     origin = report["origin"]
-    if report["request"]["kind"] == "spike":
-        return _growth(report) or ["No output of a module and no gradient is twice as large as in the runs before."]
     if origin is None:
         module = report["module"]
         if module is None:
@@ -338,10 +336,10 @@ def _trend(report: dict[str, Any]) -> list[str]:
         lines.append(f"The norm of the gradients up to this step: {', '.join(norms)}.")
     if skipped and any(run["optimizer_steps"] for run in runs):
         lines.append(f"The optimizer made no step in {', '.join(skipped)}, as when a GradScaler skips one.")
-    return lines + ([] if report["request"]["kind"] == "spike" else _growth(report, 10))
+    return lines + _growth(report)
 
 
-def _growth(report: dict[str, Any], least: float = 2) -> list[str]:
+def _growth(report: dict[str, Any]) -> list[str]:
     """Return lines about the modules and gradients that are far larger than in the runs before."""
     lines: list[str] = []
     for title, key in (("outputs", "largest"), ("gradients", "gradients")):
@@ -349,7 +347,7 @@ def _growth(report: dict[str, Any], least: float = 2) -> list[str]:
         *before, last = report["runs"] or [{key: {}}]
         for path, value in last[key].items():
             earlier = [run[key][path] for run in before if path in run[key]]
-            if earlier and value > least * statistics.median(earlier) > 0:
+            if earlier and value > 10 * statistics.median(earlier) > 0:
                 name = _module(report, path) if key == "largest" else path
                 grown.append(f"{name} {statistics.median(earlier):.4g} -> {value:.4g}")
         if grown:
@@ -377,9 +375,7 @@ def _not_again(report: dict[str, Any]) -> list[str]:
     lines = [f"autopsy of step {request['step']}: {request['message']} at the first time, and not this time."]
     shown = "; ".join(f"{name} {before[name]} then, {now[name]} now" for name in (other or common))
     then, env = request["environment"], report["environment"]
-    changed = [name for name in ("code", "torch", "host", "device", "device_uuid") if then.get(name) != env.get(name)]
-    if "code" in changed:
-        lines.append("The code has been changed since, so this says nothing about the hardware.")
+    changed = [name for name in ("torch", "host", "device", "device_uuid") if then.get(name) != env.get(name)]
     if report["eager"]:
         lines.append("This run was made in eager mode: the NaN may be one of the compiled code alone.")
     if any(name.startswith("input") for name in other):
@@ -392,10 +388,9 @@ def _not_again(report: dict[str, Any]) -> list[str]:
             f"{same}an operator that is not deterministic, noise from a source that a checkpoint does not contain, or "
             f"a fault of the hardware: {then.get('host')}, {then.get('device_name') or then.get('device')}."
         )
-    names = [name for name in changed if name != "code"]
-    if names:
+    if changed:
         lines.append(
-            f"Not as at the first time: {', '.join(f'{each} {then.get(each)} -> {env.get(each)}' for each in names)}."
+            f"Not as at the first time: {', '.join(f'{each} {then.get(each)} -> {env.get(each)}' for each in changed)}."
         )
     return lines
 

@@ -54,12 +54,8 @@ def name_of(hook: object) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(hook))
 
 
-def leave(
-    session: Session, step: int, message: str, hook: object, inputs: Mapping[str, Any], *, kind: str = "NaN"
-) -> None:
+def leave(session: Session, step: int, message: str, hook: object, inputs: Mapping[str, Any]) -> None:
     """Write ``nan.json``: ``hook`` has found at ``step`` what ``message`` says, in a run with ``inputs``.
-
-    ``kind`` is ``"NaN"``, or ``"spike"`` for a value that is finite.
 
     Nothing is written without a ``checkpoint_dir``, or about a step whose autopsy has just been made. Of several ranks,
     the one with the earliest step is kept. An error is logged: the NaN itself is what the caller has to see.
@@ -70,7 +66,7 @@ def leave(
     path = os.path.join(folder, NAME)
     request = {
         "step": step,
-        "kind": kind,
+        "kind": "NaN",
         "message": message,
         "hook": name_of(hook),
         "rank": session.ranks.rank,
@@ -139,20 +135,7 @@ def environment(session: Session) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found["device_name"] = properties.name
         found["device_uuid"] = str(getattr(properties, "uuid", ""))
-    if script is not None:
-        found["code"] = _digest_of_code(os.path.dirname(found["script"] or ""))
     return found
-
-
-def _digest_of_code(folder: str) -> str:
-    """Return a digest of the modules of this process whose files are in ``folder``, that of the script."""
-    files = {os.path.abspath(file) for each in [*sys.modules.values()] if (file := getattr(each, "__file__", None))}
-    own = sorted(file for file in files if file.startswith(folder + os.sep) and "site-packages" not in file)
-    checksum = 0
-    for path in own:
-        with contextlib.suppress(OSError), open(path, "rb") as code:
-            checksum = zlib.crc32(code.read(), checksum)
-    return f"{checksum:08x}"
 
 
 def read(folder: str, name: str = NAME) -> Request | None:

@@ -89,11 +89,7 @@ class _StopByMetric(ReportingHook):
         reason = None if step < self._min_steps else self.reason_to_stop(step, number)
         if reason is not None:
             logger.info("%s", reason)
-            self._stops(run_context, step, reason)
             run_context.request_stop(reason)
-
-    def _stops(self, run_context: SessionRunContext, step: int, reason: str) -> None:
-        """Called before the loop is stopped because of the value at ``step``."""
 
 
 def _non_negative(value: Any, name: str) -> float:
@@ -285,15 +281,8 @@ class _StopAtThreshold(_StopByMetric):
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
-        autopsy: bool = False,
     ) -> None:
         super().__init__(metric, min_steps, every_n_steps, every_n_secs, every_n_epochs, timer)
-        self._autopsy = autopsy
-        if autopsy and self._evaluated is not None:
-            raise ValueError(
-                f"autopsy={autopsy}, metric={self._described!r}: a result of an EvaluationHook is not that of one run, "
-                "which an autopsy looks at: give a fetch such as grad_norm()"
-            )
         self._given_threshold = threshold
         try:
             self._threshold = math.nan if isinstance(threshold, bool | str) else float(threshold)
@@ -310,23 +299,6 @@ class _StopAtThreshold(_StopByMetric):
             f'At step {step}, metric "{self._described}" has value {value} which is {self._relation} the configured '
             f"threshold ({self._given_threshold}) for early stopping."
         )
-
-    @property
-    def examined(self) -> Any:
-        """The fetch that an autopsy looks at."""
-        return self._metric
-
-    def why_examined(self, step: int, value: Any) -> str | None:
-        """Return what is wrong with ``value``, which is on the host, for an autopsy."""
-        reason = self.reason_to_stop(step, float(value))
-        return None if reason is None else reason.rstrip(".")
-
-    def _stops(self, run_context: SessionRunContext, step: int, reason: str) -> None:
-        if self._autopsy:
-            # Not imported before there is a reason.
-            from torchhooks.autopsy.request import leave
-
-            leave(run_context.session, step, reason.rstrip("."), self, run_context.inputs(), kind="spike")
 
 
 class StopIfHigherHook(_StopAtThreshold):
@@ -353,12 +325,9 @@ class StopIfHigherHook(_StopAtThreshold):
         every_n_steps, every_n_secs, every_n_epochs, timer: when to look at the metric; give at most one, see
             :doc:`Choose a period </built-in-hooks>`. By default, when the evaluation does, or in every step for other
             fetches.
-        autopsy: whether the next process makes the same runs again, to look for :doc:`the cause </autopsy>`. For a
-            metric that should never be so high, such as :func:`torchhooks.grad_norm`.
 
     Raises:
-        ValueError: ``threshold`` is not a number, ``min_steps`` is not valid, two periods are given, or ``autopsy``
-            with a result of an EvaluationHook.
+        ValueError: ``threshold`` is not a number, ``min_steps`` is not valid, or two periods are given.
         TypeError: from the run, the metric is not one number.
     """
 
