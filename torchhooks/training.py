@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from typing_extensions import TypeVar
 
-from torchhooks.checkpoints.files import split_checkpoint
+from torchhooks.checkpoints.folder import split_checkpoint
 from torchhooks.common.checks import check_keywords
 from torchhooks.common.errors import add_note
 from torchhooks.common.stateful import Stateful, has_state
@@ -130,7 +130,7 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         )
     ranks = checked_ranks(loop_arguments.get("ranks"))
     if ranks.size > 1:
-        savers = [hook for hook in chief_only if getattr(hook, "saves_checkpoints", False)]
+        savers = [hook for hook in chief_only if hook.saves_checkpoints]
         chief_only = [hook for hook in chief_only if hook not in savers]
         given = [*savers, *given]
     saved_to = None if checkpoint_dir is None else split_checkpoint(os.fspath(checkpoint_dir))[0]
@@ -194,7 +194,7 @@ def _period(default: dict[str, float], **periods: Any) -> dict[str, Any]:
 
 def _states_first(hooks: list[SessionRunHook]) -> list[SessionRunHook]:
     """Return ``hooks`` with stateful hooks moved before the first hook that saves checkpoints."""
-    savers = (index for index, hook in enumerate(hooks) if getattr(hook, "saves_checkpoints", False))
+    savers = (index for index, hook in enumerate(hooks) if hook.saves_checkpoints)
     first_saver = next(savers, len(hooks))
     # The sort is stable: within each group the order stays as given.
     return hooks[:first_saver] + sorted(hooks[first_saver:], key=has_state, reverse=True)

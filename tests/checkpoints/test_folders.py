@@ -34,8 +34,7 @@ from torchhooks import (
     latest_checkpoint,
     list_checkpoints,
 )
-from torchhooks.checkpoints.claim import Claim
-from torchhooks.checkpoints.files import Seen, list_again
+from torchhooks.checkpoints.folder import FolderCache, FolderLock, list_again
 from torchhooks.common.files import Disk
 
 Lines = list[tuple[str, str]]
@@ -162,7 +161,7 @@ def test_links_to_files_elsewhere_are_never_followed_to_write_or_remove(tmp_path
         folder.mkdir()
     for step in (1, 2, 3):
         save(other, step)
-    (other / ".model.ckpt-9.0123456789abcdef.tmp").write_text("theirs")
+    (other / ".model.ckpt-9.elsewhere-1-2-01234567.tmp").write_text("theirs")
     for name in os.listdir(other):
         (run / name).symlink_to(other / name)
     before = contents(other)
@@ -170,7 +169,7 @@ def test_links_to_files_elsewhere_are_never_followed_to_write_or_remove(tmp_path
     for step in (3, 4, 5):
         save(run, step, saver)
     assert contents(other) == before
-    assert sorted(os.listdir(run)) == [".model.ckpt-9.0123456789abcdef.tmp", "model.ckpt-5"]
+    assert sorted(os.listdir(run)) == [".model.ckpt-9.elsewhere-1-2-01234567.tmp", "model.ckpt-5"]
 
 
 def test_a_temporary_file_is_created_exclusively_and_through_no_link(tmp_path: Path) -> None:
@@ -224,7 +223,7 @@ def test_after_a_kill_the_next_process_logs_nothing(tmp_path: Path, other_proces
     assert warnings_in(lines) == []
 
 
-def claimed_elsewhere(folder: Path) -> bool:
+def locked_elsewhere(folder: Path) -> bool:
     """Return whether a descriptor of its own, as another process has, cannot lock ``folder``."""
     file = os.open(folder, os.O_RDONLY)
     try:
@@ -236,24 +235,24 @@ def claimed_elsewhere(folder: Path) -> bool:
     return False
 
 
-def test_the_folder_is_claimed_until_the_last_saver_of_the_process_is_closed(tmp_path: Path, lines: Lines) -> None:
+def test_the_folder_is_locked_until_the_last_saver_of_the_process_is_closed(tmp_path: Path, lines: Lines) -> None:
     savers = [Saver(), Saver(async_save=True)]
     for step, saver in enumerate(savers):
         save(tmp_path, step, saver)
         saver.wait()
-    claimed = [claimed_elsewhere(tmp_path)]
+    locked = [locked_elsewhere(tmp_path)]
     for saver in savers:
         saver.close()
-        claimed.append(claimed_elsewhere(tmp_path))
+        locked.append(locked_elsewhere(tmp_path))
     save(tmp_path, 5, savers[0])
-    claimed.append(claimed_elsewhere(tmp_path))
+    locked.append(locked_elsewhere(tmp_path))
     savers.clear()
     del saver
-    assert claimed == [True, True, False, True]
+    assert locked == [True, True, False, True]
     assert warnings_in(lines) == []
 
 
-def test_a_forked_worker_does_not_keep_the_claim_of_its_parent(tmp_path: Path) -> None:
+def test_a_forked_worker_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
     saver = Saver()
     save(tmp_path, 1, saver)
     read, write = os.pipe()
@@ -264,24 +263,24 @@ def test_a_forked_worker_does_not_keep_the_claim_of_its_parent(tmp_path: Path) -
         os._exit(0)
     os.close(read)
     try:
-        assert claimed_elsewhere(tmp_path)
+        assert locked_elsewhere(tmp_path)
         saver.close()
         deadline = time.monotonic() + 60
-        while claimed_elsewhere(tmp_path) and time.monotonic() < deadline:
+        while locked_elsewhere(tmp_path) and time.monotonic() < deadline:
             time.sleep(0.01)  # the worker closes its copy at its start
-        assert not claimed_elsewhere(tmp_path)
+        assert not locked_elsewhere(tmp_path)
     finally:
         os.close(write)
         os.waitpid(worker, 0)
 
 
-def test_a_folder_that_was_replaced_is_claimed_again(tmp_path: Path) -> None:
+def test_a_folder_that_was_replaced_is_locked_again(tmp_path: Path) -> None:
     saver, folder = Saver(), tmp_path / "run"
     save(folder, 1, saver)
     folder.rename(tmp_path / "old")
     folder.mkdir()
     save(folder, 2, saver)
-    assert (claimed_elsewhere(folder), claimed_elsewhere(tmp_path / "old")) == (True, False)
+    assert (locked_elsewhere(folder), locked_elsewhere(tmp_path / "old")) == (True, False)
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
@@ -373,22 +372,32 @@ def test_a_session_has_the_resolved_folder_and_a_hook_shows_it_as_it_was_given(t
 
 
 def test_a_look_at_the_same_folder_again_logs_only_what_has_changed(tmp_path: Path, lines: Lines) -> None:
-    seen: Seen = {}
+    seen: FolderCache = {}
     for step in (1, 2):
         os.truncate(f"{save(tmp_path, step)}/state.pt", 100)
         lines.clear()
         assert list_again(str(tmp_path), seen) == list_again(str(tmp_path), seen) == []
         (text,) = warnings_in(lines)
-        assert f"model.ckpt-{step} is damaged: state.pt is cut short" in text
+        assert f"model.ckpt-{step} is damaged" in text
 
 
-def test_an_interrupted_claim_leaves_no_lock(tmp_path: Path) -> None:
-    def claim_interrupted_at(line: int, folder: str) -> Claim | None:
-        """Return the claim to ``folder``; ``None`` if a Ctrl-C came before the given line of its module was run."""
+def test_a_save_does_not_say_again_what_the_restore_has_said(tmp_path: Path, lines: Lines) -> None:
+    save(tmp_path, 1)
+    os.truncate(f"{save(tmp_path, 2)}/state.pt", 100)
+    lines.clear()
+    assert latest_checkpoint(tmp_path) == f"{tmp_path}/model.ckpt-1"
+    save(tmp_path, 3)
+    (text,) = warnings_in(lines)
+    assert "model.ckpt-2 is damaged" in text
+
+
+def test_an_interrupted_lock_leaves_no_lock(tmp_path: Path) -> None:
+    def lock_interrupted_at(line: int, folder: str) -> FolderLock | None:
+        """Return the lock on ``folder``; ``None`` if a Ctrl-C came before the given line of its module was run."""
         left = iter(range(line))
 
         def interrupt(frame: Any, event: str, _: object) -> Any:
-            if frame.f_globals.get("__name__") != Claim.__module__:
+            if frame.f_globals.get("__name__") != FolderLock.__module__:
                 return None
             if event == "line" and next(left, None) is None:
                 raise KeyboardInterrupt
@@ -397,7 +406,7 @@ def test_an_interrupted_claim_leaves_no_lock(tmp_path: Path) -> None:
         before = sys.gettrace()
         sys.settrace(interrupt)
         try:
-            return Claim.of(folder)
+            return FolderLock.acquire(folder)
         except KeyboardInterrupt:
             return None
         finally:
@@ -406,7 +415,7 @@ def test_an_interrupted_claim_leaves_no_lock(tmp_path: Path) -> None:
     for line in range(100):
         folder = tmp_path / str(line)
         folder.mkdir()
-        if claim_interrupted_at(line, str(folder)) is not None:
+        if lock_interrupted_at(line, str(folder)) is not None:
             break
-        assert Claim.of(str(folder)).holds(str(folder))  # not BlockingIOError
+        assert FolderLock.acquire(str(folder)).is_on(str(folder))  # not BlockingIOError
     assert line > 5

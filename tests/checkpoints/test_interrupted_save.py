@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,7 +19,7 @@ from torchhooks.checkpoints import saver as checkpoint
 from torchhooks.checkpoints.saver import Saver
 from torchhooks.common.errors import CheckpointError, interrupt_in
 from torchhooks.common.files import Disk
-from torchhooks.device.snapshot import Snapshot
+from torchhooks.device.readback import Snapshot
 from torchhooks.lifecycle.session import Session
 
 Lines = list[tuple[str, str]]
@@ -143,11 +144,14 @@ def methods_of(*owners: Any) -> list[Callable[..., Any]]:
 
 
 def own_code() -> list[Callable[..., Any]]:
-    from torchhooks.checkpoints import files, per_rank, torch_save
+    from torchhooks.checkpoints import folder as files
+    from torchhooks.checkpoints import saving, steps
 
-    modules = [value for module in (checkpoint, files, per_rank) for value in vars(module).values()]
+    modules = [value for module in (checkpoint, files, saving, steps) for value in vars(module).values()]
     functions = [value for value in modules if getattr(value, "__module__", "").startswith("torchhooks.checkpoints.")]
-    return methods_of(Saver, Disk, files.Folder, torch_save.Sink) + [f for f in functions if hasattr(f, "__code__")]
+    return methods_of(Saver, checkpoint.BackgroundWriter, Disk, files.Folder, saving.Sink) + [
+        f for f in functions if hasattr(f, "__code__")
+    ]
 
 
 # Tracing also stops at the end of a "with", before it closes the file. A signal does not.
@@ -198,11 +202,11 @@ def test_a_ctrl_c_while_waiting_for_the_background_leaves_the_write_to_the_next_
     saver = Saver(async_save=True)
     save(saver, tmp_path, 1)
 
-    def join(thread: threading.Thread) -> None:
+    def exception(future: Future[None]) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "join", join)
+    monkeypatch.setattr(Future, "exception", exception)
     with pytest.raises(KeyboardInterrupt):
         saver.wait()
     saver.close()
@@ -223,8 +227,32 @@ def test_the_error_of_an_earlier_save_is_not_lost_in_a_ctrl_c(tmp_path: Path) ->
     save(saver, tmp_path, 1)
     with pytest.raises(KeyboardInterrupt):
         saver.save(Session(state={"box": Interrupted(2)}), tmp_path / "model.ckpt", 2)
-    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 was not written: No space left"):
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 .*No space left"):
         saver.close()
+
+
+def test_the_error_of_an_earlier_save_is_a_note_of_the_next_one_if_a_ctrl_c_was_raised_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(Disk):
+        def create(self, path: str) -> BinaryIO:
+            raise OSError(28, "No space left on device")
+
+    start = checkpoint.BackgroundWriter.start
+
+    def interrupted_after(writer: checkpoint.BackgroundWriter, write: Callable[[], None]) -> None:
+        start(writer, write)
+        raise KeyboardInterrupt
+
+    saver = Saver(async_save=True)
+    saver.disk = Full()
+    save(saver, tmp_path, 1)
+    monkeypatch.setattr(checkpoint.BackgroundWriter, "start", interrupted_after)
+    with pytest.raises(KeyboardInterrupt):
+        save(saver, tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-2 .*No space left") as raised:
+        saver.close()
+    assert "model.ckpt-1 was not written" in raised.value.__notes__[0]
 
 
 def test_a_ctrl_c_while_a_checkpoint_is_read_is_not_an_error_of_the_file(

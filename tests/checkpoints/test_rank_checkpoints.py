@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -23,7 +24,8 @@ from support.rank_threads import Hub, ThreadRanks, in_threads
 from support.rank_training import KillingDisk, train
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-import torchhooks.checkpoints.saver
+import torchhooks.checkpoints.restoring
+import torchhooks.checkpoints.saving
 from torchhooks import (
     BestCheckpointHook,
     CheckpointError,
@@ -41,7 +43,11 @@ from torchhooks import (
     StopAtStepHook,
     list_checkpoints,
 )
-from torchhooks.checkpoints.per_rank import all_or_none, exchange, read_for_all
+from torchhooks.checkpoints.folder import encoded, read_manifest
+from torchhooks.checkpoints.restoring import read
+from torchhooks.checkpoints.saving import Contents, write
+from torchhooks.checkpoints.steps import gather_from_all, run_on_all
+from torchhooks.common.digests import digests
 from torchhooks.common.files import Disk
 from torchhooks.lifecycle.run_record import NAME as RECORD_NAME
 from torchhooks.ranks.ranks import LoopRanks
@@ -196,7 +202,7 @@ def test_a_rank_that_fails_after_the_last_run_does_not_let_the_others_wait_forev
     chief, other = in_threads(2, main, stuck_secs=0.2)
     assert repr(other) == "OSError('in the body')"
     assert isinstance(chief, LifecycleError)
-    assert "rank 0 waits in run 2 for values of the other ranks, and rank 1 left the loop after that run" in str(chief)
+    assert "rank 1 left the loop" in str(chief)
 
 
 def test_the_rank_whose_state_cannot_be_saved_is_named_whatever_its_error(tmp_path: Path) -> None:
@@ -213,6 +219,43 @@ def test_the_rank_whose_state_cannot_be_saved_is_named_whatever_its_error(tmp_pa
     assert "on rank 0: RuntimeError: sizes do not match" in str(other)
 
 
+def test_listeners_of_the_chief_alone_have_every_rank_save_what_another_saver_has_saved(tmp_path: Path) -> None:
+    class Noting(CheckpointSaverListener):
+        def after_save(self, session: Session, step: int) -> None:
+            noted.append(step)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        listeners = [] if ranks.rank else [Noting()]
+        hooks = [
+            CheckpointSaverHook(tmp_path, save_steps=2),
+            CheckpointSaverHook(tmp_path, save_steps=3, listeners=listeners),
+        ]
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for _ in loop.until_stop(range(7)):
+                loop.run()
+        return loop.global_step
+
+    noted: list[int] = []
+    assert in_threads(2, main) == [7, 7]
+    assert noted == [0, 3, 6, 7]
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_named_on_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchhooks.checkpoints.saving, "_VISIBLE_SECS", 0.0)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        folder = tmp_path / str(ranks.rank)  # the path is the same on both, but not the machine
+        if not ranks.rank:
+            folder.mkdir()
+        write(connected(ranks), Contents({}, {}, {}), str(folder), Disk())
+
+    for error in in_threads(2, main):
+        assert isinstance(error, CheckpointError)
+        assert "give the loop a folder that all ranks share" in str(error)
+
+
 class Statistics(torch.nn.Module):
     """A module of which each rank has its own."""
 
@@ -225,7 +268,8 @@ class Statistics(torch.nn.Module):
 
 def session_with_buffers(ranks: Any, number: int = 0) -> tuple[Session, Callable[[], list[int]]]:
     """Return a session, and a function that returns the numbers in its buffers: the first is the same on all ranks."""
-    model, statistics = torch.nn.Linear(1, 1), Statistics(number + 20)
+    model, statistics = torch.nn.Linear(1, 1, bias=False), Statistics(number + 20)
+    torch.nn.init.zeros_(model.weight)
     model.register_buffer("equal", torch.tensor(7 if number else 0))
     model.register_buffer("own", torch.tensor(number))
     model.register_buffer("not saved", torch.tensor(number), persistent=False)
@@ -327,9 +371,15 @@ def of_its_own(rank: int) -> torch.nn.Module:
     return model
 
 
+def stage_of_its_own(rank: int) -> torch.nn.Module:
+    model = Stage(rank)
+    model.per_rank = True  # type: ignore[assignment]
+    return model
+
+
 @pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("make", [Experts, Stage, of_its_own])
-def test_each_rank_gets_its_own_weights_and_moments_back(
+@pytest.mark.parametrize("make", [of_its_own, stage_of_its_own])
+def test_with_per_rank_each_rank_gets_its_own_weights_and_moments_back(
     tmp_path: Path, make: Callable[[int], torch.nn.Module], async_save: bool
 ) -> None:
     saved, restored = save_and_restore(tmp_path, make, async_save=async_save)
@@ -337,25 +387,57 @@ def test_each_rank_gets_its_own_weights_and_moments_back(
     assert restored == saved
 
 
-def test_weights_that_differ_are_warned_of_once_with_the_name_of_the_first(
-    tmp_path: Path, lines: list[tuple[str, str]]
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Experts, "the parameter 'expert.weight' of 'model'"),
+        (Stage, "the parameter 'layer00.weight' of 'model'"),
+        (lambda rank: torch.nn.Linear(1 + rank, 1), "the parameter 'weight' of 'model'"),
+    ],
+)
+def test_the_first_save_refuses_parameters_that_differ_between_ranks_and_names_the_first(
+    tmp_path: Path, make: Callable[[int], torch.nn.Module], what: str
 ) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
-        session, _ = trained(ranks, Experts(ranks.rank))
-        for step in range(2):
-            Saver().save(session, tmp_path / "model.ckpt", step)
+        Saver().save(Session(make(ranks.rank), ranks=connected(ranks)), tmp_path / "model.ckpt", 1)
 
-    in_threads(2, main)
-    (warning,) = [text for level, text in lines if level == "WARNING" and "start over" not in text]
-    assert warning.startswith("the parameter 'expert.weight' of 'model' is not the same on rank 0 and on rank 1")
+    for error in in_threads(2, main):
+        assert isinstance(error, CheckpointError)
+        assert str(error).startswith(
+            f"{what} is not the same on rank 0 and on rank 1, and a checkpoint has one for all"
+        )
+        assert "set per_rank = True on the module, or give the ranks with the same model a loop" in str(error)
+    assert list_checkpoints(tmp_path) == []
 
 
-@pytest.mark.parametrize("make", [of_its_own, lambda rank: Experts(0)], ids=["per_rank", "equal"])
-def test_weights_that_are_meant_to_differ_and_equal_ones_are_not_warned_of(
-    tmp_path: Path, lines: list[tuple[str, str]], make: Callable[[int], torch.nn.Module]
-) -> None:
-    save_and_restore(tmp_path, make)
-    assert not [text for level, text in lines if level == "WARNING"]
+def test_the_first_save_refuses_optimizers_with_other_groups(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD([*model.parameters()][: 1 + ranks.rank], lr=0.1)
+        Saver().save(Session(model, optimizer, ranks=connected(ranks)), tmp_path / "model.ckpt", 1)
+
+    for error in in_threads(2, main):
+        assert "the number of parameters of 'optimizer' is not the same" in str(error)
+
+
+def test_later_saves_do_not_compare_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def noted(values: Any) -> list[str]:
+        compared.append(len(values))
+        return digests(values)
+
+    monkeypatch.setattr(torchhooks.checkpoints.saving, "digests", noted)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        session, saver = Session(Experts(0), ranks=connected(ranks)), Saver()
+        for step in range(3):
+            saver.save(session, tmp_path / "model.ckpt", step)
+
+    assert in_threads(2, main) == [None, None]
+    assert compared == [2, 2]  # once on each rank
 
 
 @pytest.mark.parametrize(
@@ -367,7 +449,7 @@ def test_a_restored_ddp_of_three_ranks_that_will_add_in_another_order_is_named_o
 ) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         of_loop = connected(ranks)
-        session = Session(torch.nn.Linear(1, 1), state={"teacher": models[ranks.rank]}, ranks=of_loop)
+        session = Session(state={"teacher": models[ranks.rank]}, ranks=of_loop)
         session.global_step = 3
         saver = Saver()
         saver.save(session, tmp_path / "model.ckpt", 3)
@@ -376,53 +458,12 @@ def test_a_restored_ddp_of_three_ranks_that_will_add_in_another_order_is_named_o
 
     with simulated_group(3):
         parallel = torch.nn.parallel.DistributedDataParallel
-        models = [parallel(torch.nn.Linear(1, 1), **options) for _ in range(3)]
+        linear = torch.nn.Linear(1, 1)
+        models = [parallel(copy.deepcopy(linear), **options) for _ in range(3)]
     assert in_threads(3, main) == [None] * 3
     said = [text for _, text in lines if "adds gradients in another order in its first step" in text]
     assert len(said) == warnings
     assert all(text.startswith("'teacher' is a DistributedDataParallel on 3 ranks") for text in said)
-
-
-def test_what_ranks_have_in_common_is_saved_once(tmp_path: Path) -> None:
-    save_and_restore(tmp_path, Experts)
-    saved = torch.load(tmp_path / "model.ckpt-1" / "state.pt", weights_only=True)
-    (other,) = saved["ranks"]
-    assert {name: list(values) for name, values in other["rank_tensors"].items()} == {
-        "model": ["expert.weight"],
-        "optimizer": [1],
-    }
-
-
-def test_weights_that_drift_after_the_first_save_are_found(tmp_path: Path) -> None:
-    def main(ranks: ThreadRanks, hub: Hub) -> tuple[float, float]:
-        session, _ = trained(ranks, model := Experts(0))
-        saver = Saver()
-        saver.save(session, tmp_path / "model.ckpt", 1)
-        torch.nn.init.constant_(model.trunk.weight, ranks.rank)
-        saver.save(session, tmp_path / "model.ckpt", 2)
-        torch.nn.init.constant_(model.trunk.weight, 9)
-        saver.restore_latest(session, tmp_path)
-        return model.trunk.weight.item(), model.expert.weight.item()
-
-    (first, expert), (second, other_expert) = in_threads(2, main)
-    assert (first, second) == (0, 1)
-    assert expert == other_expert
-
-
-def test_another_number_of_ranks_gets_the_weights_of_the_chief_with_a_warning(
-    tmp_path: Path, lines: list[tuple[str, str]]
-) -> None:
-    saved, restored = save_and_restore(tmp_path, Experts, restored_by=3)
-    assert restored == [saved[0]] * 3
-    assert any("'model' was not the same on rank 0 and on rank 1." in text for _, text in lines)
-
-
-def test_a_model_is_restored_that_got_its_per_rank_after_the_checkpoint(tmp_path: Path) -> None:
-    def make(rank: int) -> torch.nn.Module:
-        return of_its_own(rank) if list_checkpoints(tmp_path) else Experts(rank)
-
-    saved, restored = save_and_restore(tmp_path, make)
-    assert restored == saved
 
 
 def resumed_with_ddp(rank: int, folder: str, way: str) -> tuple[bool, bool]:
@@ -502,7 +543,7 @@ def test_the_buffers_of_a_rank_are_found_in_any_module(tmp_path: Path, make: Cal
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_a_nested_buffer_is_that_of_the_chief(tmp_path: Path) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
-        module = torch.nn.Linear(1, 1)
+        module = torch.nn.Identity()
         module.register_buffer("nested", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
         Saver().save(Session(module, ranks=connected(ranks)), tmp_path / "model.ckpt", 3)
 
@@ -661,8 +702,11 @@ def test_a_full_disk_on_the_chief_raises_on_all(tmp_path: Path, async_save: bool
         saver = Saver(async_save=async_save)
         saver.disk = FullDisk()
         session = make_session(connected(ranks))
-        saver.save(session, tmp_path / "model.ckpt", 3)
-        saver.wait_for_all(session)
+        try:
+            saver.save(session, tmp_path / "model.ckpt", 3)
+            saver.wait_for_all(session)
+        finally:
+            saver.close()
 
     chief, other = in_threads(2, main)
     message = f"{tmp_path}/model.ckpt-3 was not written: No space left on device. Free some space, or keep fewer with "
@@ -719,27 +763,6 @@ def test_a_state_that_one_rank_cannot_save_raises_on_all(tmp_path: Path) -> None
     assert list_checkpoints(tmp_path) == []
 
 
-def test_a_state_that_one_rank_cannot_load_is_put_back_on_all(tmp_path: Path) -> None:
-    class Unloadable(Counter):
-        def load_state_dict(self, state: Mapping[str, Any]) -> None:
-            raise ValueError("no")
-
-    def main(ranks: ThreadRanks, hub: Hub) -> list[float] | str:
-        session = make_session(connected(ranks))
-        if ranks.rank == 1:
-            session.state["own"] = Unloadable()  # type: ignore[index]
-            session.state["own"].per_rank = True  # type: ignore[attr-defined]
-        try:
-            Saver().restore_latest(session, tmp_path)
-        except (CheckpointError, ValueError) as error:
-            assert numbers(session) == [0] * 5
-            return str(error)
-        return numbers(session)
-
-    save_on(2, tmp_path)
-    assert in_threads(2, main) == ["on rank 1: ValueError: no", "no"]
-
-
 def test_a_damaged_checkpoint_is_skipped_by_all(tmp_path: Path) -> None:
     save_on(2, tmp_path)
     newest = tmp_path / "model.ckpt-9"
@@ -760,18 +783,19 @@ def test_a_checkpoint_that_is_asked_for_and_damaged_raises_on_all(tmp_path: Path
 
 
 def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
-    read: Any = vars(torchhooks.checkpoints.saver)["load_file"]
+    """The chief has read it already, and the other rank finds no file in it."""
+    path = Saver().save(make_session(None, 3), tmp_path / "model.ckpt", 3)
+    (tmp_path / "model.ckpt-3" / "state.pt").unlink()
+    manifest = {**read_manifest(path), "files": {}}
+    del manifest["crc32"]
+    (tmp_path / "model.ckpt-3" / "manifest.json").write_bytes(encoded(manifest))
 
     def main(ranks: ThreadRanks, hub: Hub) -> None:
-        path = str(tmp_path / "model.ckpt-3")
-        session = make_session(connected(ranks))
-        read_for_all(session, lambda: (path, {}), lambda path: read(f"{path} elsewhere"))
+        read(make_session(connected(ranks)).training_state, lambda: (path, {}))
 
     chief, other = in_threads(2, main)
-    message = (
-        f"{tmp_path}/model.ckpt-3 elsewhere cannot be read: No such file or directory. With several ranks, all of "
-    )
-    assert str(other) == f"{message}them have to see its folder."
+    assert str(other).startswith(f"{path} cannot be read")
+    assert str(other).endswith("With several ranks, all of them have to see its folder.")
     assert str(chief) == f"on rank 1: {other}"
 
 
@@ -782,13 +806,13 @@ def test_all_ranks_start_at_0_where_there_is_no_checkpoint(tmp_path: Path) -> No
     assert in_threads(2, main) == [None, None]
 
 
-@pytest.mark.parametrize("function", [all_or_none, exchange])
+@pytest.mark.parametrize("function", [run_on_all, gather_from_all])
 def test_an_error_of_another_rank_is_not_hidden_by_an_outcome(function: Callable[..., object]) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         def call() -> None:
             raise PeerError("rank 1 failed", 1)
 
-        function(connected(ranks), call)
+        function(connected(ranks), "the step", call)
 
     assert [type(error) for error in in_threads(2, main)] == [PeerError] * 2
 
@@ -796,29 +820,30 @@ def test_an_error_of_another_rank_is_not_hidden_by_an_outcome(function: Callable
 def test_a_step_of_all_ranks_returns_the_result_of_this_one_which_need_not_be_pickled() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> bool:
         result = threading.Lock()
-        return all_or_none(connected(ranks), lambda: result) is result
+        return run_on_all(connected(ranks), "the step", lambda: result) is result
 
     assert in_threads(2, main) == [True, True]
 
 
 def test_an_exchange_returns_the_results_of_all_ranks() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> list[int]:
-        return exchange(connected(ranks), lambda: 10 * ranks.rank)
+        return gather_from_all(connected(ranks), "the step", lambda: 10 * ranks.rank)
 
     assert in_threads(3, main) == [[0, 10, 20]] * 3
 
 
-@pytest.mark.parametrize("function", [all_or_none, exchange])
+@pytest.mark.parametrize("function", [run_on_all, gather_from_all])
 def test_an_error_on_one_rank_is_raised_on_all(function: Callable[..., object]) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         def call() -> None:
             if ranks.rank == 1:
                 raise DamagedCheckpointError("cut off")
 
-        function(connected(ranks), call)
+        function(connected(ranks), "the step", call)
 
     chief, other = in_threads(2, main)
     assert (type(chief), str(chief)) == (DamagedCheckpointError, "on rank 1: cut off")
+    assert chief.__notes__ == ["torchhooks: in the step 'a checkpoint: the step', which all ranks make together"]
     assert (type(other), str(other)) == (DamagedCheckpointError, "cut off")
 
 
@@ -1072,8 +1097,8 @@ def train_on_a_full_disk(rank: int, folder: str) -> str:
 def test_a_full_disk_of_the_chief_ends_the_loop_on_all_ranks(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, train_on_a_full_disk, str(tmp_path / "run"))
     assert [each.code for each in ended] == [0, 0], ended
-    message = f"{tmp_path}/run/model.ckpt-2 was not written: No space left on device. Free some space, or keep fewer "
-    assert [each.value for each in ended] == [f"{message}with max_to_keep.", f"on rank 0: {message}with max_to_keep."]
+    assert ended[0].value.startswith(f"{tmp_path}/run/model.ckpt-2 was not written")
+    assert ended[1].value == f"on rank 0: {ended[0].value}"
     assert [each.step for each in list_checkpoints(tmp_path / "run")] == [0]
 
 
@@ -1180,58 +1205,6 @@ def test_all_ranks_let_a_save_wait_until_fsdp2_has_reduced_the_gradients(tmp_pat
     assert [each.value for each in resumed] == [each.value for each in whole]
 
 
-def train_with_ignored(rank: int, folder: str, last_step: int, same_layers: bool) -> tuple[str, list[Any]]:
-    """Train an FSDP2 model with a parameter of this rank alone, and return what was raised and what it has."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    expert = torch.nn.Linear(2, 1, bias=False)
-    torch.nn.init.constant_(expert.weight, rank + 1)
-    layers = [torch.nn.Linear(2, 2, bias=False)] * (1 if same_layers or rank == 0 else 2)
-    model: Any = torch.nn.Sequential(*layers, expert)
-    ignored: Any = {expert.weight}
-    fully_shard(model, ignored_params=ignored)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(1, 2) * (loop.global_step + 1)).square().mean().backward()
-        optimizer.step()
-
-    hooks = [CheckpointSaverHook(folder, save_steps=100), StopAtStepHook(last_step=last_step)]
-    try:
-        with MonitoredLoop(
-            *(step, model, optimizer), hooks=hooks, checkpoint_dir=folder, ranks=Ranks(tick_secs=0.01)
-        ) as loop:
-            for _ in loop.until_stop(range(100)):
-                loop.run()
-    except CheckpointError as error:
-        return str(error), []
-    return "", [expert.weight.tolist(), optimizer.state[expert.weight]["exp_avg"].tolist()]
-
-
-def test_parameters_that_fsdp2_ignores_belong_to_the_ranks_on_which_they_differ(tmp_path: Path) -> None:
-    def on_both(name: str, last_step: int) -> list[Any]:
-        ended = run_ranks(in_folder(tmp_path, f"{name} {last_step}"), 2, train_with_ignored, name, last_step, True)
-        assert [each.code for each in ended] == [0, 0], ended
-        return [each.value for each in ended]
-
-    expected = on_both(str(tmp_path / "whole"), 4)
-    on_both(str(tmp_path / "run"), 2)
-    assert on_both(str(tmp_path / "run"), 4) == expected
-    assert expected[0] != expected[1]
-
-
-def test_sharded_models_that_are_different_ones_are_refused_with_the_way_out(tmp_path: Path) -> None:
-    ended = run_ranks(tmp_path, 2, train_with_ignored, str(tmp_path / "run"), 2, False)
-    assert [
-        each.value and "Give the ranks with the same model a loop of their own" in each.value[0] for each in ended
-    ] == [
-        True,
-        True,
-    ], ended
-
-
 @pytest.fixture(scope="module")
 def uninterrupted_fsdp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("uninterrupted")
@@ -1327,9 +1300,6 @@ def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk_of_another_rank_raises_on_all(tmp_path: Path, async_save: bool) -> None:
     ended = run_ranks(tmp_path, 2, save_shards_on_a_full_disk, str(tmp_path / "run"), async_save)
-    message = f"{tmp_path}/run/model.ckpt-0 was not written: No space left on device. Free some space, or keep fewer "
-    assert [each.value for each in ended] == [
-        "on rank 1: OSError: [Errno 28] No space left on device",
-        f"{message}with max_to_keep.",
-    ], ended
+    assert ended[0].value == "on rank 1: OSError: [Errno 28] No space left on device"
+    assert ended[1].value.startswith(f"{tmp_path}/run/model.ckpt-0 was not written")
     assert checkpoints_and_rests(str(tmp_path / "run")) == []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
+import io
 import json
 import os
 import random
 import re
 import shutil
+import sys
 import tempfile
 import threading
+import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +35,10 @@ from support.processes import call
 from support.states import Box
 from torch import nn
 
-from torchhooks.checkpoints import files as checkpoint_files
-from torchhooks.checkpoints.files import Folder, Retention
-from torchhooks.checkpoints.manifest import encoded
-from torchhooks.checkpoints.per_rank import Share, write_checkpoint
+from torchhooks.checkpoints import folder as checkpoint_files
+from torchhooks.checkpoints.folder import Folder, Retention, encoded, process_name
 from torchhooks.checkpoints.saver import Saver, latest_checkpoint, list_checkpoints
+from torchhooks.checkpoints.saving import Contents, save_with_torch, write_checkpoint
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import Disk
 from torchhooks.lifecycle.session import Session
@@ -107,7 +110,7 @@ def test_a_manifest_says_what_the_checkpoint_is_to_any_reader_of_json(tmp_path: 
     state = Path(path, "state.pt").read_bytes()
     manifest = json.loads(Path(path, "manifest.json").read_text())
     assert manifest == {
-        "format": 2,
+        "format": 4,
         "name": "model.ckpt-4",
         "order": 1,
         "step": 4,
@@ -115,18 +118,19 @@ def test_a_manifest_says_what_the_checkpoint_is_to_any_reader_of_json(tmp_path: 
         "kept": False,
         "world_size": 1,
         "score": 0.5,
+        "finished": None,
         "metadata": {"lr": 0.1, "sizes": [1, None]},
         "files": {"state.pt": [len(state), zlib.crc32(state)]},
         "crc32": ANY,
     }
 
 
-@pytest.mark.parametrize("other", [1, 3])
+@pytest.mark.parametrize("other", [3, 5])
 def test_a_manifest_of_another_format_is_not_read(other: int, tmp_path: Path, lines: Lines) -> None:
     (path,) = save_steps(tmp_path, 1)
     rewrite_manifest(path, format=other)
     assert steps(tmp_path) == []
-    assert f"it has format {other}, and this version of torchhooks reads 2" in warnings_in(lines)
+    assert f"it has format {other}, and this version of torchhooks reads 4" in warnings_in(lines)
 
 
 def test_the_folder_is_created_by_the_first_checkpoint(tmp_path: Path) -> None:
@@ -489,6 +493,34 @@ def test_tensors_of_a_missing_device_load_on_the_cpu(tmp_path: Path, tagged_as_c
     assert value_in(path).device.type == "cpu"
 
 
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise RuntimeError("cannot be pickled")
+
+
+def test_memory_of_the_state_is_freed_without_a_garbage_collection() -> None:
+    gc.disable()
+    try:
+        array = np.zeros(1000)  # a storage cannot be referred to weakly, but it keeps the array that it is made of
+        reference = weakref.ref(array)
+        save_with_torch({"value": torch.from_numpy(array)}, io.BytesIO())
+        del array
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_option_for_checksums_is_put_back_even_after_an_error(before: bool) -> None:
+    torch.serialization.set_crc32_options(before)
+    try:
+        with pytest.raises(RuntimeError, match="cannot be pickled"):
+            save_with_torch({"value": Unpicklable()}, io.BytesIO())
+        assert torch.serialization.get_crc32_options() is before
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
 # Bit-exact resumption in another process.
 
 
@@ -609,7 +641,7 @@ def test_a_subclass_of_tensor_is_refused(tmp_path: Path) -> None:
         Saver().save(boxed(torch.ones(2).as_subclass(Tagged)), tmp_path / "model.ckpt", 1)
 
 
-@pytest.mark.parametrize("name", ["model", "optimizer", "global_step", "random", "hooks.EMA"])
+@pytest.mark.parametrize("name", ["model", "optimizer", "global_step", "random", "sharded", "hooks.EMA"])
 def test_a_reserved_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=f"state.'{name}'.: this name is reserved"):
         Saver().save(Session(state={name: Box()}), tmp_path / "model.ckpt", 1)
@@ -636,7 +668,7 @@ def test_views_of_two_dtypes_are_refused_as_torch_does(tmp_path: Path, async_sav
 
     def save() -> None:
         saver.save(boxed([data, data.view(torch.int32)]), tmp_path / "model.ckpt", 1)
-        saver.wait()
+        saver.close()
 
     with pytest.raises(CheckpointError, match=r"model\.ckpt-1 was not written: .* different types"):
         save()
@@ -770,12 +802,6 @@ def test_a_checkpoint_without_one_of_its_files_is_skipped_and_named(tmp_path: Pa
         Saver().restore_latest(boxed(None), tmp_path)
 
 
-def test_without_the_newest_one_the_one_before_it_is_used(tmp_path: Path) -> None:
-    *_, path = save_steps(tmp_path, 1, 2)
-    shutil.rmtree(path)
-    assert restored(tmp_path) == 1
-
-
 def rewrite_manifest(path: str, **entries: Any) -> None:
     """Change entries of a manifest, and its checksum."""
     file = Path(path, "manifest.json")
@@ -824,7 +850,7 @@ def test_a_missing_file_is_an_error_that_says_so(tmp_path: Path) -> None:
 
 def test_a_file_of_plain_torch_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"model": {}}, tmp_path / "model.ckpt-1")
-    with pytest.raises(DamagedCheckpointError, match="is no folder, as a checkpoint is"):
+    with pytest.raises(DamagedCheckpointError, match="is no folder"):
         Saver().restore(boxed(None), tmp_path / "model.ckpt-1")
 
 
@@ -856,7 +882,7 @@ def test_a_file_that_is_not_a_checkpoint_is_never_removed(tmp_path: Path, lines:
     torch.save({"model": {}}, tmp_path / "model.ckpt-0")
     save_steps(tmp_path, 1, 2, saver=Saver(1))
     assert names(tmp_path) == ["model.ckpt-0", "model.ckpt-2"]
-    assert "model.ckpt-0 is no folder, as a checkpoint is" in warnings_in(lines)
+    assert "model.ckpt-0 is no folder" in warnings_in(lines)
 
 
 ODD_ENTRIES: list[dict[str, Any]] = [
@@ -930,8 +956,8 @@ def test_a_file_that_was_changed_between_two_saves_is_read_again(tmp_path: Path,
     assert warnings_in(lines).count(first) == 1
 
 
-def leave_temporary(folder: Path) -> Path:
-    path = folder / ".model.ckpt-9.0123456789abcdef.tmp"
+def leave_temporary(folder: Path, process: str = "elsewhere-1-2") -> Path:
+    path = folder / f".model.ckpt-9.{process}-01234567.tmp"
     path.mkdir()
     (path / "state.pt").write_bytes(b"half")
     return path
@@ -944,9 +970,25 @@ def test_a_temporary_folder_of_a_dead_process_is_removed_and_named(tmp_path: Pat
     assert str(path) in warnings_in(lines)
 
 
-def test_a_temporary_folder_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
-    path = leave_temporary(tmp_path)
-    file = os.open(path, os.O_RDONLY)  # as another process has it
+def test_a_temporary_folder_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+    path = leave_temporary(tmp_path, process_name(os.getppid()))
+    save_steps(tmp_path, 1)
+    assert path.exists()
+
+
+def test_a_temporary_folder_of_an_earlier_process_of_the_same_number_is_removed(tmp_path: Path) -> None:
+    path = leave_temporary(tmp_path, process_name(os.getppid()) + "1")
+    save_steps(tmp_path, 1)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("is_container", [False, True])
+def test_a_temporary_folder_of_another_machine_is_removed_unless_somebody_has_locked_the_folder(
+    is_container: bool, tmp_path: Path
+) -> None:
+    # A container may have the name of this one, and then its process looks like an earlier one of the same number.
+    path = leave_temporary(tmp_path, process_name(os.getppid()) + "1" if is_container else "elsewhere-1-2")
+    file = os.open(tmp_path, os.O_RDONLY)  # as the process that saves into the folder has it
     fcntl.flock(file, fcntl.LOCK_EX)
     save_steps(tmp_path, 1)
     assert path.exists()
@@ -965,15 +1007,13 @@ def test_a_folder_that_ranks_of_this_process_write_into_is_left_alone(tmp_path: 
     assert names(tmp_path) == ["model.ckpt-1"]
 
 
-def test_a_checkpoint_that_another_process_has_just_moved_aside_is_not_taken_back(tmp_path: Path) -> None:
+def test_a_checkpoint_that_another_process_has_just_moved_aside_is_not_put_back(tmp_path: Path) -> None:
     (path,) = save_steps(tmp_path, 1)
-    aside = tmp_path / ".model.ckpt-1.0123456789abcdef.old"
+    aside = tmp_path / f".model.ckpt-1.{process_name(os.getppid())}-01234567.old"
     os.rename(path, aside)
-    file = os.open(tmp_path, os.O_RDONLY)  # as the process that saves into the folder has it
-    fcntl.flock(file, fcntl.LOCK_EX)
     assert restored(tmp_path) is None
     assert aside.exists()
-    os.close(file)
+    os.rename(aside, tmp_path / ".model.ckpt-1.elsewhere-1-2-01234567.old")
     assert restored(tmp_path) == 1
 
 
@@ -994,21 +1034,13 @@ class Evil:
 
 def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
     folder, proof = tmp_path / "run", tmp_path / "proof"
-    share, about = Share({}, {"box": Evil(proof)}), {"score": None}
-    write_checkpoint(Ranks(), share, Folder(str(folder), Disk(), Retention(5, None)), "model.ckpt", 1, about)
+    contents = Contents({"box": Evil(proof)}, {}, {"score": None})
+    write_checkpoint(Ranks(), contents, Folder(str(folder), Disk(), Retention(5, None)), "model.ckpt", 1)
     with pytest.raises(CheckpointError, match=r"model\.ckpt-1 is not damaged, but torch does not load it"):
         Saver().restore_latest(boxed(None), folder)
     assert not proof.exists()
     torch.load(f"{latest_checkpoint(folder)}/state.pt", weights_only=False)
     assert proof.exists(), "the pickle was harmless, so nothing was tested"
-
-
-def test_damage_in_a_tensor_is_found(tmp_path: Path) -> None:
-    path = Saver().save(boxed(torch.zeros(1000)), tmp_path / "model.ckpt", 1)
-    assert value_in(path).sum() == 0
-    flip(f"{path}/state.pt", Path(path, "state.pt").read_bytes().index(bytes(4000)) + 2000)
-    with pytest.raises(DamagedCheckpointError):
-        Saver().restore(boxed(None), path)
 
 
 # Saving in the background.
@@ -1073,9 +1105,9 @@ def test_an_error_of_the_background_is_raised_at_the_end_once(tmp_path: Path, en
     saver, disk = gated(FULL)
     saver.save(boxed(1), tmp_path / "model.ckpt", 1)
     disk.gate.set()
-    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 was not written: No space left"):
+    with pytest.raises(CheckpointError, match=r"model\.ckpt-1 .*No space left"):
         getattr(saver, end)()
-    getattr(saver, end)()
+    saver.close()
 
 
 def test_an_error_of_the_background_is_raised_by_the_next_save_which_is_written_all_the_same(tmp_path: Path) -> None:
@@ -1095,6 +1127,25 @@ def test_of_two_errors_in_a_row_both_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="of type type") as caught:
         saver.save(boxed(int), tmp_path / "model.ckpt", 2)
     assert "model.ckpt-1 was not written" in caught.value.__notes__[0]
+    saver.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_the_thread_of_its_parent(tmp_path: Path) -> None:
+    saver, disk = gated()
+    saver.save(boxed(1), tmp_path / "model.ckpt", 1)
+    worker = os.fork()
+    if worker == 0:
+        try:
+            saver.disk = Disk()
+            saver.save(boxed(2), tmp_path / "of the worker" / "model.ckpt", 2)
+            saver.close()
+        finally:
+            os._exit(0)
+    os.waitpid(worker, 0)
+    disk.gate.set()
+    saver.close()
+    assert (restored(tmp_path), restored(tmp_path / "of the worker")) == (1, 2)
 
 
 def test_close_may_be_called_again_and_save_after_it(tmp_path: Path) -> None:
@@ -1161,7 +1212,7 @@ def test_the_copies_of_many_tensors_share_one_block_of_memory(numel: int, tmp_pa
 
 
 def test_a_block_of_memory_has_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchhooks.device.snapshot._BLOCK", 1000)
+    monkeypatch.setattr("torchhooks.device.readback._BLOCK", 1000)
     saver = Saver(async_save=True)
     with FakeDevice() as device:
         path = saver.save(boxed([torch.ones(numel) for numel in (100, 100, 100, 1000, 1)]), tmp_path / "model.ckpt", 1)
@@ -1191,6 +1242,23 @@ def test_one_copy_of_the_state_is_held_until_close(tmp_path: Path) -> None:
     assert 110 < held - before < 150
     assert 70 < less - before < 110
     assert after - before < 30
+
+
+def test_the_copies_are_freed_when_close_returns(tmp_path: Path) -> None:
+    def tensors() -> int:
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    session, interval = boxed([torch.ones(1000)]), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # the thread is stopped at as many places as possible
+    try:
+        before = tensors()
+        for _ in range(50):
+            saver = Saver(async_save=True)
+            saver.save(session, tmp_path / "model.ckpt", 1)
+            saver.close()
+            assert tensors() == before
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_temporary_tensors_of_a_state_dict_are_freed_while_their_copies_are_written(tmp_path: Path) -> None:
@@ -1343,7 +1411,7 @@ def test_an_error_of_the_device_is_raised_by_the_next_call(tmp_path: Path) -> No
     with Broken():
         saver.save(boxed(torch.ones(2)), tmp_path / "model.ckpt", 1)
         with pytest.raises(ZeroDivisionError):
-            saver.wait()
+            saver.close()
     assert not latest_checkpoint(tmp_path)
 
 
@@ -1469,7 +1537,7 @@ FAULTS = {"kill": Crash(), "full": FULL, "read-only": OSError(errno.EROFS, "Read
 def test_nothing_that_was_reported_is_lost_whichever_operation_fails(tmp_path: Path, fault: str, lines: Lines) -> None:
     saved = [1, 2, 1]
     operations = History(tmp_path / "all", FaultyDisk(-1, FULL), saved, max_to_keep=1).disk.count
-    assert operations > 60
+    assert operations > 30
     for place in range(1, operations + 1):
         check(History(tmp_path / str(place), FaultyDisk(place, FAULTS[fault]), saved, max_to_keep=1))
 
@@ -1550,7 +1618,7 @@ def test_each_part_is_on_disk_before_the_next_is_begun(tmp_path: Path) -> None:
 
 def shown_name(path: str) -> str:
     """Return the name of a file or folder, without the random part of a temporary one."""
-    return re.sub(r"\.[0-9a-f]{16}\.", ".", Path(path).name)
+    return re.sub(rf"\.{process_name(os.getpid())}-[0-9a-f]{{8}}\.", ".", Path(path).name)
 
 
 def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
@@ -1559,21 +1627,6 @@ def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         save_steps(tmp_path, 1, saver=saver)
     assert disk.count == 6, "the failed write, and the removal of the file and of the folder"
-
-
-def test_what_was_restored_stays_until_a_newer_one_is_complete(tmp_path: Path, lines: Lines) -> None:
-    operations = History(tmp_path / "all", FaultyDisk(-1, FULL), [1], 1).disk.count
-    for place in range(1, operations + 1):
-        folder = tmp_path / str(place)
-        save_steps(folder, 1, 2, 3)
-        saver = Saver(1)
-        saver.restore(boxed(None), folder / "model.ckpt-1")
-        saver.disk = FaultyDisk(place, Crash())
-        try:
-            save_steps(folder, 7, saver=saver)
-        except Crash:
-            assert restored(folder) in (3, 7)
-            assert (folder / "model.ckpt-1").exists() or restored(folder) == 7
 
 
 def contents(path: str) -> dict[str, bytes]:
@@ -1593,9 +1646,9 @@ def test_a_failed_save_leaves_no_temporary_file_and_the_older_one_as_it_was(tmp_
             assert [name for name in names(folder) if name.endswith("tmp")] == []
         return disk.count
 
-    message = r"model\.ckpt-2 was not written: No space left on device\. Free some"
+    message = r"model\.ckpt-2 .*No space left"
     operations = save_twice(tmp_path / "all", -1)  # their number depends on the version of torch
-    assert operations > 30
+    assert operations > 8
     for place in range(1, operations + 1):
         with pytest.raises(CheckpointError, match=message):
             save_twice(tmp_path / str(place), place)
@@ -1614,6 +1667,22 @@ def test_an_old_one_that_cannot_be_removed_is_named_and_removed_later(tmp_path: 
     assert f"{tmp_path}/model.ckpt-1 could not be removed" in warnings_in(lines)
     save_steps(tmp_path, 3, saver=saver)
     assert names(tmp_path) == ["model.ckpt-3"]
+
+
+def test_a_checkpoint_is_written_though_the_one_of_the_same_step_cannot_be_removed(
+    tmp_path: Path, lines: Lines
+) -> None:
+    class Sticky(Disk):
+        def remove(self, path: str) -> None:
+            if path.endswith(".old"):
+                raise PermissionError(errno.EACCES, "Permission denied")
+            super().remove(path)
+
+    saver = Saver()
+    saver.disk = Sticky()
+    save_steps(tmp_path, 1, 1, saver=saver)
+    assert "could not be removed" in warnings_in(lines)
+    assert [checkpoint.order for checkpoint in list_checkpoints(tmp_path)] == [2]
 
 
 def test_a_file_where_the_folder_should_be_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -1660,7 +1729,7 @@ def test_a_real_limit_is_an_error_that_leaves_the_older_one_and_nothing_else(tmp
     def save() -> None:
         with no_space_after(300_000):
             saver.save(boxed(torch.zeros(100_000)), tmp_path / "model.ckpt", 2)
-            saver.wait()
+            saver.close()
 
     with pytest.raises(CheckpointError, match=r"File too large\. Raise the limit"):
         save()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ def test_a_damaged_one_of_a_folder_is_skipped_with_a_warning(tmp_path: Path, lin
 def test_what_is_no_checkpoint_is_an_error_that_says_the_way_out(tmp_path: Path) -> None:
     model = filled(0)
     missing, plain = tmp_path / "model.ckpt-700", tmp_path / "weights.pt"
-    with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt-700 cannot be read: No such file .* Pass"):
+    with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt-700 cannot be read.* Pass"):
         load_weights(missing, model)
     torch.save(model.state_dict(), plain)
     with pytest.raises(DamagedCheckpointError, match=r"with model\.load_state_dict\(torch\.load\(path\)\)$"):
@@ -137,25 +136,3 @@ def test_what_matches_is_loaded_if_that_is_asked_for(tmp_path: Path, lines: Line
     assert model["two"].bias.item() == 3  # type: ignore[index]
     assert [level for level, _ in lines] == ["WARNING", "INFO"]
     assert lines[0][1].endswith("The rest is loaded.")
-
-
-class FailsLate(nn.Module):
-    """Raises once its first layer is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(1, 1)
-        self.last = nn.Linear(1, 1)
-        self.last.register_load_state_dict_pre_hook(self.fail)
-
-    def fail(self, *_: Any) -> None:
-        raise OSError("no access")
-
-
-def test_a_failure_in_the_middle_puts_the_weights_back(tmp_path: Path) -> None:
-    saved, model = FailsLate(), FailsLate()
-    path, before = save(tmp_path, saved), {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(OSError, match="no access"):
-        load_weights(path, model)
-    after: Mapping[str, torch.Tensor] = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -1,8 +1,10 @@
-"""Digests: which items differ, and that reading one changes nothing."""
+"""Digests: which values and items differ, and that reading one changes nothing."""
 
 from __future__ import annotations
 
+import copy
 import pickle
+import random
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchhooks.common.digests import differ, digest, fingerprints
+from torchhooks.common.digests import differ, digest, digests, item_digest, mixed_sum
 
 
 @dataclass
@@ -50,8 +52,8 @@ class Untouchable:
     ],
 )
 def test_items_that_are_not_the_same_differ(one: Any, other: Any) -> None:
-    assert differ(digest(one), digest(other))
-    assert not differ(digest(one), digest(pickle.loads(pickle.dumps(one))))
+    assert differ(item_digest(one), item_digest(other))
+    assert not differ(item_digest(one), item_digest(pickle.loads(pickle.dumps(one))))
 
 
 @pytest.mark.parametrize(
@@ -71,13 +73,13 @@ def test_items_that_are_not_the_same_differ(one: Any, other: Any) -> None:
     ids=lambda item: str(type(item).__name__),
 )
 def test_odd_items_have_a_digest(item: Any) -> None:
-    assert digest(item) is not None
-    assert not differ(digest(item), digest(item))
+    assert item_digest(item) is not None
+    assert not differ(item_digest(item), item_digest(item))
 
 
 def test_a_generator_is_not_iterated() -> None:
     numbers = iter([1, 2, 3])
-    assert digest([numbers, (number for number in numbers)]) is not None
+    assert item_digest([numbers, (number for number in numbers)]) is not None
     assert list(numbers) == [1, 2, 3]
 
 
@@ -85,7 +87,7 @@ def test_a_large_item_has_a_small_digest() -> None:
     endless: list[Any] = [1]
     endless += [endless, endless]
     for item in (list(range(10**6)), {str(key) * 99: "long" * 999 for key in range(99)}, endless, torch.zeros(10**6)):
-        assert len(pickle.dumps(digest(item))) < 10_000
+        assert len(pickle.dumps(item_digest(item))) < 10_000
 
 
 def test_an_item_that_cannot_be_read_has_none_and_differs_from_nothing() -> None:
@@ -93,42 +95,151 @@ def test_an_item_that_cannot_be_read_has_none_and_differs_from_nothing() -> None
         def items(self) -> Any:
             raise OSError
 
-    assert digest(Lazy()) is None
-    assert not differ(digest(Lazy()), digest(1))
-    assert not differ(digest(1), digest(Lazy()))
+    assert item_digest(Lazy()) is None
+    assert not differ(item_digest(Lazy()), item_digest(1))
+    assert not differ(item_digest(1), item_digest(Lazy()))
 
 
 def test_what_the_body_took_out_or_changed_in_place_does_not_count() -> None:
     batch = {"inputs": torch.zeros(3), "labels": torch.ones(3)}
-    before = digest(batch)
+    before = item_digest(batch)
     batch.pop("labels")
     batch["inputs"].add_(1)
-    assert not differ(before, digest(batch))
+    assert not differ(before, item_digest(batch))
 
 
 def test_a_digest_draws_no_random_number_and_uses_the_host() -> None:
     states = torch.get_rng_state()
     with torch.device("meta"):
-        assert differ(digest(torch.zeros(3, device="cpu")), digest(torch.ones(3, device="cpu")))
+        assert differ(item_digest(torch.zeros(3, device="cpu")), item_digest(torch.ones(3, device="cpu")))
     assert torch.equal(torch.get_rng_state(), states)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
-)
-@pytest.mark.parametrize("size", [1, 5, 4096, 10_000])
-def test_a_fingerprint_tells_a_tensor_from_one_with_another_element_or_order(size: int, dtype: torch.dtype) -> None:
-    tensor = torch.arange(size).remainder(7).to(dtype)
+# -- values -----------------------------------------------------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.bool, torch.complex64]
+
+
+def changed(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors that differ from ``tensor`` in one element, or in the order of elements or rows."""
     others = []
-    for place in {0, size // 2, size - 1}:
+    for place in {0, len(tensor) // 2, len(tensor) - 1}:
         others.append(tensor.clone())
-        others[-1][place] = 3 if tensor[place] != 3 and dtype != torch.bool else ~tensor[place].bool()
-    others += [tensor.flip(0)] if size > 1 and not tensor.equal(tensor.flip(0)) else []
-    first, same, *rest = fingerprints([tensor, tensor.clone(), *others])
-    assert first == same
+        others[-1][place] = 3 if tensor[place] != 3 and tensor.dtype != torch.bool else ~tensor[place].bool()
+    orders = [tensor.flip(0), tensor.roll(4096), torch.cat([tensor[1:2], tensor[:1], tensor[2:]])]
+    return others + [each for each in orders if each.shape == tensor.shape and not each.equal(tensor)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 5, 4096, 10_000])
+def test_another_element_or_order_is_another_digest(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.arange(size).remainder(7).to(dtype)
+    first, same, *rest = digests([tensor, tensor.clone(), *changed(tensor)])
+    assert first == same == digest(tensor)
     assert first not in rest
 
 
-def test_the_fingerprint_of_a_tensor_without_plain_elements_is_empty() -> None:
-    tensors = [torch.eye(2).to_sparse(), torch.empty(2, device="meta"), torch.zeros(())]
-    assert [bool(each) for each in fingerprints(tensors)] == [False, False, True]
+@pytest.mark.parametrize("size", [1, 5, 4096, 10_000])
+def test_so_it_is_of_the_sum_that_a_device_makes(size: int) -> None:
+    tensor = torch.arange(size).remainder(7)
+    sums = [mixed_sum(each).item() for each in (tensor, tensor.clone(), *changed(tensor))]
+    assert sums[0] == sums[1]
+    assert sums[0] not in sums[2:]
+
+
+def test_a_sum_of_a_large_tensor_is_made_in_chunks_that_know_their_place() -> None:
+    tensor = torch.zeros((1 << 22) + 5, dtype=torch.int64)
+    one, other = tensor.clone(), tensor.clone()
+    one[2], other[(1 << 22) + 2] = 1, 1
+    assert mixed_sum(one) != mixed_sum(other)
+
+
+def test_every_bit_of_an_element_counts() -> None:
+    tensors = [torch.zeros(4, dtype=torch.int64)]
+    for bit in range(64):
+        tensors.append(tensors[0].clone())
+        tensors[-1][2] = 1 << bit if bit < 63 else -(2**63)
+    assert len({*digests(tensors)}) == len({mixed_sum(each).item() for each in tensors}) == 65
+
+
+def test_rows_that_change_places_are_another_value() -> None:
+    rows = torch.randn(64, 4096)
+    assert digest(rows) != digest(rows.flip(0))
+    assert mixed_sum(rows.view(torch.int32).flatten()) != mixed_sum(rows.flip(0).view(torch.int32).flatten())
+
+
+class Counter:
+    def __init__(self, count: int, data: Any) -> None:
+        self.count, self.data = count, data
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ("ab", b"ab"),
+        (["ab", "c"], ["a", "bc"]),
+        ([1, [2]], [[1], 2]),
+        ((1, 2), [1, 2]),
+        ({"a": 1}, {"b": 1}),
+        ({1, 2}, {1, 3}),
+        (np.zeros(3), np.zeros((3, 1))),
+        (np.array([None, 1]), np.array([None, 2])),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2).to_sparse()),
+        (torch.eye(2).to_sparse(), torch.eye(2).flip(0).to_sparse()),
+        (Counter(1, []), Counter(2, [])),
+        (Counter(1, [torch.zeros(1)]), Counter(1, [torch.ones(1)])),
+        (random.Random(0), random.Random(1)),
+        (np.random.default_rng(0), np.random.default_rng(1)),
+        (np.random.RandomState(0), np.random.RandomState(1)),
+        (torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)),
+        (len, max),
+        (Counter, Batch),
+    ],
+)
+def test_other_values_have_other_digests(one: Any, other: Any) -> None:
+    assert digest(one) != digest(other)
+    assert digest(one) == digest(copy.deepcopy(one))
+
+
+def test_identity_and_the_order_of_keys_do_not_count() -> None:
+    shared = torch.ones(2)
+    assert digest([shared, shared]) == digest([torch.ones(2), torch.ones(2)])
+    assert digest(Counter(1, [shared, shared])) == digest(Counter(1, [torch.ones(2), torch.ones(2)]))
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest(torch.eye(3)[:, 1]) == digest(torch.eye(3)[:, 1].clone())
+
+
+def test_the_mode_of_a_module_does_not_count() -> None:
+    model = torch.nn.Linear(2, 2)
+    before = digest(model)
+    assert digest(model.eval().requires_grad_(False)) == before
+    with torch.no_grad():
+        model.bias[0] += 1
+    assert digest(model) != before
+
+
+def test_the_digest_of_an_optimizer_is_the_same_after_its_state_was_loaded() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    one, other = torch.optim.Adam(weights), torch.optim.Adam(weights)
+    for weight in reversed(weights):
+        weight.grad = torch.ones(2)
+    one.step()
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    assert digest(one.state_dict()) == digest(other.state_dict())
+
+
+def test_a_value_that_is_part_of_itself_has_a_digest() -> None:
+    endless: list[Any] = [1]
+    endless.append(endless)
+    assert digest(endless) == digest(copy.deepcopy(endless)) != digest([1, [1]])
+
+
+def test_a_digest_changes_no_random_state_and_iterates_over_nothing() -> None:
+    states, numbers = torch.get_rng_state(), iter([1, 2, 3])
+    digest([numbers, torch.ones(3), np.ones(3)])
+    assert list(numbers) == [1, 2, 3]
+    assert torch.equal(torch.get_rng_state(), states)

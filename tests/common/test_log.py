@@ -27,7 +27,7 @@ OURS = logging.getLogger("torchhooks")
 LINE = "INFO:torchhooks:{} = 0.5"
 
 
-class Seen:
+class FolderCache:
     """What is printed."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Seen:
 
 
 @contextmanager
-def unconfigured() -> Iterator[Seen]:
+def unconfigured() -> Iterator[FolderCache]:
     """Reset logging to what a new process has. Not a fixture, because pytest adds its handlers after fixtures run."""
     children = [logging.getLogger(name) for name in ("torchhooks.hooks", "torchhooks.mine.deeper", "torch")]
     loggers = [logging.getLogger(), OURS, *children]
@@ -51,7 +51,7 @@ def unconfigured() -> Iterator[Seen]:
     for each in loggers:
         each.handlers.clear()
         each.setLevel(logging.WARNING if each is logging.root else logging.NOTSET)
-    seen = Seen()
+    seen = FolderCache()
     try:
         with redirect_stdout(seen.stdout), redirect_stderr(seen.stderr):
             yield seen

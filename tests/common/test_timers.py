@@ -20,6 +20,7 @@ from torchhooks import (
     NeverTriggerTimer,
     SecondOrStepTimer,
     StepCounterHook,
+    SummarySaverHook,
 )
 from torchhooks.common.timers import NEVER, NOW, Due
 from torchhooks.testing import FakeClock
@@ -153,6 +154,21 @@ def test_refuses_two_periods() -> None:
         SecondOrStepTimer(every_secs=1, every_steps=2)
 
 
+@pytest.mark.parametrize(
+    ("create", "periods"),
+    [
+        (lambda: CheckpointSaverHook("run", save_steps=5, every_n_epochs=1), "save_steps=5, every_n_epochs=1"),
+        (lambda: SummarySaverHook(5, summary_op="loss", every_n_steps=1), "save_steps=5, every_n_steps=1"),
+        (lambda: LoggingTensorHook(["loss"], 5, every_n_epochs=2), "every_n_iter=5, every_n_epochs=2"),
+        (lambda: LoggingTensorHook(["loss"], every_n_secs=5, every_n_steps=2), "every_n_secs=5, every_n_steps=2"),
+        (lambda: StepCounterHook(50, every_n_epochs=2), "every_n_steps=50, every_n_epochs=2"),
+    ],
+)
+def test_two_periods_are_named_as_they_were_given(create: Callable[[], object], periods: str) -> None:
+    with pytest.raises(ValueError, match=f"^{periods}: give a period or a timer, not two$"):
+        create()
+
+
 def test_refuses_no_period() -> None:
     with pytest.raises(ValueError, match="none was given"):
         SecondOrStepTimer()
@@ -280,7 +296,7 @@ def test_timers_of_steps_and_epochs_can_be_pasted_back() -> None:
 
 def test_a_timer_of_epochs_measures_from_one_trigger_to_the_next(clock: FakeClock) -> None:
     timer = EveryEpochs()
-    timer.trigger()
+    timer.force_due()
     assert timer.should_trigger_for_step(4)
     assert timer.update_last_triggered_step(4) == (None, None)
     assert not timer.should_trigger_for_step(5)
@@ -294,5 +310,5 @@ def test_every_hook_gets_a_copy_of_a_timer_of_steps() -> None:
     hooks = [LoggingTensorHook(["global_step"], timer=timer) for _ in range(2)]
     assert [hook.next_due() for hook in hooks] == [Due(step=1)] * 2
     assert timer.last_triggered_step() is None
-    timer.trigger()  # without effect
+    timer.force_due()  # without effect
     assert not timer.should_trigger_for_step(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import pytest
 import torch
 from support import simulated
 from support.accelerators import BUSY, DEVICE, Reader, Training, keep_busy, no_waits, warm_up
-from support.devices import Sync, sync_audit
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -266,13 +264,13 @@ def no_pinning() -> Iterator[None]:
         yield
 
 
-def test_copies_are_made_in_one_slab_of_pinned_memory() -> None:
+def test_copies_are_made_in_one_block_of_pinned_memory() -> None:
     copier = AcceleratorCopier()
     torch.ones(1, device=DEVICE)  # initializes the device
     copier.prepare(1 << 20)
     device = torch.device(DEVICE, torch.accelerator.current_device_index())
     with no_pinning():
-        for numel in (10, 10_000, 1_000_000):  # the last one is larger than the slab
+        for numel in (10, 10_000, 1_000_000):  # the last one is larger than the block
             transfer = copier.start([torch.full((numel,), 3.0, device=DEVICE)], copier.stream(device))
             transfer.wait()
             (came,) = transfer.tensors()
@@ -533,8 +531,9 @@ def rate_with_pauses(secs: float) -> float:
 
 def test_a_pause_on_the_device_is_not_counted() -> None:
     warm_up()
-    with_pauses = median(rate_with_pauses(4 * BUSY) for _ in range(5))
-    assert with_pauses == pytest.approx(median(rate_with_pauses(1e-6) for _ in range(5)), rel=0.1 * NOISE**0.5)
+    # The best of five, because other processes of the machine only slow it down. Pauses that count leave a fifth of it.
+    with_pauses, without = (max(rate_with_pauses(secs) for _ in range(5)) for secs in (4 * BUSY, 1e-6))
+    assert with_pauses == pytest.approx(without, rel=0.5 if DEVICE == simulated.NAME else 0.1)
 
 
 @pytest.mark.parametrize("bound", [None, 0, 3])
@@ -576,37 +575,7 @@ def test_with_a_grad_scaler_only_completed_optimizer_steps_count() -> None:
     assert [step for step, _ in reader.read] == [1, 1, 2, 3]
 
 
-# -- sync_audit -------------------------------------------------------------------------------------------------------
-
-
-class Looking(SessionRunHook):
-    """Blocks the host in every run."""
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs("loss")
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        run_values.results.item()
-
-
-def audited(*hooks: SessionRunHook) -> list[Sync]:
-    training = Training()
-    with sync_audit() as syncs:
-        training.run(*hooks, runs=2)
-    return syncs
-
-
-def test_the_audit_names_the_hook_that_waits() -> None:
-    hook = Looking()
-    assert [sync[:3] for sync in audited(NanTensorHook("loss"), hook)] == [
-        (hook, "after_run", 1),
-        (hook, "after_run", 2),
-    ]
-
-
-def test_the_audit_names_the_hook_whose_fetch_waits() -> None:
-    hook = LoggingTensorHook({"loss": lambda loss: loss.item()}, every_n_iter=2)
-    assert [sync[:3] for sync in audited(hook)] == [(hook, "fetch", 1)]
+# -- what waits -------------------------------------------------------------------------------------------------------
 
 
 def event() -> torch.Event:
@@ -631,25 +600,12 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-class Waiting(SessionRunHook):
-    """Does something with the loss."""
-
-    def __init__(self, wait: Callable[[torch.Tensor], object]) -> None:
-        self.wait = wait
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs("loss")
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        self.wait(run_values.results)
-
-
+@pytest.mark.skipif(DEVICE != simulated.NAME, reason="other devices do not tell of all of them")
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
-def test_the_audit_sees_every_wait(wait: Callable[[torch.Tensor], object]) -> None:
-    hook = Waiting(wait)
-    syncs = audited(hook)
-    assert {sync[:3] for sync in syncs} == {(hook, "after_run", 1), (hook, "after_run", 2)}
-    assert len(syncs) == 2 or DEVICE == "cuda"  # where torch may report one wait more than once
+def test_the_simulated_device_tells_of_every_wait(wait: Callable[[torch.Tensor], object]) -> None:
+    loss = torch.ones((), device=DEVICE)
+    with pytest.raises(AssertionError), no_waits():
+        wait(loss)
 
 
 @pytest.mark.parametrize(
@@ -660,35 +616,11 @@ def test_the_audit_sees_every_wait(wait: Callable[[torch.Tensor], object]) -> No
         lambda loss: event().query(),
     ],
 )
-def test_the_audit_lists_nothing_that_does_not_wait(goes_on: Callable[[torch.Tensor], object]) -> None:
-    assert audited(Waiting(goes_on)) == []
-
-
-def test_another_profiler_goes_on_during_the_audit() -> None:
-    seen: list[str] = []
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        seen.append(event)
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        audited(NanTensorHook("loss"))
-        assert sys.getprofile() is profile
-    finally:
-        sys.setprofile(before)
-    assert "c_call" in seen
-
-
-def test_the_audit_finds_nothing_in_standard_hooks() -> None:
-    assert audited(*standard_hooks(2, 1)) == []
-
-
-@pytest.mark.cuda
-def test_the_audit_leaves_torch_as_it_was() -> None:
-    before = torch.cuda.get_sync_debug_mode()
-    audited()
-    assert torch.cuda.get_sync_debug_mode() == before
+def test_a_device_tells_of_nothing_that_does_not_wait(goes_on: Callable[[torch.Tensor], object]) -> None:
+    loss = torch.ones((), device=DEVICE)
+    goes_on(loss)  # one-time initialization may wait
+    with no_waits():
+        goes_on(loss)
 
 
 # -- running fetches ----------------------------------------------------------------------------------------------

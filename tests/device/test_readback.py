@@ -34,10 +34,9 @@ from torchhooks import (
     StopAtStepHook,
     SummarySaverHook,
 )
-from torchhooks.common.requester import Requester
 from torchhooks.common.trees import as_snapshot
 from torchhooks.device.accelerator import pack, unpack
-from torchhooks.device.readback import BATCH_RUNS, BATCH_SECS, Elapsed, Moment, Readback, to_host
+from torchhooks.device.readback import BATCH_RUNS, BATCH_SECS, DeviceDuration, DeviceTimestamp, Readback, to_host
 from torchhooks.testing import FakeClock, RecordingHook, RecordingWriter, plain, trace
 
 NAN, INF = math.nan, math.inf
@@ -103,10 +102,10 @@ def test_a_list_that_keeps_growing_is_passed_on_as_it_is_now(readback: Readback)
 
 
 def test_a_time_on_the_hosts_clock_is_passed_on_at_once(readback: Readback, clock: FakeClock) -> None:
-    begin = Moment(torch.device("cpu"))
+    begin = DeviceTimestamp(torch.device("cpu"))
     clock.advance(2.5)
     got: list[Any] = []
-    readback.request([Elapsed(begin, Moment(torch.device("cpu")))], got.append)
+    readback.request([DeviceDuration(begin, DeviceTimestamp(torch.device("cpu")))], got.append)
     assert got == [[2.5]]
 
 
@@ -449,9 +448,9 @@ def test_a_tensor_without_one_block_of_memory_is_waited_for(device: FakeDevice, 
 def test_elapsed_time_is_that_of_the_device(readback: Readback, clock: FakeClock) -> None:
     cpu = torch.device("cpu")
     with FakeDevice(lag=2, speed=3.0):
-        begin = Moment(cpu)
+        begin = DeviceTimestamp(cpu)
         clock.advance(1.5)
-        assert drained(readback, {"secs": Elapsed(begin, Moment(cpu))}) == {"secs": 4.5}
+        assert drained(readback, {"secs": DeviceDuration(begin, DeviceTimestamp(cpu))}) == {"secs": 4.5}
 
 
 def test_to_host_waits(device: FakeDevice) -> None:
@@ -497,7 +496,7 @@ def raising(error: BaseException) -> Callable[[Any], None]:
 def test_an_error_in_a_callback_names_the_hook_and_the_step_of_the_value(
     device: FakeDevice, readback: Readback
 ) -> None:
-    readback.request(on_device(0.5), raising(ValueError("on purpose")), Requester(name="MyHook()"), 7)
+    readback.request(on_device(0.5), raising(ValueError("on purpose")), "MyHook()", 7)
     with pytest.raises(ValueError, match="on purpose") as caught:
         readback.drain()
     assert caught.value.__notes__ == ["torchhooks: in a when_ready callback of MyHook(), for step 7"]
@@ -564,9 +563,9 @@ def test_a_callback_can_make_a_request(device: FakeDevice, readback: Readback) -
 
 def test_a_request_by_a_callback_is_attributed_to_its_hook(device: FakeDevice, readback: Readback) -> None:
     def ask_again(_: Any) -> None:
-        readback.request(on_device(2.0), raising(ValueError()), Requester(name="the last hook of the run"), 9)
+        readback.request(on_device(2.0), raising(ValueError()), "the last hook of the run", 9)
 
-    readback.request(on_device(1.0), ask_again, Requester(name="MyHook()"), 7)
+    readback.request(on_device(1.0), ask_again, "MyHook()", 7)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         readback.drain()
     assert caught.value.__notes__ == ["torchhooks: in a when_ready callback of MyHook(), for step 7"]

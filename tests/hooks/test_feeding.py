@@ -75,9 +75,9 @@ def test_a_key_that_is_not_a_name_is_refused_by_the_name_of_the_hook(step: Any, 
 
 @pytest.mark.parametrize("key", [1, None])
 def test_a_session_and_a_hook_at_the_end_take_names_only(key: Any) -> None:
-    with MonitoredLoop(int) as loop, pytest.raises(TypeError, match=r"Session\.run feeds .*, which is not a name"):
+    with MonitoredLoop(int) as loop, pytest.raises(TypeError, match=r"Session\.run feeds"):
         loop.session.run("global_step", {key: 1})
-    with pytest.raises(TypeError, match=r"FinalOpsHook feeds .*, which is not a name"):
+    with pytest.raises(TypeError, match="FinalOpsHook feeds"):
         FinalOpsHook("global_step", {key: 1})
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.devices import FakeDevice, sync_audit
+from support.devices import FakeDevice
 from support.torch_state import is_profiling
 
 from torchhooks import (
@@ -20,6 +20,7 @@ from torchhooks import (
     EverySteps,
     MonitoredLoop,
     NeverTriggerTimer,
+    OnSignal,
     ProfilerHook,
     SecondOrStepTimer,
     SessionRunHook,
@@ -90,6 +91,16 @@ def test_a_relative_folder_is_that_of_the_creation_of_the_hook(tmp_path: Path, m
 def test_profiles_periodically_but_never_the_first_run(given: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
     trace(ProfilerHook(output_dir=tmp_path, **given), losses=[0.1] * 7)
     assert timelines(tmp_path) == steps
+
+
+def test_a_signal_before_the_first_run_asks_for_a_profile_of_it(tmp_path: Path) -> None:
+    training = Training()
+    hook = ProfilerHook(output_dir=tmp_path, timer=OnSignal("SIGUSR1"))
+    with MonitoredLoop(training.step, training.model, hooks=[hook]) as loop:
+        signal.raise_signal(signal.SIGUSR1)
+        for _ in range(3):
+            loop.run()
+    assert timelines(tmp_path) == [1]
 
 
 def test_profiles_at_multiples_after_a_resume(tmp_path: Path) -> None:
@@ -187,14 +198,6 @@ def test_a_hook_that_wrote_a_profile_or_a_loop_that_failed_logs_no_more(losses: 
     assert [text for _, text in lines if "wrote no profile" in text or "is lost" in text] == []
 
 
-@pytest.mark.parametrize("show", [True, False])
-def test_dataflow_is_shown_as_arrows(show: bool, tmp_path: Path) -> None:
-    Training().train(2, ProfilerHook(save_steps=2, output_dir=tmp_path, show_dataflow=show))
-    phases = Counter(event["ph"] for event in events(tmp_path, 2))
-    assert phases["X"]
-    assert bool(phases["s"] and phases["f"]) is show
-
-
 @pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize("show", [True, False])
 def test_memory_is_shown_if_asked_for(show: bool, runs: int, tmp_path: Path) -> None:
@@ -238,13 +241,14 @@ def test_the_time_that_writing_takes_is_not_counted(tmp_path: Path) -> None:
 # -- several runs -----------------------------------------------------------------------------------------------------
 
 
-def test_several_runs_are_in_one_file_after_a_warm_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("runs", "steps"), [(1, [4]), (2, [4, 5]), (3, [4, 5, 6])])
+def test_the_run_that_is_due_is_the_first_of_those_in_the_file(runs: int, steps: list[int], tmp_path: Path) -> None:
     training = Training()
-    training.train(12, ProfilerHook(save_steps=4, output_dir=tmp_path, runs=3))
-    assert timelines(tmp_path) == [7]  # warmed up in the run to step 4; the next period begins at step 7
-    marks = {event["name"] for event in events(tmp_path, 7) if "ProfilerStep" in event["name"]}
-    assert marks == {"ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"}
-    assert training.profiled[:3] + training.profiled[4:10] == [False] * 3 + [True] * 3 + [False] * 3
+    training.train(7, ProfilerHook(save_steps=4, output_dir=tmp_path, runs=runs))
+    assert timelines(tmp_path) == steps[-1:]
+    assert [step for step, is_profiled in enumerate(training.profiled, 1) if is_profiled] == steps
+    marks = {event["name"] for event in events(tmp_path, steps[-1]) if "ProfilerStep" in event["name"]}
+    assert len(marks) == (runs if runs > 1 else 0)
     assert not is_profiling()
 
 
@@ -266,21 +270,16 @@ def test_a_recovery_in_the_middle_starts_another_profile(tmp_path: Path) -> None
     ]
     losses = [0.1] * 3 + [AbortedError] + [0.1] * 6
     trace(*hooks, losses=losses, checkpoint_dir=tmp_path / "run")
-    assert (len(timelines(tmp_path / "profiles")), is_profiling()) == (1, False)
+    assert (timelines(tmp_path / "profiles"), is_profiling()) == ([5, 9], False)
 
 
 # -- several hooks ----------------------------------------------------------------------------------------------------
 
 
-def test_two_hooks_share_the_profile_of_a_run(tmp_path: Path) -> None:
-    hooks = [
-        ProfilerHook(save_steps=2, output_dir=tmp_path / "a"),
-        ProfilerHook(save_steps=2, output_dir=tmp_path / "b", show_memory=True, show_dataflow=False),
-    ]
+def test_of_two_hooks_that_are_due_in_one_run_the_second_profiles_the_next_one(tmp_path: Path) -> None:
+    hooks = [ProfilerHook(save_steps=2, output_dir=tmp_path / name) for name in ("a", "b")]
     Training().train(3, *hooks)
-    phases = [Counter(event["ph"] for event in events(tmp_path / name, 2)) for name in ("a", "b")]
-    assert [bool(each["s"]) for each in phases] == [True, False]
-    assert [bool(each["i"]) for each in phases] == [True, True]  # the memory
+    assert [timelines(tmp_path / name) for name in ("a", "b")] == [[2], [3]]
 
 
 @pytest.mark.parametrize("several_first", [True, False])
@@ -292,7 +291,7 @@ def test_a_hook_that_is_due_while_another_one_profiles_several_runs_waits(severa
     training = Training()
     training.train(7, *(hooks if several_first else hooks[::-1]))
     found = timelines(tmp_path / "several"), timelines(tmp_path / "single")
-    assert found == (([5], [6]) if several_first else ([6], [3, 7]))
+    assert found == (([4], [5]) if several_first else ([5], [3, 6]))
     assert not is_profiling()
 
 
@@ -313,11 +312,11 @@ def test_nothing_waits_for_a_device_but_the_profiler(tmp_path: Path) -> None:
     writer, waits = RecordingWriter(), []
     hooks = [ProfilerHook(save_steps=3, output_dir=tmp_path), StepCounterHook(2, summary_writer=writer)]
     loss = torch.tensor(0.5)
-    with FakeDevice(lag=3) as device, sync_audit("cpu") as syncs, MonitoredLoop(lambda: loss, hooks=hooks) as loop:
+    with FakeDevice(lag=3) as device, MonitoredLoop(lambda: loss, hooks=hooks) as loop:
         for _ in range(9):
             loop.run()
         waits.append(device.waits)
-    assert (waits, syncs) == ([0], [])
+    assert waits == [0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Throughput and memory in StepCounterHook, what the loop itself knows as fetches, and norms."""
+"""Tokens and memory in StepCounterHook, what it and the loop itself know as fetches, and norms."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.accelerators import DEVICE
-from support.devices import FakeDevice, sync_audit
-from support.torch_state import has_dispatch_mode
+from support.devices import FakeDevice
 from torch import nn
 
 from torchhooks import (
+    CheckpointSaverHook,
     EvaluationHook,
     FetchError,
     LoggingTensorHook,
@@ -27,8 +28,7 @@ from torchhooks import (
     grad_norm,
     param_norm,
 )
-from torchhooks.hooks import throughput
-from torchhooks.hooks.throughput import FlopCount, Tokens, described, known_peak_flops, memory
+from torchhooks.hooks import counting
 from torchhooks.testing import FakeClock, RecordingHook
 
 NAN = math.nan
@@ -83,10 +83,9 @@ def test_tokens_on_a_device_are_added_up_there_without_waiting() -> None:
         FakeDevice(lag=2) as device,
         MonitoredLoop(lambda: {"tokens": torch.tensor(7)}, hooks=[hook], step_unit="run") as loop,
     ):
-        with sync_audit("cpu") as syncs:
-            for _ in range(9):
-                loop.run()
-        assert (syncs, device.waits) == ([], 0)
+        for _ in range(9):
+            loop.run()
+        assert device.waits == 0
     rates = zip(notebook.points["tokens/sec"], notebook.points["global_step/sec"], strict=True)
     assert [(step, round(rate / steps_per_sec, 6)) for (step, rate), (_, steps_per_sec) in rates] == [
         (step, 7) for step in (3, 5, 7, 9)
@@ -94,12 +93,9 @@ def test_tokens_on_a_device_are_added_up_there_without_waiting() -> None:
 
 
 def test_more_tokens_than_float32_can_count_are_counted_exactly() -> None:
-    tokens = Tokens()
-    for number in (2**24, 1, 1):
-        tokens.add(torch.tensor(float(number)))
-    tokens.add(3)
-    assert float(tokens.take()) == 2**24 + 5
-    assert tokens.take() == 0
+    numbers = iter([1, 2**24, 1, 1, 1])
+    notebook = counted(lambda: {"tokens": torch.tensor(next(numbers), dtype=torch.int32)}, tokens_per_step="tokens")
+    assert notebook.points["tokens/sec"] == [(3, (2**24 + 1) / 2), (5, 1)]
 
 
 @pytest.mark.parametrize("number", [0, -1, True, NAN, math.inf])
@@ -110,12 +106,13 @@ def test_a_number_of_tokens_that_is_not_positive_is_an_error(number: float) -> N
 
 
 def test_a_fetch_of_several_numbers_is_an_error_that_says_so() -> None:
-    with pytest.raises(ValueError, match=r"scalar 'tokens/sec': got shape \(3,\), 3 elements"):
+    with pytest.raises(TypeError, match=r"running_sum\(tokens\) is over a tensor of shape \(3,\): give one number"):
         counted(lambda: {"tokens": torch.ones(3)}, tokens_per_step="tokens")
 
 
-def test_without_a_fetch_the_hook_has_work_in_no_more_runs_than_before() -> None:
-    plain, also = StepCounterHook(10), StepCounterHook(10, tokens_per_step=5, flops_per_step=1e9, memory=True)
+@pytest.mark.parametrize("tokens", [5, lambda: 5], ids=["number", "fetch"])
+def test_counting_tokens_gives_the_hook_work_in_no_more_runs(tokens: Any) -> None:
+    plain, also = StepCounterHook(10), StepCounterHook(10, tokens_per_step=tokens, memory=True)
     due = []
     for hook in (plain, also):
         with MonitoredLoop(lambda: None, hooks=[hook], step_unit="run") as loop:
@@ -124,100 +121,20 @@ def test_without_a_fetch_the_hook_has_work_in_no_more_runs_than_before() -> None
     assert due[0] == due[1]
 
 
-# -- floating-point operations --------------------------------------------------------------------------------------
-
-
-def linear() -> tuple[nn.Module, Callable[[], Any]]:
-    model = nn.Linear(8, 4, bias=False)
-    batch = torch.ones(2, 8)
-    return model, lambda: model(batch).sum().item()
-
-
-def test_operations_and_their_share_of_the_peak_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    notebook = counted(lambda: 0.5, flops_per_step=3e9, peak_flops=6e9)
-    assert notebook.points["flops/sec"] == [(3, 3e9), (5, 3e9)]
-    assert notebook.points["mfu"] == [(3, 0.5), (5, 0.5)]
-    assert "flops/sec: 3e+09, mfu: 50.0%" in caplog.messages
-
-
-def test_the_operations_of_the_first_step_are_measured_once() -> None:
-    model, step = linear()
-    notebook = counted(step, model=model, flops_per_step="measure")
-    assert notebook.points["flops/sec"] == [(3, 128), (5, 128)]  # 2 * 2 * 8 * 4
-    assert "mfu" not in notebook.points  # the peak of a CPU is not known
-
-
-def test_a_step_of_several_runs_is_measured_whole() -> None:
-    count = FlopCount()
-    _, step = linear()
-    for _ in range(2):  # the second run makes the step
-        count.start(0)
-        step()
-        count.stop(0)
-    count.start(0)
-    count.stop(1)
-    assert count.per_step == 256
-    count.start(1)
-    step()
-    count.stop(2)
-    assert count.per_step == 256
-
-
-def test_two_hooks_that_measure_take_turns() -> None:
-    model, step = linear()
-    notebooks = [Notebook(), Notebook()]
-    hooks = [StepCounterHook(2, summary_writer=each, flops_per_step="measure") for each in notebooks]
-
-    def timed() -> Any:
-        clock.advance(1)
-        return step()
-
-    with FakeClock() as clock, MonitoredLoop(timed, model=model, hooks=hooks, step_unit="run") as loop:
-        for _ in range(3):
-            loop.run()
-    assert [each.points["flops/sec"] for each in notebooks] == [[(3, 128)], [(3, 128)]]
-
-
-def test_a_step_that_fails_while_it_is_measured_leaves_no_mode() -> None:
-    hook = StepCounterHook(2, flops_per_step="measure")
-
-    def fail() -> None:
-        with MonitoredLoop(lambda: 1 / 0, hooks=[hook]) as loop:
-            loop.run()
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert not has_dispatch_mode()
-    other = FlopCount()
-    other.start(0)
-    other.stop(1)
-    assert other.per_step == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("Tesla V100-SXM2-16GB", 125e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA A1000", None),
-        ("Something else", None),
-    ],
-)
-def test_the_peak_of_common_devices_is_known(name: str, peak: float | None) -> None:
-    assert known_peak_flops(name) == peak
-
-
-@pytest.mark.parametrize("argument", ["flops_per_step", "peak_flops"])
-@pytest.mark.parametrize("value", [0, "much", NAN])
-def test_a_number_of_operations_that_is_not_positive_is_an_error(argument: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{argument}=.*: must be a number of operations"):
-        StepCounterHook(**{argument: value})
+def test_a_loop_that_is_resumed_where_an_epoch_ends_counts_from_there(tmp_path: Path) -> None:
+    notebooks = []
+    for epochs in (1, 2):
+        notebooks.append(Notebook())
+        counter = StepCounterHook(every_n_epochs=1, tokens_per_step=lambda: 100, summary_writer=notebooks[-1])
+        hooks = [counter, CheckpointSaverHook(tmp_path, save_steps=100)]
+        with (
+            FakeClock() as clock,
+            MonitoredLoop(lambda: clock.advance(1), hooks=hooks, checkpoint_dir=tmp_path) as loop,
+        ):
+            for _ in loop.until_stop(range(epochs)):
+                for _ in loop.until_stop(range(4)):
+                    loop.run()
+    assert notebooks[1].points["tokens/sec"] == [(8, 100)]
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------
@@ -235,30 +152,28 @@ def test_a_system_without_proc_reports_no_memory_of_the_host(monkeypatch: pytest
     def no_proc(path: str, **_: Any) -> Any:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(throughput, "open", no_proc, raising=False)
+    monkeypatch.setattr(counting, "open", no_proc, raising=False)
     assert "memory/host" not in counted(lambda: 0.5, memory=True).points
 
 
-def test_everything_is_in_one_log_line() -> None:
-    values = {"mfu": 0.5, "tokens/sec": 10.0, "memory/device_peak": 2.0**30, "memory/host": 2.0**31, "flops/sec": 1e12}
-    assert described(values) == (
-        "tokens/sec: 10, flops/sec: 1e+12, mfu: 50.0%, peak device memory: 1 GiB, host memory: 2 GiB"
-    )
-
-
 @pytest.mark.accelerator
-def test_the_peak_of_a_device_is_that_of_the_period() -> None:
-    device = torch.device(DEVICE)
-    dict(memory(device))
-    before = torch.accelerator.memory_allocated()
-    del (large := [torch.empty(2**26, dtype=torch.uint8, device=device)])[:]
-    assert dict(memory(device))["memory/device_peak"] >= before + 2**26
-    assert dict(memory(device))["memory/device_peak"] < before + 2**26
+def test_the_peak_of_a_device_is_that_of_the_period(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model, notebook = nn.Linear(1, 1, device=DEVICE), Notebook()
+    with MonitoredLoop(lambda: None, model, hooks=[StepCounterHook(1, summary_writer=notebook, memory=True)]) as loop:
+        loop.run()
+        before = torch.accelerator.memory_allocated()
+        del (large := [torch.empty(2**26, dtype=torch.uint8, device=DEVICE)])[:]
+        for _ in range(2):
+            loop.run()
+    (_, first), (_, second) = notebook.points["memory/device_peak"]
+    assert first >= before + 2**26 > second
     assert not large
+    assert any(re.fullmatch(r"peak device memory: .* GiB, host memory: .* GiB", text) for text in caplog.messages)
 
 
 def test_the_repr_has_the_arguments_that_were_given() -> None:
-    hook = StepCounterHook(2, tokens_per_step=5, flops_per_step="measure", peak_flops=1e12, memory=True)
+    hook = StepCounterHook(2, tokens_per_step=5, memory=True)
     assert repr(eval(repr(hook))) == repr(hook)
     assert "memory=True" in repr(hook)
 
@@ -378,6 +293,14 @@ def test_the_tokens_of_the_run_that_ends_the_period_count(first: bool) -> None:
         for batch in range(3):
             loop.run(batch)
     assert hook.results[-1] == (2 + 4) / 2
+
+
+def test_tokens_that_were_fetched_are_in_the_curve_too() -> None:
+    notebook = Notebook()
+    hook = StepCounterHook(2, tokens_per_step=lambda batch: 2**batch, summary_writer=notebook)
+    rates = fetched("tokens_per_sec", hook, secs=1.0, runs=5)
+    assert notebook.points["tokens/sec"] == [(3, 3), (5, 12)]
+    assert rates[2:] == [3, 3, 12]
 
 
 def test_the_last_run_of_an_epoch_counts_its_tokens_once() -> None:
@@ -522,14 +445,13 @@ def test_norms_do_not_wait_for_a_device() -> None:
     model = two_layers()
     hook = SummarySaverHook(1, summary_writer=notebook, summary_op=ops)
     with (
-        FakeDevice(),
+        FakeDevice() as device,
         MonitoredLoop(
             lambda: model(torch.ones(1, 1)).sum().backward(), model=model, hooks=[hook], step_unit="run"
         ) as loop,
-        sync_audit("cpu") as syncs,
     ):
         loop.run()
-    assert syncs == []
+        assert device.waits == 0
     assert notebook.points == {"grad_norm": [(1, 5)], "param_norm": [(1, 5)]}
 
 

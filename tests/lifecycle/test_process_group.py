@@ -100,7 +100,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("number", "where"),
     [
-        (signal.SIGINT, "step"),
+        pytest.param(signal.SIGINT, "step", marks=pytest.mark.exhaustive),
         (signal.SIGTERM, "data"),
         pytest.param(signal.SIGINT, "data", marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGTERM, "step", marks=pytest.mark.exhaustive),

@@ -174,7 +174,7 @@ def test_every_hook_takes_the_timer(name: str, tmp_path: Path, lines: list[tuple
 
     class Timer(OnSignal):
         def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-            if self._is_asked:
+            if self._has_arrived:
                 triggered.append(step)
             return super().update_last_triggered_step(step)
 
@@ -211,8 +211,8 @@ def test_a_request_to_one_rank_makes_the_hook_due_on_all_ranks_in_the_same_run(
         triggered: list[int] = []
 
         class Timer(OnSignal):
-            def trigger(self) -> None:
-                super().trigger()
+            def force_due(self) -> None:
+                super().force_due()
                 triggered.append(loop.global_step)
 
         hook = HOOKS[name](tmp_path / "out", Timer("SIGUSR1"))

@@ -12,6 +12,7 @@ from torchhooks import (
     LoggingTensorHook,
     MonitoredLoop,
     NoRunYetError,
+    Saver,
     Scaffold,
     Session,
     SessionRunContext,
@@ -36,7 +37,7 @@ def model() -> torch.nn.Linear:
 def test_has_what_the_loop_was_given(model: torch.nn.Linear) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    saver = object()
+    saver: Any = object()  # which nothing is asked of
     scaffold = Scaffold(saver=saver)
     with MonitoredLoop(half, model, optimizer, scaffold=scaffold, state={"scheduler": scheduler}) as loop:
         session = loop.session
@@ -297,9 +298,10 @@ def test_what_was_given_is_kept(name: str) -> None:
 
 
 def test_the_scaffold_that_is_copied_from_stays_as_it_is() -> None:
-    other = Scaffold(saver="theirs")
-    Scaffold(saver="mine", copy_from_scaffold=other)
-    assert other.saver == "theirs"
+    saver = Saver()
+    other = Scaffold(saver=saver)
+    Scaffold(saver=Saver(), copy_from_scaffold=other)
+    assert other.saver is saver
 
 
 def test_a_scaffold_is_copied_only_from_a_scaffold() -> None:

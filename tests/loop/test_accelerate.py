@@ -153,11 +153,7 @@ def test_a_prepared_loader_is_resumed_by_skipping_with_one_warning(
     lines.clear()
     first, _ = train(kind, tmp_path / "parts", stop, 1, step_unit)
     (warning,) = warnings(lines)
-    assert warning.startswith("the state_dict() of until_stop's ")
     assert "raised AttributeError: " in warning
-    assert warning.endswith(
-        "So it is treated as a loader without a state, and is resumed by skipping the items that are done."
-    )
     lines.clear()
     second, resumed_end = train(kind, tmp_path / "parts", 99, 2, step_unit)
     assert len(warnings(lines)) == 1

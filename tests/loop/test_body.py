@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import FakeDevice, sync_audit
+from support.devices import FakeDevice
 from support.torch_state import hooks_on
 from torch import nn
 
@@ -43,7 +43,7 @@ from torchhooks import (
     running_mean,
 )
 from torchhooks.loop.body import Body
-from torchhooks.testing import FakeClock, RecordingHook
+from torchhooks.testing import RecordingHook
 
 Lines = list[tuple[str, str]]
 
@@ -131,36 +131,6 @@ def test_the_outputs_are_a_new_dict_in_each_run() -> None:
     assert seen[0] is not seen[1]
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_hook_that_is_due_now_and_then_is_called_in_the_runs_in_which_it_is_due(before: bool) -> None:
-    hook = Often(3, before)
-    with MonitoredLoop(hooks=[hook]) as loop:
-        make(loop, *range(8))
-    assert hook.runs == [3, 6]
-
-
-def test_a_hook_is_told_how_many_runs_it_sat_out() -> None:
-    sat_out: list[int] = []
-    hook = Often(3, before=True)
-    hook.sat_out = sat_out.append  # type: ignore[method-assign, assignment]
-    with MonitoredLoop(hooks=[hook]) as loop:
-        make(loop, *range(7))
-    assert sat_out == [2, 2, 1]
-
-
-def test_a_hook_with_a_period_in_seconds_is_due_by_the_clock(clock: FakeClock) -> None:
-    class Timed(RecordingHook):
-        def next_due(self) -> Due:
-            return Due(moment=1010.0)
-
-    hook = Timed("loss")
-    with MonitoredLoop(hooks=[hook]) as loop:
-        make(loop, 1)
-        clock.advance(10)
-        make(loop, 2)
-    assert hook.results == [2]
-
-
 def test_due_when_sees_the_outputs_of_the_body() -> None:
     class Watching(RecordingHook):
         def next_due(self) -> Due:
@@ -170,21 +140,6 @@ def test_due_when_sees_the_outputs_of_the_body() -> None:
     with MonitoredLoop(hooks=[hook]) as loop:
         make(loop, 1, 2, 1, 3)
     assert hook.results == [2, 3]
-
-
-def test_the_global_step_counts_the_body_only_when_it_has_ended() -> None:
-    with MonitoredLoop() as loop, loop.step():
-        assert loop.global_step == 0
-    assert loop.global_step == 1
-
-
-def test_the_steps_of_the_optimizer_count_if_they_are_the_unit() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.0)
-    hook = RecordingHook("global_step")
-    with MonitoredLoop(optimizer=optimizer, hooks=[hook], step_unit="optimizer_step") as loop, loop.step():
-        optimizer.step()
-        optimizer.step()
-    assert hook.results == [2]
 
 
 def test_the_last_outputs_are_released_before_the_next_body() -> None:
@@ -372,14 +327,6 @@ def test_a_training_loop_needs_no_step_function_either(tmp_path: Path) -> None:
 # -- stop -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_stop_that_a_hook_requests_before_the_body_takes_effect_after_it() -> None:
-    hook = RecordingHook("loss")
-    with MonitoredLoop(hooks=[During(before_run=lambda context: context.request_stop("enough")), hook]) as loop:
-        make(loop, 1, 2, 3)
-    assert hook.results == [1]
-    assert loop.stop_reason == "During: enough"
-
-
 def test_a_stop_that_the_body_requests_takes_effect_after_it() -> None:
     hook = RecordingHook("loss")
     with MonitoredLoop(hooks=[hook]) as loop:
@@ -389,16 +336,6 @@ def test_a_stop_that_the_body_requests_takes_effect_after_it() -> None:
                 outputs["loss"] = loss
     assert hook.results == [1]
     assert loop.stop_reason == "request_stop: enough"
-
-
-def test_a_body_after_a_stop_is_refused() -> None:
-    with MonitoredLoop(hooks=[StopAtStepHook(last_step=1)]) as loop:
-        make(loop, 1)
-        with (
-            pytest.raises(LifecycleError, match=r"step\(\) was called after a stop \(StopAtStepHook: step 1\)"),
-            loop.step(),
-        ):
-            pytest.fail("the body was entered")
 
 
 @pytest.mark.parametrize("where", ["before_run", "body", "after_run"])
@@ -413,21 +350,6 @@ def test_stop_iteration_ends_the_loop_cleanly(where: str) -> None:
     assert "after_run" not in methods(hook)
     assert methods(hook)[-2:] == ["end", "teardown"]
     assert loop.global_step == (1 if where == "after_run" else 0)
-
-
-def test_one_body_is_allowed_after_a_stop_by_a_thread() -> None:
-    class Thread(SessionRunHook):
-        def after_create_session(self, session: Session, coord: Coordinator) -> None:
-            self.coord = coord
-
-    hook = Thread()
-    with MonitoredLoop(hooks=[hook]) as loop:
-        hook.coord.request_stop()
-        with loop.step():
-            pass
-        with pytest.raises(LifecycleError, match=r"step\(\) was called after a stop"), loop.step():
-            pytest.fail("the body was entered")
-    assert loop.global_step == 1
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -469,7 +391,7 @@ def test_a_recording_that_cannot_be_stopped_is_noted_on_the_error_of_the_body(mo
     def stop(recording: object) -> None:
         raise OSError("profiler")
 
-    monkeypatch.setattr("torchhooks.loop.run.Recording.stop", stop)
+    monkeypatch.setattr("torchhooks.loop.runner.Recording.stop", stop)
     model = nn.Sequential(nn.Linear(1, 1))
     with (
         pytest.raises(ValueError, match="broken") as raised,
@@ -503,20 +425,6 @@ def test_a_value_on_a_device_arrives_in_a_later_run() -> None:
             with loop.step() as outputs:
                 outputs["loss"] = torch.tensor(float(number))
     assert arrived == [0, 1, 2]
-
-
-def test_the_audit_names_the_hook_that_would_wait_for_the_device() -> None:
-    class Waits(SessionRunHook):
-        def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-            return SessionRunArgs("loss")
-
-        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-            float(run_values.results)
-
-    with sync_audit("cpu") as waits, MonitoredLoop(hooks=[Waits()]) as loop, loop.step() as outputs:
-        outputs["loss"] = torch.ones(())
-        float(outputs["loss"])  # the caller's own wait
-    assert [(type(wait.hook).__name__, wait.method, wait.step) for wait in waits] == [("Waits", "after_run", 1)]
 
 
 # -- recovery ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torchhooks import (
     latest_checkpoint,
     list_checkpoints,
 )
-from torchhooks.checkpoints.files import split_checkpoint
+from torchhooks.checkpoints.folder import split_checkpoint
 from torchhooks.testing import RecordingHook
 
 Lines = list[tuple[str, str]]
@@ -156,9 +156,7 @@ def test_a_recovery_never_restores_what_was_saved_before(saved_to: str, lines: L
 
     train("run", 8)
     if saved_to == "run":
-        with pytest.raises(
-            DamagedCheckpointError, match=r"model\.ckpt-4 is damaged: state\.pt is cut short.* run has model\.ckpt-0, "
-        ):
+        with pytest.raises(DamagedCheckpointError, match=r"model\.ckpt-4 is damaged.* run has model\.ckpt-0, "):
             train("run/model.ckpt-4", 9, 100.0, hooks=(Damaging(),))
     else:
         training = Training(100.0)
@@ -191,7 +189,7 @@ def test_a_failure_while_the_session_is_created_restores_it_again(lines: Lines) 
 def test_a_checkpoint_that_is_missing_or_damaged_is_an_error_that_says_what_there_is(name: str) -> None:
     train("run", 6)
     Path("run/model.ckpt-4/state.pt").write_bytes(b"cut short")
-    problem = "cannot be read: No such file or directory" if name[-1] == "5" else "is damaged: state.pt is cut short"
+    problem = "cannot be read" if name[-1] == "5" else "is damaged"
     with pytest.raises(DamagedCheckpointError) as raised:
         train(f"run/{name}", 9)
     assert problem in str(raised.value)
@@ -215,7 +213,7 @@ def test_a_checkpoint_that_does_not_match_is_an_error() -> None:
 
 def test_one_that_a_killed_process_had_moved_aside_is_found() -> None:
     train("run", 6)
-    os.rename("run/model.ckpt-4", "run/.model.ckpt-4.0123456789abcdef.old")
+    os.rename("run/model.ckpt-4", "run/.model.ckpt-4.elsewhere-1-2-01234567.old")
     assert train("run/model.ckpt-4", 5) == (5.0, 4)
 
 

@@ -1,4 +1,7 @@
-"""The loop: the order of calls, stops, what a hook is given, nested use, threads, what counts as a step."""
+"""The loop, in both ways to make a run, ``loop.run()`` and ``with loop.step()``.
+
+The order of calls, stops, what a hook is given, nested use, threads, what counts as a step.
+"""
 
 import contextlib
 import gc
@@ -13,6 +16,8 @@ import pytest
 import torch
 from support.devices import FakeDevice
 
+import torchhooks
+import torchhooks.testing.recording
 from torchhooks import (
     AbortedError,
     Coordinator,
@@ -38,6 +43,34 @@ from torchhooks import (
 from torchhooks.testing import FakeClock, RecordingHook, trace
 
 Calls = list[tuple[Any, ...]]
+
+
+class LoopWithBody(torchhooks.MonitoredLoop[Any]):
+    """A loop whose ``run`` calls the function in the body of ``with loop.step()``."""
+
+    def __init__(self, step: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(None, *args, **kwargs)
+        self.function = step
+        self.run = self.run_body  # type: ignore[method-assign]
+
+    def run_body(self, *args: Any, **kwargs: Any) -> Any:
+        with self.step() as outputs:
+            result = self.function(*args, **kwargs)
+            outputs.update(result if isinstance(result, dict) else {"loss": result})
+        return result
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    only = metafunc.definition.get_closest_marker("function_only")
+    metafunc.parametrize("way", ["run"] if only else ["run", "step"])
+
+
+@pytest.fixture(autouse=True)
+def _way_in(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test makes its runs with ``loop.run()``, and with ``with loop.step()``."""
+    if way == "step":
+        monkeypatch.setitem(globals(), "MonitoredLoop", LoopWithBody)
+        monkeypatch.setattr(torchhooks.testing.recording, "MonitoredLoop", LoopWithBody)
 
 
 def half() -> float:
@@ -252,6 +285,7 @@ def test_a_hook_of_a_loop_that_failed_or_was_dropped_can_be_used_again() -> None
     assert hook.results[-1] == 0.5
 
 
+@pytest.mark.function_only
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -271,6 +305,7 @@ def test_an_argument_of_the_wrong_kind_is_refused_by_name(arguments: dict[str, A
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.function_only
 @pytest.mark.parametrize("hooks", [[], [RecordingHook()], [RecordingHook({"s": "global_step"})]])
 @pytest.mark.parametrize(
     "outputs",
@@ -282,6 +317,7 @@ def test_run_returns_the_very_object_that_the_step_returned(outputs: Any, hooks:
         assert loop.run() is outputs
 
 
+@pytest.mark.function_only
 def test_what_run_returns_still_has_its_graph() -> None:
     weight = torch.ones((), requires_grad=True)
     with MonitoredLoop(lambda: weight * 3, hooks=[RecordingHook("loss")]) as loop:
@@ -310,11 +346,13 @@ def test_no_graph_is_kept_alive_into_the_next_step(hooks: list[RecordingHook]) -
     assert alive == [False, False, False]
 
 
+@pytest.mark.function_only
 def test_positional_and_keyword_arguments_reach_the_step() -> None:
     with MonitoredLoop(lambda *args, **kwargs: (args, kwargs)) as loop:
         assert loop.run(1, 2, x=3) == ((1, 2), {"x": 3})
 
 
+@pytest.mark.function_only
 def test_a_hook_that_asked_for_nothing_gets_none() -> None:
     hooks = [RecordingHook(), RecordingHook("loss"), RecordingHook(feed_dict={"x": 1})]
     with MonitoredLoop(lambda x: 0.5, hooks=hooks) as loop:
@@ -352,11 +390,13 @@ def add(x: float, y: float = 0.0) -> float:
     return x + y
 
 
+@pytest.mark.function_only
 def test_a_feed_is_an_argument_of_the_step() -> None:
     with MonitoredLoop(add, hooks=[RecordingHook(feed_dict={"y": 2.0})]) as loop:
         assert loop.run(1.0) == 3.0
 
 
+@pytest.mark.function_only
 def test_two_hooks_that_feed_one_name_are_refused_and_the_later_ones_not_asked() -> None:
     first, second = RecordingHook(feed_dict={"y": 1.0}), RecordingHook(feed_dict={"y": 2.0})
     later = RecordingHook()
@@ -366,6 +406,7 @@ def test_two_hooks_that_feed_one_name_are_refused_and_the_later_ones_not_asked()
     assert ("before_run", False) not in later.calls
 
 
+@pytest.mark.function_only
 @pytest.mark.parametrize(("args", "kwargs"), [((1.0, 2.0), {}), ((1.0,), {"y": 2.0})], ids=["by position", "by name"])
 def test_a_hook_that_feeds_what_the_caller_gave_is_refused(args: tuple[float], kwargs: dict[str, float]) -> None:
     feeding, later = RecordingHook(feed_dict={"y": 1.0}), RecordingHook()
@@ -374,6 +415,7 @@ def test_a_hook_that_feeds_what_the_caller_gave_is_refused(args: tuple[float], k
     assert ("before_run", False) in later.calls
 
 
+@pytest.mark.function_only
 def test_a_feed_that_the_step_does_not_take_is_refused_by_the_name_of_the_hook() -> None:
     hook = RecordingHook(feed_dict={"z": 1.0})
     with MonitoredLoop(add, hooks=[hook]) as loop, pytest.raises(TypeError, match=r"RecordingHook.*'z'.*takes: x, y"):
@@ -482,6 +524,7 @@ def test_the_context_has_the_session_of_the_loop() -> None:
     assert hook.contexts[0].session is loop.session
 
 
+@pytest.mark.function_only
 @pytest.mark.parametrize(
     ("step", "call", "inputs"),
     [
@@ -499,6 +542,7 @@ def test_original_args_are_the_step_and_its_inputs_by_name(step: Any, call: Any,
     assert hook.contexts[0].original_args == SessionRunArgs(step, inputs)
 
 
+@pytest.mark.function_only
 def test_original_args_are_what_the_caller_gave_and_not_what_hooks_feed() -> None:
     hook = Keeping()
     with MonitoredLoop(add, hooks=[hook, FeedFnHook(lambda: {"y": 5.0})]) as loop:
@@ -733,18 +777,21 @@ def counting() -> Callable[[], int]:
     return itertools.count(1).__next__
 
 
+@pytest.mark.function_only
 def test_a_hook_takes_part_in_the_runs_whose_outputs_it_is_waiting_for() -> None:
     hook = Noticing(2, 5)
     run_times(7, hook, step=counting())
     assert (hook.took_part, hook.missed, hook.given) == ([2, 5], [1, 2, 2], [None, None])
 
 
+@pytest.mark.function_only
 def test_what_such_a_hook_asks_for_is_evaluated_although_it_is_asked_behind_the_step() -> None:
     hook = NoticingEarly(2, 5)
     run_times(7, hook, step=counting())
     assert (hook.took_part, hook.missed, hook.given) == ([2, 5], [1, 2, 2], [[2, 2], [5, 5]])
 
 
+@pytest.mark.function_only
 def test_who_notices_something_is_called_in_its_place_among_the_others() -> None:
     order: list[tuple[str, Any]] = []
 
@@ -767,12 +814,14 @@ def test_who_notices_something_is_called_in_its_place_among_the_others() -> None
     assert order == [("b", [1, 1]), ("d", [1, 1]), ("a", [2, 2]), ("b", [2, 2]), ("c", None)]
 
 
+@pytest.mark.function_only
 def test_a_hook_is_due_at_the_first_of_its_step_and_what_it_notices() -> None:
     hook = Sitting(lambda step: Due(step=step + 3, when=lambda outputs: outputs == 2))
     run_times(9, hook, step=counting())
     assert hook.took_part == [2, 5, 8]
 
 
+@pytest.mark.function_only
 def test_in_a_run_that_is_fed_everybody_who_watches_takes_part() -> None:
     hook = Noticing()
     with MonitoredLoop(lambda bonus: bonus, hooks=[FeedFnHook(lambda: {"bonus": 1.0}), hook]) as loop:
@@ -781,6 +830,7 @@ def test_in_a_run_that_is_fed_everybody_who_watches_takes_part() -> None:
     assert hook.took_part == [1, 2]
 
 
+@pytest.mark.function_only
 @pytest.mark.parametrize(
     ("request_", "wish"),
     [
@@ -838,6 +888,7 @@ def nested(loop: MonitoredLoop[Any], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
+@pytest.mark.function_only
 @pytest.mark.parametrize("where", ["before_run", "step", "after_run"])
 def test_a_run_inside_of_a_run_is_refused_and_the_outer_one_goes_on(where: str) -> None:
     errors: list[BaseException] = []
@@ -1230,6 +1281,7 @@ def test_an_error_in_a_thread_during_a_run_lets_the_run_finish() -> None:
     assert [call[0] for call in recorder.calls][2:] == ["before_run", "after_run", "teardown"]
 
 
+@pytest.mark.function_only
 def test_an_error_in_a_thread_keeps_the_traceback_of_the_thread_and_of_the_run() -> None:
     with pytest.raises(KeyError) as raised:
         run_and_run_again(Background(fail))
@@ -1390,6 +1442,7 @@ def test_a_thread_that_listens_is_stopped_by_close() -> None:
 # -- at the end, after a clean stop out of the middle of a run --------------------------------------------------------
 
 
+@pytest.mark.function_only
 def test_the_last_outputs_are_still_there_at_the_end_when_the_feed_ran_out(lines: list[tuple[str, str]]) -> None:
     feeds = iter([{"x": 1.0}, {"x": 2.0}])
     hooks = [FeedFnHook(lambda: next(feeds)), LoggingTensorHook(["loss"], at_end=True)]
@@ -1441,6 +1494,7 @@ def test_a_stop_asked_for_in_a_callback_takes_effect_when_the_callback_is_called
     assert seen.global_step <= last_step
 
 
+@pytest.mark.function_only
 def test_the_repr_says_the_step_the_state_the_hooks_and_the_reason() -> None:
     hooks = [StopAtStepHook(last_step=2), RecordingHook()]
     with MonitoredLoop(half, hooks=hooks) as loop:
@@ -1452,6 +1506,7 @@ def test_the_repr_says_the_step_the_state_the_hooks_and_the_reason() -> None:
     assert repr(loop) == f"<MonitoredLoop at step 2, closed {reason}, 2 hooks: StopAtStepHook, RecordingHook>"
 
 
+@pytest.mark.function_only
 def test_the_repr_says_that_a_run_failed_and_shortens_a_long_list_of_hooks() -> None:
     loop = MonitoredLoop(lambda: 1 / 0, hooks=[RecordingHook() for _ in range(10)])
     with pytest.raises(ZeroDivisionError):
@@ -1471,6 +1526,7 @@ def test_the_repr_of_a_session_says_the_step_and_what_it_holds() -> None:
     assert repr(loop.session) == "<Session at step 1, closed: Linear, SGD, vars>"
 
 
+@pytest.mark.function_only
 def test_the_repr_of_a_loop_without_anything() -> None:
     with MonitoredLoop() as loop:
         assert repr(loop) == "<MonitoredLoop at step 0, running, 0 hooks>"

@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.programs import run_program
 from torch import nn
 
 from torchhooks import (
     BestCheckpointHook,
+    CallFnHook,
     CheckpointSaverHook,
     Due,
     EvaluationHook,
     FeedFnHook,
     FetchError,
+    FinalOpsHook,
     LoggingTensorHook,
     MonitoredLoop,
     MonitoredTrainingLoop,
@@ -31,6 +34,7 @@ from torchhooks import (
     StepCounterHook,
     StopAtStepHook,
     SummarySaverHook,
+    latest,
 )
 from torchhooks.testing import RecordingHook
 
@@ -171,7 +175,7 @@ def test_a_hook_that_overrides_nothing_but_has_methods_warns_at_creation(lines: 
     expected = (
         "hooks[{}] is a {}, but overrides no method of SessionRunHook, so the loop calls none of its methods. The "
         "methods that it would call are begin(), after_create_session(), before_run(), after_run(), why_finished(), "
-        "end(), teardown(), next_due(), sat_out(), trigger()"
+        "end(), teardown(), next_due(), sat_out(), force_due()"
     )
     assert warnings_in(lines) == [
         expected.format(1, "Foreign, which has on_epoch_end(), on_train_end()"),
@@ -317,7 +321,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "periods": (
         lambda: CheckpointSaverHook("run", MODEL, optimizer()),  # type: ignore[arg-type]
-        "save_secs=Sequential(...): a period is a number of seconds, 0 or more; pass arguments after the first by name",
+        "save_secs=Sequential(...): a period",
     ),
     "seconds": (lambda: StepCounterHook(None, MODEL), "every_n_secs=Sequential(...): a period"),  # type: ignore[arg-type]
     "keep": (lambda: Saver(MODEL), "max_to_keep=Sequential(...): must be"),  # type: ignore[arg-type]
@@ -337,45 +341,19 @@ def test_an_error_about_a_wrong_argument_prints_the_type_of_a_large_one(case: st
 
 LOSS: Any = {"loss": "loss"}
 FOLDER: Any = "run"
-NO_PATH = "must be the path of a folder, a str or os.PathLike"
-BY_NAME = "; pass arguments after the first by name"
 IN_ANOTHER_ORDER: dict[str, tuple[Callable[[], object], str]] = {
-    "summaries": (
-        lambda: SummarySaverHook(100, FOLDER, LOSS),
-        "save_secs='run': a period is a number of seconds, 0 or more" + BY_NAME,
-    ),
-    "a period too many": (
-        lambda: SummarySaverHook(100, LOSS, FOLDER),
-        "save_secs={'loss': 'loss'}: a period is a number of seconds, 0 or more" + BY_NAME,
-    ),
-    "the folder first": (
-        lambda: SummarySaverHook(FOLDER, None, LOSS),
-        "save_steps='run': must be a whole number, 1 or more" + BY_NAME,
-    ),
-    "the folder": (
-        lambda: SummarySaverHook(100, None, LOSS, FOLDER),
-        f"output_dir={{'loss': 'loss'}}: {NO_PATH}{BY_NAME}",
-    ),
-    "a profile": (
-        lambda: ProfilerHook(100, FOLDER),
-        "save_secs='run': a period is a number of seconds, 0 or more" + BY_NAME,
-    ),
-    "a counter": (
-        lambda: StepCounterHook(100, FOLDER),
-        "every_n_secs='run': a period is a number of seconds, 0 or more" + BY_NAME,
-    ),
-    "an evaluation": (
-        lambda: EvaluationHook(half, 100, FOLDER),
-        "timer='run': must be an EverySteps, an EveryEpochs, an AtSteps, an OnSignal, a SecondOrStepTimer "
-        "or a NeverTriggerTimer, such as EverySteps(100)" + BY_NAME,
-    ),
+    "summaries": (lambda: SummarySaverHook(100, FOLDER, LOSS), "save_secs='run'"),
+    "a period too many": (lambda: SummarySaverHook(100, LOSS, FOLDER), "save_secs={'loss': 'loss'}"),
+    "the folder first": (lambda: SummarySaverHook(FOLDER, None, LOSS), "save_steps='run'"),
+    "the folder": (lambda: SummarySaverHook(100, None, LOSS, FOLDER), "output_dir={'loss': 'loss'}"),
+    "a profile": (lambda: ProfilerHook(100, FOLDER), "save_secs='run'"),
+    "profiles": (lambda: ProfilerHook(100, output_dir=LOSS), "output_dir={'loss': 'loss'}"),
+    "a counter": (lambda: StepCounterHook(100, FOLDER), "every_n_secs='run'"),
+    "an evaluation": (lambda: EvaluationHook(half, 100, FOLDER), "timer='run'"),
     "log lines": (
         lambda: LoggingTensorHook(["loss"], print),  # type: ignore[arg-type]
-        "every_n_iter=<built-in function print>: must be a whole number, 1 or more" + BY_NAME,
+        "every_n_iter=<built-in function print>",
     ),
-    "checkpoints": (lambda: CheckpointSaverHook(600, save_steps=1), f"checkpoint_dir=600: {NO_PATH}"),  # type: ignore[arg-type]
-    "the best": (lambda: BestCheckpointHook(600, "loss", save_steps=1, mode="min"), f"checkpoint_dir=600: {NO_PATH}"),  # type: ignore[arg-type]
-    "profiles": (lambda: ProfilerHook(100, output_dir=LOSS), f"output_dir={{'loss': 'loss'}}: {NO_PATH}{BY_NAME}"),
 }
 
 
@@ -384,7 +362,21 @@ def test_an_argument_in_the_place_of_another_is_named_in_the_error(case: str) ->
     call, said = IN_ANOTHER_ORDER[case]
     with pytest.raises((TypeError, ValueError)) as raised:
         call()
-    assert str(raised.value) == said
+    assert str(raised.value).startswith(f"{said}: ")
+    assert str(raised.value).endswith("; pass arguments after the first by name")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: CheckpointSaverHook(600, save_steps=1),  # type: ignore[arg-type]
+        lambda: BestCheckpointHook(600, "loss", save_steps=1, mode="min"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_first_argument_has_no_hint_about_the_others(call: Callable[[], object]) -> None:
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert str(raised.value) == "checkpoint_dir=600: must be the path of a folder, a str or os.PathLike"
 
 
 @pytest.mark.parametrize("secs", [5, 0.5])
@@ -455,3 +447,88 @@ def _at_step(step: int) -> Session:
     session = Session()
     session.global_step = step
     return session
+
+
+NEVER_CLOSED = """
+from torchhooks import LoggingTensorHook, MonitoredLoop
+
+def train(number):
+    loop = MonitoredLoop(lambda: 1 / (3 - number), hooks=[LoggingTensorHook(["loss"], at_end=True)])
+    for _ in loop.until_stop(range(3)):
+        loop.run()
+    return loop
+
+kept, _ = train(1), train(2)
+train(0).close()
+try:
+    train(3)  # it fails, which is why its end() is not called
+except ZeroDivisionError:
+    pass
+"""
+
+
+def test_loops_that_are_never_closed_are_warned_of_at_the_end_of_the_process() -> None:
+    printed = run_program(NEVER_CLOSED).stderr
+    assert printed.count("WARNING") == 1
+    assert "2 loops were never closed, so end() of the hooks was not called" in printed
+
+
+# -- names that hooks will ask for ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "level", "said"),
+    [
+        (LoggingTensorHook(["los"], every_n_steps=99), "INFO", "'los', which the first run did not return. Did you"),
+        (FinalOpsHook({"a": "lost"}), "INFO", "'lost', which the first run did not return. Did you mean 'loss'?"),
+        (CallFnHook(lambda los: None, every_n_steps=99), "INFO", "'los', a parameter of the arguments of <lambda>"),
+        (EvaluationHook(lambda modle: 0.0, every_n_steps=99), "INFO", "'modle', a parameter of <lambda>"),
+        (LoggingTensorHook(["0.wieght"], every_n_steps=99), "WARNING", "'0.wieght', which does not exist. Did you"),
+        (
+            SummarySaverHook(every_n_steps=99, output_dir="x", summary_op={"a": "7:output"}),
+            "WARNING",
+            "'7:output', which",
+        ),
+        (LoggingTensorHook([latest("sometimes")], every_n_steps=99), "", ""),
+        (LoggingTensorHook(["0:output", "0.weight.grad", "batch", "inputs"], every_n_steps=99), "", ""),
+        (FinalOpsHook(lambda model, session, outputs, other=1: 0), "", ""),
+    ],
+)
+def test_a_name_that_a_hook_will_ask_for_in_vain_is_said_after_the_first_run(
+    hook: SessionRunHook, level: str, said: str, lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    loop = MonitoredLoop(lambda inputs: {"loss": model(inputs).sum()}, model, hooks=[hook])
+    loop.run(torch.ones(1, 1))
+    loop.run(torch.ones(1, 1))
+    found = [(each, text) for each, text in lines if "will ask for" in text]
+    assert [each for each, _ in found] == [level] * bool(level)
+    assert all(said in text for _, text in found)
+    loop.session.close()
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        (CallFnHook(lambda: None, every_n_steps=5), "was never due: the training run had 4 steps"),
+        (CallFnHook(lambda: None, every_n_epochs=3), "was never due: the training run had 2 epochs"),
+        (CallFnHook(lambda: None, every_n_steps=4), ""),
+        (CallFnHook(lambda: None, every_n_epochs=2), ""),
+        (CallFnHook(lambda: None, every_n_steps=5, at_end=True), ""),
+        (LoggingTensorHook(["global_step"], every_n_iter=5), ""),  # TensorFlow's period is due in the first run
+    ],
+)
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_period_longer_than_the_training_run_is_said_at_its_end(
+    hook: SessionRunHook, said: str, paused: bool, lines: Lines
+) -> None:
+    with MonitoredLoop(lambda: None, hooks=[hook]) as loop:
+        for _ in loop.until_stop(range(2)):
+            for _ in loop.until_stop(range(2)):
+                loop.run()
+        if paused:
+            loop.request_stop("the time is up")
+    found = [text for _, text in lines if "never due" in text]
+    assert len(found) == (bool(said) and not paused)
+    assert all(text.endswith(said) for text in found)

@@ -683,17 +683,14 @@ def test_a_traced_run_gives_a_finished_profile_of_the_step() -> None:
     assert "aten::mse_loss" in {event.key for event in recorded.key_averages()}
 
 
-def test_every_hook_that_asked_in_a_traced_run_gets_the_profile() -> None:
-    asker, other = Asks(TRACE), Asks(SessionRunArgs("loss"))
+@pytest.mark.parametrize("request_of_other", [SessionRunArgs("loss"), None])
+def test_every_hook_that_is_called_in_a_traced_run_gets_the_profile_and_the_merged_options(
+    request_of_other: SessionRunArgs | None,
+) -> None:
+    asker, other = Asks(TRACE), Asks(request_of_other)
     with MonitoredLoop(int, hooks=[other, asker]) as loop:
         loop.run()
     assert other.seen[0].run_metadata.profile is asker.seen[0].run_metadata.profile is not None
-
-
-def test_every_hook_that_asked_sees_the_joined_options() -> None:
-    asker, other = Asks(TRACE), Asks(SessionRunArgs("loss"))
-    with MonitoredLoop(int, hooks=[other, asker]) as loop:
-        loop.run()
     assert other.seen[0].options == asker.seen[0].options == RunOptions(trace=True)
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ import torch.distributed
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks, check, in_threads
 from support.waiting import wait_until
+from torch.utils.data import DataLoader, IterableDataset
 
-import torchhooks.loop.peers
+import torchhooks.ranks.peers
 import torchhooks.ranks.ranks
 from torchhooks import (
     CheckpointSaverHook,
@@ -41,9 +42,8 @@ from torchhooks import (
     over_ranks,
 )
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.ending import Ending, Stop, StoppedBy
-from torchhooks.lifecycle.signals import SignalWatch
-from torchhooks.loop.peers import Peers
+from torchhooks.lifecycle.loop_state import LoopState, Stop, StoppedBy
+from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import Schedule as HookSchedule
 from torchhooks.ranks.agreement import (
     CLOSE,
@@ -54,17 +54,19 @@ from torchhooks.ranks.agreement import (
     LEFT,
     STOP,
     Agreement,
+    AllLeft,
+    CallForPromises,
     Conflict,
-    Decided,
-    Failed,
-    Finished,
-    Met,
-    Promise,
+    Decision,
+    Failure,
+    Meeting,
+    Round,
+    RoundPhase,
     Row,
 )
-from torchhooks.ranks.failures import end_process, mark_as_known
+from torchhooks.ranks.peers import end_process
 from torchhooks.ranks.ranks import LoopRanks, checked_ranks
-from torchhooks.ranks.transport import ContactLostError, GlooTransport
+from torchhooks.ranks.transport import ContactLostError, GlooTransport, mark_as_known
 
 QUICK = {"tick_secs": 0.01}
 
@@ -80,25 +82,25 @@ def test_nothing_happens_while_no_rank_asks() -> None:
 
 def test_the_largest_promise_is_the_last_run() -> None:
     agreement = Agreement()
-    assert agreement.settle([Row(made=3, asked=STOP), Row(made=4)]) == [Promise()]
+    assert agreement.settle([Row(made=3, asked=STOP), Row(made=4)]) == [CallForPromises()]
     assert agreement.promising
     rows = [Row(made=3, asked=STOP, promise=4), Row(made=4, promise=5)]
-    assert agreement.settle(rows) == [Decided(5, STOP, (0,))]
+    assert agreement.settle(rows) == [Decision(5, STOP, (0,))]
 
 
 def test_no_round_begins_before_all_ranks_have_made_the_last_run() -> None:
     agreement = Agreement()
     agreement.settle([Row(asked=2), Row()])
-    assert agreement.settle([Row(asked=2, promise=1), Row(promise=1)]) == [Decided(1, 2, ())]
+    assert agreement.settle([Row(asked=2, promise=1), Row(promise=1)]) == [Decision(1, 2, ())]
     assert agreement.settle([Row(asked=4, made=1), Row(made=0)]) == []
-    assert agreement.settle([Row(asked=4, made=1), Row(made=1)]) == [Promise()]
+    assert agreement.settle([Row(asked=4, made=1), Row(made=1)]) == [CallForPromises()]
 
 
 def test_a_meeting_is_over_when_all_ranks_have_arrived() -> None:
     agreement = Agreement()
     assert agreement.settle([Row(meeting=1, kind=ENTER, value=5), Row()]) == []
     rows = [Row(meeting=1, kind=ENTER, value=5), Row(meeting=1, kind=ENTER, value=3)]
-    assert agreement.settle(rows) == [Met(3, True, None, False)]
+    assert agreement.settle(rows) == [Meeting(3, True, None, False)]
     assert agreement.settle(rows) == []
 
 
@@ -111,7 +113,7 @@ def test_a_rank_may_still_be_ending_the_run_in_which_another_one_left() -> None:
     agreement, left = Agreement(), Row(made=3, begun=3, meeting=1, kind=CLOSE)
     for _ in range(9):
         assert agreement.settle([left, Row(made=3, begun=4)]) == []
-    assert agreement.settle([left, left]) == [Met(-1, False, 0, True)]
+    assert agreement.settle([left, left]) == [Meeting(-1, False, 0, True)]
 
 
 @pytest.mark.parametrize(("begun", "ticks"), [(4, 10), (5, 0)])
@@ -130,8 +132,8 @@ def test_different_meetings_conflict() -> None:
 def test_a_rank_that_leaves_ends_the_others_at_the_same_run() -> None:
     agreement = Agreement()
     rows = [Row(made=2, begun=2, meeting=1, kind=END), Row(made=2, begun=2, meeting=1, kind=CLOSE)]
-    assert agreement.settle(rows) == [Met(-1, False, 1, True)]
-    assert agreement.settle([Row(status=LEFT), Row(status=LEFT)]) == [Finished()]
+    assert agreement.settle(rows) == [Meeting(-1, False, 1, True)]
+    assert agreement.settle([Row(status=LEFT), Row(status=LEFT)]) == [AllLeft()]
 
 
 def test_a_stop_that_the_data_prevent_takes_effect_where_they_end() -> None:
@@ -139,17 +141,46 @@ def test_a_stop_that_the_data_prevent_takes_effect_where_they_end() -> None:
     agreement.settle([Row(made=2, begun=2, asked=STOP), Row(made=2, begun=2)])
     agreement.settle([Row(made=2, begun=2, asked=STOP, promise=3), Row(made=2, begun=2, promise=3)])
     rows = [Row(made=2, begun=2, meeting=1, kind=END)] * 2
-    assert agreement.settle(rows) == [Met(-1, False, None, True)]
+    assert agreement.settle(rows) == [Meeting(-1, False, None, True)]
 
 
 def test_a_rank_that_failed_because_of_another_waits_for_its_failure() -> None:
     agreement, rows = Agreement(), [Row(status=FAILED_LATER, begun=4), Row()]
-    assert [agreement.settle(rows) for _ in range(11)] == [[]] * 10 + [[Failed(0, 4, (0,))]]
+    assert [agreement.settle(rows) for _ in range(11)] == [[]] * 10 + [[Failure(0, 4, (0,))]]
 
 
 def test_the_rank_that_failed_first_is_named() -> None:
     rows = [Row(status=FAILED_LATER, begun=4), Row(), Row(status=FAILED, begun=5)]
-    assert Agreement().settle(rows) == [Failed(2, 5, (0, 2))]
+    assert Agreement().settle(rows) == [Failure(2, 5, (0, 2))]
+
+
+def test_a_stop_that_this_rank_asks_for_is_asked_promised_decided_and_applied() -> None:
+    round_ = Round()
+    phases = [round_.phase]
+    round_.ask(STOP, "hook: enough")
+    phases.append(round_.phase)
+    round_.promise()
+    phases.append(round_.phase)
+    round_.decide(Decision(5, STOP, (0,)), "hook: enough (rank 0)")
+    phases.append(round_.phase)
+    round_.apply()
+    assert [*phases, round_.phase] == list(RoundPhase)
+    assert (round_.last, round_.why, round_.stops) == (5, "hook: enough (rank 0)", True)
+
+
+def test_what_is_asked_too_late_for_a_round_is_asked_in_the_next_one() -> None:
+    round_ = Round()
+    round_.ask(2 | STOP, "hook: enough")
+    round_.asked_in = 5
+    late = round_.decide(Decision(5, 2, ()), "")
+    assert (late.phase, late.bits, late.why, late.asked_in) == (RoundPhase.ASKED, STOP, "hook: enough", 5)
+
+
+def test_a_rank_that_asked_in_an_earlier_run_than_the_last_one_does_not_hold_there() -> None:
+    round_ = Round()
+    round_.ask(STOP, "hook: enough")
+    round_.asked_in = 4
+    assert round_.decide(Decision(5, 2, ()), "").asked_in is None
 
 
 # -- ranks that are threads -----------------------------------------------------------------------------------------
@@ -184,15 +215,16 @@ def test_a_hook_that_is_due_by_the_clock_is_called_on_all_ranks_however_slow_one
 def test_two_decisions_before_the_training_thread_looks_both_count() -> None:
     ranks, hook = LoopRanks(Ranks()), Periodic(math.inf)
     ranks.size = 2
-    schedule = HookSchedule([hook], ranks)
+    state = LoopState()
+    schedule = HookSchedule(state, [hook], ranks)
     schedule.start()
-    peers = Peers(ranks, schedule, Ending(SignalWatch([]), schedule.set_pending))
-    handle = peers._handle  # noqa: SLF001 - a thread calls it, and no test can time it to come twice at once
-    handle(Decided(0, 2, ()), [], [])  # the hook is due in run 1
-    asked, nothing = Stop("asked", StoppedBy.CALLER), Stop("", StoppedBy.ERROR)
-    handle(Decided(1, STOP, (0,)), [], [asked, nothing])
+    rank_sync = RankSync(ranks, schedule, state)
+    handle = rank_sync.peers._handle  # noqa: SLF001 - a thread calls it, and no test can time it to come twice at once
+    handle(Decision(0, 2, ()), [])  # the hook is due in run 1
+    handle(Decision(1, STOP, (0,)), [Stop("asked", StoppedBy.CALLER).to_text(), ""])
+    rank_sync.end_run()
     assert schedule.all_hooks[0].due_run == 1
-    assert peers.is_stop_decided
+    assert rank_sync.peers.is_stop_decided
 
 
 def test_a_stop_at_a_step_is_exact() -> None:
@@ -243,7 +275,7 @@ def test_the_limit_of_one_rank_counts_for_all() -> None:
 
 
 class WithoutLength:
-    """An iterable whose ``len()`` raises, like a DataLoader over an iterable dataset."""
+    """An iterable whose ``len()`` raises, like a DataLoader over most iterable datasets."""
 
     def __len__(self) -> int:
         raise TypeError("no length")
@@ -252,10 +284,22 @@ class WithoutLength:
         return iter(range(3))
 
 
-def test_data_whose_len_raises_are_of_unknown_length() -> None:
+class Estimated(IterableDataset[int]):
+    """An iterable dataset that has more items than its ``len()`` says."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+@pytest.mark.parametrize("data", [WithoutLength(), DataLoader(Estimated(), batch_size=None)], ids=["raises", "guesses"])
+def test_data_whose_len_cannot_be_relied_on_are_of_unknown_length(data: Iterable[int]) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> tuple[int, str | None]:
         with MonitoredLoop(lambda item: hub.gather("step", ranks.rank, 0), ranks=ranks) as loop:
-            for item in loop.until_stop(WithoutLength()):
+            for item in loop.until_stop(data):
                 loop.run(item)
         return loop.global_step, loop.stop_reason
 
@@ -311,7 +355,9 @@ def test_the_reason_of_a_loop_that_another_rank_ended_is_that_rank() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> str | None:
         def step() -> None:
             if ranks.rank:
+                failed.set()
                 raise ValueError("boom")
+            assert failed.wait(60)  # or this error would be the first
             raise RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:42")
 
         loop = MonitoredLoop(step, ranks=ranks)
@@ -319,7 +365,10 @@ def test_the_reason_of_a_loop_that_another_rank_ended_is_that_rank() -> None:
             loop.run()
         return loop.stop_reason
 
-    assert in_threads(2, main) == ["PeerError: rank 1 failed in run 1: ValueError: boom", "ValueError: boom"]
+    failed = threading.Event()
+    peer, own = in_threads(2, main)
+    assert peer.startswith("PeerError: rank 1 failed")
+    assert own == "ValueError: boom"
 
 
 def test_a_rank_whose_process_ended_after_the_loop_is_not_lost() -> None:
@@ -336,8 +385,8 @@ def test_a_rank_whose_process_ended_after_the_loop_is_not_lost() -> None:
         with MonitoredLoop(lambda: 1.0, hooks=[EndsSlowly(ranks, hub), StopAtStepHook(2)], ranks=ranks) as loop:
             while not loop.should_stop():
                 loop.run()
-        peers: Any = loop._parts.peers  # noqa: SLF001 - nothing public tells that no error was prepared
-        return peers.failure
+        rank_sync: Any = loop._runner.rank_sync  # noqa: SLF001 - nothing public tells that no error was prepared
+        return rank_sync.peers.failure
 
     assert in_threads(3, main) == [None, None, None]
 
@@ -408,7 +457,7 @@ def test_a_hook_list_that_differs_is_an_error_that_names_it() -> None:
 
     errors = in_threads(2, main)
     assert all(isinstance(error, LifecycleError) for error in errors)
-    assert "the collective hooks are [] on rank 0 and [Periodic] on rank 1: create the loop with" in str(errors[0])
+    assert "the collective hooks are [] on rank 0 and [Periodic] on rank 1" in str(errors[0])
 
 
 def test_a_folder_on_one_rank_alone_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -517,9 +566,10 @@ def test_one_ranks_gathers_for_the_outer_loop_once_the_inner_one_is_closed() -> 
             with MonitoredLoop(lambda: 1.0, ranks=ranks):
                 pass
             outer_ranks: Any = outer.session.ranks
-            gathered = []
+            gathered: list[Any] = []
             outer_ranks.gather = lambda value, purpose: gathered.append(value)
             ranks.gather(7)
+            del outer_ranks.gather  # the end of the loop gathers too
         return gathered == [7]
 
     assert in_threads(2, main) == [True, True]
@@ -547,7 +597,7 @@ def test_what_values_are_gathered_for_is_forgotten_if_the_gathering_fails() -> N
         if ranks.rank == 0:
             with pytest.raises(PeerError, match="rank 1 failed"):
                 of_loop.gather(0, details=" (of the first run)")
-        return of_loop.gathers_for
+        return of_loop.gathering
 
     assert in_threads(2, main) == [None, None]
 
@@ -585,9 +635,24 @@ def test_gather_raises_when_another_rank_fails_instead() -> None:
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
             if ranks.rank == 1:
                 raise ValueError("boom")
-            loop.session.ranks.gather(1)
+            loop.session.ranks.gather(1, "the best metric")
 
-    assert isinstance(in_threads(2, main)[0], PeerError)
+    error = in_threads(2, main)[0]
+    assert isinstance(error, PeerError)
+    assert error.__notes__ == ["torchhooks: rank 0 gathered values for the best metric"]
+
+
+def test_an_error_at_a_meeting_names_the_meeting() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
+            for _ in loop.until_stop(iter(range(2 + ranks.rank))):
+                loop.run()
+                if loop.global_step == 3:
+                    raise ValueError("boom")
+
+    error = in_threads(2, main)[0]
+    assert isinstance(error, PeerError)
+    assert error.__notes__ == ["torchhooks: rank 0 waited for the others where it came to the end of its data"]
 
 
 def test_gather_on_a_rank_that_has_failed_raises_instead_of_waiting() -> None:
@@ -667,19 +732,21 @@ def test_a_step_that_ends_by_stop_iteration_on_all_ranks_is_a_clean_end() -> Non
 
 
 def test_a_stuck_rank_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
     reasons: list[str] = []
 
     def end_process(reason: str) -> None:
         reasons.append(reason)
         ended.set()
 
-    monkeypatch.setattr(torchhooks.loop.peers, "end_process", end_process)
+    monkeypatch.setattr(torchhooks.ranks.peers, "end_process", end_process)
 
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         def step() -> None:
             if ranks.rank == 1:
+                assert begun.wait(60)  # or the other rank would notice the error before its run
                 raise ValueError("boom")
+            begun.set()
             ended.wait(60)  # a collective that never returns
 
         with MonitoredLoop(step, ranks=ranks) as loop:
@@ -753,7 +820,7 @@ def test_ranks_that_are_no_ranks_are_refused() -> None:
 
 
 def test_a_period_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="tick_secs=-1: a period is a number of seconds, 0 or more"):
+    with pytest.raises(ValueError, match="tick_secs=-1:"):
         Ranks(tick_secs=-1)
 
 
@@ -791,8 +858,8 @@ def test_an_idle_run_makes_no_additional_call() -> None:
 
 
 @pytest.fixture
-def two_transports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The gloo transports of two ranks, both in this process, with a store in memory."""
+def two_transports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The gloo transports of two ranks, both in this process, with a store in memory. See ``LOST_SOON``."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
@@ -800,12 +867,15 @@ def two_transports(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     failures: list[PeerError | None] = [None, None]
 
     def make(rank: int) -> Any:
-        periods = {"lost_after_secs": 0.5, "join_secs": 30.0}
+        periods = {"lost_after_secs": getattr(request, "param", 60.0), "join_secs": 60.0}
         transport: Any = GlooTransport(rank=rank, size=2, failure=lambda: failures[rank], **periods)
         transport.failures, transport.rank = failures, rank
         return transport
 
     return both(make, [0, 1])
+
+
+LOST_SOON = pytest.mark.parametrize("two_transports", [0.5], indirect=True, ids=["lost after 0.5 s"])
 
 
 def both(call: Callable[[Any], Any], arguments: list[Any]) -> list[Any]:
@@ -831,7 +901,7 @@ def test_gloo_exchanges_numbers(two_transports: list[Any]) -> None:
 
 
 def test_gloo_exchanges_text(two_transports: list[Any]) -> None:
-    texts = both(lambda each: each.exchange_text("é" * 700 if each.rank else ""), two_transports)
+    texts = both(lambda each: each.exchange_text("é" * 700 if each.rank else "", "a text"), two_transports)
     assert texts == [["", "é" * 500]] * 2
 
 
@@ -845,8 +915,9 @@ def test_a_thread_that_saves_has_a_group_of_its_own(two_transports: list[Any]) -
     assert both(lambda each: each.gather(each.rank), saving) == [[0, 1], [0, 1]]
 
 
+@LOST_SOON
 def test_a_rank_that_does_not_answer_is_lost(two_transports: list[Any]) -> None:
-    with pytest.raises(ContactLostError, match=r"no answer for 0\.5 s"):
+    with pytest.raises(ContactLostError, match=r"^no answer for 0\.5 s to a tick$"):
         two_transports[0].exchange([1])
 
 
@@ -857,18 +928,19 @@ def test_gather_is_interrupted_by_a_failure(two_transports: list[Any]) -> None:
 
 
 def test_ranks_that_answer_are_not_missing(two_transports: list[Any]) -> None:
-    assert both(lambda each: each.missing(), two_transports) == [[], []]
+    assert both(lambda each: each.find_missing(), two_transports) == [[], []]
 
 
 def test_a_rank_that_does_not_answer_is_missing(two_transports: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchhooks.ranks.transport, "_MISSING_SECS", 0.2)
-    assert two_transports[0].missing() == [1]
+    assert two_transports[0].find_missing() == [1]
 
 
 def test_gloo_cannot_be_aborted(two_transports: list[Any]) -> None:
     assert two_transports[0].abort() is False
 
 
+@LOST_SOON
 def test_gather_names_the_rank_with_which_contact_was_lost(
     two_transports: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -887,7 +959,7 @@ def test_a_call_that_torch_refuses_is_a_lost_contact(
         raise RuntimeError("connection reset. This is typically caused by a remote worker")
 
     monkeypatch.setattr(torchhooks.ranks.transport, "_without_timeout", refuse)
-    with pytest.raises(ContactLostError, match=r"^the connection was closed$"):
+    with pytest.raises(ContactLostError, match=r"^the connection was closed during a tick$"):
         two_transports[0].exchange([1])
 
 
@@ -899,7 +971,7 @@ def test_a_store_that_does_not_answer_leaves_the_other_of_two_ranks(
             raise RuntimeError("no store")
 
     monkeypatch.setattr(two_transports[1], "_store", Gone())
-    assert two_transports[1].missing() == [0]
+    assert two_transports[1].find_missing() == [0]
 
 
 def test_nccl_is_aborted(two_transports: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -956,7 +1028,7 @@ def test_a_process_group_that_is_newer_than_the_loop_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]], ranks: Any
 ) -> None:
     with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
-        monkeypatch.setattr(torchhooks.ranks.ranks, "_place_in_process_group", lambda group=None: (1, 4))
+        monkeypatch.setattr(torchhooks.ranks.ranks, "_rank_and_size_in", lambda group=None: (1, 4))
         for _ in range(2):
             loop.run()
     late = [text for _, text in lines if text.startswith("init_process_group() was called after the loop was created")]
@@ -1074,7 +1146,7 @@ def test_a_broadcast_that_no_rank_answers_is_given_up(monkeypatch: pytest.Monkey
             return False
 
     monkeypatch.setattr(distributed, "broadcast", lambda *_, **__: Pending())
-    with pytest.raises(LifecycleError, match="no answer"):
+    with pytest.raises(LifecycleError, match="no answer to the first broadcast"):
         LoopRanks(Ranks(join_secs=0.0)).connect(lambda: None)
 
 
@@ -1176,10 +1248,10 @@ def test_every_rank_makes_the_same_last_run(tmp_path: Path, size: int, seed: int
     assert len(ended[0].value) == 25
 
 
-def one_goes(rank: int, way: str, folder: str) -> str:
+def one_goes(rank: int, way: str) -> str:
     """Make runs until rank 1 goes in some way after its third; return what rank 0 and 2 see of it."""
     recorder = Recorder()
-    ranks = Ranks(tick_secs=0.02, lost_after_secs=2.0, stuck_secs=3.0)
+    ranks = Ranks(tick_secs=0.02, lost_after_secs=15.0, stuck_secs=15.0)
 
     def step() -> None:
         if rank == 1 and loop.global_step == 3:
@@ -1187,8 +1259,6 @@ def one_goes(rank: int, way: str, folder: str) -> str:
                 raise ValueError("boom")
             if way == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if way == "freeze":
-                os.kill(os.getpid(), signal.SIGSTOP)
             if way == "exit":
                 sys.exit(3)
             if way == "exit at once":
@@ -1206,9 +1276,6 @@ def one_goes(rank: int, way: str, folder: str) -> str:
         assert recorder.calls == ["teardown"]
         assert time.monotonic() - begin < 30
         return f"{error.rank}, {error.run}: {error.reason}"
-    finally:
-        if rank != 1 and way == "freeze":
-            (Path(folder) / f"done-{rank}").touch()
     return "ended"
 
 
@@ -1224,14 +1291,14 @@ def one_goes(rank: int, way: str, folder: str) -> str:
     ],
 )
 def test_when_one_rank_goes_the_others_end_with_a_peer_error(tmp_path: Path, way: str, seen: str, code: int) -> None:
-    ended = run_ranks(tmp_path, 3, one_goes, way, str(tmp_path))
+    ended = run_ranks(tmp_path, 3, one_goes, way)
     assert [each.code for each in ended] == [0, code, 0], [each.output for each in ended]
     for each in (ended[0], ended[2]):
         assert each.value.startswith(seen), each
 
 
 def freeze(rank: int, pids: Any) -> str:
-    ranks = Ranks(tick_secs=0.02, lost_after_secs=1.0, stuck_secs=2.0)
+    ranks = Ranks(tick_secs=0.02, lost_after_secs=4.0, stuck_secs=4.0)
     (Path(pids) / f"pid-{rank}").write_text(str(os.getpid()))
     with MonitoredLoop(_Step(), ranks=ranks) as loop:
         while not loop.should_stop():
@@ -1268,7 +1335,7 @@ def test_a_frozen_rank_ends_the_others_with_code_70_where_a_collective_blocks(tm
     ended = run_ranks(tmp_path, 2, freeze, str(tmp_path))
     thawer.join()
     assert ended[0].code == 70, ended
-    assert "contact with rank 1 was lost after run 3: no answer for 1 s" in ended[0].output
+    assert "contact with rank 1 was lost after run 3: no answer for 4 s" in ended[0].output
     assert "most recent call first" in ended[0].output
     # The connection of the rank that continues is closed. About once in twenty times, on a busy machine, gloo's call
     # waits nevertheless instead of raising an error.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ from support.events import read
 from support.programs import run_program
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
-from torchhooks.summary import event_files
-from torchhooks.summary.checksums import masked_crc32c
-from torchhooks.summary.event_files import DirectSummaryWriter, EventFile
+from torchhooks.summary import tensorboard
+from torchhooks.summary.tensorboard import DirectSummaryWriter, EventFile, masked_crc32c
 from torchhooks.testing import FakeClock
 
 SMALL, LARGE = 10, 9999  # characters of a text; the checksum of a large event is computed by NumPy
@@ -74,7 +72,7 @@ def test_an_event_is_in_the_file_when_the_call_returns_and_no_thread_was_started
 def test_a_kill_loses_no_event_that_was_added(tmp_path: Path) -> None:
     code = f"""
 import os, signal
-from torchhooks.summary.event_files import DirectSummaryWriter
+from torchhooks.summary.tensorboard import DirectSummaryWriter
 writer = DirectSummaryWriter({str(tmp_path)!r})
 for step in range(3):
     writer.add_text("text", "x" * {LARGE}, step)
@@ -103,7 +101,7 @@ def test_a_record_torn_by_a_full_disk_hides_no_event_from_tensorboard(
 
 
 def test_each_write_fails_until_the_disk_has_space_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = FailingDisk(monkeypatch, event_files)
+    disk = FailingDisk(monkeypatch, tensorboard)
     writer = DirectSummaryWriter(str(tmp_path))
     disk.fill()
     for _ in range(3):
@@ -116,7 +114,7 @@ def test_each_write_fails_until_the_disk_has_space_again(tmp_path: Path, monkeyp
 
 
 def test_a_record_cut_short_by_an_interrupt_hides_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = FailingDisk(monkeypatch, event_files)
+    disk = FailingDisk(monkeypatch, tensorboard)
     writer = DirectSummaryWriter(str(tmp_path))
     disk.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -140,52 +138,6 @@ def test_the_files_of_one_second_are_read_in_the_order_in_which_they_were_opened
             EventFile(str(tmp_path)).close()
     numbers = [int(path.name.rpartition(".")[2]) for path in files(tmp_path)]
     assert numbers == sorted(numbers)
-
-
-# -- a removed file ---------------------------------------------------------------------------------------------------
-
-
-def warnings(lines: Lines) -> list[str]:
-    return [text for level, text in lines if level == "WARNING" and "was removed while it was open" in text]
-
-
-def test_a_folder_that_was_removed_gets_a_new_file_with_a_warning(tmp_path: Path, lines: Lines) -> None:
-    writer = DirectSummaryWriter(str(tmp_path / "run"))
-    writer.add_scalar("loss", 0.5, 1)
-    (path,) = files(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run")
-    writer.add_scalar("loss", 0.5, 2)
-    writer.add_scalar("loss", 0.5, 3)
-    writer.close()
-    assert points(tmp_path / "run", "loss") == [2, 3]
-    assert warnings(lines) == [f"{path} was removed while it was open for writing: what was written to it is lost"]
-
-
-def test_a_folder_that_was_removed_stays_removed_if_nothing_more_is_written(tmp_path: Path, lines: Lines) -> None:
-    writer = DirectSummaryWriter(str(tmp_path / "run"))
-    shutil.rmtree(tmp_path / "run")
-    writer.flush()
-    writer.flush()
-    writer.close()
-    assert not (tmp_path / "run").exists()
-    assert len(warnings(lines)) == 1
-
-
-def test_a_file_that_was_removed_is_noticed_by_close(tmp_path: Path, lines: Lines) -> None:
-    writer = DirectSummaryWriter(str(tmp_path / "run"))
-    shutil.rmtree(tmp_path / "run")
-    writer.close()
-    assert len(warnings(lines)) == 1
-
-
-def test_a_folder_that_was_moved_keeps_its_file_without_a_warning(tmp_path: Path, lines: Lines) -> None:
-    writer = DirectSummaryWriter(str(tmp_path / "run"))
-    (tmp_path / "run").rename(tmp_path / "moved")
-    writer.flush()
-    writer.add_scalar("loss", 0.5, 1)
-    writer.close()
-    assert points(tmp_path / "moved", "loss") == [1]
-    assert warnings(lines) == []
 
 
 def test_a_new_file_goes_to_the_same_folder_after_the_working_directory_changed(

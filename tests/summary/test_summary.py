@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import io
@@ -26,14 +27,12 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
 
-from torchhooks.fetches.fetch import ComposedFetch
+from torchhooks import SummaryWriter
+from torchhooks.fetches.evaluation import ComposedFetch
 from torchhooks.summary.operations import (
     Summary,
     SummaryOp,
-    SummaryWriter,
-    SummaryWriterCache,
-    add_session_log,
-    check_writer,
+    check_writers,
     figure,
     histogram,
     image,
@@ -42,6 +41,8 @@ from torchhooks.summary.operations import (
     text,
     write_summaries,
 )
+from torchhooks.summary.tensorboard import EventFile
+from torchhooks.summary.writers import SummaryWriterCache, as_writer
 
 NAN, INF = math.nan, math.inf
 
@@ -66,6 +67,16 @@ class Gallery(Notebook):
         self.points.append((tag, value, step))
 
     add_histogram = add_image = add_text = add_figure = keep
+
+
+class Minimal(SummaryWriter):
+    """A user's writer that derives from SummaryWriter."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, Any, int]] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.points.append((tag, value, step))
 
 
 @pytest.fixture
@@ -95,7 +106,7 @@ def events(writer: TensorBoardWriter) -> list[Any]:
 def written(op: SummaryOp, value: Any) -> Any:
     """Return what a writer with the method of every op gets for ``value``."""
     gallery = Gallery()
-    write_summaries(gallery, op.compose(value), 7)
+    write_summaries([as_writer(gallery)], op.compose(value), 7)
     return gallery.points[0][1] if gallery.points else None
 
 
@@ -166,31 +177,27 @@ def test_every_kind_of_number_reaches_a_writer_as_a_python_number_of_the_same_va
 
 @pytest.mark.parametrize(("value", "number"), NUMBERS.values(), ids=NUMBERS)
 def test_tensorboard_reads_every_kind_of_number_back(writer: TensorBoardWriter, value: Any, number: float) -> None:
-    scalar("loss", "loss").write(writer, value, 7)
+    scalar("loss", "loss").write(as_writer(writer), value, 7)
     (point,) = read(writer).Scalars("loss")
     assert (point.step, point.value) == (7, pytest.approx(number, rel=1e-7, nan_ok=True))
 
 
 @pytest.mark.parametrize(("value", "error", "message"), NOT_NUMBERS.values(), ids=NOT_NUMBERS)
-def test_a_value_that_is_not_one_number_is_an_error_in_its_own_run(
+def test_a_value_that_is_not_one_number_is_an_error_in_its_own_run_and_is_not_written(
     value: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
-        scalar("loss", "loss").compose(value)
-
-
-@pytest.mark.parametrize(("value", "error", "message"), NOT_NUMBERS.values(), ids=NOT_NUMBERS)
-def test_a_value_that_is_not_one_number_is_not_written(value: Any, error: type[Exception], message: str) -> None:
     notebook = Notebook()
     with pytest.raises(error, match=message):
-        scalar("loss", "loss").write(notebook, value, 7)
+        scalar("loss", "loss").compose(value)
+    with pytest.raises(error, match=message):
+        scalar("loss", "loss").write(as_writer(notebook), value, 7)
     assert not notebook.points
 
 
 @pytest.mark.parametrize("number", [10**400, Fraction(10**400)])
 def test_a_number_that_no_float_can_hold_is_an_error_with_a_way_out(number: Any) -> None:
     with pytest.raises(ValueError, match=r"scalar 'n': got a number beyond 1\.8e308; .*logarithm"):
-        scalar("n", "n").write(Notebook(), number, 7)
+        scalar("n", "n").write(as_writer(Notebook()), number, 7)
 
 
 def test_compose_does_not_read_the_elements_of_a_tensor() -> None:
@@ -222,13 +229,13 @@ BAD_TAGS = ["", " ", "a\nb", "a\tb", "a\x00b", "\x7f", "\x85a", "\ud800"]
 
 def test_every_accepted_tag_reaches_tensorboard_as_given(writer: TensorBoardWriter) -> None:
     for tag in GOOD_TAGS:
-        scalar(tag, "loss").write(writer, 0.5, 7)
+        scalar(tag, "loss").write(as_writer(writer), 0.5, 7)
     assert read(writer).Tags()["scalars"] == GOOD_TAGS
 
 
 def test_the_server_of_tensorboard_sees_the_same_tags(writer: TensorBoardWriter, tmp_path: Path) -> None:
     for tag in GOOD_TAGS:
-        scalar(tag, "loss").write(writer, 0.5, 7)
+        scalar(tag, "loss").write(as_writer(writer), 0.5, 7)
     writer.flush()
     assert ServersAccumulator(str(tmp_path)).Reload().Tags()["tensors"] == GOOD_TAGS
 
@@ -250,7 +257,7 @@ def test_a_tag_that_is_not_a_string_is_an_error(tag: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8])
 def test_a_histogram_counts_every_element_in_any_precision(writer: TensorBoardWriter, dtype: torch.dtype) -> None:
-    histogram("w", "w").write(writer, torch.tensor([[0, 1], [1, 1]]).to(dtype), 7)
+    histogram("w", "w").write(as_writer(writer), torch.tensor([[0, 1], [1, 1]]).to(dtype), 7)
     (event,) = read(writer).Histograms("w")
     assert (event.step, event.histogram_value.num, event.histogram_value.sum) == (7, 4, 3)
 
@@ -268,7 +275,7 @@ def test_a_writer_gets_a_histogram_as_a_flat_array(value: Any) -> None:
 def test_a_histogram_leaves_out_what_is_not_finite_and_logs_how_much(
     writer: TensorBoardWriter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    histogram("w", "w").write(writer, torch.tensor([1.0, NAN, INF, -INF, 1e30, 2.0]), 7)
+    histogram("w", "w").write(as_writer(writer), torch.tensor([1.0, NAN, INF, -INF, 1e30, 2.0]), 7)
     (event,) = read(writer).Histograms("w")
     assert (event.histogram_value.num, event.histogram_value.sum) == (2, 3)
     assert "histogram 'w', step 7: left out 4 of 6 values" in caplog.text
@@ -277,13 +284,13 @@ def test_a_histogram_leaves_out_what_is_not_finite_and_logs_how_much(
 def test_a_histogram_of_only_nan_is_not_written_and_logged_as_left_out(
     writer: TensorBoardWriter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    histogram("w", "w").write(writer, torch.full((3,), NAN), 7)
+    histogram("w", "w").write(as_writer(writer), torch.full((3,), NAN), 7)
     assert not read(writer).Tags()["histograms"]
     assert "left out 3 of 3 values" in caplog.text
 
 
 def test_the_largest_value_that_a_histogram_keeps_has_a_bin_in_tensorboard(writer: TensorBoardWriter) -> None:
-    histogram("w", "w").write(writer, torch.tensor([-8.9e19, 8.9e19]), 7)
+    histogram("w", "w").write(as_writer(writer), torch.tensor([-8.9e19, 8.9e19]), 7)
     (event,) = read(writer).Histograms("w")
     assert sum(event.histogram_value.bucket) == 2
 
@@ -312,7 +319,7 @@ def test_an_image_is_shown_unchanged_whatever_the_order_of_its_dimensions(
     writer: TensorBoardWriter, dataformats: str
 ) -> None:
     permuted = BYTES.permute(*("HWC".index(letter) for letter in dataformats))
-    image("i", "i", dataformats).write(writer, permuted, 7)
+    image("i", "i", dataformats).write(as_writer(writer), permuted, 7)
     assert (pixels(writer, "i") == BYTES.numpy()).all()
 
 
@@ -344,7 +351,7 @@ def test_floats_outside_of_0_to_1_are_clipped_and_nan_is_black() -> None:
 def test_the_number_of_dimensions_tells_an_image_from_a_batch(
     writer: TensorBoardWriter, shape: tuple[int, ...], shown: tuple[int, ...]
 ) -> None:
-    image("i", "i").write(writer, torch.zeros(shape), 7)
+    image("i", "i").write(as_writer(writer), torch.zeros(shape), 7)
     assert pixels(writer, "i").shape == shown
 
 
@@ -384,7 +391,7 @@ def test_dataformats_with_other_letters_are_an_error_when_the_op_is_made(datafor
 
 
 def test_a_text_is_read_back_by_tensorboard(writer: TensorBoardWriter) -> None:
-    text("note", "note").write(writer, "learning **ä**", 7)
+    text("note", "note").write(as_writer(writer), "learning **ä**", 7)
     (event,) = read(writer).Tensors("note/text_summary")
     assert (event.step, event.tensor_proto.string_val[0].decode()) == (7, "learning **ä**")
 
@@ -399,20 +406,22 @@ def test_a_figure_becomes_an_image(writer: TensorBoardWriter) -> None:
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(2, 1), dpi=50)
-    figure("f", "f").write(writer, drawn, 7)
+    figure("f", "f").write(as_writer(writer), drawn, 7)
     assert pixels(writer, "f").shape == (50, 100, 3)
 
 
-@pytest.mark.parametrize("taker", [Gallery(), Notebook()], ids=["written", "refused"])
-def test_a_figure_is_closed_after_writing_even_if_writing_fails(taker: Notebook) -> None:
+def test_a_figure_is_closed_after_writing_even_if_writing_fails() -> None:
     import matplotlib.pyplot as plt
 
-    drawn = plt.figure()
-    try:
-        figure("f", "f").write(taker, drawn, 7)
-    except TypeError:
-        assert type(taker) is Notebook
-    assert not plt.fignum_exists(drawn.number)
+    class Full(Gallery):
+        def add_figure(self, tag: str, value: Any, step: int) -> None:
+            raise OSError("no space left")
+
+    for writer, raised in ((Gallery(), contextlib.nullcontext()), (Full(), pytest.raises(OSError, match="no space"))):
+        drawn = plt.figure()
+        with raised:
+            figure("f", "f").write(as_writer(writer), drawn, 7)
+        assert not plt.fignum_exists(drawn.number)
 
 
 def test_a_figure_needs_no_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,8 +502,8 @@ def test_one_tag_for_two_ops_is_an_error_that_names_both(second: SummaryOp) -> N
 
 def test_tensorboard_mixes_up_two_kinds_under_one_tag(writer: TensorBoardWriter, tmp_path: Path) -> None:
     """The reason why two ops of different kinds may not share a tag."""
-    scalar("w", "loss").write(writer, 0.5, 7)
-    histogram("w", "w").write(writer, torch.ones(3), 7)
+    scalar("w", "loss").write(as_writer(writer), 0.5, 7)
+    histogram("w", "w").write(as_writer(writer), torch.ones(3), 7)
     writer.flush()
     seen = ServersAccumulator(str(tmp_path)).Reload()
     assert (len(seen.Tensors("w")), seen.SummaryMetadata("w").plugin_data.plugin_name) == (2, "scalars")
@@ -522,7 +531,7 @@ def test_a_summary_op_is_a_fetch_whose_value_is_a_summary() -> None:
 )
 def test_summaries_in_any_structure_are_written_in_order(shape: Any) -> None:
     notebook = Notebook()
-    write_summaries(notebook, shape([scalar("a", "a").compose(1.5), scalar("b", "b").compose(2)]), 7)
+    write_summaries([as_writer(notebook)], shape([scalar("a", "a").compose(1.5), scalar("b", "b").compose(2)]), 7)
     assert notebook.points == [("a", 1.5, 7), ("b", 2, 7)]
 
 
@@ -548,50 +557,52 @@ every_kind = pytest.mark.parametrize(
 def test_the_wall_time_of_the_run_reaches_the_event_file(
     writer: TensorBoardWriter, op: SummaryOp, value: Callable[[], Any]
 ) -> None:
-    write_summaries(writer, op.compose(value()), 7, walltime=1000.5)
+    write_summaries([as_writer(writer)], op.compose(value()), 7, walltime=1000.5)
     assert [(event.step, event.wall_time) for event in events(writer)][1:] == [(7, 1000.5)]
 
 
 @every_kind
 def test_a_users_writer_is_never_given_more_than_tag_value_and_step(op: SummaryOp, value: Callable[[], Any]) -> None:
     gallery = Gallery()
-    write_summaries(gallery, op.compose(value()), 7, walltime=1000.5)
+    write_summaries([as_writer(gallery)], op.compose(value()), 7, walltime=1000.5)
     assert [(tag, step) for tag, _, step in gallery.points] == [("t", 7)]
 
 
-def test_a_subclass_of_torchs_writer_with_a_narrower_method_is_given_three_arguments(tmp_path: Path) -> None:
+def test_a_subclass_of_torchs_writer_with_narrower_methods_is_given_three_arguments(tmp_path: Path) -> None:
     class Doubling(TensorBoardWriter):
         def add_scalar(self, tag: str, value: float, step: int) -> None:  # type: ignore[override]
             super().add_scalar(tag, 2 * value, step)
 
+        def add_text(self, tag: str, value: str, step: int) -> None:  # type: ignore[override]
+            super().add_text(tag, 2 * value, step)
+
     with Doubling(str(tmp_path)) as doubling:
-        scalar("loss", "loss").write(doubling, 0.5, 7, walltime=1000.5)
+        summaries = [scalar("loss", "loss").compose(0.5), text("note", "note").compose("ab")]
+        write_summaries([as_writer(doubling)], summaries, 7, walltime=1000.5)
         assert [point.value for point in read(doubling).Scalars("loss")] == [1.0]
-
-
-@pytest.mark.parametrize("brought", [Notebook(), Gallery()])
-def test_a_writer_that_has_the_methods_passes_the_check(brought: SummaryWriter) -> None:
-    check_writer(brought, [scalar("loss", "loss")])
+        (note,) = read(doubling).Tensors("note/text_summary")
+    assert note.tensor_proto.string_val[0] == b"abab"
 
 
 def test_torchs_writer_passes_the_check_for_every_op(writer: TensorBoardWriter) -> None:
-    brought: SummaryWriter = writer  # a type checker accepts it as well
-    check_writer(brought, [op for op, _ in EVERY_KIND])
+    check_writers([as_writer(writer)], [op for op, _ in EVERY_KIND])
 
 
 @pytest.mark.parametrize("op", [op for op, _ in EVERY_KIND[1:]], ids=repr)
-def test_a_writer_without_the_method_of_an_op_is_refused_before_anything_is_written(op: SummaryOp) -> None:
-    with pytest.raises(
-        TypeError, match=rf"writer Notebook has no add_{op.kind}\(\), which {op.kind}\('t', 't'\) needs"
-    ):
-        check_writer(Notebook(), [scalar("loss", "loss"), op])
+@pytest.mark.parametrize("kind", [Notebook, Minimal])
+def test_a_writer_without_the_method_of_an_op_is_refused_before_anything_is_written(
+    kind: type[Any], op: SummaryOp
+) -> None:
+    message = rf"writer {kind.__name__} has no add_{op.kind}\(\), which {op.kind}\('t', 't'\) needs"
+    with pytest.raises(TypeError, match=message):
+        check_writers([as_writer(kind())], [scalar("loss", "loss"), op])
 
 
 def test_a_folder_given_as_a_writer_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"summary writer str has no add_scalar\(\), which every hook that writes needs"
     ):
-        check_writer("runs/1")
+        as_writer("runs/1")
 
 
 def test_a_writer_that_cannot_flush_is_refused() -> None:
@@ -599,58 +610,48 @@ def test_a_writer_that_cannot_flush_is_refused() -> None:
         def add_scalar(self, tag: str, value: float, step: int) -> None: ...
 
     with pytest.raises(TypeError, match=r"writer Careless has no flush\(\)"):
-        check_writer(Careless())
+        as_writer(Careless())
+
+
+def test_a_writer_that_derives_from_summarywriter_needs_one_method_and_is_used_as_it_is() -> None:
+    with Minimal() as minimal:
+        assert as_writer(minimal) is minimal
+        write_summaries([minimal], [scalar("a", "a").compose(1.5), scalar("b", "b").compose(2)], 7, walltime=1000.5)
+        minimal.add_session_log("START", 7)
+        minimal.purge_from(7)
+        minimal.add_config({})
+        minimal.start_run()
+    assert minimal.points == [("a", 1.5, 7), ("b", 2, 7)]
 
 
 # -- session logs -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", ["START", "CHECKPOINT"])
-def test_a_session_log_is_in_the_file_with_its_step(writer: TensorBoardWriter, status: str) -> None:
-    add_session_log(writer, status, 7)
+def test_a_session_log_is_in_the_file_with_its_step(writer: TensorBoardWriter, status: Any) -> None:
+    as_writer(writer).add_session_log(status, 7)
     (event,) = [event for event in events(writer) if event.HasField("session_log")]
     assert (event.step, SessionLog.SessionStatus.Name(event.session_log.status)) == (7, status)
 
 
 @pytest.mark.parametrize("path", ["ckpt/model.ckpt-7", Path("ckpt") / "model.ckpt-7"])
 def test_a_session_log_says_where_the_checkpoint_is(writer: TensorBoardWriter, path: str | Path) -> None:
-    add_session_log(writer, "CHECKPOINT", 7, checkpoint_path=path)
+    as_writer(writer).add_session_log("CHECKPOINT", 7, checkpoint_path=path)
     assert events(writer)[-1].session_log.checkpoint_path == str(Path("ckpt") / "model.ckpt-7")
 
 
 def test_a_start_at_a_lower_step_purges_the_curves_from_there_on(writer: TensorBoardWriter) -> None:
     for step in range(1, 6):
-        scalar("loss", "loss").write(writer, 0.5, step)
-    add_session_log(writer, "START", 3)
-    scalar("loss", "loss").write(writer, 0.25, 3)
+        scalar("loss", "loss").write(as_writer(writer), 0.5, step)
+    as_writer(writer).add_session_log("START", 3)
+    scalar("loss", "loss").write(as_writer(writer), 0.25, 3)
     assert [(point.step, point.value) for point in read(writer).Scalars("loss")] == [(1, 0.5), (2, 0.5), (3, 0.25)]
 
 
 def test_a_checkpoint_at_a_lower_step_purges_nothing(writer: TensorBoardWriter) -> None:
-    scalar("loss", "loss").write(writer, 0.5, 5)
-    add_session_log(writer, "CHECKPOINT", 3)
+    scalar("loss", "loss").write(as_writer(writer), 0.5, 5)
+    as_writer(writer).add_session_log("CHECKPOINT", 3)
     assert len(read(writer).Scalars("loss")) == 1
-
-
-def test_a_writer_with_tensorflows_method_gets_the_session_log_itself() -> None:
-    class TensorFlows(Notebook):
-        def add_session_log(self, session_log: Any, step: int) -> None:
-            self.points.append(("log", session_log, step))
-
-    tensorflows = TensorFlows()
-    add_session_log(tensorflows, "START", 7)
-    assert tensorflows.points == [("log", SessionLog(status=SessionLog.START), 7)]
-
-
-def test_a_writer_that_cannot_take_session_logs_is_not_called() -> None:
-    notebook = Notebook()
-    add_session_log(notebook, "START", 7)
-    assert not notebook.points
-
-
-def test_a_session_log_has_the_status_start_or_checkpoint() -> None:
-    with pytest.raises(ValueError, match=r"status='start': must be 'START' or 'CHECKPOINT'"):
-        add_session_log(Notebook(), "start", 7)
 
 
 # -- the cache ----------------------------------------------------------------------------------------------------
@@ -663,27 +664,19 @@ def test_all_names_of_a_directory_share_one_writer(tmp_path: Path) -> None:
     assert len({SummaryWriterCache.get(name) for name in names}) == 1
 
 
-def test_two_directories_have_two_writers(tmp_path: Path) -> None:
-    assert SummaryWriterCache.get(tmp_path / "a") is not SummaryWriterCache.get(tmp_path / "b")
-
-
 def test_many_threads_that_ask_at_once_get_one_writer_and_one_file(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         writers = set(pool.map(SummaryWriterCache.get, [tmp_path] * 32))
     assert (len(writers), len(list(tmp_path.iterdir()))) == (1, 1)
 
 
-def test_clear_flushes_every_writer(tmp_path: Path) -> None:
-    for name in "ab":
-        SummaryWriterCache.get(tmp_path / name).add_scalar("loss", 0.5, 7)
+def test_clear_flushes_every_writer_and_forgets_it(tmp_path: Path) -> None:
+    writers = [SummaryWriterCache.get(tmp_path / name) for name in "ab"]
+    for writer in writers:
+        writer.add_scalar("loss", 0.5, 7)
     SummaryWriterCache.clear()
     assert [len(read(tmp_path / name).Scalars("loss")) for name in "ab"] == [1, 1]
-
-
-def test_after_clear_a_directory_gets_a_new_writer(tmp_path: Path) -> None:
-    before = SummaryWriterCache.get(tmp_path)
-    SummaryWriterCache.clear()
-    assert SummaryWriterCache.get(tmp_path) is not before
+    assert not {SummaryWriterCache.get(tmp_path / name) for name in "ab"} & set(writers)
 
 
 def test_close_flushes_one_directory_and_leaves_the_others_alone(tmp_path: Path) -> None:
@@ -709,14 +702,16 @@ def test_a_write_after_a_close_is_flushed_by_the_next_close(tmp_path: Path) -> N
 
 
 def test_an_error_in_one_close_keeps_no_other_writer_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stale(file: Any, path: str) -> bool:
-        if os.path.dirname(path) == str(tmp_path / "b"):
+    close = EventFile.close
+
+    def stale(file: EventFile) -> None:
+        close(file)
+        if file.get_logdir() == str(tmp_path / "b"):
             raise OSError(errno.ESTALE, "Stale file handle")
-        return False
 
     writers = [SummaryWriterCache.get(tmp_path / name) for name in "abc"]
     with monkeypatch.context() as patch:
-        patch.setattr("torchhooks.summary.event_files.warn_if_removed", stale)
+        patch.setattr(EventFile, "close", stale)
         with pytest.raises(OSError, match="Stale file handle"):
             SummaryWriterCache.clear()
     files = os.listdir("/proc/self/fd")
@@ -750,7 +745,7 @@ def test_importing_summary_loads_neither_tensorboard_nor_matplotlib() -> None:
 
 def test_without_tensorboard_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as if it could not be imported
-    monkeypatch.delitem(sys.modules, "torchhooks.summary.event_files", raising=False)
+    monkeypatch.delitem(sys.modules, "torchhooks.summary.tensorboard", raising=False)
     message = r"event files need tensorboard, .*: pip install tensorboard, or give a summary_writer of your own"
     with pytest.raises(ImportError, match=message):
         SummaryWriterCache.get(tmp_path)
@@ -760,12 +755,12 @@ def test_without_tensorboard_a_users_writer_works() -> None:
     code = """
 import sys
 sys.modules["tensorboard"] = None
-from torchhooks.summary.operations import add_session_log, check_writer, scalar
+from torchhooks.summary.writers import as_writer
+from torchhooks.summary.operations import scalar
 class Printing:
     def add_scalar(self, *point): print(*point)
     def flush(self): ...
-check_writer(Printing(), [scalar("loss", "loss")])
-add_session_log(Printing(), "START", 7)
-scalar("loss", "loss").write(Printing(), 0.5, 7, walltime=1.0)
+as_writer(Printing()).add_session_log("START", 7)
+scalar("loss", "loss").write(as_writer(Printing()), 0.5, 7, walltime=1.0)
 """
     assert python(code) == "loss 0.5 7"

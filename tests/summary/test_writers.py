@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import pytest
@@ -18,21 +18,38 @@ from torchhooks.summary.writers import WriterTarget
 from torchhooks.testing import RecordingWriter, trace
 
 
-def test_there_is_no_writer_before_it_is_opened(tmp_path: Path) -> None:
-    assert WriterTarget(tmp_path, None).writer is None
+class Begun(NamedTuple):
+    """A session in its first run."""
+
+    begun_at: int = 0
+    global_step: int = 1
+    was_restored: bool = False
+    metadata: Mapping[str, Any] = {}
+
+
+def opened(target: WriterTarget) -> Any:
+    """Open ``target``, and return the one writer, without its adapter."""
+    (writer,) = target.open()
+    return getattr(writer, "writer", writer)
+
+
+def test_there_is_no_writer_before_it_is_opened_and_a_close_is_harmless(tmp_path: Path) -> None:
+    target = WriterTarget(tmp_path, None)
+    target.close()
+    assert target.writers == ()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_given_writer_is_the_writer_until_it_is_closed() -> None:
     writer = RecordingWriter()
     target = WriterTarget(None, writer)
-    assert target.open() is target.writer is writer
+    assert [*target.open()] == [*target.writers] == [writer]
     target.close()
-    assert target.writer is None
+    assert target.writers == ()
 
 
 def test_the_writer_of_a_folder_comes_from_the_cache(tmp_path: Path) -> None:
-    assert WriterTarget(tmp_path, None).open() is SummaryWriterCache.get(tmp_path)
+    assert opened(WriterTarget(tmp_path, None)) is SummaryWriterCache.get(tmp_path)
 
 
 def test_an_address_gets_the_writer_of_tensorboard_which_knows_stores() -> None:
@@ -45,7 +62,7 @@ def test_an_address_gets_the_writer_of_tensorboard_which_knows_stores() -> None:
 
 def test_two_targets_with_one_folder_share_a_writer_and_a_file(tmp_path: Path) -> None:
     one, other = WriterTarget(tmp_path, None), WriterTarget(str(tmp_path), None)
-    assert one.open() is other.open()
+    assert opened(one) is opened(other)
     one.close()
     other.close()
     assert len(list(tmp_path.iterdir())) == 1
@@ -53,7 +70,7 @@ def test_two_targets_with_one_folder_share_a_writer_and_a_file(tmp_path: Path) -
 
 def test_a_target_without_a_place_has_no_writer() -> None:
     target = WriterTarget(None, None)
-    assert target.open() is None
+    assert target.open() == ()
     target.close()
 
 
@@ -61,40 +78,21 @@ def test_a_restored_session_without_a_place_to_write_needs_no_start() -> None:
     assert trace(StepCounterHook(1), losses=[0.5] * 2, start_step=7).steps == [8, 9]
 
 
-def test_close_without_an_open_is_harmless(tmp_path: Path) -> None:
-    WriterTarget(tmp_path, None).close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_close_flushes_a_given_writer_and_leaves_it_open() -> None:
+def test_close_flushes_a_given_writer_once_and_leaves_it_open() -> None:
     writer = RecordingWriter()
     target = WriterTarget(None, writer)
     target.open()
+    target.close()
     target.close()
     assert (writer.flushed, writer.closed) == (1, 0)
 
 
-def test_close_again_does_nothing() -> None:
-    writer = RecordingWriter()
-    target = WriterTarget(None, writer)
-    target.open()
-    target.close()
-    target.close()
-    assert writer.flushed == 1
-
-
-def test_close_closes_the_writer_of_a_folder(tmp_path: Path) -> None:
+def test_close_closes_the_writer_of_a_folder_and_the_next_open_has_a_new_one(tmp_path: Path) -> None:
     target = WriterTarget(tmp_path, None)
-    writer = target.open()
+    writer = opened(target)
     target.close()
     assert writer.all_writers is None
-
-
-def test_a_folder_that_is_opened_again_has_a_new_writer(tmp_path: Path) -> None:
-    target = WriterTarget(tmp_path, None)
-    writer = target.open()
-    target.close()
-    assert target.open() is not writer
+    assert opened(target) is not writer
 
 
 def test_a_flush_that_fails_leaves_nothing_open() -> None:
@@ -106,33 +104,18 @@ def test_a_flush_that_fails_leaves_nothing_open() -> None:
     target.open()
     with pytest.raises(OSError, match="no space left"):
         target.close()
-    assert target.writer is None
-
-
-def test_a_target_knows_another_that_starts_the_session_while_that_is_open() -> None:
-    writer = RecordingWriter()
-    mine, other = WriterTarget(None, writer), WriterTarget(None, writer, starts_session=True)
-    mine.open()
-    known = [mine.session_started_by_another()]
-    other.open()
-    known.append(mine.session_started_by_another())
-    other.close()
-    known.append(mine.session_started_by_another())
-    assert known == [False, True, False]
-
-
-def test_a_target_that_starts_the_session_does_not_count_itself() -> None:
-    target = WriterTarget(None, RecordingWriter(), starts_session=True)
-    target.open()
-    assert not target.session_started_by_another()
+    assert target.writers == ()
 
 
 def test_a_target_that_was_never_closed_is_forgotten_when_it_is_freed() -> None:
     writer = RecordingWriter()
-    mine = WriterTarget(None, writer)
-    mine.open()
-    WriterTarget(None, writer, starts_session=True).open()
-    assert not mine.session_started_by_another()
+    for _ in range(2):
+        target = WriterTarget(None, writer, starts_session=True)
+        target.open()
+        target.session_created(Begun())
+        target.start_session()
+        del target
+    assert writer.records == [("session_log", "START", 1)] * 2
 
 
 @pytest.mark.parametrize(("begun_at", "step", "start"), [(0, 0, 0), (0, 1, 1), (0, 3, 1), (7, 7, 8), (7, 9, 8)])
@@ -140,14 +123,22 @@ def test_a_start_has_the_first_step_that_the_session_makes(begun_at: int, step: 
     writer = RecordingWriter()
     target = WriterTarget(None, writer, starts_session=True)
     target.open()
-    target.start_session(begun_at, step)
+    target.session_created(Begun(begun_at, step))
+    target.start_session()
     assert writer.records == [("session_log", "START", start)]
 
 
-def test_the_starts_of_all_hooks_with_one_writer_come_before_the_first_point() -> None:
+def test_hooks_with_one_writer_have_one_start_before_the_first_point() -> None:
     writer = RecordingWriter()
     trace(*(SummarySaverHook(1, summary_writer=writer, summary_op={tag: "loss"}) for tag in "ab"), losses=[0.5])
-    assert [kind for kind, *_ in writer.records] == ["session_log", "session_log", "scalar", "scalar"]
+    assert [kind for kind, *_ in writer.records] == ["session_log", "scalar", "scalar"]
+
+
+def test_a_hook_whose_first_point_comes_later_voids_no_point_of_another() -> None:
+    writer = RecordingWriter()
+    late = SummarySaverHook(every_n_steps=3, summary_writer=writer, summary_op={"late": "loss"})
+    trace(StepCounterHook(1, summary_writer=writer), late, losses=[0.5] * 3)
+    assert [kind for kind, *_ in writer.records] == ["session_log", "scalar", "scalar", "scalar"]
 
 
 def test_refuses_two_places_and_shows_them() -> None:
@@ -231,55 +222,60 @@ def test_loops_in_several_threads_write_one_file_and_lose_no_point(tmp_path: Pat
 
 def test_a_loop_of_another_thread_writes_no_point_before_its_start_is_written() -> None:
     class Slow(RecordingWriter):
-        def add_session_log(self, session_log: Any, step: int) -> None:
-            if not thread.is_alive() and not self.records:
-                thread.start()
-                thread.join(0.1)  # it is waiting for the second START
-            super().add_session_log(session_log, step)
+        def add_session_log(self, status: Any, step: int, checkpoint_path: Any = None) -> None:
+            thread.start()
+            thread.join(0.1)  # it is waiting for the START
+            super().add_session_log(status, step)
 
     def first_run() -> None:
-        other.start_session(0, 1)
+        other.start_session()
         writer.add_scalar("loss", 0.5, 1)
 
     writer, thread = Slow(), threading.Thread(target=first_run)
     mine, other = (WriterTarget(None, writer, starts_session=True) for _ in range(2))
-    mine.open()
-    other.open()
-    mine.start_session(0, 1)
+    for target in (mine, other):
+        target.open()
+        target.session_created(Begun())
+    mine.start_session()
     thread.join()
-    assert [kind for kind, *_ in writer.records] == ["session_log", "session_log", "scalar"]
-
-
-def test_a_target_that_another_thread_closes_while_all_are_flushed_is_left_out(tmp_path: Path) -> None:
-    class Closing(WriterTarget):
-        """Is closed right after its writer was looked at for the first time."""
-
-        _found: Any = None
-
-        @property
-        def writer(self) -> Any:
-            found, self._found = self._found, None
-            return found
-
-        @writer.setter
-        def writer(self, value: Any) -> None:
-            self._found = value
-
-    writer = RecordingWriter()
-    target = Closing(None, writer)
-    target.open()
-    target.writer = writer
-    WriterTarget.flush_all()
-    assert writer.flushed == 1
+    assert [kind for kind, *_ in writer.records] == ["session_log", "scalar"]
 
 
 def test_the_last_target_of_a_folder_closes_its_writer(tmp_path: Path) -> None:
     one, other = WriterTarget(tmp_path, None), WriterTarget(tmp_path, None)
-    writer = one.open()
+    writer = opened(one)
     other.open()
     one.close()
     assert writer.all_writers is not None
     other.close()
+    assert writer.all_writers is None
+
+
+def test_the_writer_of_a_folder_stays_open_for_a_hook_that_was_given_it(tmp_path: Path) -> None:
+    opening, given = WriterTarget(tmp_path, None), WriterTarget(None, SummaryWriterCache.get(tmp_path))
+    writer = opened(opening)
+    assert opened(given) is writer
+    opening.close()
+    assert writer.all_writers is not None
+    given.close()
+    assert writer.all_writers is None
+
+
+def test_the_writer_of_a_folder_is_closed_even_if_another_writer_there_cannot_be_flushed(
+    tmp_path: Path,
+) -> None:
+    class Full(RecordingWriter):
+        log_dir = str(tmp_path)
+
+        def flush(self) -> None:
+            raise OSError("no space left")
+
+    opening, full = WriterTarget(tmp_path, None), WriterTarget(None, Full())
+    writer = opened(opening)
+    full.open()
+    opening.close()
+    with pytest.raises(OSError, match="no space left"):
+        full.close()
     assert writer.all_writers is None
 
 
@@ -292,7 +288,7 @@ def test_a_folder_that_is_named_by_a_link_and_by_its_path_has_one_writer(
     monkeypatch.chdir(tmp_path)
     names: list[object] = [folder, f"{folder}/", link, f"{link}/", "link", "folder/../link", os.fsencode(folder)]
     targets = [WriterTarget(name, None) for name in names]
-    assert len({target.open() for target in targets}) == 1
+    assert len({opened(target) for target in targets}) == 1
     for target in targets:
         target.close()
     assert len(event_files(folder)) == 1
@@ -306,10 +302,14 @@ def test_writers_that_name_one_folder_in_two_ways_are_at_one_place(tmp_path: Pat
 
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
-    mine, other = WriterTarget(None, Named(tmp_path)), WriterTarget(None, Named(link), starts_session=True)
-    mine.open()
-    other.open()
-    assert mine.session_started_by_another()
+    writers = [Named(name) for name in (tmp_path, link)]
+    targets = [WriterTarget(None, writer, starts_session=True) for writer in writers]
+    for target in targets:
+        target.open()
+        target.session_created(Begun())
+    for target in targets:
+        target.start_session()
+    assert [len(writer.records) for writer in writers] == [1, 0]
 
 
 def test_a_target_closes_the_writer_that_it_opened_after_the_working_directory_changed(
@@ -317,7 +317,7 @@ def test_a_target_closes_the_writer_that_it_opened_after_the_working_directory_c
 ) -> None:
     monkeypatch.chdir(tmp_path)
     target = WriterTarget("runs", None)
-    writer = target.open()
+    writer = opened(target)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     target.close()

@@ -1,6 +1,6 @@
 """What is saved, in which format, and when a checkpoint is whole.
 
-Read ``saver`` first, then ``state``, which lists the entries of a checkpoint, and ``files``, which describes how one is
-written. ``per_rank`` and ``sharded`` are for several ranks. ``gradients`` notes what has accumulated between two steps
-of the optimizer.
+Read ``saver`` first. ``saving`` and ``restoring`` have its two flows, ``training_state`` the entries of a checkpoint,
+``comparing`` what does not fit, ``folder`` how a checkpoint becomes whole, ``reading`` what needs no saver, ``sharded``
+what several ranks have in parts, and ``steps`` what all ranks do together.
 """

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchhooks.checkpoints.claim import take_back
-from torchhooks.checkpoints.files import Checkpoint, has_checkpoints, inspect, is_checkpoint, list_checkpoints, verify
-from torchhooks.checkpoints.manifest import read_manifest
-from torchhooks.checkpoints.per_rank import read_folder
-from torchhooks.checkpoints.sharded import like_own, renamed
-from torchhooks.checkpoints.state import SessionLike, compare_module
-from torchhooks.checkpoints.undo import Undo, finish, loads_plainly
+from torchhooks.checkpoints.comparing import compare_module, renamed
+from torchhooks.checkpoints.folder import (
+    Checkpoint,
+    file_of_rank,
+    has_checkpoints,
+    inspect,
+    is_checkpoint,
+    list_checkpoints,
+    put_back,
+    read_manifest,
+    verify,
+)
+from torchhooks.checkpoints.sharded import like_own, read_tensors
+from torchhooks.checkpoints.training_state import Entries, TrainingState
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, brief, interrupt_in
+from torchhooks.common.files import place
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened, shown
-from torchhooks.ranks.dtensors import reshard
+from torchhooks.common.trees import Tree
+from torchhooks.ranks.ranks import reshard
 
 _Path = str | os.PathLike[str]
 
@@ -65,7 +71,7 @@ def best_checkpoint(directory: _Path) -> str:
         CheckpointError: the folder does not exist or cannot be read, it has no checkpoint with a score, or several
             folders in it have one.
     """
-    folder = os.fspath(directory)
+    folder = place(directory)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no folder: pass the one of a BestCheckpointHook, such as 'run/best'")
     scored = scored_checkpoints(folder)
@@ -88,7 +94,7 @@ def scored_checkpoints(directory: _Path) -> list[tuple[float, Checkpoint]]:
     return [(each.score, each) for each in list_checkpoints(directory) if each.score is not None]
 
 
-def read_metadata(path: _Path) -> dict[str, Any]:
+def read_metadata(path: _Path) -> dict[str, Tree]:
     """Return the ``metadata`` of the loop that wrote the checkpoint at ``path``; ``{}`` if it had none.
 
     Needs no model: the metadata can say which one to build. Usually, no tensors of the checkpoint are read.
@@ -104,9 +110,9 @@ def read_metadata(path: _Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint cannot be read, or is none.
     """
-    folder = os.fspath(path)
+    folder = place(path)
     inspect(folder)
-    metadata: dict[str, Any] | None = read_manifest(folder)["metadata"]
+    metadata: dict[str, Tree] | None = read_manifest(folder)["metadata"]
     if metadata is None:  # JSON cannot hold it
         verify(folder)
         metadata = load_file(folder)["metadata"]
@@ -130,17 +136,14 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
     ``path`` is a checkpoint, or a folder of checkpoints, whose newest undamaged one is used. To load the best, pass
     ``best_checkpoint("run/best")``.
 
-    The names of the weights are compared without what DistributedDataParallel and ``torch.compile`` put before them.
-    The checkpoint may have been written by one process or by several ranks, and ``model`` may have DTensors, as FSDP2
-    makes them: each rank calls this then. Weights are loaded to the devices of those in the model. Everything is
-    checked before anything is loaded.
+    The checkpoint may be one of DistributedDataParallel, ``torch.compile`` or FSDP2, and so may ``model``; if it has
+    DTensors, each rank calls this. Weights are loaded to the devices of those in the model, once all are checked.
 
     Args:
         path: the checkpoint, ``"run/model.ckpt-700"``, or the folder.
         model: the model. Its mode, ``train()`` or ``eval()``, stays.
-        strict: whether weights that only the model or only the checkpoint has, or that have another shape or a dtype
-            which cannot hold the values, are an error. Otherwise what matches is loaded, and a warning names the
-            others, which are also in the ``missing_keys`` and ``unexpected_keys`` of what is returned.
+        strict: whether weights that do not match are an error: their name, their shape, or a dtype that cannot hold the
+            values. Otherwise what matches is loaded, and a warning names the others.
 
     Raises:
         TypeError: ``path`` is not a path, or ``model`` not a module.
@@ -152,7 +155,7 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
             f"load_weights({shown(path)}, {shown(model)}): pass the path of a checkpoint or of a folder of them, and "
             "a torch.nn.Module"
         )
-    found, saved = _at(os.fspath(path))
+    found, saved = _read_at(place(path))
     if "model" not in saved:
         raise CheckpointError(
             f"{found} has no model, only {shortened([repr(name) for name in saved])}: the loop that wrote it was not "
@@ -166,21 +169,12 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
         if strict:
             raise CheckpointError(f"{report}\nMake them match, or load what matches with strict=False.")
         logger.warning("%s\nThe rest is loaded.", report)
-    is_plain = loads_plainly(model)
-    undo = Undo().random_states().loads({} if is_plain else {"model": model})
-    load = partial(model.load_state_dict, like_own(model, state), strict=strict)
-    try:
-        result: _IncompatibleKeys = load()
-    except BaseException as error:
-        if is_plain:
-            finish(load, error)
-        undo.put_back(error)
-        raise
+    result: _IncompatibleKeys = model.load_state_dict(like_own(model, state), strict=strict)
     logger.info("loaded the weights of step %d from %s", saved["global_step"], found)
     return result
 
 
-def _at(path: str) -> tuple[str, dict[str, Any]]:
+def _read_at(path: str) -> tuple[str, Entries]:
     """Return the path and the contents of the checkpoint at ``path``, or of the newest one in the folder ``path``."""
     if not os.path.isdir(path) or is_checkpoint(path):
         try:
@@ -191,7 +185,7 @@ def _at(path: str) -> tuple[str, dict[str, Any]]:
                 "torch.save(model.state_dict()) is loaded with model.load_state_dict(torch.load(path))"
             ) from error
         return path, load_file(path)
-    found = read_newest(path, load_file)
+    found = read_newest(path)
     if found is None:
         best = f", such as best_checkpoint({path!r})" if has_checkpoints(os.path.join(path, "best")) else ""
         raise CheckpointError(
@@ -200,19 +194,20 @@ def _at(path: str) -> tuple[str, dict[str, Any]]:
     return found
 
 
-def read_newest(directory: _Path, load: Callable[[str], dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
-    """Return the path of the newest checkpoint that is not damaged, and what ``load(path)`` returns for it.
+def read_newest(directory: _Path, training: TrainingState | None = None) -> tuple[str, Entries] | None:
+    """Return the path of the newest checkpoint that is not damaged, and its entries, as :func:`read_checkpoint` does.
 
     Logs a warning for each damaged one. Returns ``None`` if there is none at all.
 
     Raises:
         CheckpointError: all of them are damaged.
     """
-    take_back(os.fspath(directory))
+    directory = place(directory)
+    put_back(directory)
     for checkpoint in reversed(list_checkpoints(directory)):
         try:
             verify(checkpoint.path)
-            return checkpoint.path, load(checkpoint.path)
+            return checkpoint.path, load_file(checkpoint.path, training)
         except DamagedCheckpointError as error:
             logger.warning("%s It is skipped.", error)
     if has_checkpoints(directory):
@@ -223,24 +218,24 @@ def read_newest(directory: _Path, load: Callable[[str], dict[str, Any]]) -> tupl
     return None
 
 
-def read_checkpoint(path: str, session: SessionLike | None = None) -> dict[str, Any]:
-    """Return the contents of the checkpoint at ``path``, with the parts that this rank of ``session`` needs.
+def read_checkpoint(path: str, training: TrainingState | None = None) -> Entries:
+    """Return the entries of the checkpoint at ``path``, with the parts that this rank of ``training`` needs.
 
-    Without a session, all tensors are whole and on the CPU.
+    Without ``training``, all tensors are whole and on the CPU.
 
     Raises:
         DamagedCheckpointError: it is not what was written.
         CheckpointError: it could run code.
     """
     verify(path)
-    return load_file(path, session)
+    return load_file(path, training)
 
 
-def load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
-    """Return what :func:`read_checkpoint` does, without a check of the checksum."""
+def load_file(path: str, training: TrainingState | None = None) -> Entries:
+    """Return what :func:`read_checkpoint` does, without comparing the checksums."""
     try:
-        return read_folder(session, path)
-    except DamagedCheckpointError:
+        return _read_folder(path, training)
+    except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(
@@ -254,3 +249,56 @@ def load_file(path: str, session: SessionLike | None = None) -> dict[str, Any]:
             f"{path} is not damaged, but torch does not load it with weights_only=True: "
             f"{brief(error).splitlines()[0]} Without weights_only it could run code, so it is not loaded."
         ) from error
+
+
+def _read_folder(folder: str, training: TrainingState | None) -> Entries:
+    """Return the entries of the checkpoint ``folder``, with the shards that this rank of ``training`` loads.
+
+    Without ``training``, and for parts that are not sharded in it, tensors are whole. Tensors of modules, which loading
+    copies, are read from the file when they are used, and so is everything without ``training``.
+    """
+    saved, parts = _read_file(folder, 0), {} if training is None else training.parts()
+    if training is not None:
+        kept = [value for name, value in saved.items() if not isinstance(parts.get(name), torch.nn.Module)]
+        _move_to_memory(kept, {})
+    if "sharded" not in saved:
+        return saved
+    names, size = saved.pop("sharded"), read_manifest(folder)["world_size"]
+    parts = {name: part for name, part in parts.items() if name in names}
+    gradients = None if training is None else training.gradients
+    parameters = [] if gradients is None else gradients.parameters()
+    read_tensors(folder, saved, parts, {("sharded_gradients", str(i)): each for i, each in enumerate(parameters)})
+    if size > 1:
+        saved["ranks"] = [_read_file(folder, rank) for rank in range(1, size)]
+    return saved
+
+
+def _read_file(folder: str, rank: int) -> Entries:
+    """Return what ``rank`` wrote into the checkpoint ``folder`` apart from shards; tensors stay in the mapped file."""
+    path = os.path.join(folder, file_of_rank(rank))
+    loaded: Entries = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return loaded
+
+
+def _move_to_memory(tree: Tree, copies: dict[int, torch.UntypedStorage]) -> None:
+    """Copy the tensors in ``tree`` from the mapped file, in place. What shares memory does so afterwards.
+
+    ``copies`` has the memory that was copied, by address.
+    """
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif isinstance(tree, torch.Tensor):
+        if tree.layout is not torch.strided or tree.is_quantized:
+            tree.data = tree.detach().clone()
+            return
+        storage = tree.untyped_storage()
+        if storage.data_ptr() not in copies:
+            copy = storage.clone()
+            copies[storage.data_ptr()] = copies[copy.data_ptr()] = copy  # the second for a tensor that comes again
+        moved = torch.empty(0, dtype=tree.dtype, device="cpu")
+        tree.data = moved.set_(copies[storage.data_ptr()], tree.storage_offset(), tree.size(), tree.stride())
+        return
+    elif not isinstance(tree, (list, tuple, set)):
+        return
+    for value in tree:
+        _move_to_memory(value, copies)

@@ -1,8 +1,9 @@
 """Saver: writes the whole state of a training run to a folder, and restores it.
 
-What a checkpoint contains is described in :mod:`torchhooks.checkpoints.state`;
+:mod:`torchhooks.checkpoints.saving` and :mod:`torchhooks.checkpoints.restoring` have the two flows, and
+:mod:`torchhooks.checkpoints.training_state` says what a checkpoint contains;
 ``torch.load("run/model.ckpt-700/state.pt")`` reads it without this library. How checkpoints are written atomically,
-ordered and found again is described in :mod:`torchhooks.checkpoints.files`.
+ordered and found again is described in :mod:`torchhooks.checkpoints.folder`.
 """
 
 from __future__ import annotations
@@ -10,54 +11,41 @@ from __future__ import annotations
 import errno
 import math
 import os
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
-from torchhooks.checkpoints.claim import take_back
-from torchhooks.checkpoints.files import (
+from torchhooks.checkpoints.folder import (
     Checkpoint,
     Folder,
     Retention,
     is_checkpoint_name,
     list_checkpoints,
-)
-from torchhooks.checkpoints.manifest import as_json
-from torchhooks.checkpoints.per_rank import (
-    Share,
-    all_or_none,
-    exchange,
-    leads,
-    read_for_all,
-    share_of,
-    warn_of_buckets,
-    write_checkpoint,
+    put_back,
 )
 from torchhooks.checkpoints.reading import (
     best_checkpoint,
     latest_checkpoint,
-    load_file,
     load_weights,
     read_checkpoint,
     read_metadata,
     read_newest,
     scored_checkpoints,
 )
-from torchhooks.checkpoints.sharded import like_own, sharded_parts
-from torchhooks.checkpoints.state import SessionLike, changed_metadata, compare, load_gradients, parts_of
-from torchhooks.checkpoints.undo import Undo, finish, plain_modules
+from torchhooks.checkpoints.restoring import restore
+from torchhooks.checkpoints.saving import Contents, collect, write_checkpoint
+from torchhooks.checkpoints.sharded import sharded_parts
+from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
+from torchhooks.checkpoints.training_state import Entries, HasTrainingState
 from torchhooks.common.checks import seconds, whole_number
 from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief, interrupt_in
-from torchhooks.common.files import Disk
+from torchhooks.common.files import Disk, place
 from torchhooks.common.log import logger
-from torchhooks.common.random_states import set_random_states
-from torchhooks.common.stateful import Stateful
-from torchhooks.common.text import call_repr, shortened
-from torchhooks.device.snapshot import Held, Snapshot
-from torchhooks.ranks.ranks import LoopRanks
+from torchhooks.common.text import call_repr
+from torchhooks.device.readback import MemoryBlocks, Snapshot
+from torchhooks.ranks.ranks import LoopRanks, Ranks
 
 __all__ = [
     "Checkpoint",
@@ -71,8 +59,10 @@ __all__ = [
     "scored_checkpoints",
 ]
 
-_NOT_STRICT = "MonitoredLoop(..., scaffold=Scaffold(saver=Saver(strict=False)))"
 _Path = str | os.PathLike[str]
+
+Refusal = Callable[[], str | None]
+"""Returns why the state must not be saved, or ``None``."""
 
 
 class Saver:
@@ -89,21 +79,17 @@ class Saver:
     >>> loop.global_step, path
     (2, 'run/model.ckpt-3')
 
-    A checkpoint is written atomically, and older ones are removed only after that. Checkpoints that an earlier process
-    wrote to the folder count towards the number to keep.
-
-    With the session of a loop of several ranks, every rank has to make each call, in its training thread. The chief
-    writes and chooses the files, the other ranks read them, and an error on one rank is raised on all. Only
-    :meth:`close` may be called by one rank alone.
+    A checkpoint is written atomically, and older ones are removed only after that. With several ranks, every rank makes
+    each call, in its training thread, and an error on one rank is raised on all; only :meth:`close` may be called by
+    one rank alone.
 
     Args:
-        max_to_keep: how many checkpoints of one name stay in a folder; ``None`` or 0 keeps all.
+        max_to_keep: how many checkpoints of one name stay in a folder, those of earlier processes included; ``None`` or
+            0 keeps all.
         keep_checkpoint_every_n_hours: in addition, keep the first checkpoint for good, and after that one each time
             so many hours have passed.
         async_save: copy the state to CPU memory, return, and write the files in a background thread. The next call
-            raises an error of that thread. The memory, one copy of the state, is kept for the next save until
-            :meth:`close`, which has to be called at the end. For tensors on an accelerator it is pinned, in blocks of
-            up to 256 MB, or of one larger tensor, which torch rounds up to a power of two.
+            raises an error of that thread. :meth:`close`, which has to be called at the end, releases the memory.
         strict: whether a checkpoint that does not match the session is an error. Otherwise the parts that match are
             loaded, and a warning names the others.
 
@@ -123,33 +109,33 @@ class Saver:
         strict: bool = True,
     ) -> None:
         self._retention = _checked_retention(max_to_keep, keep_checkpoint_every_n_hours)
+        self.max_to_keep = max_to_keep
+        """How many checkpoints of one name stay in a folder; ``None`` or 0 for all."""
         self.async_save = async_save
         """Whether a background thread writes the file."""
         self._strict = strict
         self.disk = Disk()
         """What files are written through. Tests replace it, to simulate failures."""
+        # Both threads use the folders and the memory, one at a time: a save first waits for the one before it.
         self._folders: dict[str, Folder] = {}
-        # The thread that writes sets the error before it ends, and _finish() reads it after joining the thread. So one
-        # thread has it at a time, and it needs no lock. The same holds for the folders and for the held memory.
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._held: Held = []
+        self._held: MemoryBlocks = []
+        self._background = BackgroundWriter()
 
     def save(
         self,
-        session: SessionLike,
+        session: HasTrainingState,
         path: _Path,
         global_step: int,
         *,
         score: float | None = None,
-        refusals: Iterable[Callable[[], str | None]] = (),
+        refusals: Iterable[Refusal] = (),
         async_save: bool = False,
     ) -> str:
         """Write the state of ``session`` as it is now. The folder is created if necessary.
 
         With ``async_save``, first wait for the previous save, so that there is one copy of the state at a time;
-        :attr:`is_writing` tells whether that takes time. If the
-        previous save failed, its error is raised here, but this checkpoint is written all the same.
+        :attr:`is_writing` tells whether that takes time. If the previous save failed, its error is raised here, but
+        this checkpoint is written all the same.
 
         Args:
             session: what to save.
@@ -161,62 +147,93 @@ class Saver:
             async_save: write this checkpoint in a background thread, even if the Saver writes others in the foreground.
 
         Returns:
-            The path of the checkpoint, ``"run/model.ckpt-700"``. With ``async_save``, it may not be there yet.
+            The path of the checkpoint, ``"run/model.ckpt-700"``. With ``async_save``, it may not be there yet. It is
+            not written, and a line in the log says so, if one of ``refusals`` gives a reason, and while a resumed
+            script is on its way to the loop in which its checkpoint was saved.
 
         Raises:
             CheckpointError: it could not be written, or something in the state cannot be saved. The older checkpoints
                 are unchanged.
         """
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
-        earlier = self._finish()
+        training = session.training_state
+        if training.is_repeating:
+            logger.info("no checkpoint of step %d: the loop in which the restored one was saved has not begun", step)
+            return f"{prefix}-{step}"
+        earlier = self._background.wait()
         try:
-            sharded = sharded_parts(parts_of(session))
-            writes = bool(sharded) or leads(session.ranks)
+            ranks, parts = training.ranks, training.parts()
+            sharded = sharded_parts(parts)
+            writes = bool(sharded) or writes_for_all(ranks)
             snapshot = Snapshot(self._held) if (async_save or self.async_save) and writes else None
             self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
-            share, about = share_of(session, sharded, snapshot), _about(session, score)
-            ranks = session.ranks if sharded else LoopRanks(session.ranks, alone=True)
+            contents = collect(training, parts, sharded, score, snapshot)
+            # Without shards the chief has everything by now, and writes alone: each step of the write is its own then.
+            writers = ranks if sharded else LoopRanks(ranks, alone=True)
             if snapshot is not None:
                 # The thread that writes gathers while the training thread may gather too, so it needs ranks of its
                 # own. They are made here, because that is a step that all ranks make in the training thread.
-                ranks = ranks.for_saving()
+                writers = writers.for_saving()
+            # A script may change the current directory while the thread writes.
+            write = partial(self._write, writers, contents, refusals, os.path.abspath(prefix), step)
 
             def start() -> None:
                 if writes:
-                    self._start(partial(self._write, ranks, share, about, refusals, prefix, step), snapshot, step)
-                _raise(earlier)
+                    self._start(write, snapshot, step)
+                if earlier is not None:
+                    raise earlier
 
-            all_or_none(session.ranks, start)
+            run_on_all(ranks, "start to write", start)
         except Exception as error:
             if earlier is not None and error is not earlier:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
-            raise
-        except BaseException:
-            self._error = earlier  # close() raises it
+            self._background.forget(earlier)  # not after a Ctrl-C, which does not tell of it: then close() raises it
             raise
         return f"{prefix}-{step}"
 
-    def restore(self, session: SessionLike, path: _Path) -> None:
+    def mark_finished(self, session: HasTrainingState, path: _Path, global_step: int) -> None:
+        """Have the checkpoint that :meth:`save` has just written say that the training run is finished, and why.
+
+        Only its manifest changes. With several ranks, every rank calls this. Does nothing if the checkpoint is not
+        there, because something refused or removed it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        training = session.training_state
+        why = None if training.position is None else training.position.why_finished
+        self._wait_on_all(training.ranks)  # it may still be being written
+
+        def mark() -> None:
+            folder, name = os.path.split(os.path.abspath(f"{_checked_path(path)}-{global_step}"))
+            if why is not None and writes_for_all(training.ranks) and folder in self._folders:
+                with _as_checkpoint_errors(os.path.join(folder, name)), suppress(FileNotFoundError):
+                    self._folders[folder].mark_finished(name, why)
+
+        run_on_all(training.ranks, "say that the training run is finished", mark)
+
+    def restore(self, session: HasTrainingState, path: _Path) -> None:
         """Load the checkpoint at ``path``, as returned by ``save``. Everything is checked before anything is loaded.
 
         Tensors are loaded to the devices of those in the session, wherever they were saved from. Random states are set
-        too, on as many accelerators as there are. If anything raises, everything is put back as it was, except that a
-        Ctrl-C in the last moment is raised once everything is loaded.
+        too, on as many accelerators as there are. If an object raises while its state is loaded, the objects before it
+        are loaded already.
 
         Raises:
             DamagedCheckpointError: the checkpoint is missing or damaged. :meth:`restore_latest` uses an older one.
             CheckpointError: it does not match the session, or could run code.
         """
-        checkpoint = os.fspath(path)
+        checkpoint, training = place(path), session.training_state
 
-        def choose() -> tuple[str, dict[str, Any]]:
-            take_back(os.path.dirname(checkpoint) or os.curdir)
-            return checkpoint, read_checkpoint(checkpoint, session)
+        def choose() -> tuple[str, Entries]:
+            put_back(os.path.dirname(checkpoint) or os.curdir)
+            return checkpoint, read_checkpoint(checkpoint, training)
 
-        self.wait_for_all(session)
-        self._restore(session, choose)
+        wait = partial(self._wait_on_all, training.ranks)
+        wait()
+        restore(training, choose, strict=self._strict, wait=wait)
 
-    def restore_latest(self, session: SessionLike, directory: _Path) -> str | None:
+    def restore_latest(self, session: HasTrainingState, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each damaged one.
 
         Returns:
@@ -225,191 +242,71 @@ class Saver:
         Raises:
             CheckpointError: there are checkpoints and all are damaged, or the newest undamaged one does not match.
         """
-        self.wait_for_all(session)
-        return self._restore(session, partial(read_newest, directory, partial(load_file, session=session)))
+        training = session.training_state
+        wait = partial(self._wait_on_all, training.ranks)
+        wait()
+        return restore(training, partial(read_newest, directory, training), strict=self._strict, wait=wait)
 
-    def wait_for_all(self, session: SessionLike) -> None:
+    def wait_for_all(self, session: HasTrainingState) -> None:
         """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
-        all_or_none(session.ranks, self.wait)
+        self._wait_on_all(session.training_state.ranks)
 
     def wait(self) -> None:
         """Wait for a checkpoint that is being written by this process, and raise the error if it failed."""
-        error = self._finish()
+        error = self._background.wait()
         if error is not None:
+            self._background.forget(error)
             raise error
 
     @property
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written in the background, so that the next save would wait."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._background.is_busy
 
     def close(self) -> None:
         """Call :meth:`wait`, and release the memory for copies. The Saver can still be used and closed again."""
         try:
             self.wait()
         finally:
+            self._background.end()
             self._held = []
             for folder in self._folders.values():
                 folder.release()
 
+    def _wait_on_all(self, ranks: Ranks) -> None:
+        run_on_all(ranks, "wait for the one before it", self.wait)
+
     def _start(self, write: Callable[[], None], snapshot: Snapshot | None, step: int) -> None:
-        """Call ``write()``, with a snapshot in a thread."""
+        """Call ``write()``, with a snapshot in the background."""
         if snapshot is None:
             write()
             return
         held = snapshot.end()
-        gate, started = threading.Lock(), threading.Event()
-        # Not a daemon: Python waits for it at the end of the process.
-        thread = threading.Thread(
-            target=self._write_later, args=(gate, started, snapshot, write), name=f"save step {step}"
-        )
-        # The thread that trains holds the gate, so that the new thread blocks at once. Otherwise start() would return
-        # only when Python next switches threads, up to 5 ms later.
-        gate.acquire()
+
+        def write_copies() -> None:
+            snapshot.wait()  # in that thread: training continues while the copies from a device are under way
+            write()
+
         try:
-            thread.start()
-            self._thread = thread  # only now: a thread that was not started cannot be joined
-            # In this order: the thread looks at the event once it has the gate. If a Ctrl-C comes before, the thread
-            # writes nothing, because save() raises and the caller knows of no checkpoint.
-            started.set()
-            gate.release()
-        except BaseException as error:
-            if gate.locked():
-                gate.release()
-            if not isinstance(error, RuntimeError):
-                raise
+            self._background.start(write_copies)
+        except RuntimeError as error:
             logger.warning(
                 "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
             )
-            snapshot.wait()
-            write()
-        self._held = held  # the thread still reads it: the next save joins the thread before it copies into this memory
+            write_copies()
+        self._held = held  # the thread still reads it: the next save waits before it copies into this memory
 
-    def _write_later(
-        self, gate: threading.Lock, started: threading.Event, snapshot: Snapshot, write: Callable[[], None]
-    ) -> None:
-        try:
-            with gate:
-                if not started.is_set():
-                    return  # a Ctrl-C ended start() after the thread began: save() has raised it
-            snapshot.wait()  # in this thread: training continues while the copies from a device are under way
-            write()
-        except BaseException as error:  # every kind: the next call of the saver raises it in the thread that trains
-            self._error = error
-
-    def _write(
-        self,
-        ranks: LoopRanks,
-        share: Share,
-        about: dict[str, Any],
-        refusals: Iterable[Callable[[], str | None]],
-        prefix: str,
-        step: int,
-    ) -> None:
-        reasons = exchange(ranks, lambda: next((reason for each in refusals if (reason := each()) is not None), None))
+    def _write(self, ranks: LoopRanks, contents: Contents, refusals: Iterable[Refusal], prefix: str, step: int) -> None:
+        """Write and commit what was collected, unless a rank refuses."""
+        reasons = gather_from_all(ranks, "ask for refusals", lambda: _first_reason(refusals))
         reason = next((each for each in reasons if each is not None), None)
         if reason is not None:
             logger.warning("no checkpoint of step %d: %s", step, reason)
             return
-        path, name = os.path.split(os.path.abspath(prefix))
+        path, name = os.path.split(prefix)
         folder = self._folders.setdefault(path, Folder(path, self.disk, self._retention))
-        message = f"{os.path.join(path, name)}-{step} was not written"
-        try:
-            write_checkpoint(ranks, share, folder, name, step, about)
-        except (CheckpointError, PeerError):  # the second is a RuntimeError too
-            raise
-        except (RuntimeError, OSError) as error:
-            interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
-            if interrupt is not None:
-                raise interrupt from None
-            if not isinstance(error, OSError):
-                raise CheckpointError(f"{message}: {error}") from error
-            way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are unchanged.")
-            raise CheckpointError(f"{message}: {error.strerror or error}. {way_out}") from error
-
-    def _finish(self) -> BaseException | None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        return error
-
-    def _restore(self, session: SessionLike, choose: Callable[[], tuple[str, dict[str, Any]] | None]) -> str | None:
-        """Load the checkpoint that ``choose()`` returns, with its path, and return the path."""
-        found = read_for_all(session, choose, partial(load_file, session=session))
-        if found is None:
-            return None
-        path, saved, is_whole = found
-        pairs = all_or_none(session.ranks, lambda: self._compared(session, path, saved, is_whole))
-        position = session.position
-        # A loader that is being iterated continues where it is: a recovery cannot take back the items it gave.
-        pairs = {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
-        parts = {name: part for name, (part, _) in pairs.items()}
-        last: dict[str, Any] = {name: pairs.pop(name) for name in plain_modules(parts)}
-        groups = [] if session.optimizer is None else session.optimizer.param_groups
-        undo = Undo().random_states().gradients(parameter for group in groups for parameter in group["params"])
-        undo.loads({name: parts[name] for name in pairs})
-        step, is_last = session.global_step, False
-
-        def load_last() -> None:
-            for part, state in last.values():
-                part.load_state_dict(like_own(part, state), strict=self._strict)
-
-        try:
-            all_or_none(session.ranks, lambda: self._load_all(session, saved, pairs, path))
-            is_last = True
-            load_last()
-        except BaseException as error:
-            if is_last:
-                finish(load_last, error)
-            else:
-                session.global_step = step
-                undo.put_back(error)
-            raise
-        if is_whole:
-            warn_of_buckets(session)
-        changes = list(changed_metadata(saved.get("metadata"), session.metadata)) if session.metadata else []
-        if changes and "metadata" in saved:
-            logger.warning("the loop differs from the checkpoint %s: %s", path, shortened(changes, 8))
-        return path
-
-    def _compared(
-        self, session: SessionLike, path: str, saved: dict[str, Any], is_whole: bool
-    ) -> dict[str, tuple[Stateful, Any]]:
-        """Return each object of ``session`` and the state to load into it; raise or warn about what does not match."""
-        pairs, misfits = compare(session, saved, without_own=not is_whole)
-        if misfits:
-            report = "\n  ".join([f"{path} does not match this session:", *misfits])
-            if self._strict:
-                raise CheckpointError(f"{report}\nMake them match, or load what matches: {_NOT_STRICT}")
-            logger.warning("%s\nThe rest is loaded.", report)
-        return pairs
-
-    def _load_all(
-        self, session: SessionLike, saved: dict[str, Any], pairs: dict[str, tuple[Stateful, Any]], path: str
-    ) -> None:
-        for name, (part, state) in pairs.items():
-            self._load(name, part, state, path)
-        load_gradients(session, saved)
-        session.global_step = saved["global_step"]
-        is_whole = "random" in saved  # not if another number of ranks has saved it
-        if is_whole:
-            set_random_states(saved["random"])
-            session.accumulated.load_state_dict(saved.get("running_values"))
-        if session.position is not None:
-            undoing = partial(_undoing, session)
-            session.position.load_state_dict(saved.get("position"), saved.get("random"), undoing)
-
-    def _load(self, name: str, part: Stateful, state: Any, path: str) -> None:
-        try:
-            state = like_own(part, state)
-            if isinstance(part, torch.nn.Module):
-                part.load_state_dict(state, strict=self._strict)
-            else:
-                part.load_state_dict(state)
-        except BaseException as error:
-            add_note(error, f"while loading {name!r} from {path}; what was loaded before it is put back")
-            raise
+        with _as_checkpoint_errors(f"{prefix}-{step}"):
+            write_checkpoint(ranks, contents, folder, name, step)
 
     def __repr__(self) -> str:
         max_to_keep, every_n_hours = self._retention
@@ -422,6 +319,183 @@ class Saver:
         )
 
 
+class BackgroundWriter:
+    """The thread that writes, one checkpoint at a time. The Future of a write carries its error.
+
+    Only the training thread calls this. Python waits for the thread at the end of the process.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        self._error: BaseException | None = None  # of a write that is over, until it was raised
+        self._process = os.getpid()
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Have the thread call ``write()``. The call before has to be over.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        if self._executor is None:
+            # It stays for the next save: starting a thread may take 5 ms, until Python switches back to this one.
+            self._executor = ThreadPoolExecutor(1, "torchhooks saver")
+        # A Ctrl-C may come at any moment of submit(), and take the Future that it returns with it. So this one is known
+        # before. If the thread has not taken it up, it is cancelled, and the thread writes nothing: save() raises, and
+        # the caller knows of no checkpoint. If it has, wait() waits for it, as for any other.
+        writing = Future[None]()
+        try:
+            self._writing = writing
+            self._executor.submit(_carry_out, writing, write)
+        except BaseException as error:
+            if writing.cancel():
+                self._writing = None
+            if isinstance(error, RuntimeError):
+                self._executor = None  # it has queued the call all the same
+            raise
+
+    @property
+    def is_busy(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def wait(self) -> BaseException | None:
+        """Wait for the thread, and return its error, again each time until :meth:`forget` is called."""
+        if self._process != os.getpid():
+            # A forked process has no such thread, and the errors are its parent's.
+            self._executor = self._writing = self._error = None
+            self._process = os.getpid()
+        if self._writing is not None:
+            error = None if self._writing.cancelled() else self._writing.exception()
+            if error is not None:
+                self.end()  # what catches the error may keep the saver for long
+                if self._error is not None:
+                    add_note(error, f"The checkpoint before it was not written either: {brief(self._error)}")
+            # In this order: after a Ctrl-C between the two, the error is asked for again.
+            self._error = error or self._error
+            self._writing = None
+        return self._error
+
+    def forget(self, error: BaseException | None) -> None:
+        """Note that ``error`` was raised."""
+        if self._error is error:
+            self._error = None
+
+    def end(self) -> None:
+        """Let the thread end. It is started again when it is needed."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            # A Future is done a moment before its thread lets go of the call, and of the copies that the call holds.
+            # The wait for this moment frees them for certain. A write that goes on, after a Ctrl-C, is not waited for.
+            executor.shutdown(wait=not self.is_busy)
+
+
+def _carry_out(future: Future[None], call: Callable[[], None]) -> None:
+    """Call ``call()`` unless ``future`` was cancelled, and set its result."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        call()
+    except BaseException as error:  # every kind: the next call of the saver raises it in the training thread
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+@contextmanager
+def _as_checkpoint_errors(path: str) -> Iterator[None]:
+    """Raise errors of the file system and of torch as a CheckpointError that says what to do."""
+    try:
+        yield
+    except (CheckpointError, PeerError):  # the second is a RuntimeError too
+        raise
+    except (RuntimeError, OSError) as error:
+        interrupt = interrupt_in(error)  # raised in a write that torch called, which reports another error
+        if interrupt is not None:
+            raise interrupt from None
+        message = f"{path} was not written"
+        if not isinstance(error, OSError):
+            raise CheckpointError(f"{message}: {error}") from error
+        way_out = _WAYS_OUT.get(error.errno or 0, "The older checkpoints are unchanged.")
+        raise CheckpointError(f"{message}: {error.strerror or error}. {way_out}") from error
+
+
+def _first_reason(refusals: Iterable[Refusal]) -> str | None:
+    return next((reason for refusal in refusals if (reason := refusal()) is not None), None)
+
+
+SessionT = TypeVar("SessionT", contravariant=True)
+"""A session. The protocols below leave its class open, which is defined in a higher package."""
+
+
+class SavesCheckpoints(Protocol[SessionT]):
+    """What a CheckpointSaverHook needs of its saver. :class:`AnySaver` says what it may have besides."""
+
+    def save(self, session: SessionT, path: str, global_step: int, /) -> str: ...
+
+
+class RestoresCheckpoints(SavesCheckpoints[SessionT], Protocol[SessionT]):
+    """What a loop with a ``checkpoint_dir`` needs of the saver of its scaffold."""
+
+    def save(self, session: SessionT, path: _Path, global_step: int, /) -> str: ...
+    def restore(self, session: SessionT, path: _Path, /) -> object: ...
+    def restore_latest(self, session: SessionT, directory: _Path, /) -> str | None: ...
+
+
+class AnySaver(Generic[SessionT]):
+    """A saver that the script has given, with a default for each attribute that one of its own need not have.
+
+    Args:
+        given: a Saver, or an object with ``save``. Of the other attributes of a Saver it may have any.
+    """
+
+    def __init__(self, given: SavesCheckpoints[SessionT]) -> None:
+        self._given: Any = given
+
+    @property
+    def async_save(self) -> bool:
+        """Whether the saver writes in the background."""
+        return bool(getattr(self._given, "async_save", False))
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the saver still writes the checkpoint before."""
+        return bool(getattr(self._given, "is_writing", False))
+
+    def save(
+        self, session: SessionT, path: str, global_step: int, *, refusals: Iterable[Refusal], async_save: bool
+    ) -> str:
+        """Save, with those of the arguments that are needed: a saver of the script's own need not have them."""
+        options: dict[str, object] = {"refusals": refusals} if refusals else {}
+        if async_save:
+            options["async_save"] = True
+        saved: str = self._given.save(session, path, global_step, **options)
+        return saved
+
+    def mark_finished(self, session: SessionT, path: str, global_step: int) -> bool:
+        """Have the checkpoint that was just saved say that the training run is finished; return whether it does."""
+        if not hasattr(self._given, "mark_finished"):
+            return False
+        self._given.mark_finished(session, path, global_step)
+        return True
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if hasattr(self._given, "wait"):
+            self._given.wait()
+
+    def wait_for_all(self, session: SessionT) -> None:
+        """Wait on every rank, and raise on all of them if one raised."""
+        if hasattr(self._given, "wait_for_all"):
+            self._given.wait_for_all(session)
+        else:
+            self.wait()
+
+    def close(self) -> None:
+        """Release what the saver has."""
+        if hasattr(self._given, "close"):
+            self._given.close()
+
+
 def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> Retention:
     whole_number(0 if max_to_keep is None else max_to_keep, "max_to_keep", 0)
     if every_n_hours is not None and not 0 < seconds(every_n_hours, "keep_checkpoint_every_n_hours") < math.inf:
@@ -430,7 +504,7 @@ def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> 
 
 
 def _checked_path(path: _Path) -> str:
-    prefix = os.fspath(path)
+    prefix = place(path)
     if not is_checkpoint_name(os.path.basename(prefix)):
         raise ValueError(
             f"path={path!r}: must end in a name that does not begin with a dot and has no 'tfevents' in it, such as "
@@ -451,44 +525,3 @@ _WAYS_OUT = {
     errno.ENOTDIR: "A file has the name of the folder: choose another path.",
     errno.ENOTEMPTY: "A folder has the name of the checkpoint: choose another path.",
 }
-
-
-def _about(session: SessionLike, score: float | None) -> dict[str, Any]:
-    """Return entries of the manifest: how good the state is, and what the loop says about itself."""
-    return {
-        "world_size": session.ranks.size if session.ranks.is_connected else 1,
-        "score": None if score is None else float(score),
-        "metadata": as_json(session.metadata),
-    }
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
-
-
-def _undoing(session: SessionLike) -> Callable[[], None]:
-    """Return a function that puts back what has changed in the states of ``session`` since this call."""
-    position = session.position
-    parts: dict[str, Any] = dict(parts_of(session))
-    if session.gradients is not None:
-        parts["gradients"] = session.gradients
-
-    def load(name: str, part: Stateful, state: Any) -> bool:
-        if position is not None and position.iterates(part):
-            return False
-        try:
-            part.load_state_dict(state)
-        except Exception as error:
-            logger.warning("the body of the loop changed %s a second time: %s", name, brief(error))
-            return False
-        return True
-
-    undo = Undo().states(parts, load)
-
-    def put_back() -> None:
-        changed = undo.put_back()
-        if changed:
-            logger.info("put back %s, which code that the checkpoint follows had changed again", shortened(changed, 8))
-
-    return put_back

@@ -12,17 +12,24 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchhooks.common.errors import DamagedCheckpointError
-from torchhooks.ranks.dtensors import dtensors_exist, is_sharded
+from torchhooks.common.stateful import Stateful
+from torchhooks.common.trees import Tree
+from torchhooks.fetches.names import canonical, parameters_of
+from torchhooks.ranks.ranks import dtensors_exist, is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
 
 _METADATA = ".metadata"
-_WRAPPED = re.compile(r"^(module\.)+|_orig_mod\.|_checkpoint_wrapped_module\.")
 _PICKLED = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
@@ -35,7 +42,7 @@ _PICKLED = {
 }
 
 
-def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str]]:
+def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[object, str]]:
     """Return where FSDP2 keeps gradients that it has not reduced over the ranks yet: objects, and their attributes.
 
     That is between two backward passes of an accumulation, after ``set_requires_gradient_sync(False)`` or
@@ -45,7 +52,7 @@ def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, s
     states = [each._get_fsdp_state() for each in wrapped]  # noqa: SLF001 - torch has no other way to ask
     # Newer versions of torch have several groups for a module.
     groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]  # noqa: SLF001 - as above
-    found: list[tuple[Any, str]] = []
+    found: list[tuple[object, str]] = []
     for group in (each for several in groups for each in several if each is not None):
         found.append((group, "_partial_reduce_output"))
         for each in group.fsdp_params:
@@ -53,16 +60,16 @@ def unreduced_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, s
     return [(owner, name) for owner, name in found if getattr(owner, name, None) is not None]
 
 
-def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
+def sharded_parts(parts: Mapping[str, Stateful]) -> dict[str, Stateful]:
     """Return what of ``parts``, by name, has DTensors: modules, and optimizers of their parameters."""
-    found: dict[str, Any] = {}
+    found: dict[str, Stateful] = {}
     if not dtensors_exist():
         return found
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module):
-            tensors: list[Any] = [*part.parameters(), *part.buffers()]
+            tensors: list[torch.Tensor] = [*part.parameters(), *part.buffers()]
         elif isinstance(part, torch.optim.Optimizer):
-            tensors = [parameter for group in part.param_groups for parameter in group["params"]]
+            tensors = parameters_of(part)
         else:
             continue
         if any(map(is_sharded, tensors)):
@@ -70,30 +77,15 @@ def sharded_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _dcp() -> Any:
+def _dcp() -> ModuleType:
     return importlib.import_module("torch.distributed.checkpoint")  # not loaded before it is needed
 
 
-def canonical(name: str) -> str:
-    """Return the name of a tensor in the bare model."""
-    return _WRAPPED.sub("", name)
+def like_own(part: object, state: Tree) -> Tree:
+    """Return ``state`` with this rank's DTensors in place of whole tensors, where ``part`` has DTensors.
 
-
-def renamed(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with the names that ``module`` has, if they differ only by how the model is wrapped."""
-    own = {canonical(name): name for name in module.state_dict()}
-    if all(name in state for name in own.values()):
-        return state
-    names = {name: own.get(canonical(name), name) for name in state}
-    if len(set(names.values())) < len(names):
-        return state
-    new = type(state)()
-    new.update({names[name]: value for name, value in state.items()})
-    return new
-
-
-def like_own(part: Any, state: Any) -> Any:
-    """Return ``state``, in which whole tensors are replaced by DTensors where ``part`` has these. Not a collective."""
+    Not a collective.
+    """
     if not dtensors_exist():
         return state
     if isinstance(part, torch.nn.Module):
@@ -105,7 +97,7 @@ def like_own(part: Any, state: Any) -> Any:
         return new
     if not isinstance(part, torch.optim.Optimizer):
         return state
-    parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+    parameters = parameters_of(part)
     ids = [number for group in state["param_groups"] for number in group["params"]]
     if not any(map(is_sharded, parameters)):
         return state
@@ -117,31 +109,32 @@ def like_own(part: Any, state: Any) -> Any:
     return {**state, "state": moments}
 
 
-def _like(own: Any, value: Any) -> Any:
+def _like(own: Tree, value: Tree) -> Tree:
     if not is_sharded(own) or is_sharded(value) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
         return value
     value = value.to(own.device_mesh.device_type)
     return torch.distributed.tensor.distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
-def split(parts: Mapping[str, Any], is_chief: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(parts: Mapping[str, Stateful], is_chief: bool) -> tuple[dict[str, Tree], dict[str, Tree]]:
     """Return the tensors of ``parts`` that this rank writes, and what else they have, which is plain data.
 
     The chief alone writes tensors that are not sharded, such as buffers: each rank may have its own values, of which
     torch.distributed.checkpoint would write any rank's.
     """
     names = _names_of(parts)
-    tensors: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
+    tensors: dict[str, Tree] = {}
+    rest: dict[str, Tree] = {}
     for part_name, part in parts.items():
-        state = part.state_dict()
+        state: Tree = part.state_dict()
         if isinstance(part, torch.nn.Module):
             own = {canonical(name): value for name, value in state.items()}
             mine = {name: value for name, value in own.items() if is_chief or is_sharded(value)}
             tensors[part_name] = {name: value for name, value in mine.items() if isinstance(value, torch.Tensor)}
             rest[part_name] = {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)}
             continue
-        order = [names.get(id(p), f"parameter {i}") for i, p in enumerate(_parameters(part))]
+        assert isinstance(part, torch.optim.Optimizer)  # sharded_parts() returns no others
+        order = [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters_of(part))]
         ids = [number for group in state["param_groups"] for number in group["params"]]
         moments = {order[ids.index(number)]: each for number, each in state["state"].items()}
         tensors[part_name] = {"state": {name: _tensors(each, is_chief) for name, each in moments.items()}}
@@ -153,49 +146,52 @@ def split(parts: Mapping[str, Any], is_chief: bool) -> tuple[dict[str, Any], dic
     return tensors, rest
 
 
-def _tensors(values: Mapping[str, Any], is_chief: bool) -> dict[str, Any]:
+def _tensors(values: Mapping[str, Tree], is_chief: bool) -> dict[str, torch.Tensor]:
     found = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
     return {key: value for key, value in found.items() if is_chief or is_sharded(value)}
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _names_of(parts: Mapping[str, Any]) -> dict[int, str]:
+def _names_of(parts: Mapping[str, Stateful]) -> dict[int, str]:
     modules = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
     return {id(tensor): canonical(name) for module in modules for name, tensor in module.named_parameters()}
 
 
 class ShardWriter:
-    """Writes the tensors of one rank into ``folder``. The methods are called in order, with an exchange after each."""
+    """Writes the tensors of one rank into ``folder``.
 
-    def __init__(self, tensors: dict[str, Any], folder: str, is_chief: bool) -> None:
+    The methods are called in order, and what each returns is gathered from all ranks before the next.
+    """
+
+    def __init__(self, tensors: dict[str, Tree], folder: str, is_chief: bool) -> None:
         dcp = _dcp()
         self._planner = dcp.DefaultSavePlanner()
-        self._writer = dcp.FileSystemWriter(folder)
+        self._writer = dcp.FileSystemWriter(
+            folder, sync_files=True
+        )  # before the manifest, which says that they are whole
         self._folder, self._tensors, self._is_chief = folder, tensors, is_chief
-        self._metadata: Any = None
+        self._metadata: Metadata | None = None
 
-    def plan(self) -> Any:
-        """Return what this rank has."""
+    def plan(self) -> SavePlan:
+        """Return this rank's save plan: which shards it can write."""
         self._planner.set_up_planner(self._tensors, self._writer.storage_meta(), self._is_chief)
         self._writer.set_up_storage_writer(self._is_chief)
-        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+        plan: SavePlan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        return plan
 
-    def plan_for_all(self, plans: list[Any]) -> list[Any]:
-        """Return, on the chief, what each rank is to write."""
+    def assign(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Assign each tensor to one writer: return the plan of each rank. Chief only."""
         plans, self._metadata = self._planner.create_global_plan(plans)
         return list(self._writer.prepare_global_plan(plans))
 
-    def write(self, plan: Any) -> Any:
-        """Write what ``plan`` says, and return what was written."""
+    def write(self, plan: SavePlan) -> list[WriteResult]:
+        """Write this rank's tensors of ``plan``, and return where they are."""
         written = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
         written.wait()
-        return written.value()
+        results: list[WriteResult] = written.value()
+        return results
 
-    def finish(self, results: list[Any]) -> None:
-        """Write, on the chief, where each tensor is."""
+    def finish(self, results: list[list[WriteResult]]) -> None:
+        """Write the file that says where each tensor is. Chief only."""
         self._writer.finish(self._metadata, results)
 
 
@@ -206,7 +202,10 @@ def shards_of(rank: int, folder: str) -> list[str]:
 
 
 def read_tensors(
-    folder: str, saved: dict[str, Any], parts: Mapping[str, Any], others: Mapping[tuple[str, ...], Any]
+    folder: str,
+    saved: dict[str, Tree],
+    parts: Mapping[str, Stateful],
+    others: Mapping[tuple[str, ...], torch.Tensor],
 ) -> None:
     """Fill the entries of ``saved`` that :func:`split` returned with the tensors in ``folder``.
 
@@ -227,8 +226,8 @@ def read_tensors(
         if isinstance(part, torch.nn.Module):
             own |= {(part_name, canonical(name)): value for name, value in part.state_dict().items()}
         elif isinstance(part, torch.optim.Optimizer):
-            own |= {(part_name, names.get(id(parameter), "")): parameter for parameter in _parameters(part)}
-    wanted: dict[str, Any] = {}
+            own |= {(part_name, names.get(id(parameter), "")): parameter for parameter in parameters_of(part)}
+    wanted: dict[str, torch.Tensor] = {}
     paths: list[tuple[str, ...]] = []
     for key, path in metadata.planner_data.items():
         about, path = metadata.state_dict_metadata[key], tuple(map(str, path))

@@ -1,8 +1,9 @@
-"""Checks of plain arguments. Each returns the checked value, or raises an error that calls it ``name``."""
+"""Checks of arguments, each of which returns the checked value or raises an error, and of optional libraries."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import math
 import operator
@@ -10,6 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
+from torchhooks.common.files import place
 from torchhooks.common.text import did_you_mean, shown
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -61,22 +63,33 @@ def period(value: float, name: str) -> float:
     return secs
 
 
-def folder(value: Any, name: str) -> Any:
-    """Return ``value``; raise TypeError if it is not a path, and ValueError if it is a path of a file."""
+def folder(value: object, name: str) -> Any:
+    """Return where the folder ``value`` is, see :func:`torchhooks.common.files.place`.
+
+    Raises:
+        TypeError: it is not a path.
+        ValueError: it is the path of a file.
+    """
     if not isinstance(value, (str, bytes, os.PathLike)):
         raise TypeError(f"{name}={shown(value)}: must be the path of a folder, a str or os.PathLike{by_name(value)}")
     if os.path.isfile(value):
         raise ValueError(f"{name}={shown(value)}: this is a file: give a folder, which is created if necessary")
-    return value
+    return value if isinstance(value, bytes) else place(value)
 
 
-def by_name(value: Any) -> str:
+def check_exists(path: str) -> None:
+    """Raise a FileNotFoundError if nothing is at ``path``, which a command was given."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path} does not exist")
+
+
+def by_name(value: object) -> str:
     """Return the end of an error, ``""`` unless ``value`` looks as if it was meant for another positional argument."""
     is_other = isinstance(value, (Collection, os.PathLike)) or callable(value)
     return "; pass arguments after the first by name" if is_other else ""
 
 
-def exception_types(value: Any, name: str, example: str) -> tuple[type[BaseException], ...]:
+def exception_types(value: object, name: str, example: str) -> tuple[type[BaseException], ...]:
     """Return ``value`` as a tuple; raise TypeError if it is not an iterable of exception types."""
     types = tuple(value) if isinstance(value, Iterable) else (None,)
     if all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in types):
@@ -94,7 +107,7 @@ def suggests_keywords(create: _Function) -> _Function:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
     @functools.wraps(create)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    def checked(self: object, *args: object, **kwargs: object) -> None:
         if not takes_any:
             check_keywords(type(self).__name__, kwargs, names)
         create(self, *args, **kwargs)
@@ -109,3 +122,19 @@ def check_keywords(name: str, given: Iterable[str], known: Iterable[str]) -> Non
         if keyword not in names:
             takes = ", ".join(f"{each}=" for each in names)
             raise TypeError(f"{name} takes no {keyword}=.{did_you_mean(keyword, names)} It takes {takes}")
+
+
+# -- libraries ---------------------------------------------------------------------------------------------------------
+
+
+def import_optional(library: str, extra: str) -> Any:
+    """Import ``library``, which the extra ``extra`` of torchhooks installs.
+
+    Raises:
+        ImportError: it cannot be imported. The message says how to install it.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        way_out = f"pip install torchhooks[{extra}], or pip install {library}"
+        raise ImportError(f"{library} cannot be imported: {way_out}") from error

@@ -1,4 +1,4 @@
-"""The exceptions that torchhooks defines.
+"""The exceptions that torchhooks defines, and what reports and collects exceptions.
 
     Exception
     ├── TorchHooksError
@@ -17,7 +17,10 @@ Exceptions that a step, a hook or a closure raises are never wrapped: they keep 
 from a hook or a closure get a note (``__notes__``) that names the hook, the method and the step.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable
 
 
 class TorchHooksError(Exception):
@@ -46,7 +49,7 @@ class AbortedError(TorchHooksError):
     ...     for error in failures:
     ...         raise error
     ...     return step(inputs)
-    >>> saver = CheckpointSaverHook("run", save_steps=8)
+    >>> saver = CheckpointSaverHook("run", save_steps=100)
     >>> with MonitoredLoop(unreliable_step, model, optimizer, hooks=[saver], checkpoint_dir="run") as loop:
     ...     for inputs in loop.until_stop(batches):
     ...         loss = loop.run(inputs)
@@ -218,6 +221,41 @@ def brief(error: BaseException) -> str:
     except Exception:
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Attempts:
+    """Collects the errors of several calls.
+
+    Args:
+        catch: the errors to collect; others propagate at once.
+    """
+
+    def __init__(self, catch: type[BaseException] = BaseException) -> None:
+        self._catch = catch
+        self.errors: list[BaseException] = []
+
+    def __call__(self, function: Callable[..., object], *args: object) -> None:
+        """Call ``function(*args)`` and collect its error."""
+        try:
+            function(*args)
+        except self._catch as error:
+            self.errors.append(error)
+
+    def raise_errors(self, message: str) -> None:
+        """Raise the error if there is one; raise several as an ``ExceptionGroup`` with ``message``.
+
+        The first that is not an ``Exception``, such as KeyboardInterrupt, is raised itself, with the others as its
+        cause: ``except KeyboardInterrupt`` does not see inside a group, and neither does the exit code of the process.
+        """
+        errors = list({id(error): error for error in self.errors}.values())  # two calls may raise the same one
+        interrupt = next((error for error in errors if not isinstance(error, Exception)), None)
+        if len(errors) == 1:
+            raise errors[0]
+        if interrupt is not None:
+            others = [error for error in errors if error is not interrupt]
+            raise interrupt from BaseExceptionGroup(message, others)
+        if errors:
+            raise BaseExceptionGroup(message, errors)
 
 
 # A traceback prints the name by which users import an error.

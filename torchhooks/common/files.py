@@ -1,4 +1,4 @@
-"""Files: the calls of the operating system that a save makes, and whether an open file was removed."""
+"""Files: written as a whole or not at all, locked, and the calls of the operating system that a save makes."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
-from torchhooks.common.log import logger
-
 try:
-    import fcntl
+    import fcntl as fcntl  # checkpoints lock with it too
 except ImportError:  # Windows, where an open file cannot be removed anyway
     fcntl = None  # type: ignore[assignment]
 
 CHUNK = 1 << 16  # a larger buffer would be read again around each record when the checksum is computed
 
 
+PLACES = "TORCHHOOKS_PLACES"
+"""The environment variable by which ``python -m torchhooks check`` names its scratch folder to the script."""
+
+CHECK_PLAN = "TORCHHOOKS_CHECK"
+"""The environment variable by which it names the file that says what happens in this process."""
+
+
+def place(path: str | os.PathLike[str]) -> str:
+    """Return where a path of a training run is: unchanged, but under ``check`` in its scratch folder.
+
+    Everything that torchhooks writes to, and restores from, goes through here.
+    """
+    given, scratch = os.fspath(path), os.environ.get(PLACES)
+    if not scratch:
+        return given
+    whole = os.path.abspath(given)
+    inside = os.path.join(scratch, "")
+    return given if whole.startswith(inside) else inside + whole.lstrip(os.sep)
+
+
 def write_all(file: io.FileIO, data: bytes) -> None:
     """Write all of ``data`` to an unbuffered file, of which a nearly full disk takes only a part in one call."""
     while data:
         data = data[file.write(data) :]
-
-
-def warn_if_removed(file: io.FileIO, path: str) -> bool:
-    """Return whether the open ``file`` at ``path`` was removed. Log a warning, unless another file replaced it.
-
-    Without this, writes to it succeed and are lost. A file that was moved is not removed: what is written to it stays.
-    """
-    status = os.fstat(file.fileno())
-    if status.st_nlink:
-        return False
-    try:
-        return not os.path.samestat(os.stat(path), status)  # some file systems count no links at all
-    except FileNotFoundError:
-        logger.warning("%s was removed while it was open for writing: what was written to it is lost", path)
-        return True
 
 
 @contextmanager
@@ -51,6 +54,22 @@ def alone_at(path: str) -> Iterator[None]:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def replacing(path: str, temporary: str | None = None) -> Iterator[str]:
+    """Replace the file at ``path`` by the one that the ``with`` block writes to the path that it gets.
+
+    A reader finds the old file or the new one, never a part. After an error, the old file stays, and no other is left.
+    The path is ``temporary``, which has to be given if two processes may write the file at once.
+    """
+    temporary = f"{path}.tmp" if temporary is None else temporary
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            os.remove(temporary)
 
 
 class Disk:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+RandomStates = dict[str, Any]
+"""What :func:`random_states` returns."""
 
-def random_states() -> dict[str, Any]:
+
+def random_states() -> RandomStates:
     """Return the global random states of Python, NumPy and torch, and of the accelerator once it is in use.
 
     The states are plain data, so that ``torch.load(..., weights_only=True)`` can read them back.
@@ -29,7 +31,7 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
+def set_random_states(states: RandomStates) -> None:
     """Set what :func:`random_states` returned, on as many accelerators as there are."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -41,12 +43,12 @@ def set_random_states(states: Mapping[str, Any]) -> None:
             module.set_rng_state(state, torch.device(accelerator.type, index))
 
 
-def same_random_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_random_states(one: RandomStates, other: RandomStates) -> bool:
     """Return whether no random number was drawn on the CPU between two calls of :func:`random_states`."""
     return torch.equal(one["torch"], other["torch"]) and all(one[name] == other[name] for name in ("python", "numpy"))
 
 
-def without_arrays(state: Any) -> Any:
+def without_arrays(state: object) -> Any:
     """Return ``state`` with lists in place of NumPy arrays, which ``weights_only=True`` does not load."""
     if isinstance(state, dict):
         return {key: without_arrays(value) for key, value in state.items()}

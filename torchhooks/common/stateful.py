@@ -1,9 +1,16 @@
-"""Objects whose state can be kept in a checkpoint."""
+"""Objects whose state can be kept in a checkpoint, and the plain data that it consists of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from types import NoneType
 from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from torchhooks.common.trees import Tree
 
 
 class Stateful(Protocol):
@@ -45,3 +52,90 @@ class Stateful(Protocol):
 def has_state(value: object) -> bool:
     """Return whether ``value`` has both methods of :class:`Stateful`."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+# -- plain data: what torch loads with weights_only=True, so that no file can run code ---------------------------------
+
+# Exactly these types, which torch's weights_only unpickler accepts in every version since 2.6. It refuses subclasses.
+_LEAVES = frozenset(
+    {NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
+)
+_CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple, set, bytearray})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_MOST_BITS = 2000  # torch reads integers of at most 255 bytes
+
+
+class PlainCopy:
+    """Copies containers, and lists in ``problems`` whatever in them could not be loaded again."""
+
+    def __init__(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.problems: list[str] = []
+        self.way_out = ""
+        """What to return instead of an object of another type, if a problem is one."""
+        self._copy = copy
+        self._inside: set[int] = set()
+
+    def __call__(self, value: object, keys: tuple[object, ...]) -> Tree:
+        if isinstance(value, torch.Tensor) and type(value) in _TENSORS and not value.is_meta:
+            return self._copy(value)  # first: a state may have thousands of small tensors
+        if isinstance(value, np.generic):
+            value = value.item()
+        problem = _problem(value)
+        if problem is None and id(value) in self._inside:
+            problem = "part of itself"
+        if problem is not None:
+            if problem == type_of(value):
+                self.way_out = (
+                    " Loading an object of another type could run code: have state_dict() return tensors, numbers, "
+                    "strings and None, in dicts, lists, tuples and sets, or name a variable in Variables(pickled=...)."
+                )
+            self.problems.append(f"{keys[0]}{''.join(f'[{key!r}]' for key in keys[1:])} is {problem}")
+            return None
+        return self._container(value, keys) if type(value) in _CONTAINERS else value
+
+    def _container(self, value: Tree, keys: tuple[object, ...]) -> Tree:
+        self._inside.add(id(value))
+        try:
+            if isinstance(value, dict):
+                return self._dict(value, keys)
+            return type(value)([self(item, (*keys, place)) for place, item in enumerate(value)])
+        finally:
+            self._inside.discard(id(value))
+
+    def _dict(self, value: dict[Tree, Tree], keys: tuple[object, ...]) -> dict[Tree, Tree]:
+        copy = type(value)()
+        for key, item in value.items():
+            copy[key if type(key) is str else self(key, (*keys, key))] = self(item, (*keys, key))
+        if isinstance(value, OrderedDict):  # the state of a module has its version in an attribute, _metadata
+            vars(copy).update(self._dict(vars(value), keys))
+        return copy
+
+
+def _problem(value: object) -> str | None:
+    """Return why ``value``, apart from its contents, could not be loaded again; ``None`` if it could."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_problem(value)
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return f"an integer of {value.bit_length()} bits, torch reads up to {_MOST_BITS}"
+    if type(value) is bytes and not value:
+        return "empty bytes, which torch does not read: use None"
+    if isinstance(value, np.ndarray):
+        return "a NumPy array: convert it with torch.from_numpy()"
+    return None if type(value) in _LEAVES or type(value) in _CONTAINERS else type_of(value)
+
+
+def _tensor_problem(tensor: torch.Tensor) -> str:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "without a shape yet: call the model first"
+    if hasattr(tensor, "to_local"):
+        return (
+            "a DTensor: return its to_local(), and give the object an attribute per_rank = True, so that each rank "
+            "saves its own shard"
+        )
+    if type(tensor) in _TENSORS:
+        return "on the meta device, where it has no values: give it some with to_empty()"
+    return f"{type_of(tensor)}, a subclass of Tensor: convert it to a plain tensor"
+
+
+def type_of(value: object) -> str:
+    return "of type " + f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -9,8 +9,13 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 
-def call_repr(instance: object, /, *args: Any, **kwargs: Any) -> str:
+from torchhooks.common.trees import GroupRates, Tree, map_leaves
+
+
+def call_repr(instance: object, /, *args: object, **kwargs: object) -> str:
     """Return the call that creates ``instance`` again, without keyword arguments that have their default value."""
     parameters = inspect.signature(type(instance)).parameters
     arguments = [shown(value) for value in args]
@@ -22,7 +27,7 @@ def call_repr(instance: object, /, *args: Any, **kwargs: Any) -> str:
     return f"{type(instance).__name__}({', '.join(arguments)})"
 
 
-def bound_arguments(method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
+def bound_arguments(method: Callable[..., object], /, *args: object, **kwargs: object) -> inspect.BoundArguments:
     """Return the arguments of a call of ``method``, without the first, which is ``self``; defaults are left out.
 
     Raises:
@@ -36,17 +41,20 @@ def bound_arguments(method: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
 def bound_repr(instance: object, bound: inspect.BoundArguments) -> str:
     """Return the call that creates ``instance`` again, which was created with the arguments ``bound``.
 
-    Required arguments are shown by position, but a number after the first argument by name.
+    Required arguments are shown by position, but a number after the first argument by name. So is a first argument that
+    is a path, and ``...`` is the default of what is required although it comes after one that is not.
     """
-    args: list[Any] = []
-    named: dict[str, Any] = {}
+    args: list[object] = []
+    named: dict[str, object] = {}
     for name, value in bound.arguments.items():
         parameter = bound.signature.parameters[name]
         if parameter.kind is parameter.VAR_POSITIONAL:
             args += value
         elif parameter.kind is parameter.VAR_KEYWORD:
             named |= value
-        elif parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY or named:
+        elif name == next(iter(bound.signature.parameters)) and isinstance(value, str | os.PathLike):
+            args.append(value)
+        elif parameter.default not in (parameter.empty, ...) or parameter.kind is parameter.KEYWORD_ONLY or named:
             if value is not parameter.default:
                 named[name] = value
         elif args and isinstance(value, int | float):
@@ -78,7 +86,7 @@ class _Shown(reprlib.Repr):
         except ValueError:  # Python refuses to print more than 4300 digits
             return f"<int of {x.bit_length()} bits>"
 
-    def repr_instance(self, x: Any, level: int) -> str:
+    def repr_instance(self, x: object, level: int) -> str:
         if isinstance(x, os.PathLike):
             return super().repr1(os.fspath(x), level)
         bulky = hasattr(x, "state_dict") or hasattr(x, "shape")
@@ -89,13 +97,39 @@ shown = _Shown().repr
 """Return the repr of a value for a message, not too long: only the type of a module, an optimizer or a tensor."""
 
 
+def plain(text: str) -> str:
+    """Return ``text`` without what could control a terminal, such as its cursor or its colours: that is escaped.
+
+    New lines and tabs stay.
+    """
+    return "".join([char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text])
+
+
+def kind_of(value: object) -> str:
+    """Return what a message says of a ``value`` that should be a number: the shape of a tensor or an array."""
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return shown(value)
+    return f"{'a tensor' if isinstance(value, torch.Tensor) else 'an array'} of shape {tuple(shape)}"
+
+
+def installed_version() -> str:
+    """Return the version of torchhooks."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torchhooks")
+    except PackageNotFoundError:  # a checkout on the path that is not installed
+        return "0+unknown"
+
+
 def shortened(names: list[str], limit: int = 24) -> str:
     """Return ``names`` as one line; a long list ends in the number of names left out."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
-def flat_config(config: Mapping[Any, Any]) -> dict[str, bool | int | float | str]:
+def flat_config(config: Mapping[Any, object]) -> dict[str, bool | int | float | str]:
     """Return ``config`` without nested mappings: ``{"model": {"width": 3}}`` becomes ``{"model.width": 3}``.
 
     A value other than a number or a string becomes its repr.
@@ -107,3 +141,68 @@ def flat_config(config: Mapping[Any, Any]) -> dict[str, bool | int | float | str
         else:
             flat[str(name)] = value if isinstance(value, (bool, int, float, str)) else shown(value)
     return flat
+
+
+# -- values, by tag ----------------------------------------------------------------------------------------------------
+
+
+def tagged_line(values: Mapping[str, object]) -> str:
+    """Return printable ``values`` by tag as one line: ``"loss = 0.1, step = 7"``."""
+    return ", ".join([f"{tag} = {_text(value)}" for tag, value in values.items()])
+
+
+def by_tag(tensors: object, name: str = "tensors", *, in_order: bool = True) -> dict[str, Any]:
+    """Return the fetches by the tags under which they are logged, in the order of the line.
+
+    A dict is sorted by tag unless ``in_order``.
+    """
+    if not isinstance(tensors, (Mapping, list, tuple)):
+        raise TypeError(
+            f"{name}={shown(tensors)}: give a dict from tag to fetch, or a list of fetches, such as ['loss']"
+        )
+    if not tensors:
+        raise ValueError(f"{name}={shown(tensors)}: there is nothing to log; give at least one fetch, such as ['loss']")
+    if isinstance(tensors, Mapping):
+        return {tag: tensors[tag] for tag in (tensors if in_order else sorted(tensors))}
+    tagged: dict[str, Any] = {}
+    for fetch in tensors:
+        tag = tag_of(fetch)
+        if tag in tagged:
+            raise ValueError(f"{name}={shown(tensors)}: two would be logged as {tag!r}; give a dict from tag to fetch")
+        tagged[tag] = fetch
+    return tagged
+
+
+def tag_of(fetch: object) -> str:
+    """Return the tag under which the value of ``fetch`` is logged if the user gives none."""
+    return fetch if isinstance(fetch, str) else getattr(fetch, "__name__", type(fetch).__name__)
+
+
+def printable(value: Tree) -> Tree:
+    """Return a tensor as a NumPy scalar or array, in float32 if NumPy lacks its dtype; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        try:
+            value = value.numpy()
+        except (TypeError, RuntimeError):  # sparse, conjugate, or a dtype that NumPy lacks
+            value = value.to_dense().resolve_conj()
+            value = (value if value.is_complex() else value.float()).numpy()
+    return value[()] if isinstance(value, np.ndarray) else value
+
+
+class _Bare:
+    """Has the ``str`` of its value as ``repr``: a list prints reprs, and a NumPy scalar's includes its type."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return str(self._value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, (np.generic, float, int, str)):
+        return str(value)
+    if isinstance(value, GroupRates):
+        return f"{value}"
+    with np.printoptions(suppress=True):
+        return str(map_leaves(lambda leaf: _Bare(leaf) if isinstance(leaf, (np.generic, np.ndarray)) else leaf, value))

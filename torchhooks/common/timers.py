@@ -95,18 +95,23 @@ class Timer:
 
     every_steps: int | None = None
     """The period in steps; ``None`` if there is no period, or it is not one in steps."""
+    differs_by_rank: bool = False
+    """Whether each rank by itself would trigger in other runs: by its clock, or by a signal."""
+    signals: tuple[str, ...] = ()
+    """The names of the signals that trigger it."""
 
     _last_step: int | None = None
     _last_time: float | None = None
+    _reached: int | None = None  # by the last trigger, or by the start
 
     def reset(self) -> None:
         """Forget the last trigger and the start."""
-        self._last_step = self._last_time = None
+        self._last_step = self._last_time = self._reached = None
 
     def start_at(self, step: int) -> None:
         """Start at ``step``, at which a session starts. A hook calls this in ``after_create_session``."""
 
-    def trigger(self) -> None:
+    def force_due(self) -> None:
         """Trigger for the next step: the chief's clock has come to that moment, or an epoch has ended."""
 
     def should_trigger_for_step(self, step: int) -> bool:
@@ -120,7 +125,9 @@ class Timer:
         """
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
-        self._last_step, self._last_time = step, now
+        self._last_step, self._last_time, self._reached = step, now, step
+        if self.chief_is_due:
+            self.chief_is_due = False
         if last_step is None or last_time is None:
             return None, None
         return now - last_time, step - last_step
@@ -169,6 +176,7 @@ class SecondOrStepTimer(Timer):
             )
         self._every_secs = None if every_secs is None else period(every_secs, "every_secs")
         self.every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", 1)
+        self.differs_by_rank = every_steps is None
 
     @classmethod
     def named(cls, **periods: Any) -> Self:
@@ -186,7 +194,7 @@ class SecondOrStepTimer(Timer):
         ((name, value),) = given.items()
         return cls(**{"every_secs" if name.endswith("secs") else "every_steps": value})
 
-    def trigger(self) -> None:
+    def force_due(self) -> None:
         self.chief_is_due = True
 
     def should_trigger_for_step(self, step: int) -> bool:
@@ -201,11 +209,6 @@ class SecondOrStepTimer(Timer):
         return (
             time.monotonic() >= self._last_time + self._every_secs if self.chief_is_due is None else self.chief_is_due
         )
-
-    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        if self.chief_is_due:
-            self.chief_is_due = False
-        return super().update_last_triggered_step(step)
 
     def next_due(self) -> Due:
         if self._last_step is None or self._last_time is None or self.chief_is_due:
@@ -232,21 +235,23 @@ def _checked(name: str, value: Any) -> Any:
 class _StepTimer(Timer):
     """A timer that triggers when a run reaches or passes certain global steps."""
 
-    _reached: int | None = None  # by the last trigger, or by the start
-
-    def reset(self) -> None:
-        super().reset()
-        self._reached = None
-
     def start_at(self, step: int) -> None:
         """Start at ``step``, at which a session starts. Steps that are reached again after a recovery trigger again."""
         if self._last_step is not None and self._last_step > step:
             self.reset()
         self._reached = step
 
-    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        self._reached = step
-        return super().update_last_triggered_step(step)
+
+def first_due(timer: Timer) -> tuple[int, str] | None:
+    """Return when ``timer`` triggers first in a training run, and in what that is counted; ``None`` if unknown.
+
+    Not of TensorFlow's periods, which mostly trigger in the first run.
+    """
+    if isinstance(timer, EverySteps):
+        return timer.every_steps, "steps"
+    if isinstance(timer, AtSteps):
+        return timer.steps[0], "steps"
+    return (timer.every_epochs, "epochs") if isinstance(timer, EveryEpochs) else None
 
 
 class EverySteps(_StepTimer):
@@ -372,7 +377,7 @@ class EveryEpochs(Timer):
         super().reset()
         self._epoch_has_ended = False
 
-    def trigger(self) -> None:
+    def force_due(self) -> None:
         self._epoch_has_ended = True
 
     def should_trigger_for_step(self, step: int) -> bool:
@@ -414,30 +419,33 @@ class OnSignal(Timer):
         ValueError: this system has no such signal, or no process can handle it.
     """
 
-    _is_asked = False
+    differs_by_rank = True
+    _has_arrived = False
 
     def __init__(self, signal: str) -> None:
         self.signal = checked_signal(signal, "OnSignal").name
         """The name of the signal."""
+        self.signals = (self.signal,)
 
     def reset(self) -> None:
         super().reset()
-        self._is_asked = False
+        self._has_arrived = False
 
-    def trigger(self) -> None:
+    def force_due(self) -> None:
         """Called by the loop when the signal has arrived, on every rank in the same run."""
-        self._is_asked = True
+        self._has_arrived = True
 
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether a signal has arrived since the last trigger."""
-        return self._is_asked
+        return self._has_arrived
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        self._is_asked = False
+        self._has_arrived = False
         return super().update_last_triggered_step(step)
 
     def next_due(self) -> Due:
-        return Due(signal=self.signal)
+        # Still due if the run after the signal has counted no step.
+        return Due(step=-1 if self._has_arrived else None, signal=self.signal)
 
     def __repr__(self) -> str:
         return f"OnSignal({self.signal!r})"
@@ -468,9 +476,9 @@ class _SharedTimer(Timer):
 
     _known: int | None = None  # the last trigger of the timer that this hook took part in
 
-    def __init__(self, timer: SecondOrStepTimer | NeverTriggerTimer) -> None:
+    def __init__(self, timer: SecondOrStepTimer) -> None:
         self._timer = timer
-        self.every_steps = timer.every_steps
+        self.every_steps, self.differs_by_rank = timer.every_steps, timer.differs_by_rank
 
     @property
     def chief_is_due(self) -> bool | None:
@@ -485,8 +493,8 @@ class _SharedTimer(Timer):
         self._known = None
         self._timer.reset()
 
-    def trigger(self) -> None:
-        self._timer.trigger()
+    def force_due(self) -> None:
+        self._timer.force_due()
 
     def should_trigger_for_step(self, step: int) -> bool:
         if step == self._last_step:
@@ -515,23 +523,7 @@ def due_now(timer: Timer) -> Due:
 GivenTimer = EverySteps | EveryEpochs | AtSteps | OnSignal | SecondOrStepTimer | NeverTriggerTimer
 """What a hook can be given as its timer. Several hooks can be given the same one."""
 
-_Copied = EverySteps | EveryEpochs | AtSteps | OnSignal  # all copies trigger in the same runs
-
-
-def signals_of(hook: object) -> tuple[str, ...]:
-    """Return the names of the signals for which the timer of ``hook`` waits."""
-    timer = getattr(hook, "_timer", None)
-    return (timer.signal,) if isinstance(timer, OnSignal) else ()
-
-
-def is_on_request(timer: GivenTimer | None) -> bool:
-    """Return whether ``timer`` was given and triggers when another process asks for it."""
-    return isinstance(timer, OnSignal)
-
-
-def differs_by_rank(timer: GivenTimer | None) -> bool:
-    """Return whether ``timer`` was given and each rank by itself would trigger in other runs: by a clock, or asked."""
-    return is_on_request(timer) or (isinstance(timer, SecondOrStepTimer) and timer.every_steps is None)
+_Copied = EverySteps | EveryEpochs | AtSteps | OnSignal | NeverTriggerTimer  # all copies trigger in the same runs
 
 
 def checked_signal(given: str | signal.Signals, argument: str = "signals") -> signal.Signals:
@@ -554,8 +546,11 @@ def given_timer(
     every_n_steps: int | None = None,
     every_n_secs: float | None = None,
     every_n_epochs: int | None = None,
+    **others: float | None,
 ) -> GivenTimer | None:
-    """Return ``timer``, or the timer with one of the periods that every hook takes; ``None`` if nothing was given.
+    """Return ``timer``, or the timer with one of the periods that every hook takes; ``None`` if neither was given.
+
+    ``others`` are the periods with TensorFlow's names, of which :func:`hook_timer` makes a timer.
 
     Raises:
         ValueError: more than one is given, or it is invalid.
@@ -568,10 +563,8 @@ def given_timer(
         )
     periods = {"every_n_steps": every_n_steps, "every_n_secs": every_n_secs, "every_n_epochs": every_n_epochs}
     given = {name: value for name, value in periods.items() if value is not None}
-    if len(given) + (timer is not None) > 1:
-        listed = [f"{name}={shown(value)}" for name, value in given.items()]
-        listed += [] if timer is None else [f"timer={shown(timer)}"]
-        raise ValueError(f"{', '.join(listed)}: give a period or a timer, not {'both' if timer is not None else 'two'}")
+    if given or timer is not None:
+        check_one_period(timer, **others, **given)
     for name, value in given.items():
         number = _checked(name, value)
         if name == "every_n_secs":
@@ -580,7 +573,15 @@ def given_timer(
     return timer
 
 
-def hook_timer(hook: object, timer: GivenTimer | None, *, at_multiples: bool = False, **periods: Any) -> Timer:
+def check_one_period(timer: object, **periods: object) -> None:
+    """Raise a ValueError, with what was given, if that is more than one of ``periods`` and ``timer``."""
+    listed = [f"{name}={shown(value)}" for name, value in periods.items() if value is not None]
+    listed += [] if timer is None else [f"timer={shown(timer)}"]
+    if len(listed) > 1:
+        raise ValueError(f"{', '.join(listed)}: give a period or a timer, not {'both' if timer is not None else 'two'}")
+
+
+def hook_timer(hook: object, timer: GivenTimer | None, *, at_multiples: bool = False, **periods: float | None) -> Timer:
     """Return the timer of ``hook``, which was given ``timer`` or one of ``periods``, the others being ``None``.
 
     A period in steps starts at the last trigger, or, with ``at_multiples``, at a multiple of it.
@@ -596,9 +597,7 @@ def hook_timer(hook: object, timer: GivenTimer | None, *, at_multiples: bool = F
             raise ValueError(f"{type(hook).__name__} has no period: give one of {listed} and timer=")
         chosen = SecondOrStepTimer.named(**periods)
         return chosen if chosen.every_steps is None or not at_multiples else EverySteps(chosen.every_steps)
-    if given:
-        listed = ", ".join(f"{name}={shown(value)}" for name, value in given.items())
-        raise ValueError(f"{listed}, timer={shown(timer)}: give a period or a timer, not both")
+    check_one_period(timer, **given)
     if not isinstance(timer, _Copied):
         return _SharedTimer(timer)
     own: _Copied = copy.copy(timer)

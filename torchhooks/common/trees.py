@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+Tree = Any
+"""A structure of lists, tuples, mappings and dataclasses to any depth, or one of its leaves."""
+
 
 class Leaf:
     """A class that is a leaf of every tree, also if it is a tuple or a dataclass."""
@@ -19,7 +22,7 @@ class Leaf:
 class GroupRates(list[Any]):
     """The learning rates of an optimizer with several parameter groups, which have the names :attr:`names`."""
 
-    def __init__(self, rates: Iterable[Any], names: list[str]) -> None:
+    def __init__(self, rates: Iterable[float | torch.Tensor], names: list[str]) -> None:
         super().__init__(rates)
         self.names = names
 
@@ -29,7 +32,8 @@ class GroupRates(list[Any]):
         return texts[0] if all(rate == self[0] for rate in self) else f"[{', '.join(texts)}]"
 
 
-_Mapper = Callable[[Callable[[Any], Any], Any], Any]
+_OfLeaf = Callable[[Any], object]
+_Mapper = Callable[[_OfLeaf, Tree], Tree]
 
 
 class _Mappers(dict[type, _Mapper | None]):
@@ -43,7 +47,7 @@ class _Mappers(dict[type, _Mapper | None]):
 _mappers = _Mappers()
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: _OfLeaf, tree: object) -> Tree:
     """Return ``tree`` with ``function`` applied to everything that is not a list, tuple, mapping or dataclass.
 
     A mapping other than a dict or OrderedDict comes back as a dict, and a subclass of list other than
@@ -54,7 +58,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree) if mapper is None else mapper(function, tree)
 
 
-def is_fixed(tree: Any) -> bool:
+def is_fixed(tree: object) -> bool:
     """Return whether ``tree`` always has the same leaves: it is a leaf, or a tuple of trees that are fixed."""
     return all(map(is_fixed, tree)) if type(tree) is tuple else _mappers[type(tree)] is None
 
@@ -75,27 +79,27 @@ def _mapper_for(kind: type) -> _Mapper | None:
 # List comprehensions, because a generator would turn a StopIteration that a closure raises into a RuntimeError.
 
 
-def _map_list(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_list(function: _OfLeaf, tree: Tree) -> Tree:
     return [map_leaves(function, item) for item in tree]
 
 
-def _map_rates(function: Callable[[Any], Any], tree: GroupRates) -> GroupRates:
+def _map_rates(function: _OfLeaf, tree: GroupRates) -> GroupRates:
     return GroupRates([map_leaves(function, rate) for rate in tree], tree.names)
 
 
-def _map_tuple(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_tuple(function: _OfLeaf, tree: Tree) -> Tree:
     items = [function(item) if _mappers[type(item)] is None else map_leaves(function, item) for item in tree]
     # The constructor of a named tuple takes its fields one by one, and the constructor of a torch.Size or a
     # torch.return_types.max takes an iterable of all of them.
     return getattr(tree, "_make", type(tree))(items)
 
 
-def _map_mapping(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_mapping(function: _OfLeaf, tree: Tree) -> Tree:
     mapped = {key: map_leaves(function, item) for key, item in tree.items()}
     return OrderedDict(mapped) if type(tree) is OrderedDict else mapped
 
 
-def _map_dataclass(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_dataclass(function: _OfLeaf, tree: Tree) -> Tree:
     result = copy.copy(tree)
     for field in dataclasses.fields(tree):
         # The __setattr__ of a frozen dataclass raises an error.
@@ -103,7 +107,7 @@ def _map_dataclass(function: Callable[[Any], Any], tree: Any) -> Any:
     return result
 
 
-def snapshot(value: Any) -> Any:
+def snapshot(value: Tree) -> Tree:
     """Return ``value`` with detached copies of its tensors and copies of its arrays, which no update changes."""
     kind = type(value)
     if kind is float or kind is int:
@@ -111,7 +115,7 @@ def snapshot(value: Any) -> Any:
     return as_snapshot(value.detach().clone()) if kind is torch.Tensor else map_leaves(copied, value)
 
 
-def copied(leaf: Any) -> Any:
+def copied(leaf: object) -> Tree:
     """Return a copy of a tensor, detached, or of an array; anything else as it is."""
     if isinstance(leaf, torch.Tensor):
         return as_snapshot(leaf.detach().clone())
@@ -129,6 +133,11 @@ def is_snapshot(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "is_torchhooks_snapshot")
 
 
-def detached(value: Any) -> Any:
+def detached(value: object) -> Tree:
     """Return ``value`` with every tensor detached, without copying any."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def changes_in_place(tensor: torch.Tensor) -> int:
+    """Return torch's own count of the changes of ``tensor`` in place, which is equal for views of the same memory."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - there is no public name

@@ -1,4 +1,4 @@
-"""Evaluating fetches that need every rank: ``over_ranks``, and a ``DTensor``.
+"""Fetches that need every rank: ``over_ranks``, a ``DTensor``, and the norms of gradients and parameters.
 
 One rank alone in a collective call waits forever, or ends its process. So a fetch is refused, before it is evaluated,
 if its hook may be called in a run in which the same hook of another rank is not.
@@ -6,6 +6,7 @@ if its hook may be called in a run in which the same hook of another rank is not
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -14,38 +15,39 @@ import numpy as np
 import torch
 
 from torchhooks.common.errors import FetchError
-from torchhooks.common.requester import Requester
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.timers import GivenTimer
-from torchhooks.common.trees import as_snapshot, map_leaves, snapshot
-from torchhooks.fetches.fetch import ComposedFetch, Evaluator, accumulated_parts, describe, watched_names
-from torchhooks.ranks.ranks import LoopRanks
-
-
-class ValueInParts:
-    """What a fetch has on this rank of a value whose parts are on several ranks."""
-
-    def combined(self) -> Any:
-        """Return the whole value. Every rank has to call this."""
+from torchhooks.common.trees import as_snapshot, detached, map_leaves, snapshot
+from torchhooks.fetches.evaluation import (
+    Caller,
+    ComposedFetch,
+    Evaluator,
+    FetchableSession,
+    accumulated_parts,
+    watched_names,
+)
+from torchhooks.fetches.names import Closure, Fetch, Value, describe
+from torchhooks.ranks.ranks import LoopRanks, is_sharded, without_partial
+from torchhooks.ranks.transport import all_gather
 
 
 @runtime_checkable
-class Evaluated(Protocol):
+class EvaluationResult(Protocol):
     """A result of an EvaluationHook, such as ``evaluation["accuracy"]``, as a fetch."""
 
     name: str
     timer: GivenTimer
 
     @property
-    def now(self) -> Any: ...
+    def now(self) -> Fetch: ...
 
-    def latest(self) -> tuple[int, Any] | None: ...
+    def latest(self) -> tuple[int, Value] | None: ...
 
 
 class OverRanks(ComposedFetch):
     """A fetch whose value is combined from the values of all ranks. See :func:`over_ranks`."""
 
-    def __init__(self, fetch: Any, op: str, weight: Any = None, optional: bool = False) -> None:
+    def __init__(self, fetch: Fetch, op: str, weight: Fetch = None, optional: bool = False) -> None:
         self.fetch = fetch
         self.op = op
         self.weight = weight
@@ -56,7 +58,7 @@ class OverRanks(ComposedFetch):
             raise ValueError(f"{self!r}: only a mean has weights. Leave out weight=, or combine with 'mean'")
         self.accumulated = any(isinstance(each, ComposedFetch) and each.accumulates for each in (fetch, weight))
         """Whether the fetch is a running one, so that its value depends on which hook asks."""
-        is_composed = isinstance(fetch, ComposedFetch) and not isinstance(fetch, Evaluated)
+        is_composed = isinstance(fetch, ComposedFetch) and not isinstance(fetch, EvaluationResult)
         if fetch is None or (is_composed and not fetch.accumulates):
             raise TypeError(
                 f"over_ranks({shown(fetch)}, {op!r}): give the fetch to combine, such as 'loss', a running one, or a "
@@ -67,7 +69,7 @@ class OverRanks(ComposedFetch):
         name = fetch if isinstance(fetch, str) else type(fetch).__name__
         self.__name__ = getattr(fetch, "__name__", getattr(fetch, "name", name))
 
-    def compose(self, value: Any) -> Any:
+    def compose(self, value: Value) -> Value:
         """Return ``value``, as it is, because there is only one rank."""
         return math.nan if value is None else snapshot(value)
 
@@ -76,10 +78,10 @@ class OverRanks(ComposedFetch):
         return f"over_ranks({self.fetch!r}, {self.op!r}{weight}{', optional=True' if self.optional else ''})"
 
 
-class EvaluatedOverRanks(OverRanks):
+class EvaluationOverRanks(OverRanks):
     """A result of an evaluation, combined from the results of all ranks. Hooks are due with the evaluation."""
 
-    def __init__(self, fetch: Evaluated, op: str, weight: Any = None, optional: bool = False) -> None:
+    def __init__(self, fetch: EvaluationResult, op: str, weight: Fetch = None, optional: bool = False) -> None:
         super().__init__(fetch, op, weight, optional)
         self.name = fetch.name
         self.timer = fetch.timer
@@ -87,37 +89,34 @@ class EvaluatedOverRanks(OverRanks):
 
     @property
     def now(self) -> OverRanks:
-        """The same for the step at which it is requested, which is evaluated."""
-        return EvaluatedOverRanks(self.fetch.now, self.op, self.weight, self.optional)
+        """The same fetch, evaluated at the step at which a hook requests it."""
+        return EvaluationOverRanks(self.fetch.now, self.op, self.weight, self.optional)
 
-    def latest(self) -> tuple[int, Any] | None:
+    def latest(self) -> tuple[int, Value] | None:
         """Return the step of the latest evaluation in this session, and its value on this rank alone."""
-        latest: tuple[int, Any] | None = self.fetch.latest()
+        latest: tuple[int, Value] | None = self.fetch.latest()
         return latest
 
 
 RANK_OPS = ("mean", "sum", "min", "max")
 
 
-def over_ranks(fetch: Any, op: str, *, weight: Any = None, optional: bool = False) -> OverRanks:
-    """Return a fetch of the ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` of what ``fetch`` is on all ranks.
+def over_ranks(fetch: Fetch, op: str, *, weight: Fetch = None, optional: bool = False) -> OverRanks:
+    """Return a fetch of the ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` of ``fetch`` over all ranks.
 
     >>> hook = LoggingTensorHook({"mean loss": over_ranks("loss", "mean")}, every_n_iter=100)
     >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
     ...     loss = loop.run(batches[0])
     mean loss = ...
 
-    It is evaluated only in the runs in which a hook requests it, all of a run in one exchange between the ranks. Every
-    rank has to request it in the same run. It is refused in a hook that not every rank has, and in a hook that is due
-    by its own clock or by what its step returned. A mean of integers is a float. In a single process, the value is that
-    of ``fetch``.
-
-    A rank on which the value is ``None`` is left out. If it is ``None`` on all of them, the result is NaN.
+    Every rank has to request it in the same run. In a single process, the value is the value of ``fetch``. A rank on
+    which the value is ``None`` is left out. If it is ``None`` on all of them, the result is NaN. A mean of integers is
+    a float.
 
     Args:
-        fetch: any fetch of numbers, tensors or arrays, which have the same shapes and dtypes on all ranks; also
-            ``running_mean("loss")`` and its siblings, and a result of an EvaluationHook, ``evaluation["accuracy"]``.
-        op: how to combine them, element by element.
+        fetch: any fetch of one number, or of a tensor of one element; also ``running_mean("loss")`` and its siblings,
+            and a result of an EvaluationHook, ``evaluation["accuracy"]``.
+        op: how to combine them, in float64.
         weight: of a mean, the weight of this rank: a number, or a fetch of one, such as the number of examples.
         optional: whether a rank on which a name in ``fetch`` does not exist is left out too, such as the loss on all
             stages of a pipeline but the last. On a GPU, this is needed for ``None`` as well, and the values are
@@ -128,133 +127,119 @@ def over_ranks(fetch: Any, op: str, *, weight: Any = None, optional: bool = Fals
         TypeError: ``fetch`` is made of other fetches, and is not a running one.
         FetchError: from the run, if the hook cannot request it, or the ranks request different things.
     """
-    return (EvaluatedOverRanks if isinstance(fetch, Evaluated) else OverRanks)(fetch, op, weight, optional)
+    return (EvaluationOverRanks if isinstance(fetch, EvaluationResult) else OverRanks)(fetch, op, weight, optional)
 
 
 class RanksEvaluator(Evaluator):
     """Evaluates the fetches of one run, in which the other ranks evaluate the same ones.
 
-    Of the ``requests`` of the run, each is who made it, and the request, whose first item is the fetches.
+    ``requests`` are pairs: the caller, and its request, whose first item is the fetches.
     """
 
-    def __init__(self, session: Any, *of_run: Any) -> None:
+    def __init__(self, session: FetchableSession, *of_run: Any) -> None:
         super().__init__(session, *of_run)
-        self._ranks: LoopRanks = session.ranks
-        self._combined: dict[tuple[int, int], tuple[OverRanks, Any]] = {}  # with the fetch: its id stays its own
-        self._full: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._ranks = session.ranks
+        self._combined: dict[tuple[int, int], tuple[OverRanks, Value]] = {}  # with the fetch: its id stays its own
+        self._full: dict[int, tuple[object, torch.Tensor]] = {}
 
-    def evaluate(self, fetch: Any, requester: Requester) -> Any:
-        value = super().evaluate(fetch, requester)
+    def evaluate(self, fetch: Fetch, caller: Caller) -> Value:
+        value = super().evaluate(fetch, caller)
         return value if value is None else map_leaves(self._whole, value)
 
-    def composed(self, fetch: ComposedFetch) -> Any:
+    def composed(self, fetch: ComposedFetch) -> Value:
         if not isinstance(fetch, OverRanks) or self._ranks.size == 1:
             return super().composed(fetch)
-        key = _key(fetch, self._requester)
+        key = _key(fetch, self._caller)
         if key not in self._combined:
             self._combine(fetch)
         return self._combined[key][1]
 
-    def _kept(self, value: Any) -> Any:
-        value = map_leaves(self._combined_if_in_parts, value)
+    def _kept(self, value: object) -> Value:
+        value = map_leaves(self._combined_norm, value)
         return snapshot(value) if self.copies else value
 
-    def _combined_if_in_parts(self, leaf: Any) -> Any:
-        if not isinstance(leaf, ValueInParts):
+    def _combined_norm(self, leaf: object) -> Value:
+        if not isinstance(leaf, _NormOfShards):
             return leaf
-        self._check_every_rank_calls(self._requester, leaf)
+        self._check_every_rank_calls(self._caller, leaf)
         return leaf.combined()
 
     def _combine(self, fetch: OverRanks) -> None:
         """Combine ``fetch`` with all others that the hooks requested in this run, in one exchange."""
-        requester = self._requester
+        caller = self._caller
         wanted = {_key(each, who): (each, who) for who, request in self._requests for each in over_ranks_in(request[0])}
-        wanted.setdefault(
-            _key(fetch, requester), (fetch, requester)
-        )  # it may be part of a fetch that decides what to evaluate
+        # The fetch may be a part of one that is evaluated by itself: ComposedFetch.is_fixed.
+        wanted.setdefault(_key(fetch, caller), (fetch, caller))
         self._requests = ()
         for each, who in wanted.values():
             self._check_every_rank_calls(who, each)
-        parts: list[_Part] = []
-        values = []
-        for each, who in wanted.values():
-            self._requester = who  # so that errors name the hook
-            if each.optional:
-                values.append(self.evaluate_if_there(each.fetch, who))
-            else:
-                values.append(map_leaves(self._leaf, each.fetch))
-            found: list[Any] = []
-            map_leaves(found.append, values[-1])
-            weight = self._weight_of(each)
-            parts += [_part(each, self._whole(leaf), weight) for leaf in found]
-        self._requester = requester
-        asked = [f"{who} asked for {each!r}" for each, who in wanted.values()]
-        results = iter(_combined(self._ranks, parts, f" ({shortened(asked, 4)})"))
-        for (key, (each, _)), value in zip(wanted.items(), values, strict=True):
-            self._combined[key] = each, map_leaves(lambda _: next(results), value)
+        parts = [self._part(each, who) for each, who in wanted.values()]
+        self._caller = caller  # whose fetches the evaluation goes on with
+        asked = shortened([f"{who} asked for {each!r}" for each, who in wanted.values()], 4)
+        results = _combined(self._ranks, parts, f" ({asked})")
+        for key, part, result in zip(wanted, parts, results, strict=True):
+            self._combined[key] = part.fetch, result
 
-    def _weight_of(self, fetch: OverRanks) -> Any:
-        if fetch.weight is None or isinstance(fetch.weight, numbers.Real):
-            return fetch.weight
-        if fetch.optional:
-            return self.evaluate_if_there(fetch.weight, self._requester)
-        return self._leaf(fetch.weight)
+    def _part(self, fetch: OverRanks, caller: Caller) -> _Part:
+        """Evaluate ``fetch`` on this rank."""
+        evaluate = self.evaluate_if_there if fetch.optional else self.evaluate
+        value, weight = self._whole(evaluate(fetch.fetch, caller)), fetch.weight
+        if weight is not None and not isinstance(weight, numbers.Real):
+            weight = self._whole(evaluate(weight, caller))
+        if value is None:
+            if not fetch.optional and torch.accelerator.is_available():  # the other ranks may exchange on their devices
+                raise FetchError(f"{fetch!r} is None on this rank: give over_ranks optional=True to leave the rank out")
+            return _Part(fetch, None, None)
+        if not _is_number(value):
+            raise FetchError(f"{fetch!r} is {shown(value)} on this rank: only one number can be combined over ranks")
+        if weight is not None and not _is_number(weight):
+            raise FetchError(f"{fetch!r} has the weight {shown(weight)} on this rank: give a fetch of one number")
+        return _Part(fetch, detached(value), detached(weight))
 
-    def _whole(self, leaf: Any) -> Any:
-        """Return the full tensor of a ``DTensor``, and the whole of what is shared; anything else as it is."""
-        leaf = self._combined_if_in_parts(leaf)
+    def _whole(self, leaf: object) -> Value:
+        """Assemble a ``DTensor`` or a norm; return anything else as it is."""
+        leaf = self._combined_norm(leaf)
         if not isinstance(leaf, torch.Tensor) or not hasattr(leaf, "full_tensor"):
             return leaf
         if all(placement.is_replicate() for placement in leaf.placements):  # type: ignore[attr-defined]
             return as_snapshot(leaf.to_local())  # type: ignore[attr-defined]
         if id(leaf) not in self._full:
-            self._check_every_rank_calls(self._requester, f"a DTensor of shape {tuple(leaf.shape)}")
+            self._check_every_rank_calls(self._caller, f"a DTensor of shape {tuple(leaf.shape)}")
             self._full[id(leaf)] = leaf, as_snapshot(leaf.full_tensor())
         return self._full[id(leaf)][1]
 
-    def _check_every_rank_calls(self, requester: Requester, fetch: object) -> None:
+    def _check_every_rank_calls(self, caller: Caller, fetch: object) -> None:
         why: str | None = None
-        if any(requester.hook is each for each in self._ranks.hooks_of_some):
-            why = "not every rank has the hook: give it to every rank, or have it fetch what is on this rank"
+        if self._ranks.has_locally(caller.hook):
+            why = "not every rank has the hook with this period: give it to all, or fetch what is on this rank"
         elif self._ranks.size > 1:
-            why = requester.why_alone()
+            why = caller.why_alone()
         if why is not None:
             raise FetchError(
-                f"{requester} asked for {describe(fetch)}, which all ranks have to evaluate in the same run, but {why}"
+                f"{caller} asked for {describe(fetch)}, which all ranks have to evaluate in the same run, but {why}"
             )
 
 
 class _Part(NamedTuple):
+    """The value of a fetch on this rank: a number or a tensor of one element, and its weight; ``None`` for no value."""
+
     fetch: OverRanks
-    tensor: torch.Tensor | None
-    """The value on this rank; ``None`` if it has none."""
-    kind: str
-    """What the result has to be, a name in _KINDS; a number is a float."""
-    weight: torch.Tensor | None
+    value: Value
+    weight: Fetch
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The value, and its weight if there is one."""
-        return [each for each in (self.tensor, self.weight) if each is not None]
-
-    @property
-    def signature(self) -> str:
-        op = self.fetch.op if self.fetch.weight is None else f"weighted {self.fetch.op}"
-        dtype = "" if self.tensor is None else str(self.tensor.dtype).removeprefix("torch.")
-        return f"{op} of {self.fetch.__name__}: {_NOTHING if self.tensor is None else f'{dtype}{[*self.tensor.shape]}'}"
+    def row(self) -> list[Value]:
+        """The value and its weight, which is NaN for no value."""
+        return [0.0, math.nan] if self.value is None else [self.value, 1.0 if self.weight is None else self.weight]
 
 
-_KINDS = {"tensor": torch.Tensor, "array": np.ndarray}
-_NOTHING = "nothing"
+def _key(fetch: OverRanks, caller: Caller) -> tuple[int, int]:
+    return id(fetch), id(caller) if fetch.accumulated else 0
 
 
-def _key(fetch: OverRanks, requester: Requester) -> tuple[int, int]:
-    return id(fetch), id(requester) if fetch.accumulated else 0
-
-
-def over_ranks_in(fetches: Any) -> list[OverRanks]:
+def over_ranks_in(fetches: Fetch) -> list[OverRanks]:
     """Return the fetches of :func:`over_ranks` in ``fetches``, also inside of other fetches."""
-    found: list[Any] = []
+    found: list[OverRanks] = []
     map_leaves(found.append, fetches)
     for leaf in found:
         if isinstance(leaf, ComposedFetch) and not isinstance(leaf, OverRanks) and leaf.is_fixed:
@@ -262,106 +247,195 @@ def over_ranks_in(fetches: Any) -> list[OverRanks]:
     return [leaf for leaf in found if isinstance(leaf, OverRanks)]
 
 
-def _part(fetch: OverRanks, value: Any, weight: Any) -> _Part:
-    kind = next((name for name, kind in _KINDS.items() if isinstance(value, kind)), "float")
-    if value is None:
-        if not fetch.optional and torch.accelerator.is_available():  # the other ranks may exchange on their devices
-            raise FetchError(f"{fetch!r} is None on this rank: give over_ranks optional=True to leave the rank out")
-        return _Part(fetch, None, kind, None)
-    try:
-        tensor = value.detach().to_dense() if kind == "tensor" else torch.from_numpy(np.asarray(value))
-        factor = None if fetch.weight is None else torch.as_tensor(weight, dtype=torch.float64, device=tensor.device)
-    except (TypeError, ValueError, RuntimeError) as error:
-        weighted = "" if fetch.weight is None else f", with the weight {shown(weight)}"
-        raise FetchError(
-            f"{fetch!r} is {shown(value)}{weighted} on this rank: only numbers, tensors and arrays can be combined "
-            "over ranks"
-        ) from error
-    if factor is not None and factor.numel() != 1:
-        raise FetchError(f"{fetch!r} has the weight {shown(weight)} on this rank: give a fetch of one number")
-    return _Part(fetch, tensor.long() if tensor.dtype is torch.bool else tensor, kind, factor)
+def _is_number(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, numbers.Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
-def _combined(ranks: LoopRanks, parts: list[_Part], details: str) -> list[Any]:
+def _combined(ranks: LoopRanks, parts: list[_Part], details: str) -> list[Value]:
     """Return each of ``parts`` combined over the ranks, in one exchange for each device and one for the hosts.
 
     ``details`` say which hook asked for what, for the error if another rank does not take part.
     """
-    results: dict[int, Any] = {}
     on_device: dict[torch.device, list[int]] = {}
     on_host: list[int] = []
-    for index, part in enumerate(parts):
-        if part.fetch.optional or part.tensor is None or not ranks.serves(part.tensor.device):
-            on_host.append(index)
+    for index, (fetch, value, _) in enumerate(parts):
+        # An optional value may be missing on another rank, which then has no device for it either.
+        if isinstance(value, torch.Tensor) and not fetch.optional and ranks.serves(value.device):
+            on_device.setdefault(value.device, []).append(index)
         else:
-            on_device.setdefault(part.tensor.device, []).append(index)
-    for here in on_device.values():
-        rows = ranks.gather_on_device([tensor for index in here for tensor in parts[index].tensors])
-        columns = iter(zip(*rows, strict=True))
-        for index in here:
-            results[index] = _reduced(parts[index], *(list(next(columns)) for _ in parts[index].tensors))
+            on_host.append(index)
+    columns: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for device, indices in on_device.items():
+        rows = _gathered_on_device(ranks, [parts[index] for index in indices], device)
+        columns |= {index: (rows[:, 2 * n], rows[:, 2 * n + 1]) for n, index in enumerate(indices)}
     if on_host:
-        signatures = [parts[index].signature for index in on_host]
-        arrays = [[_array(tensor) for tensor in parts[index].tensors] for index in on_host]
-        kinds = [parts[index].kind for index in on_host]
-        gathered = ranks.gather((signatures, arrays, kinds), "over_ranks", details=details)
-        _check_same(gathered)
-        for place, index in enumerate(on_host):
-            found = [(row[place], kinds[place]) for _, row, kinds in gathered if row[place]]
-            results[index] = _reduced_on_host(parts[index], found)
-    return [results[index] for index in range(len(parts))]
+        rows = _gathered_on_host(ranks, [parts[index] for index in on_host], details)
+        columns |= {index: (rows[:, 2 * n], rows[:, 2 * n + 1]) for n, index in enumerate(on_host)}
+    return [_reduced(part, *columns[index]) for index, part in enumerate(parts)]
 
 
-def _reduced_on_host(part: _Part, found: list[tuple[list[Any], str]]) -> Any:
-    """Return what the ranks that have a value have sent, combined; NaN if there is none."""
-    if not found:
-        return math.nan
-    arrays, kinds = zip(*found, strict=True)
-    if part.tensor is None:
-        part = part._replace(tensor=torch.from_numpy(arrays[0][0]), kind=kinds[0])
-    assert part.tensor is not None
-    device = part.tensor.device
-    return _reduced(
-        part, *([torch.from_numpy(each).to(device) for each in column] for column in zip(*arrays, strict=True))
-    )
+def _gathered_on_device(ranks: LoopRanks, parts: list[_Part], device: torch.device) -> torch.Tensor:
+    """Return the values and weights of each rank, one rank in a row, without waiting for ``device``."""
+
+    def there(number: float | torch.Tensor) -> torch.Tensor:
+        if isinstance(number, torch.Tensor) and number.device == device:
+            return number.double().reshape(())
+        # Filled there: a copy from memory that is not pinned waits for the device.
+        return torch.full((), float(number), dtype=torch.float64, device=device)
+
+    row = torch.stack([there(number) for part in parts for number in part.row])
+    return torch.stack([row for (row,) in ranks.gather_on_device([row])])
 
 
-def _check_same(gathered: list[Any]) -> None:
-    seen: list[str] = gathered[0][0]
-    for rank, (theirs, *_) in enumerate(gathered):
-        if len(theirs) != len(seen) or not all(map(_is_same, theirs, seen)):
+def _gathered_on_host(ranks: LoopRanks, parts: list[_Part], details: str) -> torch.Tensor:
+    """Return the values and weights of each rank, one rank in a row. Waits for the devices that have them."""
+    names = [f"{part.fetch.op} of {part.fetch.__name__}" for part in parts]
+    row = [float(number) for part in parts for number in part.row]
+    gathered = ranks.gather((names, row), "over_ranks", details=details)
+    for rank, (theirs, _) in enumerate(gathered):
+        if theirs != gathered[0][0]:
             raise FetchError(
-                f"rank 0 combines {seen} over ranks in this run, and rank {rank} {theirs}: request the same with "
-                "over_ranks on every rank"
+                f"rank 0 combines {gathered[0][0]} over ranks in this run, and rank {rank} {theirs}: request the "
+                "same with over_ranks on every rank"
             )
-        seen = [other if each.endswith(_NOTHING) else each for each, other in zip(seen, theirs, strict=True)]
+    return torch.tensor([row for _, row in gathered], dtype=torch.float64, device="cpu")
 
 
-def _is_same(one: str, other: str) -> bool:
-    nothing = one.endswith(_NOTHING) or other.endswith(_NOTHING)
-    return one == other or (nothing and one.rpartition(": ")[0] == other.rpartition(": ")[0])
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    known = tensor.float() if tensor.dtype is torch.bfloat16 else tensor  # which NumPy lacks
-    return known.cpu().numpy()  # waits for a device that the default process group does not serve
-
-
-def _reduced(part: _Part, values: list[torch.Tensor], weights: list[torch.Tensor] | None = None) -> Any:
-    assert part.tensor is not None
-    stacked = torch.stack(values)
-    dtype = part.tensor.dtype
-    exact = stacked.is_floating_point() or stacked.is_complex()
-    if weights is not None:
-        wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
-        factors = torch.stack(weights).reshape(-1, *[1] * part.tensor.dim())
-        result = (wide * factors).sum(0) / factors.sum(0)
-    elif part.fetch.op == "mean":
-        result = (stacked if exact else stacked.double()).mean(0)
+def _reduced(part: _Part, values: torch.Tensor, weights: torch.Tensor) -> Value:
+    """Return the values of the ranks combined, as a tensor if this rank's is one. Does not wait for a device."""
+    op, there = part.fetch.op, ~weights.isnan()
+    if op == "mean":
+        counted = there & (weights != 0)
+        result = torch.where(counted, values * weights, 0).sum() / torch.where(counted, weights, 0).sum()
+    elif op == "sum":
+        result = torch.where(there, values, 0).sum()
+    elif op == "min":
+        result = torch.where(there, values, math.inf).amin()
     else:
-        result = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}[part.fetch.op](stacked, 0)  # type: ignore[operator]
-    if exact:
-        result = result.to(dtype)
-    if part.kind == "tensor":
-        return as_snapshot(result)
-    return result.item() if part.kind == "float" else result.numpy()
+        result = torch.where(there, values, -math.inf).amax()
+    result = torch.where(there.any(), result, math.nan)
+    if isinstance(part.value, torch.Tensor):
+        dtype = part.value.dtype
+        if not dtype.is_floating_point:
+            dtype = torch.float64 if op == "mean" else torch.int64
+        return as_snapshot(result.to(part.value.device, dtype))
+    is_whole = isinstance(part.value, numbers.Integral) and op != "mean" and bool(result.isfinite())
+    return int(result) if is_whole else float(result)
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+# Cached, so that several hooks that ask for the same norm share one value: equal fetches are evaluated once in a run.
+@functools.cache
+def grad_norm(norm_type: float = 2.0) -> Closure:
+    """Return a fetch for the norm of all gradients of the model, as one vector.
+
+    >>> hook = LoggingTensorHook({"gradient": grad_norm(), "largest": grad_norm(float("inf"))}, every_n_iter=4)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    gradient = ..., largest = ...
+    gradient = ..., largest = ... (... sec)
+
+    Fetches are evaluated after the step, so these are the gradients that the step leaves: clipped, if it clips them.
+    The value is ``None`` if there is no gradient, as after ``optimizer.zero_grad()``: call it first in the step.
+
+    Args:
+        norm_type: the order of the norm, more than 0, such as 2 or ``float("inf")``.
+
+    Returns:
+        A fetch, whose value is a tensor without dimensions, or ``None``. It is computed on the device of the model.
+
+    Raises:
+        ValueError: ``norm_type`` is not such a number.
+    """
+    _check_order(norm_type)
+
+    def grad_norm(model: torch.nn.Module, session: FetchableSession | None = None) -> Value:
+        return _norm([each.grad for each in model.parameters() if each.grad is not None], norm_type, session)
+
+    return grad_norm
+
+
+@functools.cache
+def param_norm(norm_type: float = 2.0) -> Closure:
+    """Return a fetch for the norm of all parameters of the model, as one vector.
+
+    >>> model = torch.nn.Linear(4, 1, bias=False)
+    >>> weight = torch.nn.init.ones_(model.weight)
+    >>> Session(model).run(param_norm())
+    tensor(2.)
+
+    In a hook, it is a fetch like any other: ``LoggingTensorHook({"norm": param_norm()}, every_n_iter=100)``. Fetches
+    are evaluated after the step, so the parameters are the updated ones. It is computed on the device of the
+    model.
+
+    Args:
+        norm_type: the order of the norm, more than 0, such as 2 or ``float("inf")``.
+
+    Returns:
+        A fetch, whose value is a tensor without dimensions; ``None`` for a model without parameters.
+
+    Raises:
+        ValueError: ``norm_type`` is not such a number.
+    """
+    _check_order(norm_type)
+
+    def param_norm(model: torch.nn.Module, session: FetchableSession | None = None) -> Value:
+        return _norm(list(model.parameters()), norm_type, session)
+
+    return param_norm
+
+
+def _check_order(norm_type: object) -> None:
+    if isinstance(norm_type, bool) or not isinstance(norm_type, numbers.Real) or not float(norm_type) > 0:
+        raise ValueError(f'norm_type={shown(norm_type)}: must be a number, more than 0, such as 2 or float("inf")')
+
+
+def _norm(tensors: list[torch.Tensor], norm_type: float, session: FetchableSession | None) -> Value:
+    dense = [each.coalesce().values() if each.is_sparse else each for each in tensors]
+    if not any(map(is_sharded, dense)):
+        return torch.nn.utils.get_total_norm(dense, norm_type) if dense else None
+    norm = _NormOfShards(dense, norm_type)
+    return norm if session is not None and session.ranks.size > 1 else norm.combined()
+
+
+class _NormOfShards:
+    """The norm of tensors with DTensors among them, possibly of several meshes, which torch's operators do not mix."""
+
+    def __init__(self, tensors: list[Value], norm_type: float) -> None:
+        self._tensors = tensors
+        self._norm_type = norm_type
+
+    def combined(self) -> torch.Tensor:
+        """Return the norm. Every rank has to call this."""
+        parts: dict[tuple[object, tuple[int, ...]], list[torch.Tensor]] = {}
+        for tensor in self._tensors:
+            where: tuple[Value, tuple[int, ...]] = (None, ())  # the mesh, and its dimensions over which it is sharded
+            if is_sharded(tensor):
+                tensor = without_partial(tensor.detach())
+                sharded = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+                where, tensor = (tensor.device_mesh, tuple(sharded)), tensor.to_local()
+            parts.setdefault(where, []).append(tensor.detach())
+        return self._total([self._whole(tensors, *where) for where, tensors in parts.items()])
+
+    def _whole(self, tensors: list[torch.Tensor], mesh: Value, sharded: tuple[int, ...]) -> torch.Tensor:
+        """Return the norm of the whole tensors whose local parts are ``tensors``."""
+        filled = [tensor for tensor in tensors if tensor.numel()]  # a rank may have no part of a small tensor
+        norm = torch.nn.utils.get_total_norm(filled, self._norm_type) if filled else tensors[0].new_zeros(())
+        for dimension in sharded:
+            rows = all_gather([norm], mesh.size(dimension), mesh.get_group(dimension))
+            norm = self._total([part for (part,) in rows])
+        return norm
+
+    def _total(self, norms: list[torch.Tensor]) -> torch.Tensor:
+        norm: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([norm.to(norms[0].device) for norm in norms]), self._norm_type
+        )
+        return norm
+
+    def __repr__(self) -> str:
+        return f"the norm of {len(self._tensors)} tensors with DTensors among them"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from torchhooks.common.errors import FetchError
 from torchhooks.common.text import did_you_mean, shortened
 from torchhooks.common.trees import map_leaves, snapshot
-from torchhooks.fetches.copying import CleanCopies, ModuleHook
-from torchhooks.fetches.fetch import leaves, named_outputs
-from torchhooks.fetches.modules import attributes, stored, submodule_names
+from torchhooks.fetches.evaluation import leaves
+from torchhooks.fetches.names import Value, modules_on_the_way, named_outputs, submodule_names
 
 
 class ModuleWatch:
@@ -25,24 +26,24 @@ class ModuleWatch:
     arrived. If it receives several arguments, ``:input`` is a tuple of them, keyword arguments last.
 
     Calls from compiled code are ignored, because such code calls module hooks in some runs and not in others. Calls of
-    a copy that the step makes of the model are ignored too, and copies have none of these module hooks.
+    a copy that the step makes of the model are ignored too.
     """
 
     def __init__(self, model: torch.nn.Module | None, names: Iterable[tuple[str, object]]) -> None:
-        """Watch ``names`` in ``model``, each given with the hook that asked for it.
+        """Watch ``names`` in ``model``: pairs of a name and the hook that asked for it.
 
         A name that cannot be watched may be the name of an output. So its error is raised by :meth:`caught`.
         """
-        self._values: dict[str, Any] = {}
-        self._requesters: dict[str, object] = {}
+        self._values: dict[str, Value] = {}
+        self._callers: dict[str, object] = {}
         self._errors: dict[str, FetchError] = {}
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         try:
-            for name, requester in names:
-                if name not in self._requesters:
-                    self._requesters[name] = requester
+            for name, caller in names:
+                if name not in self._callers:
+                    self._callers[name] = caller
                     try:
-                        module = _submodule(model, name, requester)
+                        module = _submodule(model, name, caller)
                     except FetchError as error:
                         self._errors[name] = error
                     else:
@@ -55,49 +56,43 @@ class ModuleWatch:
         while self._handles:
             self._handles.pop().remove()
 
-    def caught(self, fed: Mapping[str, Any], outputs: Any) -> dict[str, Any]:
+    def caught(self, fed: Mapping[str, Value], outputs: object) -> dict[str, Value]:
         """Return the values caught in this run, by name, except what is ``fed`` or among the ``outputs``.
 
         Raises:
             FetchError: there is no such submodule, it was not called, or no gradient reached its output.
         """
-        given = named_outputs(outputs) if self._requesters else {}
-        caught: dict[str, Any] = {}
-        for name, requester in self._requesters.items():
+        given = named_outputs(outputs) if self._callers else {}
+        caught: dict[str, Value] = {}
+        for name, caller in self._callers.items():
             if name in fed or name in given:
                 continue
             if name in self._errors:
                 raise self._errors[name]
             if name not in self._values:
-                raise FetchError(f"{requester} asked for {name!r}, but {_why_missing(name)}")
+                raise FetchError(f"{caller} asked for {name!r}, but {_why_missing(name)}")
             caught[name] = self._values[name]
         return caught
 
     def _watch(self, module: torch.nn.Module, name: str) -> None:
-        def on_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def on_input(args: tuple[Value, ...], kwargs: dict[str, Value]) -> None:
             received = (*args, *kwargs.values())
             self._values[name] = snapshot(received[0] if len(received) == 1 else received)
 
-        def on_output(_args: Any, output: Any) -> None:
+        def on_output(_args: object, output: object) -> None:
             self._values[name] = snapshot(output)
 
-        if not self._handles:
-            self._handles.append(CleanCopies())
         if name.endswith(":input"):  # caught before the call, which may change it in place
-            hook = ModuleHook(module, on_input)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            # Torch only looks for the key here, and this value stays out of copies too.
-            module._forward_pre_hooks_with_kwargs[handle.id] = hook  # type: ignore[assignment]  # noqa: SLF001 - torch has no other way
+            self._handles.append(module.register_forward_pre_hook(Catch(module, on_input), with_kwargs=True))
         else:
             catch = on_output if name.endswith(":output") else self._grad_catcher(name)
-            handle = module.register_forward_hook(ModuleHook(module, catch))
-        self._handles.append(handle)
+            self._handles.append(module.register_forward_hook(Catch(module, catch)))
 
-    def _grad_catcher(self, name: str) -> Callable[[Any, Any], None]:
+    def _grad_catcher(self, name: str) -> Callable[[object, object], None]:
         calls = itertools.count()
         latest = -1
 
-        def on_output(_args: Any, output: Any) -> None:
+        def on_output(_args: object, output: object) -> None:
             number = next(calls)
             grads: dict[int, torch.Tensor] = {}
             for leaf in leaves(output):
@@ -106,7 +101,7 @@ class ModuleWatch:
                     catch.__torch_unserializable__ = True  # type: ignore[attr-defined]  # torch drops it, without a warning
                     self._handles.append(leaf.register_hook(catch))
 
-        def on_grad(number: int, output: Any, grads: dict[int, Any], key: int, grad: torch.Tensor) -> None:
+        def on_grad(number: int, output: object, grads: dict[int, torch.Tensor], key: int, grad: torch.Tensor) -> None:
             nonlocal latest
             grads[key] = grad.detach().clone()
             if number >= latest:  # backward() reaches the last call first, and its gradient is the one to keep
@@ -116,55 +111,52 @@ class ModuleWatch:
         return on_output
 
 
+class Catch:
+    """A module hook that passes the calls of ``module`` to ``catch``, unless they are being compiled.
+
+    A copy of the module, which the step may make or save while it is watched, gets a hook that does nothing.
+    """
+
+    def __init__(self, module: torch.nn.Module, catch: Callable[..., None]) -> None:
+        self._module = module
+        self._catch = catch
+
+    def __call__(self, module: torch.nn.Module, *args: object) -> None:
+        if module is self._module and not torch.compiler.is_compiling():  # a shallow copy shares the hooks
+            self._catch(*args)
+
+    def __reduce__(self) -> Any:
+        # Takes any arguments, returns None, and can be loaded without torchhooks.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
 NO_WATCH = ModuleWatch(None, ())
 """A watch without names."""
 
 
-def _submodule(model: torch.nn.Module | None, name: str, requester: object) -> torch.nn.Module:
+def _submodule(model: torch.nn.Module | None, name: str, caller: object) -> torch.nn.Module:
     if model is None:
-        raise FetchError(f"{requester} asked for {name!r}, but there is no model: give MonitoredLoop(step, model)")
-    module, path = model, name.rpartition(":")[0]
-    for part in filter(None, path.split(".")):
-        child, wrapped = stored(module, part, torch.nn.Module), stored(module, "module", torch.nn.Module)
-        if _is_compiled(module) and (child is not None or wrapped is not None):
-            raise _inside_compiled(module, name, requester)
-        if child is None and wrapped is not None:  # DistributedDataParallel's wrapper
-            module, child = wrapped, stored(wrapped, part, torch.nn.Module)
-            if _is_compiled(module):
-                raise _inside_compiled(module, name, requester)
-        if child is None:
-            paths = submodule_names(model)
-            available = f"Available: {shortened(paths)}." if paths else "It has no submodules."
-            raise FetchError(
-                f"{requester} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} "
-                f"{available}"
-            )
-        module = child
-    scripted = isinstance(module, torch.jit.ScriptModule) and "_actual_script_module" not in attributes(module)
-    if scripted or _is_compiled_in_place(module):  # a traced module has a wrapper, whose own hooks are called
-        raise _inside_compiled(module, name, requester)
-    return module
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether calls of the submodules of ``module`` are compiled."""
-    # torch.compile(module) returns a wrapper, and so does torch.jit.trace(module): their own hooks are called.
-    wraps = "_orig_mod" in attributes(module).get("_modules", ())
-    return wraps or isinstance(module, torch.jit.ScriptModule) or _is_compiled_in_place(module)
-
-
-def _is_compiled_in_place(module: torch.nn.Module) -> bool:
-    return attributes(module).get("_compiled_call_impl") is not None  # module.compile() was called
-
-
-def _inside_compiled(module: torch.nn.Module, name: str, requester: object) -> FetchError:
-    kind, by = type(stored(module, "_orig_mod", torch.nn.Module) or module).__name__, ""
-    if isinstance(module, torch.jit.ScriptModule):
-        kind, by = str(module.original_name), " by torch.jit"
-    return FetchError(
-        f"{requester} asked for {name!r}, but {kind} is compiled{by}, and compiled code calls no module hooks: return "
-        "the value from the step, or do not compile this part"
-    )
+        raise FetchError(f"{caller} asked for {name!r}, but there is no model: give MonitoredLoop(step, model)")
+    path = name.rpartition(":")[0]
+    way = modules_on_the_way(model, path)
+    if not way:
+        paths = submodule_names(model)
+        available = f"Available: {shortened(paths)}." if paths else "It has no submodules."
+        raise FetchError(
+            f"{caller} asked for {name!r}, but the model has no submodule {path!r}.{did_you_mean(path, paths)} "
+            f"{available}"
+        )
+    # The wrapper of torch.compile() calls its own hooks, and what module.compile() has compiled calls none.
+    wrappers = [each for each in way[:-1] if "_orig_mod" in each._modules]  # noqa: SLF001 - runs no code
+    in_place = [each for each in way if each._compiled_call_impl is not None]  # noqa: SLF001 - no other way
+    scripted = [each for each in way if isinstance(each, torch.jit.ScriptModule)]
+    if compiled := [*wrappers, *in_place, *scripted]:
+        kind = type(getattr(compiled[0], "_orig_mod", compiled[0])).__name__
+        raise FetchError(
+            f"{caller} asked for {name!r}, but {kind} is compiled, and compiled code calls no module hooks: return "
+            "the value from the step, or do not compile this part"
+        )
+    return way[-1]
 
 
 def _why_missing(name: str) -> str:

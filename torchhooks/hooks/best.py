@@ -7,57 +7,31 @@ import os
 import re
 import threading
 import weakref
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from torchhooks.checkpoints.saver import Saver, scored_checkpoints
-from torchhooks.checkpoints.undo import Undo
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
-from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer, hook_timer
+from torchhooks.common.text import kind_of
+from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer
 from torchhooks.device.readback import to_host
-from torchhooks.fetches.fetch import describe
-from torchhooks.fetches.over_ranks import Evaluated
+from torchhooks.fetches.names import Fetch, Value, describe
+from torchhooks.fetches.over_ranks import EvaluationResult
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue, undisturbed
-from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.evaluating import Undisturbed, undisturbed
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunArgs, SessionRunContext, loop_folder
 from torchhooks.lifecycle.session import Session
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
 
-class _Kept(NamedTuple):
+class _StoredBest(NamedTuple):
     score: float
     step: int
 
 
-class _Metric(IfDue):
-    """The metric, after whose evaluation everything that it disturbs is put back.
-
-    Between :attr:`fetch` and :meth:`compose` it is evaluated, unless that raises.
-    """
-
-    before: Undo | None = None
-
-    @property
-    def fetch(self) -> Any:
-        fetch = super().fetch
-        if self.evaluated and not isinstance(fetch, str):  # looking up a name disturbs nothing
-            self.before = undisturbed(self.session)
-        return fetch
-
-    def compose(self, value: Any) -> Any:
-        self.restore()
-        return value
-
-    def restore(self) -> None:
-        """Undo what the evaluation disturbed, if that has not been done."""
-        before, self.before = self.before, None
-        if before is not None:
-            before.put_back()
-
-
-class BestCheckpointHook(ReportingHook):
+class BestCheckpointHook(PeriodicHook):
     """Keeps the checkpoints of the states with the best values of a metric.
 
     >>> accuracies = iter([0.7, 0.9, 0.8, 0.6])
@@ -76,41 +50,20 @@ class BestCheckpointHook(ReportingHook):
     'run/best/model.1.ckpt-4'
     >>> Saver().restore(Session(model, optimizer), best_checkpoint("run/best"))  # the state of step 4
 
-    ``save_steps=1000`` evaluates the metric at steps 1000, 2000 and 3000, whatever step was restored, and at a clean
-    end, unless a signal stopped the loop: the training run is resumed then. A state that is better than one of those
-    kept replaces it, once it is on disk. The first ``keep`` states are kept in any case. NaN is never kept, and of
-    equal values the earlier ones are. ``best_checkpoint("run/best")`` returns the path of the best.
-
-    The metric is free to call ``model.eval()``, to draw random numbers and to call ``zero_grad()``. Afterwards the
-    random states, the training mode of each module and the gradients are what they were. Only a gradient that is
-    changed in place stays changed. The state is saved once the body of the ``for`` loop is done with the item, as a
-    CheckpointSaverHook does, or before the item's next run.
-
-    A training run that is resumed continues with what is in the folder. If ``keep`` is smaller than before, everything
-    in the folder counts and stays, and a state among the best ``keep`` of it replaces the worst. The checkpoints are
-    ordinary ones, so a training run can be resumed from them too. But a loop restores from ``checkpoint_dir`` itself,
-    whose own checkpoints are neither removed nor counted. Place this hook after a CheckpointSaverHook, so that the
-    last save does not wait for the metric. As with that hook, nothing is saved from a run in which a
-    NanTensorHook sees NaN, or from a later one.
-
-    With several ranks, every rank evaluates the metric, in the same run, and the chief's value decides for all:
-    ``over_ranks(metric, "mean")`` combines what each rank evaluated on its part of the data. Nothing is saved if a
-    NanTensorHook of any rank has seen NaN.
-
-    A StepCounterHook does not count the time that saving takes. It does count the time of the metric, unless that is
-    spent inside of ``with session.paused():``.
+    ``save_steps=1000`` evaluates the metric at steps 1000, 2000 and 3000, also in a training run that was resumed, and
+    at a clean end, unless a signal stopped the loop. A better state replaces the worst that is kept, once it is on
+    disk. :doc:`Load the best model </evaluation>` has the other rules.
 
     Args:
-        checkpoint_dir: the folder of the training run's checkpoints. The best ones go into a folder of their own in it.
+        checkpoint_dir: the folder of the training run's checkpoints; by default, the ``checkpoint_dir`` of the loop.
+            The best ones go into a folder of their own in it.
         metric: any fetch of one number. It is evaluated only when it is due; on a GPU, the host waits for it.
         save_secs, save_steps, every_n_steps, every_n_secs, every_n_epochs, timer: when to evaluate; give exactly one,
             see :doc:`Choose a period </built-in-hooks>`. A result of an EvaluationHook needs none: the hook is due with
             the evaluation.
         mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
-        name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names, even in two
-            loops of a process that are open at the same time. The number before ``ckpt`` is a place, from 1 to
-            ``keep``, and not a rank.
+        name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names.
         async_save: write in a background thread, as ``Saver(async_save=True)`` does.
 
     Raises:
@@ -124,6 +77,7 @@ class BestCheckpointHook(ReportingHook):
     collective = True
     """All ranks decide together, and save together."""
 
+    works_at_end = True
     saves_checkpoints = True
     """Hooks with a state have to precede this one, so that checkpoints contain their state after the run."""
 
@@ -132,8 +86,8 @@ class BestCheckpointHook(ReportingHook):
 
     def __init__(
         self,
-        checkpoint_dir: str | os.PathLike[str],
-        metric: Any,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        metric: Fetch = ...,
         save_secs: float | None = None,
         save_steps: int | None = None,
         *,
@@ -150,28 +104,45 @@ class BestCheckpointHook(ReportingHook):
             raise ValueError(
                 f'mode={mode!r}: must be "max" or "min", for a metric whose greatest or least value is best'
             )
-        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
-        self._checkpoint_dir = os.fspath(folder(checkpoint_dir, "checkpoint_dir"))
+        timer = given_timer(
+            timer, every_n_steps, every_n_secs, every_n_epochs, save_steps=save_steps, save_secs=save_secs
+        )
+        if metric is ...:
+            raise TypeError("BestCheckpointHook has no metric: give it one, such as metric=evaluation['val_loss']")
         if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] in (".", ".."):
-            raise ValueError(f"name={name!r}: must name a folder in {self._checkpoint_dir}, such as 'best'")
-        self._folder = os.path.join(self._checkpoint_dir, name)  # for messages
-        # A script may change the current directory while it trains.
-        self._resolved = os.path.abspath(self._folder)
+            raise ValueError(f"name={name!r}: must name a folder in checkpoint_dir, such as 'best'")
+        self._has_folder, self._name = checkpoint_dir is not None, name
+        if checkpoint_dir is not None:
+            self._set_folder(os.fspath(folder(checkpoint_dir, "checkpoint_dir")))
         self._metric = metric
-        self._evaluated = metric if isinstance(metric, Evaluated) else None
+        self._evaluated = metric if isinstance(metric, EvaluationResult) else None
         if self._evaluated is not None and timer is None and save_secs is None and save_steps is None:
             timer = self._evaluated.timer
+        elif self._evaluated is None and timer is None and save_secs is None and save_steps is None:
+            raise ValueError(
+                f"metric={describe(metric)}: give BestCheckpointHook a period too, such as every_n_steps=100. Only a "
+                "value of an EvaluationHook has one of its own, as evaluation['val_loss'] does"
+            )
         self._sign = 1 if mode == "max" else -1
-        self._timer = hook_timer(self, timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
+        self.set_timer(timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
         # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
         # the name of the worst, which the Saver then removes: there is never one too few.
         self._places = [f"model.{number}.ckpt" for number in range(1, whole_number(keep, "keep", 1) + 1)]
         self._saver = Saver(max_to_keep=1, async_save=async_save)
-        self._fetch = _Metric(metric, self._timer)
-        self._request = SessionRunArgs(self._fetch)
+        # Looking up a name disturbs nothing, and an EvaluationHook puts back what it disturbs.
+        self.fetches = metric if isinstance(metric, str | EvaluationResult) else Undisturbed(metric)
+
+    def _set_folder(self, checkpoint_dir: str) -> None:
+        self._folder = os.path.join(checkpoint_dir, self._name)  # for messages
+        # A script may change the current directory while it trains.
+        self._resolved = os.path.abspath(self._folder)
+
+    def attach_folder(self, checkpoint_dir: str | None) -> None:
+        if not self._has_folder:
+            self._set_folder(loop_folder(self, checkpoint_dir))
 
     def begin(self) -> None:
-        self._timer.reset()
+        super().begin()
         self._has_warned = False
         folder = os.path.realpath(self._resolved)
         with self._lock:
@@ -183,39 +154,32 @@ class BestCheckpointHook(ReportingHook):
             )
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if self._fetch.before is not None:  # the metric raised, and a checkpoint was restored: it has all but the modes
-            self._fetch.before.put_back(only="modes")
-            self._fetch.before = None
-        self._fetch.session = session
+        super().after_create_session(session, coord)
+        self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
         self._to_save: float | None = None
         self._saver.wait()
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _StoredBest] = {}
         for score, checkpoint in scored_checkpoints(self._resolved):
             if _PLACE.fullmatch(checkpoint.prefix):
-                self._put(checkpoint.prefix, _Kept(score, checkpoint.step))
-        self._note_evaluation(session.global_step)
+                self._put(checkpoint.prefix, _StoredBest(score, checkpoint.step))
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._save(run_context.session)  # the item has another run, whose step changes the state with this metric
-        self._fetch.evaluated = False
-        return self._request if self._timer.should_trigger_for_step(run_context.session.global_step + 1) else None
+        return super().before_run(run_context)
 
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if self._fetch.evaluated:
-            session = run_context.session
-            self._note_evaluation(session.global_step)
-            if not self._is_of(session.global_step):
-                return
-            self._to_save = self._number(run_values.results)
+    def run_due(self, run_context: SessionRunContext, values: Value) -> None:
+        session = run_context.session
+        if self._check_evaluated(session.global_step):
+            self._to_save = self._number(values)
             run_context.after_item(lambda: self._save(session))
 
     def end(self, session: Session) -> None:
-        if session.global_step != self._evaluated_at and not session.stopped_by_signal:
+        is_compared = session.global_step == self.timer.last_triggered_step() or session.was_finished
+        if not is_compared and not session.stopped_by_signal:
             self._evaluate_at_end(session)
         self._saver.wait_for_all(session)
 
     def teardown(self) -> None:
-        self._fetch.restore()
         try:
             self._saver.close()
         finally:
@@ -224,10 +188,10 @@ class BestCheckpointHook(ReportingHook):
                     del self._in_use[folder]
 
     def next_due(self) -> Due:
-        return self._timer.next_due() if self._to_save is None else due_now(self._timer)
+        return self.timer.next_due() if self._to_save is None else due_now(self.timer)
 
-    def _is_of(self, step: int) -> bool:
-        """Return whether the value of the metric belongs to ``step``, and not to an earlier evaluation."""
+    def _check_evaluated(self, step: int) -> bool:
+        """Return whether the value of the metric belongs to ``step``; warn, once, if it is of an earlier evaluation."""
         latest = (step, None) if self._evaluated is None else self._evaluated.latest()
         if latest is not None and latest[0] == step:
             return True
@@ -240,11 +204,6 @@ class BestCheckpointHook(ReportingHook):
                 step,
             )
         return False
-
-    def _note_evaluation(self, step: int) -> None:
-        """Let the next period begin at ``step``."""
-        self._evaluated_at = step
-        self._timer.update_last_triggered_step(step)
 
     def _evaluate_at_end(self, session: Session) -> None:
         before = undisturbed(session)
@@ -278,14 +237,14 @@ class BestCheckpointHook(ReportingHook):
         )
         with session.paused():
             self._saver.save(session, os.path.join(self._resolved, place), step, score=score)
-        self._put(place, _Kept(score, step))
+        self._put(place, _StoredBest(score, step))
 
-    def _number(self, value: Any) -> float:
+    def _number(self, value: Value) -> float:
         try:
             return float(to_host(value))  # waits for the device: the decision to save this state depends on it
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(
-                f"{describe(self._metric)} is {value!r}: the metric of a BestCheckpointHook must be one number"
+                f"{describe(self._metric)} is {kind_of(value)}: the metric of a BestCheckpointHook must be one number"
             ) from None
 
     def _place(self, score: float, step: int) -> str | None:
@@ -300,6 +259,6 @@ class BestCheckpointHook(ReportingHook):
             return None
         return min(reversed(self._kept), key=lambda place: self._kept[place].score)
 
-    def _put(self, place: str, kept: _Kept) -> None:
+    def _put(self, place: str, kept: _StoredBest) -> None:
         self._kept.pop(place, None)  # keeps the dict in the order of writing
         self._kept[place] = kept

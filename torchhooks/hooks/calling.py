@@ -5,28 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
 from torchhooks.common.errors import NoRunYetError
 from torchhooks.common.text import shown
-from torchhooks.common.timers import (
-    Due,
-    GivenTimer,
-    NeverTriggerTimer,
-    Timer,
-    due_now,
-    given_timer,
-    hook_timer,
-    is_on_request,
-)
+from torchhooks.common.timers import GivenTimer, NeverTriggerTimer, given_timer
 from torchhooks.device.readback import to_host
-from torchhooks.fetches.fetch import closure_parameters, describe
+from torchhooks.fetches.names import Value, closure_parameters, describe
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue
-from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunValues, StandardHook
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunArgs, SessionRunContext, StandardHook
 from torchhooks.lifecycle.session import Session
+
+Arguments = tuple[tuple[Value, ...], dict[str, Value]]
+"""What a function is called with: by position and by name."""
 
 
 class _Arguments:
@@ -36,7 +28,7 @@ class _Arguments:
         self._function = function
         self.__signature__ = inspect.Signature(closure_parameters(function))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, *args: Value, **kwargs: Value) -> Arguments:
         return args, kwargs
 
     def __repr__(self) -> str:
@@ -57,7 +49,7 @@ def names_nothing(function: Callable[..., object]) -> bool:
     return not named and bool(kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
-class CallFnHook(StandardHook):
+class CallFnHook(PeriodicHook):
     """Calls a function periodically, with values that it names as its parameters.
 
     >>> def report(loss, lr, global_step):
@@ -109,64 +101,45 @@ class CallFnHook(StandardHook):
             )
         self._function = function
         self._at_start, self._at_end = at_start, at_end
-        self._timer: Timer = NeverTriggerTimer()
+        self.works_at_end = at_end
         timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
-        if timer is not None:
-            self._timer = hook_timer(self, timer)
-            self.collective = is_on_request(timer)
-        elif not (at_start or at_end):
+        if timer is None and not (at_start or at_end):
             raise ValueError(
                 "CallFnHook never calls its function: give every_n_steps, every_n_secs, every_n_epochs, timer, "
                 "at_start=True or at_end=True"
             )
-        self._arguments = _Arguments(function)
-        self._if_due = IfDue(self._arguments, self._timer)
-        self._request = SessionRunArgs(self._if_due)
+        self.set_timer(NeverTriggerTimer() if timer is None else timer)
+        self.collective = bool(self.timer.signals)  # by their clocks, ranks may call the function in different runs
+        self.fetches = _Arguments(function)
 
     def begin(self) -> None:
-        self._timer.reset()
+        super().begin()
         self._called_at: int | None = None
-        self._if_due.at_once, self._begun = False, False
+        self._has_begun = self.due_at_once = False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._if_due.session = session
-        self._timer.start_at(session.global_step)
-        if self._timer.last_triggered_step() is None:
-            self._timer.update_last_triggered_step(session.global_step)
-        if self._at_start and not self._begun:
+        super().after_create_session(session, coord)
+        if self._at_start and not self._has_begun:
             try:
-                arguments = session.run(self._arguments, who=self)
+                arguments = session.run(self.fetches, who=self)
             except NoRunYetError:
-                self._if_due.at_once = True
+                self.due_at_once = True
             else:
                 self._called_at = session.global_step
                 self._call(to_host(arguments))
-        self._begun = True
+        self._has_begun = True
 
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        self._if_due.evaluated = False
-        is_due = self._if_due.at_once or self._timer.should_trigger_for_step(run_context.session.global_step + 1)
-        return self._request if is_due else None
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if self._if_due.evaluated:
-            self._called_at, self._if_due.at_once = run_context.session.global_step, False
-            self._timer.update_last_triggered_step(self._called_at)
-            run_context.when_ready(run_values.results, self._call)
+    def run_due(self, run_context: SessionRunContext, values: Arguments) -> None:
+        self._called_at = run_context.session.global_step
+        run_context.when_ready(values, self._call)
 
     def end(self, session: Session) -> None:
-        if self._at_end and session.global_step != self._called_at:
-            arguments = session.run_available(self._arguments, who=self)
+        if self._at_end and session.global_step != self._called_at and not session.was_finished:
+            arguments = session.run_available(self.fetches, who=self)
             if arguments is not None:
                 self._call(to_host(arguments))
 
-    def trigger(self) -> None:
-        self._timer.trigger()
-
-    def next_due(self) -> Due:
-        return due_now(self._timer) if self._if_due.at_once else self._timer.next_due()
-
-    def _call(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    def _call(self, arguments: Arguments) -> None:
         args, kwargs = arguments
         self._function(*args, **kwargs)
 
@@ -193,7 +166,7 @@ class FeedFnHook(StandardHook):
         FeedError: from the run, another hook or the caller of ``run`` passes one of the arguments too.
     """
 
-    def __init__(self, feed_fn: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, feed_fn: Callable[[], Mapping[str, object]]) -> None:
         if not callable(feed_fn):
             raise TypeError(
                 f"feed_fn={shown(feed_fn)}: must be a function that returns a mapping, from parameter to value"

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from torchhooks.checkpoints.state import modules_of
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
-from torchhooks.common.text import did_you_mean, shortened, shown
-from torchhooks.common.timers import (
-    Due,
-    GivenTimer,
-    NeverTriggerTimer,
-    differs_by_rank,
-    due_now,
-    given_timer,
-    hook_timer,
-)
+from torchhooks.common.text import did_you_mean, printable, shown, tagged_line
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, due_now, given_timer
 from torchhooks.device.readback import is_remote, to_host
-from torchhooks.fetches.fetch import ComposedFetch, describe, leaves
+from torchhooks.fetches.evaluation import ComposedFetch, leaves
+from torchhooks.fetches.names import Closure, Fetch, Value, describe
 from torchhooks.hooks.calling import names_nothing
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue, undisturbed
-from torchhooks.lifecycle.hook import ReportingHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.evaluating import evaluating
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
 from torchhooks.summary import operations as summary
-from torchhooks.summary.lines import printable, tagged_line
 from torchhooks.summary.writers import WriterTarget
+
+Results = Mapping[str, Value]
+"""What an evaluation returned, by name."""
 
 
 class _Result(NamedTuple):
@@ -37,17 +31,17 @@ class _Result(NamedTuple):
 
     step: int
     wall_time: float
-    values: Mapping[str, Any]
+    values: Results
 
 
 class _Results:
     """A closure whose value is what ``get(session)`` returns: results of ``function``, or ``None``."""
 
-    def __init__(self, get: Callable[[Session], Mapping[str, Any] | None], function: Callable[..., Any]) -> None:
+    def __init__(self, get: Callable[[Session], Results | None], function: Closure) -> None:
         self._get = get
         self._function = function
 
-    def __call__(self, session: Session) -> Mapping[str, Any] | None:
+    def __call__(self, session: Session) -> Results | None:
         return self._get(session)
 
     def __repr__(self) -> str:
@@ -67,7 +61,7 @@ class _Values(dict[str, float]):
         )
 
 
-class EvaluationHook(ReportingHook):
+class EvaluationHook(PeriodicHook):
     """Evaluates the model periodically, and logs the results and writes them as curves.
 
     >>> validation = torch.randn(100, 4)
@@ -86,17 +80,11 @@ class EvaluationHook(ReportingHook):
     ['error', 'worst']
 
     The function is called with the model in evaluation mode and without gradients. Afterwards the random states, the
-    training mode of each module and the gradients are what they were. A StepCounterHook does not count the time. On a
-    GPU, the host does not wait for what the function returns.
+    training mode of each module and the gradients are what they were. ``evaluation["error"]`` is a fetch of a result
+    for other hooks, wherever they are in the list. It is the new result in a run in which the evaluation is due, and
+    otherwise the latest. :doc:`Evaluation and validation </evaluation>` has the details.
 
-    ``evaluation["error"]`` is a fetch for other hooks, such as a :class:`torchhooks.BestCheckpointHook` or a
-    :class:`torchhooks.StopIfNoDecreaseHook`, wherever they are in the list. Hooks that request it in a run in which the
-    evaluation is due share one call of the function. A hook that requests it in any other run has the function called
-    for that step; the results are then reported together with the results of the next one. There is at most one call
-    for each step.
-
-    With several ranks, the function is called on every rank, and the chief logs and writes its own results. To report
-    the result of all ranks, combine it in the function, for instance with ``all_reduce``.
+    With several ranks, the function is called on every rank, and the chief logs and writes its own results.
 
     Args:
         evaluate: called as a closure is: its parameters can be ``model``, ``global_step`` and the names of other
@@ -125,13 +113,13 @@ class EvaluationHook(ReportingHook):
 
     def __init__(
         self,
-        evaluate: Callable[..., Any],
+        evaluate: Closure,
         every_n_steps: int | None = None,
         timer: GivenTimer | None = None,
         at_start: bool = False,
         at_end: bool = False,
-        output_dir: Any = None,
-        summary_writer: Any = None,
+        output_dir: object = None,
+        summary_writer: object = None,
         *,
         every_n_secs: float | None = None,
         every_n_epochs: int | None = None,
@@ -150,14 +138,13 @@ class EvaluationHook(ReportingHook):
         self._name = function_name if function_name.isidentifier() else "evaluation"
         self.name = self._name if name is None else name
         """The name of the state in checkpoints."""
-        self.timer = _chosen(given_timer(timer, every_n_steps, every_n_secs, every_n_epochs), at_start or at_end)
-        """The timer, for hooks that are due together with this one."""
-        self._timer = hook_timer(self, self.timer)
-        self.collective = differs_by_rank(self.timer)
-        self._results = _Results(self._fetched, evaluate)
-        self._if_due = IfDue(self._results, self._timer)
-        self._request = SessionRunArgs(self._if_due)
+        timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
+        self.given_timer = _chosen(timer, has_other_times=at_start or at_end)
+        """The timer to give to hooks that are due together with this one."""
+        self.set_timer(self.given_timer)
+        self.fetches = _Results(self._fetched, evaluate)
         self._at_start, self._at_end, self._logs = at_start, at_end, log
+        self.works_at_end = at_end
         self._target = WriterTarget(output_dir, summary_writer, starts_session=True)
         self._session: Session | None = None
         self._latest: _Result | None = None
@@ -169,25 +156,32 @@ class EvaluationHook(ReportingHook):
     def values(self) -> dict[str, float]:
         """The latest results by name, as numbers, also of an earlier process; empty before the first.
 
-        After an epoch with ``every_n_epochs``, these are the results of that epoch. On a GPU, this waits for them.
+        After an epoch with ``every_n_epochs``, these are the results of that epoch. So reading them makes the calls for
+        the end of an epoch that the body left by ``break``, and on a GPU it waits for the results.
         """
         if self._session is not None:
-            self._session.finish_epoch()
+            self._session.finish_epoch()  # no earlier: a generator that a break closes must call nothing that may raise
         return self._values
 
     def __getitem__(self, name: str) -> EvaluationValue:
         """Return a fetch of the result ``name``."""
-        return EvaluationValue(self, name, self._results)
+        return EvaluationValue(self, name, self.fetches)
+
+    @property
+    def fetches_to_come(self) -> Fetch:
+        return self._function
 
     @property
     def now(self) -> EvaluationNow:
         """What ``evaluation.now["accuracy"]`` subscripts: a fetch that evaluates whenever it is requested.
 
-        >>> evaluation = EvaluationHook(lambda global_step: {"error": 1 / global_step}, every_n_steps=100)
+        >>> evaluation = EvaluationHook(lambda global_step: {"error": 1 / global_step}, every_n_steps=5)
         >>> final = FinalOpsHook(evaluation.now["error"])
         >>> with MonitoredLoop(step, model, optimizer, hooks=[evaluation, final]) as loop:
         ...     for inputs in loop.until_stop(batches):
         ...         loss = loop.run(inputs)
+        evaluation at step 5: error = 0.2
+        final ops at step 8: error = 0.125
         evaluation at step 8: error = 0.125
         >>> final.final_ops_values
         0.125
@@ -199,50 +193,36 @@ class EvaluationHook(ReportingHook):
         return not self._values or name in self._values
 
     def begin(self) -> None:
-        self._timer.reset()
-        self._runs = 0
-        self._begun = self._has_warned = False
+        super().begin()
+        self._begun = False
         self._values, self._values_step = _Values(), None
         self._unreported = []
-        writer = self._target.open() if self.writes else None
-        if writer is not None:
-            summary.check_writer(writer)
+        if self.writes:
+            self._target.open()
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._target.session_created(session.global_step, None)
-        self._session = self._if_due.session = session
+        self._target.session_created(session)
+        self._session = session
         self._latest = None
-        self._is_asked = False  # to evaluate in the run in progress, if it is due after the step
         # After a recovery, later steps are made again.
         self._unreported = [result for result in self._unreported if result.step <= session.global_step]
-        self._timer.start_at(session.global_step)
-        if self._timer.last_triggered_step() is None:
-            self._timer.update_last_triggered_step(session.global_step)
+        super().after_create_session(session, coord)
         if self._at_start and not self._begun and self._values_step is None:
-            self._target.start_session(session.begun_at, session.global_step)  # or the START would void this point
+            self._target.start_session()  # or the START would void this point
             result = self._evaluate(session)
             if not any(map(is_remote, leaves(result.values))):  # otherwise reported in the first run, without waiting
                 self._report_now()
         self._begun = True
 
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        self._if_due.evaluated = False
-        self._is_asked = self._timer.should_trigger_for_step(run_context.session.global_step + 1)
-        return self._request if self._is_asked else None
-
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        session = run_context.session
-        self._is_asked = False
-        if self._if_due.evaluated:
-            self._timer.update_last_triggered_step(session.global_step)
-        self._target.start_session(session.begun_at, session.global_step)
-        self._runs += 1
+        super().after_run(run_context, run_values)  # the run that is due has evaluated: other hooks may have in others
+        self._target.start_session()
         results, self._unreported = self._unreported, []
         for result in results:
             run_context.when_ready(result.values, functools.partial(self._report, result))
 
     def end(self, session: Session) -> None:
-        if self._at_end and not session.stopped_by_signal:
+        if self._at_end and not (session.stopped_by_signal or session.was_finished):
             self.current(session)
         self._report_now()
 
@@ -262,12 +242,9 @@ class EvaluationHook(ReportingHook):
         self._values_step, self._values = state_dict["step"], _Values(state_dict["values"])
 
     def next_due(self) -> Due:
-        return due_now(self._timer) if self._runs == 0 else self._timer.next_due()
+        return due_now(self.timer) if self._run_count == 0 else self.timer.next_due()
 
-    def sat_out(self, runs: int) -> None:
-        self._runs += runs
-
-    def current(self, session: Session) -> Mapping[str, Any]:
+    def current(self, session: Session) -> Results:
         """Return the results for the present step of ``session``, after evaluating the model if there are none yet."""
         self.check_session(session)
         latest = self._latest
@@ -275,16 +252,16 @@ class EvaluationHook(ReportingHook):
             latest = self._evaluate(session)
         return latest.values
 
-    def _fetched(self, session: Session) -> Mapping[str, Any] | None:
+    def _fetched(self, session: Session) -> Results | None:
         """Return the results that a hook fetches: new ones if the evaluation is due, otherwise the latest."""
         self.check_session(session)
-        if self._is_asked and self._timer.should_trigger_for_step(session.global_step):
+        if session.global_step > self._due_after:
             return self.current(session)
         if self._latest is not None:
             return self._latest.values
         return self._values or None  # of an earlier process
 
-    def latest(self) -> tuple[int, Mapping[str, Any]] | None:
+    def latest(self) -> tuple[int, Results] | None:
         """Return the step and the results of the latest evaluation in this session; ``None`` if there was none."""
         return None if self._latest is None else (self._latest.step, self._latest.values)
 
@@ -294,14 +271,8 @@ class EvaluationHook(ReportingHook):
             raise LifecycleError(f"{self!r} is not in this loop: add it to hooks, for its results to be requested")
 
     def _evaluate(self, session: Session) -> _Result:
-        before = undisturbed(session)
-        try:
-            with session.paused():
-                for module in modules_of(session):
-                    module.eval()
-                returned = session.run(self._function, who=self)
-        finally:
-            before.put_back()
+        with session.paused(), evaluating(session):
+            returned = session.run(self._function, who=self)
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
         for name, value in named.items():  # in the run that computed the values
             _check_result(self._function, name, value, is_whole=returned is value)
@@ -314,7 +285,7 @@ class EvaluationHook(ReportingHook):
         for result in results:
             self._report(result, to_host(result.values))
 
-    def _report(self, result: _Result, values: Mapping[str, Any]) -> None:
+    def _report(self, result: _Result, values: Results) -> None:
         """Log and write the results of one evaluation, whose ``values`` are on the host."""
         self._values = _Values(
             {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
@@ -323,19 +294,8 @@ class EvaluationHook(ReportingHook):
         texts = {name: printable(value) for name, value in values.items()}
         if self.writes and self._logs:
             logger.info("evaluation at step %d: %s", result.step, tagged_line(texts) or "no values")
-        if self._target.writer is not None:
-            self._warn_of_one_curve(values)
-            summary.write_summaries(self._target.writer, _points(values), result.step, result.wall_time)
-
-    def _warn_of_one_curve(self, names: Iterable[str]) -> None:
-        """Log a warning, once, if another hook writes some of ``names`` to the same place."""
-        taken = self._target.claim(names, self)
-        if taken and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%r and %r both write %s to the same place, where that is one curve: return another name",
-                *(next(iter(taken.values())), self, shortened([*map(repr, taken)])),
-            )
+        if self._target.writers:
+            summary.write_summaries(self._target.writers, _points(values), result.step, result.wall_time)
 
 
 NOT_EVALUATED = float("nan")
@@ -345,7 +305,7 @@ NOT_EVALUATED = float("nan")
 class EvaluationNow:
     """What ``evaluation.now`` is."""
 
-    def __init__(self, evaluation: EvaluationHook, function: Callable[..., Any]) -> None:
+    def __init__(self, evaluation: EvaluationHook, function: Closure) -> None:
         self._evaluation = evaluation
         self._results = _Results(evaluation.current, function)
 
@@ -361,17 +321,17 @@ class EvaluationValue(ComposedFetch):
         self,
         evaluation: EvaluationHook,
         name: str,
-        results: Callable[..., Mapping[str, Any] | None],
+        results: Callable[..., Results | None],
         holder: str = "evaluation",
     ) -> None:
         self._holder = holder
         self.name = self.__name__ = name
-        self.timer = evaluation.timer
+        self.timer = evaluation.given_timer
         """The timer of the evaluation."""
         self._evaluation = evaluation
         self.fetch = results
 
-    def compose(self, value: Mapping[str, Any] | None) -> Any:
+    def compose(self, value: Results | None) -> Value:
         if value is None:
             return NOT_EVALUATED
         if self.name not in value:
@@ -388,7 +348,7 @@ class EvaluationValue(ComposedFetch):
         """The fetch of this result that evaluates whenever it is requested."""
         return self._evaluation.now[self.name]
 
-    def latest(self) -> tuple[int, Any] | None:
+    def latest(self) -> tuple[int, Value] | None:
         """Return the step and the value of the latest evaluation in this session; ``None`` if there was none."""
         latest = self._evaluation.latest()
         return None if latest is None else (latest[0], self.compose(latest[1]))
@@ -406,7 +366,7 @@ def _chosen(timer: GivenTimer | None, has_other_times: bool) -> GivenTimer:
     return NeverTriggerTimer() if timer is None else timer
 
 
-def _check_result(function: Callable[..., Any], name: str, value: Any, *, is_whole: bool) -> None:
+def _check_result(function: Closure, name: str, value: Value, *, is_whole: bool) -> None:
     """Raise if ``value``, the result ``name`` of ``function`` or all that it returned, is not a number."""
     try:
         summary.scalar(name, name).compose(value)
@@ -419,5 +379,5 @@ def _check_result(function: Callable[..., Any], name: str, value: Any, *, is_who
         ) from None
 
 
-def _points(values: Mapping[str, Any]) -> list[summary.Summary]:
+def _points(values: Results) -> list[summary.Summary]:
     return [summary.scalar(name, name).compose(value) for name, value in values.items()]

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import numpy as np
 
 from torchhooks.common.log import logger
-from torchhooks.common.text import shown
-from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, Timer, differs_by_rank, given_timer, hook_timer
+from torchhooks.common.text import by_tag, kind_of, printable, shown, tag_of, tagged_line
+from torchhooks.common.timers import GivenTimer, NeverTriggerTimer, check_one_period, given_timer
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import to_host
-from torchhooks.fetches.fetch import check_feed_names, watched_names
+from torchhooks.fetches.evaluation import watched_names
+from torchhooks.fetches.names import Fetch, Value, check_feed_names
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.evaluating import IfDue
+from torchhooks.lifecycle.evaluating import evaluating
 from torchhooks.lifecycle.hook import (
-    ReportingHook,
-    SessionRunArgs,
+    PeriodicHook,
     SessionRunContext,
     SessionRunHook,
-    SessionRunValues,
     StandardHook,
 )
 from torchhooks.lifecycle.session import Session
-from torchhooks.summary.lines import by_tag, printable, tagged_line
+from torchhooks.summary import operations as summary
+from torchhooks.summary.writers import WriterTarget
+
+_MOST_PRINTED = 100  # elements of a final value: a matrix of thousands would fill the screen
 
 
-class LoggingTensorHook(ReportingHook):
+class LoggingTensorHook(PeriodicHook):
     """Logs values periodically (``tf.train.LoggingTensorHook``): ``loss = 0.1, step = 7 (2.500 sec)``.
 
     >>> hooks = [LoggingTensorHook({"loss": "loss", "step": "global_step"}, every_n_iter=4)]
@@ -49,8 +51,8 @@ class LoggingTensorHook(ReportingHook):
     ...     loss = loop.run(batches[0])
     step 1: loss ...
 
-    With several ranks, every rank evaluates the fetches in the same runs, and the chief logs. ``over_ranks("loss",
-    "mean")`` logs the mean of all ranks instead of the chief's value.
+    With several ranks, every rank evaluates the fetches in the same runs, and the chief logs its own values, or those
+    of all ranks: ``over_ranks("loss", "mean")``.
 
     Args:
         tensors: a dict from tag to fetch, or a list of fetches, which are logged under their names. They are logged in
@@ -70,23 +72,28 @@ class LoggingTensorHook(ReportingHook):
         FetchError: from the run, a fetch has no value.
     """
 
+    triggers_at_once = True
+
     def __init__(
         self,
-        tensors: Any,
+        tensors: Fetch,
         every_n_iter: int | None = None,
         every_n_secs: float | None = None,
         at_end: bool = False,
-        formatter: Callable[[dict[str, Any]], str] | None = None,
+        formatter: Callable[[dict[str, Value]], str] | None = None,
         *,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
-        timer = given_timer(timer, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
-        self._timer: Timer = NeverTriggerTimer()
+        periods = {"every_n_steps": every_n_steps, "every_n_epochs": every_n_epochs}
+        check_one_period(timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs, **periods)
+        timer = given_timer(timer, **periods)
         if every_n_iter is not None or every_n_secs is not None or timer is not None:
-            self._timer = hook_timer(self, timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
-        elif not at_end:
+            self.set_timer(timer, every_n_iter=every_n_iter, every_n_secs=every_n_secs)
+        elif at_end:
+            self.set_timer(NeverTriggerTimer())
+        else:
             raise ValueError(
                 "LoggingTensorHook never logs: give every_n_iter, every_n_steps, every_n_secs, every_n_epochs, timer "
                 "or at_end=True"
@@ -98,62 +105,27 @@ class LoggingTensorHook(ReportingHook):
         self._tensors = by_tag(tensors, in_order=timer is not None)
         if at_end:
             check_available_at_end(self, self._tensors)
-        self.collective = every_n_secs is not None or differs_by_rank(timer)
-        self._at_end = at_end
+        self._at_end = self.works_at_end = at_end
         self._formatter = formatter
-        fetches = tuple(self._tensors.values())
-        # With every_n_iter or every_n_secs, the hook has TensorFlow's rule, which decides before the step.
-        self._if_due = None if timer is None else IfDue(fetches, self._timer)
-        self._request = SessionRunArgs(fetches if self._if_due is None else self._if_due)
+        self.fetches = tuple(self._tensors.values())
+        self.counts_runs = timer is None
+        self.needs_step = not self.counts_runs
 
-    def begin(self) -> None:
-        self._timer.reset()
-        self._iterations = 0
-        self._due = False
-
-    def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._timer.start_at(session.global_step)
-        if self._if_due is not None:
-            self._if_due.session = session
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        step = self._iterations if self._if_due is None else run_context.session.global_step + 1
-        self._due = self._timer.should_trigger_for_step(step)
-        return self._request if self._due else None
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if self._due and (self._if_due is None or self._if_due.evaluated):
-            elapsed_secs, _ = self._timer.update_last_triggered_step(self._step(run_context.session))
-            if self.writes:
-                run_context.when_ready(
-                    run_values.results,
-                    lambda values: self._log(dict(zip(self._tensors, values, strict=True)), elapsed_secs),
-                )
-        self._iterations += 1
+    def run_due(self, run_context: SessionRunContext, values: tuple[Value, ...]) -> None:
+        if self.writes:
+            run_context.when_ready(values, partial(self._log, self._tensors, self.elapsed_secs))
 
     def end(self, session: Session) -> None:
-        if self._at_end:
+        if self._at_end and not session.was_finished:
             values = session.run_available(self._tensors, who=self)
-            elapsed_secs, _ = self._timer.update_last_triggered_step(self._step(session))
+            elapsed_secs, _ = self.timer.update_last_triggered_step(
+                self._run_count if self.counts_runs else session.global_step
+            )
             if values and self.writes:
-                self._log(to_host(values), elapsed_secs)
+                self._log(values, elapsed_secs, to_host(tuple(values.values())))
 
-    def next_due(self) -> Due:
-        due = self._timer.next_due()
-        if due.step is None or self._if_due is not None:
-            return due
-        # The steps of the hook's own period are runs.
-        return Due(runs=max(due.step - self._iterations, 0) + 1)
-
-    def sat_out(self, runs: int) -> None:
-        self._iterations += runs
-
-    def _step(self, session: Session) -> int:
-        """Return what the timer counts: runs, or global steps if the timer was given."""
-        return self._iterations if self._if_due is None else session.global_step
-
-    def _log(self, values: Mapping[str, Any], elapsed_secs: float | None) -> None:
-        texts = {tag: map_leaves(printable, value) for tag, value in values.items()}
+    def _log(self, tags: Iterable[str], elapsed_secs: float | None, values: tuple[Value, ...]) -> None:
+        texts = {tag: map_leaves(printable, value) for tag, value in zip(tags, values, strict=True)}
         if self._formatter is None:
             line = tagged_line(texts)
             line += "" if elapsed_secs is None else f" ({elapsed_secs:.3f} sec)"
@@ -166,7 +138,7 @@ class LoggingTensorHook(ReportingHook):
 
 
 class FinalOpsHook(StandardHook):
-    """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``), on every rank.
+    """Evaluates a fetch once, at a clean end of the loop (``tf.train.FinalOpsHook``), and logs the values.
 
     >>> def error(model, inputs):
     ...     return (model(inputs) - inputs.sum(dim=1, keepdim=True)).abs().mean()
@@ -174,25 +146,42 @@ class FinalOpsHook(StandardHook):
     >>> with MonitoredLoop(step, model, optimizer, hooks=[final]) as loop:
     ...     for inputs in loop.until_stop(batches):
     ...         loss = loop.run(inputs)
+    final ops at step 8: error = ..., step = 8
     >>> final.final_ops_values
     {'error': tensor(...), 'step': 8}
 
-    The model is in the mode in which the loop left it: a function that needs ``model.eval()`` calls it. A fetch that
-    only a run can give a value is left out, with a warning, if the loop made no run.
+    With several ranks, every rank evaluates, and the chief logs and writes its own values. A fetch that only a run can
+    give a value is left out, with a warning, if the loop made no run. After a training run that was finished before,
+    the values are there again, and nothing is logged or written twice.
 
     Args:
         final_ops: any fetch, for instance a closure that computes the test accuracy.
         final_ops_feed_dict: values for parameters of closures, by name.
+        output_dir, summary_writer: where to write a last point of each value that is one number, under its name; see
+            :doc:`Write curves </built-in-hooks>`. A curve of the same name needs another folder.
 
     Raises:
         TypeError: ``final_ops_feed_dict`` is not a mapping, or one of its keys is not a str.
-        ValueError: a value in ``final_ops`` is available only while a step runs.
+        ValueError: a value in ``final_ops`` is available only while a step runs; or both ``output_dir`` and
+            ``summary_writer`` are given.
+
+    Unlike TensorFlow, the hook logs the values, and evaluates like an :class:`EvaluationHook`: with the model in
+    evaluation mode and without gradients. Afterwards the random states, the mode of each module and the gradients are
+    what they were. If a signal stopped the loop, nothing is evaluated, because the training run will be resumed.
     """
 
-    def __init__(self, final_ops: Any, final_ops_feed_dict: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        final_ops: Fetch,
+        final_ops_feed_dict: Mapping[str, Value] | None = None,
+        *,
+        output_dir: object = None,
+        summary_writer: object = None,
+    ) -> None:
         self._final_ops = final_ops
         self._feed_dict = final_ops_feed_dict
-        self.final_ops_values: Any = None
+        self._target = WriterTarget(output_dir, summary_writer)
+        self.final_ops_values: Value = None
         """The values, in the structure of ``final_ops``; ``None`` before the end."""
         if final_ops_feed_dict is not None and not isinstance(final_ops_feed_dict, Mapping):
             raise TypeError(
@@ -201,15 +190,62 @@ class FinalOpsHook(StandardHook):
         check_feed_names(final_ops_feed_dict or {}, type(self).__name__)
         check_available_at_end(self, final_ops)
 
+    @property
+    def fetches_to_come(self) -> Fetch:
+        return None if self._feed_dict else self._final_ops
+
     def begin(self) -> None:
         self.final_ops_values = None
+        if self.writes:
+            self._target.open()
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._target.session_created(session)
 
     def end(self, session: Session) -> None:
-        if self._final_ops is not None:
+        if self._final_ops is None or session.stopped_by_signal:
+            return
+        with session.paused(), evaluating(session):
             self.final_ops_values = session.run_available(self._final_ops, self._feed_dict, who=self)
+        if self.writes and not session.was_finished:
+            self._report(_tagged(self._final_ops, to_host(self.final_ops_values)), session.global_step)
+
+    def teardown(self) -> None:
+        self._target.close()
+
+    def _report(self, values: Mapping[str, Value], step: int) -> None:
+        texts = {tag: map_leaves(_short, value) for tag, value in values.items() if value is not None}
+        if texts:
+            logger.info("final ops at step %d: %s", step, tagged_line(texts))
+        if self._target.writers:
+            points = [point for tag, value in values.items() if (point := _point(tag, value)) is not None]
+            summary.write_summaries(self._target.writers, points, step)
 
 
-def check_available_at_end(hook: SessionRunHook, fetches: Any) -> None:
+def _tagged(fetches: Fetch, values: Value) -> dict[str, Value]:
+    """Return ``values`` by the tags under which they are logged. What has no value is left out."""
+    if isinstance(values, Mapping):
+        return {str(tag): value for tag, value in values.items()}
+    if isinstance(fetches, list | tuple):
+        return {tag_of(fetch): value for fetch, value in zip(fetches, values, strict=True)}
+    return {tag_of(fetches): values}
+
+
+def _short(value: Value) -> Value:
+    printed = printable(value)
+    return kind_of(value) if getattr(printed, "size", 1) > _MOST_PRINTED else printed
+
+
+def _point(tag: str, value: Value) -> summary.Summary | None:
+    """Return the last point of a curve; ``None`` if ``value`` is not one number."""
+    try:
+        point: summary.Summary = summary.scalar(tag, tag).compose(value)
+    except (TypeError, ValueError):
+        return None
+    return point
+
+
+def check_available_at_end(hook: SessionRunHook, fetches: Fetch) -> None:
     """Raise a ValueError for what only a step can provide, at creation rather than at the end of a long run."""
     for name in watched_names(fetches):
         raise ValueError(

@@ -7,29 +7,31 @@ import functools
 import itertools
 import math
 import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from torchhooks.checkpoints.saver import Refusal
 from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.common.log import logger
 from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due
 from torchhooks.common.trees import as_snapshot, copied, is_snapshot
-from torchhooks.device.host import host
+from torchhooks.device.accelerator import host
 from torchhooks.device.readback import Arrival, is_remote, to_host
-from torchhooks.fetches.fetch import ComposedFetch, describe, leaves, named_outputs, watched_names
+from torchhooks.fetches.evaluation import ComposedFetch, leaves, watched_names
+from torchhooks.fetches.names import Fetch, Value, describe, named_outputs
 from torchhooks.hooks.evaluation import NOT_EVALUATED
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunValues, StandardHook
-from torchhooks.lifecycle.session import Refusal, Session
+from torchhooks.lifecycle.session import Session
 
 _POLL_SECS = 0.1
 
 
-class _Found(NamedTuple):
+class _CheckResult(NamedTuple):
     """What the check of a value that is not known to be finite needs to have read on the host.
 
     Args:
@@ -37,11 +39,11 @@ class _Found(NamedTuple):
         numbers: tensors of one element each, which are on a device, for the host to check.
     """
 
-    flags: dict[str, list[Any]]
+    flags: dict[str, list[Value]]
     numbers: list[torch.Tensor]
 
 
-_Finding = tuple[int, _Found]  # with the global step of its run
+_Finding = tuple[int, _CheckResult]  # with the global step of its run
 
 
 class StopAtStepHook(StandardHook):
@@ -77,29 +79,27 @@ class StopAtStepHook(StandardHook):
             whole_number(last_step, "last_step", 0)
 
     def begin(self) -> None:
-        self._last_step = self._given_last_step
+        self.stops_at_step = self._given_last_step
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        if self._num_steps is not None and self._last_step is None:  # a recovery must not move it
-            self._last_step = session.global_step + self._num_steps
-        if self._last_step is not None and (session.last_step is None or self._last_step < session.last_step):
-            session.last_step = self._last_step
-        if self._last_step is not None and session.global_step >= self._last_step:
+        if self.stops_at_step is None and self._num_steps is not None:  # a recovery must not move it
+            self.stops_at_step = session.global_step + self._num_steps
+        if self.stops_at_step is not None and session.global_step >= self.stops_at_step:
             logger.info("%r: the global step is %d already", self, session.global_step)
 
     def why_finished(self, session: Session) -> str | None:
-        if self._last_step is None or session.global_step < self._last_step:
+        if self.stops_at_step is None or session.global_step < self.stops_at_step:
             return None
-        return f"step {session.global_step}, with last_step={self._last_step}"
+        return f"step {session.global_step}, with last_step={self.stops_at_step}"
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         step = run_context.session.global_step
-        assert self._last_step is not None
-        if step >= self._last_step:
+        assert self.stops_at_step is not None
+        if step >= self.stops_at_step:
             run_context.request_stop(f"step {step}")
 
     def next_due(self) -> Due:
-        return Due(step=self._last_step)
+        return Due(step=self.stops_at_step)
 
 
 class NanTensorHook(StandardHook):
@@ -115,12 +115,9 @@ class NanTensorHook(StandardHook):
     loss is NaN at step 3: training fails
     failed: loss is NaN at step 3. NanTensorHook(..., fail_on_nan_loss=False) stops at such a step instead of failing.
 
-    With several ranks, each checks its own value, and of a ``DTensor`` the part that it has, without communication. A
-    NaN on one rank ends the loop on all of them: with a :class:`torchhooks.PeerError` that names the rank, or by a stop
-    whose reason does.
-
     If the loop has a ``checkpoint_dir``, the hook leaves ``nan.json`` there, and the process that starts next
-    :doc:`finds where the NaN came from </autopsy>`.
+    :doc:`finds where the NaN came from </autopsy>`. :doc:`Check for NaN </built-in-hooks>` says what happens on a GPU
+    and on several ranks.
 
     Args:
         loss_tensor: what to check: any fetch of real or complex numbers, such as ``"loss"`` or
@@ -137,18 +134,15 @@ class NanTensorHook(StandardHook):
         TypeError: from the run, the value is not made of numbers.
         FetchError: from the run, the fetch has no value.
 
-    Unlike TensorFlow, a value on a GPU is checked on the GPU, and the result is read back later. A single number is
-    itself read back, and checked on the host. The host never waits for it, so the loop ends a few runs after the NaN.
-    The message still names the step at which the value was NaN.
+    Unlike TensorFlow, the host does not wait for a value on a GPU, so the loop ends a few runs after the NaN. The
+    message names the step at which the value was NaN.
 
-    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed. A
-    Saver with ``async_save`` does not wait for the device: the thread that writes looks at the results of the checks,
-    and writes no file if one of them is a NaN.
+    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed.
     """
 
     def __init__(
         self,
-        loss_tensor: Any,
+        loss_tensor: Fetch,
         fail_on_nan_loss: bool = True,
         *,
         also_inf: bool = False,
@@ -168,7 +162,7 @@ class NanTensorHook(StandardHook):
         # A recovery restores a state from before the NaN.
         self._message: str | None = None
         self._check.found = None
-        # What was found in runs that have not been reported on yet: the run's step and flags, by the number of the run.
+        # What was found in runs that have not been reported on yet: the run's step and flags, by a running number.
         self._unreported: dict[int, _Finding] = {}
         # A subclass that overrides a run method expects it to be called in every run.
         cls = type(self)
@@ -178,7 +172,7 @@ class NanTensorHook(StandardHook):
         self._joins_every_run = overrides or not is_output_name
         session.guard_checkpoints(
             functools.partial(self._why_no_checkpoint, session),
-            refusal_later=functools.partial(self._why_no_checkpoint_later, session),
+            background_refusal=functools.partial(self._refuse_in_background, session),
         )
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
@@ -197,20 +191,21 @@ class NanTensorHook(StandardHook):
             run_context.when_ready(finding, report, max_lag_runs=self._max_lag_steps)
 
     def next_due(self) -> Due | None:
-        return None if self._joins_every_run else Due(when=self._needs_check)
+        return None if self._joins_every_run else Due(when=self._check_outputs)
 
     @property
-    def examined(self) -> Any:
-        """The fetch that an autopsy looks at."""
+    def examined(self) -> Fetch:
         return self._loss_tensor
 
-    def why_examined(self, step: int, value: Any) -> str | None:
-        """Return what is wrong with ``value``, which is on the host, for an autopsy."""
+    def why_examined(self, step: int, value: Value) -> str | None:
         found = _NonFiniteCheck(self._loss_tensor, self._also_inf).compose(value)
         return None if found is None else self._problem([(step, found)])
 
-    def _needs_check(self, outputs: Any) -> bool:
-        """Return whether to join the run with these ``outputs``: not if the value in them is a finite number."""
+    def _check_outputs(self, outputs: object) -> bool:
+        """Return whether to join the run with these ``outputs``: not if the value in them is a finite number.
+
+        If it is one, forget what an earlier run found. If it is no number on the CPU, join every run from now on.
+        """
         name, value = self._loss_tensor, outputs  # called after every step, so the usual "loss" has a fast path
         if name != "loss" or type(outputs) is not torch.Tensor:
             named = named_outputs(outputs)
@@ -228,7 +223,7 @@ class NanTensorHook(StandardHook):
         """Return why the current state must not be saved, or ``None``."""
         return self._message or self._problem(to_host(self._all_unreported(session)))
 
-    def _why_no_checkpoint_later(self, session: Session) -> str | Refusal | None:
+    def _refuse_in_background(self, session: Session) -> str | Refusal | None:
         """Return why the current state must not be saved, or ``None``, or a function that waits to find out."""
         if self._message is not None:
             return self._message
@@ -277,11 +272,11 @@ class _NonFiniteCheck(ComposedFetch):
     :attr:`found` keeps it from the evaluation to ``after_run``, so that a hook that saves before that can ask.
     """
 
-    fetch: Any = None
+    fetch: Fetch = None
 
-    def __init__(self, fetch: Any, also_inf: bool) -> None:
+    def __init__(self, fetch: Fetch, also_inf: bool) -> None:
         self.fetch = fetch
-        self.found: _Found | None = None
+        self.found: _CheckResult | None = None
         self.copies = False
         """Whether the value consists of numbers on a device. Their copies are the copies that other hooks request.
 
@@ -289,13 +284,13 @@ class _NonFiniteCheck(ComposedFetch):
         """
         self._kinds = tuple(_TESTS) if also_inf else ("NaN",)
 
-    def compose(self, value: Any) -> _Found | None:
+    def compose(self, value: Value) -> _CheckResult | None:
         self.found = None
         if type(value) is torch.Tensor and not is_remote(value) and value.numel() == 1:
             value = value.item()
         if type(value) is float and (math.isfinite(value) or value is NOT_EVALUATED):
             return None  # fast path: nearly every run on a CPU
-        here: list[Any] = []
+        here: list[Value] = []
         there: list[torch.Tensor] = []
         numbers: list[torch.Tensor] = []
         for leaf in (value,) if type(value) is torch.Tensor else leaves(value):
@@ -312,11 +307,11 @@ class _NonFiniteCheck(ComposedFetch):
         self.copies = bool(numbers) and not there and not here
         flags = {kind: _flags(here, there, _TESTS[kind]) for kind in self._kinds}
         if numbers or any(flags.values()):  # any flag at all, whatever it says: those on a device cannot be read yet
-            self.found = _Found(flags, numbers)
+            self.found = _CheckResult(flags, numbers)
         return self.found
 
 
-def _flags(here: list[Any], there: list[torch.Tensor], test: str) -> list[Any]:
+def _flags(here: list[Value], there: list[torch.Tensor], test: str) -> list[Value]:
     """Return flags of which one is true if an element of ``here``, on the host, or ``there`` passes ``test``.
 
     That is ``[True]`` if a part on the host passes, or else one boolean tensor per device, computed without waiting.
@@ -330,7 +325,7 @@ def _flags(here: list[Any], there: list[torch.Tensor], test: str) -> list[Any]:
     return [as_snapshot(flag) for flag in flags.values()]
 
 
-def _passes(value: Any, test: str) -> bool:
+def _passes(value: Value, test: str) -> bool:
     """Return whether ``value``, which is on the host, or one of its elements passes ``"isnan"`` or ``"isinf"``."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:

@@ -1,23 +1,87 @@
-"""Fetches that are evaluated only when they are due, and putting back what an evaluation disturbs."""
+"""Putting back what an evaluation disturbs."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
-from torchhooks.checkpoints.state import SessionLike, modules_of
-from torchhooks.checkpoints.undo import Undo
-from torchhooks.common.timers import Timer
-from torchhooks.fetches.fetch import ComposedFetch, accumulated_parts, watched_names
-from torchhooks.ranks.dtensors import reshard
+import torch
+
+from torchhooks.common.errors import Attempts
+from torchhooks.common.random_states import random_states, set_random_states
+from torchhooks.fetches.evaluation import ComposedFetch, FetchableSession
+from torchhooks.fetches.names import Fetch, Value, parameters_of
+from torchhooks.lifecycle.session import Session
+from torchhooks.ranks.ranks import reshard
 
 
-def undisturbed(session: SessionLike) -> Undo:
+class Undo:
+    """Captures what code that torchhooks does not know may change, and puts it back, the last first.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(1))
+    >>> undo = Undo().random_states().gradients([weight])
+    >>> weight.grad = torch.rand(1)
+    >>> undo.put_back()
+    >>> print(weight.grad)
+    None
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, Callable[[], object]]] = []
+
+    def add(self, name: str, call: Callable[[], object]) -> Undo:
+        """Have ``call`` put back what is called ``name``."""
+        self._calls.append((name, call))
+        return self
+
+    def put_back(self, only: str | None = None) -> None:
+        """Put everything back, or what is called ``only``.
+
+        Raises:
+            Exception: what a call raised, once all others were made; several as an ExceptionGroup.
+        """
+        attempt = Attempts()
+        for name, call in reversed(self._calls):
+            if only in (None, name):
+                attempt(call)
+        attempt.raise_errors("several errors while what an evaluation disturbed was put back")
+
+    def random_states(self) -> Undo:
+        """Capture the random states of Python, NumPy and torch."""
+        return self.add("random", partial(set_random_states, random_states()))
+
+    def gradients(self, parameters: Iterable[torch.Tensor]) -> Undo:
+        """Capture which tensors are the gradients of ``parameters``. What is added to one in place stays."""
+        captured = [(parameter, parameter.grad) for parameter in parameters]
+
+        def undo() -> None:
+            for parameter, gradient in captured:
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
+
+        return self.add("gradients", undo)
+
+    def modes(self, modules: Iterable[torch.nn.Module]) -> Undo:
+        """Capture which of ``modules`` and of the modules in them are in training mode."""
+        captured = [(module, module.training) for each in modules for module in each.modules()]
+
+        def undo() -> None:
+            for module, training in captured:
+                if module.training is not training:
+                    module.train(training)  # not only the attribute: some modules merge or freeze weights in train()
+            for module, training in captured:
+                module.training = training  # train() of a module changes those inside of it
+
+        return self.add("modes", undo)
+
+
+def undisturbed(session: Session) -> Undo:
     """Capture what an evaluation may disturb in ``session``: random states, gradients and the training mode."""
-    modules = modules_of(session)
-    groups = [] if session.optimizer is None else session.optimizer.param_groups
+    modules = session.training_state.modules()
     own = [(module, [*module.parameters()]) for module in modules]
-    parameters = [*(p for _, each in own for p in each), *(p for group in groups for p in group["params"])]
+    parameters = [*(p for _, each in own for p in each), *parameters_of(session.optimizer)]
 
     def put_back_shards() -> None:
         for module, before in own:
@@ -27,31 +91,29 @@ def undisturbed(session: SessionLike) -> Undo:
     return Undo().random_states().gradients(parameters).add("shards", put_back_shards).modes(modules)
 
 
-class IfDue(ComposedFetch):
-    """A fetch that is evaluated only if ``timer`` triggers after the step was counted, because a run may count no step.
+@contextmanager
+def evaluating(session: Session) -> Iterator[None]:
+    """Put the modules of ``session`` into evaluation mode, and put back at the end what an evaluation disturbs."""
+    before = undisturbed(session)
+    try:
+        for module in session.training_state.modules():
+            module.eval()
+        yield
+    finally:
+        before.put_back()
 
-    A hook requests it in a run that may be due, and looks at :attr:`evaluated` to learn whether the run was.
-    """
+
+class Undisturbed(ComposedFetch):
+    """A fetch after whose evaluation everything that it disturbs is put back, also if it raises."""
 
     is_fixed = False
 
-    session: SessionLike
-    """The session, which the hook sets in ``after_create_session``."""
+    def __init__(self, fetch: Fetch) -> None:
+        self.fetch = fetch
 
-    def __init__(self, fetch: Any, timer: Timer) -> None:
-        self.watched_names = watched_names(fetch)
-        self.accumulated_parts = accumulated_parts(fetch)
-        self.at_once = False
-        """Whether the next run is due, whatever the timer says."""
-        self.evaluated = False
-        """Whether the fetch was evaluated in the last run that requested it."""
-        self._fetch = fetch
-        self._timer = timer
+    def prepare(self, session: FetchableSession) -> Callable[[], object]:
+        assert isinstance(session, Session)  # the only class of sessions
+        return undisturbed(session).put_back
 
-    @property
-    def fetch(self) -> Any:
-        self.evaluated = self.at_once or self._timer.should_trigger_for_step(self.session.global_step)
-        return self._fetch if self.evaluated else ()
-
-    def compose(self, value: Any) -> Any:
+    def compose(self, value: Value) -> Value:
         return value

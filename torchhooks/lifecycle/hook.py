@@ -47,14 +47,13 @@ Exceptions
   ``after_create_session``, or from ``end`` or ``teardown`` is an error like any other.
 * Any other exception, ``KeyboardInterrupt`` included: no further ``after_run`` and no ``end``. It propagates with its
   type and traceback, and with a note that names the hook, the method and the step.
-* An ``end`` that raises does not prevent the other hooks' ``end``. One error propagates as it is, several as an
-  ``ExceptionGroup``.
+* Of the errors of ``end``, one propagates as it is, several as an ``ExceptionGroup``.
 * ``teardown`` is always called, so that a hook can close what it opened in ``begin``.
 
 Skipped runs
 ------------
 A hook that has work only now and then can say when: see :meth:`SessionRunHook.next_due`. Until then the loop skips its
-run methods. A run in which no hook is due costs next to nothing.
+run methods. A run in which no hook is due costs next to nothing. :class:`PeriodicHook` does this for a period.
 
 Several ranks
 -------------
@@ -80,19 +79,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from torchhooks.common.checks import suggests_keywords
-from torchhooks.common.requester import UNKNOWN, Requester
 from torchhooks.common.text import bound_arguments, bound_repr
-from torchhooks.common.timers import Due
+from torchhooks.common.timers import Due, GivenTimer, Timer, due_now, given_timer, hook_timer
+from torchhooks.data.deferred import DeferredCalls
 from torchhooks.device.readback import Readback
-from torchhooks.fetches.step import Step
+from torchhooks.fetches.evaluation import UNKNOWN, Caller
+from torchhooks.fetches.names import Fetch, Step, Value
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.ending import Ending
+from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.session import Session
-from torchhooks.position.items import Items
 from torchhooks.ranks.ranks import Ranks
 
 
@@ -162,8 +162,8 @@ class SessionRunArgs(NamedTuple):
         options: how to execute the run.
     """
 
-    fetches: Any = None
-    feed_dict: Mapping[str, Any] | None = None
+    fetches: Fetch = None
+    feed_dict: Mapping[str, Value] | None = None
     options: RunOptions | None = None
 
 
@@ -188,7 +188,7 @@ class SessionRunValues(NamedTuple):
         run_metadata: what was recorded about this run.
     """
 
-    results: Any
+    results: Value
     options: RunOptions
     run_metadata: RunMetadata
 
@@ -199,8 +199,8 @@ class RunServices(NamedTuple):
     session: Session
     step: Step
     readback: Readback
-    ending: Ending
-    items: Items
+    loop_state: LoopState
+    deferred: DeferredCalls
 
 
 class SessionRunContext:
@@ -232,15 +232,17 @@ class SessionRunContext:
     """Whether a hook has requested a stop in this run."""
     stop_reason: str | None = None
     """The reason given by the first hook that requested a stop."""
-    _stopped_by: Requester = UNKNOWN  # the hook whose method was running when the stop was requested
-    caller: Requester = UNKNOWN
+    _stopped_by: Caller = UNKNOWN  # the hook whose method was running when the stop was requested
+    caller: Caller = UNKNOWN
     """The hook whose method is running. The loop sets this before each call."""
     void: bool = False
     """Whether the run failed, so that a stop requested in it does not count."""
+    step_before: int = -1
+    """The global step when the run began; -1 at the end of an epoch, and in a run that hooks join after its step."""
     ends_epoch: bool = False
     """Whether the hooks are called for the end of an epoch. No step is made then, and no run is counted."""
 
-    def __init__(self, services: RunServices, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, services: RunServices, args: tuple[object, ...] | None, kwargs: Mapping[str, object]) -> None:
         self._services = services
         self.session = services.session
         self._args = args  # None in a run of loop.step(), which has none
@@ -254,7 +256,7 @@ class SessionRunContext:
         """
         return SessionRunArgs(None if self._args is None else self._services.step.function, self.inputs())
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Value]:
         """Return what the caller of ``run`` passed, by parameter name, with the step's defaults.
 
         It is empty in a run of ``loop.step()``. What hooks feed is not part of it.
@@ -262,9 +264,14 @@ class SessionRunContext:
         return {} if self._args is None else self._services.step.inputs(self._args, self._kwargs)
 
     @property
+    def call_arguments(self) -> tuple[tuple[object, ...], Mapping[str, object]]:
+        """What the caller of ``run`` passed, by position and by name; both are empty in a run of ``loop.step()``."""
+        return self._args or (), self._kwargs
+
+    @property
     def finished(self) -> bool:
         """Whether the run is over."""
-        return self._services.ending.run is not self
+        return self._services.loop_state.context is not self
 
     @property
     def why_stopped(self) -> str:
@@ -283,7 +290,7 @@ class SessionRunContext:
         """
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self.caller
-            self._services.ending.request(self)
+            self._services.loop_state.request(self)
 
     def after_item(self, callback: Callable[[], object], last: bool = False) -> None:
         """Call ``callback()`` when the body of the ``for`` loop is done with the current item of ``until_stop``.
@@ -299,29 +306,20 @@ class SessionRunContext:
         """
         caller = self.caller
 
-        def call() -> None:
+        def call() -> object:
             self.caller = caller
-            callback()
+            return callback()
 
-        self._services.items.after_item(callback if caller.hook is None else caller.hook, call, last)
+        self._services.deferred.after_item(callback if caller.hook is None else caller.hook, call, last)
 
     @property
     def waits_for_item(self) -> bool:
         """Whether a callback that this hook gave to :meth:`after_item` waits since an earlier run of the same item."""
-        return self._services.items.waits(self.caller.hook)
+        return self._services.deferred.waits(self.caller.hook)
 
-    def not_reported(self) -> None:
-        """Do not count this run as a report of this hook: its running fetches continue as if it had not asked for them.
-
-        For a hook that finds out in ``after_run`` that it does not use the values. Called in ``after_run``.
-        """
-        self.session.accumulated.keep(self.caller.hook)
-
-    def before_next_run(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` when the next run begins, if a hook is due in it, before the ``before_run`` of any."""
-        self._services.items.before_run.append(callback)
-
-    def when_ready(self, values: Any, callback: Callable[[Any], object], *, max_lag_runs: int | None = None) -> None:
+    def when_ready(
+        self, values: Value, callback: Callable[[Value], object], *, max_lag_runs: int | None = None
+    ) -> None:
         """Call ``callback(host_values)`` once ``values`` are on the host, without blocking the host or the device.
 
         ``host_values`` has the structure of ``values``, with CPU tensors in place of device tensors. If everything is
@@ -338,11 +336,12 @@ class SessionRunContext:
         """
         caller = self.caller
 
-        def call(host_values: Any) -> None:
+        def call(host_values: Value) -> None:
             self.caller = caller
             callback(host_values)
 
-        self._services.readback.request(values, call, caller, self.session.global_step, max_lag_runs)
+        services = self._services
+        services.readback.request(values, call, caller, services.loop_state.global_step, max_lag_runs)
 
 
 class SessionRunHook:
@@ -372,9 +371,27 @@ class SessionRunHook:
     collective: bool = False
     """Whether all ranks have to call this hook in the same run, even if it is due by the clock.
 
-    The chief's clock then decides about ``Due.moment``. Before that run, :meth:`trigger` is called on every rank. Every
-    rank needs the hook, which is checked when the loop is created. No effect in a single process.
+    The chief's clock then decides about ``Due.moment``. Before that run, :meth:`force_due` is called on every rank.
+    Every rank needs the hook, which is checked when the loop is created. No effect in a single process.
     """
+    needs_step: bool = False
+    """Whether values are evaluated only in runs that count a step. In other runs, ``results`` is ``None``.
+
+    With ``step_unit="optimizer_step"``, a run may count none. A hook whose work belongs to a step then asks again in
+    the next run, and nothing is evaluated in vain.
+    """
+    name: str = ""
+    """The name of the hook's state in checkpoints; if it is empty, the name of its class."""
+    state_is_optional: bool = False
+    """Whether a checkpoint can be restored that has no state of this hook, or has one without the hook."""
+    saves_checkpoints: bool = False
+    """Whether the hook saves checkpoints, so that hooks with a state have to precede it in the list."""
+    checkpoint_dir: str | None = None
+    """The folder of the checkpoints that the hook saves for the loop to resume from, as an absolute path."""
+    leaves_machine: bool = False
+    """Whether the hook writes to another machine. ``python -m torchhooks check`` leaves it out."""
+    due_signals: Collection[str] = ()
+    """The names of the signals that ``next_due`` will ask for, so that none is missed before the first run."""
 
     def begin(self) -> None:
         """Called once, before the session exists: open files, reset counters."""
@@ -416,8 +433,9 @@ class SessionRunHook:
     def next_due(self) -> Due | None:
         """Return when this hook next has work in a run. ``None``, the default, means in every run.
 
-        The loop asks after ``after_create_session`` and after each run in which it called the hook. Until then it skips
-        the hook's ``before_run`` and ``after_run``. Being called earlier than requested must be harmless.
+        The loop asks after ``after_create_session``, and after each run or end of an epoch in which it called the hook.
+        Until then it skips the hook's ``before_run`` and ``after_run``. Being called earlier than requested must be
+        harmless.
 
         A hook that overrides ``before_run`` is chosen before the step: once ``global_step + 1`` has reached
         ``Due.step``. A hook that overrides only ``after_run`` is chosen after the step: once ``global_step`` has
@@ -427,7 +445,7 @@ class SessionRunHook:
         it can still fetch values, but not feed the step, trace it, or watch a submodule. Its ``before_run`` sees the
         state after the step, including the global step.
 
-        At the end of an epoch for which ``Due.epochs`` asks, :meth:`trigger`, ``before_run`` and ``after_run`` are
+        At the end of an epoch for which ``Due.epochs`` asks, :meth:`force_due`, ``before_run`` and ``after_run`` are
         called between two runs. The last run's outputs of the step are fetched then, and nothing can be fed.
         """
         return None
@@ -438,36 +456,71 @@ class SessionRunHook:
         For hooks that count their runs.
         """
 
-    def trigger(self) -> None:
+    def force_due(self) -> None:
         """Called on every rank before the run in which a :attr:`collective` hook is due by the chief's clock.
 
         The hook must then not look at its own clock to decide whether it has work in that run. Also called at the end
-        of an epoch that ``Due.epochs`` of the hook asks for.
+        of an epoch that ``Due.epochs`` asks for, and before the first run after a signal that ``Due.signal`` names.
         """
 
 
 class StandardHook(SessionRunHook):
-    """Base class of the hooks of torchhooks, which keep the arguments they were created with, and show them.
+    """Base class of the hooks of torchhooks: it keeps the constructor's arguments for ``repr``, and knows who writes.
 
     A keyword that a constructor does not take gets an error that lists the right ones.
     """
 
     created_with: inspect.BoundArguments | None = None
     """The arguments of the constructor, without ``self``: of the subclass, if it has a constructor of its own."""
+    writes: bool = True
+    """Whether this process writes files and log lines: of several ranks, the chief. Known in ``begin``."""
+    stops_at_step: int | None = None
+    """The global step at which the hook will stop the loop; ``None`` if it does not know one."""
+    saved_step: int | None = None
+    """The step of the last checkpoint that the hook has saved in this session, for the loop to resume from."""
+
+    def attach_ranks(self, ranks: Ranks, collective: bool) -> None:
+        """Called before ``begin`` with the ranks of the loop, which can be one.
+
+        ``collective`` says whether all ranks call this hook in the same runs, by the chief's clock.
+        """
+        self.writes = ranks.is_chief
+
+    def attach_folder(self, checkpoint_dir: str | None) -> None:
+        """Called before ``begin`` with the loop's folder of checkpoints, as the script writes it, if it has one.
+
+        A hook whose folder the script does not say takes this one.
+        """
+
+    def measured_speed(self, name: str) -> tuple[float, Value] | None:
+        """Return the value of the fetch ``name``, after the moment of its measurement; ``None`` if not measured here.
+
+        The names are :data:`torchhooks.fetches.evaluation.SPEEDS`.
+        """
+        return None
 
     @property
-    def due_timer(self) -> Any:
-        """The timer that decides when the hook is due; ``None`` if none does. The ranks compare its period."""
-        return getattr(self, "_timer", None)
+    def fetches_to_come(self) -> Fetch:
+        """What the hook will fetch, perhaps much later: names without a value are logged after the first run."""
+        return None
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    @property
+    def examined(self) -> Fetch | None:
+        """The fetch that an :doc:`autopsy </autopsy>` looks at, of a hook that asks for one."""
+        return None
+
+    def why_examined(self, step: int, value: Value) -> str | None:
+        """Return what is wrong with ``value`` of :attr:`examined` at ``step``, on the host; ``None`` if nothing is."""
+        return None
+
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if "__init__" not in vars(cls):
             return
         create: Callable[..., None] = cls.__init__
 
         @functools.wraps(create)
-        def keep_arguments(self: StandardHook, *args: Any, **kwargs: Any) -> None:
+        def keep_arguments(self: StandardHook, *args: object, **kwargs: object) -> None:
             if self.created_with is None:  # the first constructor that Python calls is the subclass's
                 with contextlib.suppress(TypeError):  # of a wrong call, which raises below
                     self.created_with = bound_arguments(create, self, *args, **kwargs)
@@ -479,33 +532,163 @@ class StandardHook(SessionRunHook):
         return super().__repr__() if self.created_with is None else bound_repr(self, self.created_with)
 
 
-class WritingHook(StandardHook):
-    """Base class of the hooks that exist on every rank, and write on the chief only."""
+class PeriodicHook(StandardHook):
+    """Base class of hooks with a period: fetches :attr:`fetches` when a run is due, and calls :meth:`run_due` after it.
 
-    alone: bool = True
-    """Whether the loop is one of a single process."""
-    writes: bool = True
-    """Whether this process writes."""
+    >>> class Report(PeriodicHook):
+    ...     fetches = {"loss": "loss", "step": "global_step"}
+    ...
+    ...     def run_due(self, run_context, values):
+    ...         print(values)
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[Report(every_n_steps=4)]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    {'loss': tensor(...), 'step': 4}
+    {'loss': tensor(...), 'step': 8}
 
-    def join(self, ranks: Ranks, collective: bool) -> None:
-        """Called before ``begin`` with the ranks of the loop, which can be one.
+    ``every_n_steps=100`` calls :meth:`run_due` at steps 100, 200 and 300, also in a training run that was resumed. The
+    hook is asked before the step, for ``global_step + 1``. A run that then counts no step, as with
+    ``step_unit="optimizer_step"``, does not trigger: nothing is evaluated, and the next run is due. In runs that are
+    not due, the hook costs nothing.
 
-        ``collective`` says whether all ranks call this hook in the same runs, by the chief's clock.
+    With several ranks, every rank calls the hook in the same runs, so ``fetches`` may contain
+    :func:`torchhooks.over_ranks`, and ``run_due`` may call collectives. The clock of the chief measures a period in
+    seconds. Write files and log lines only if ``self.writes``.
+
+    Most subclasses have ``fetches`` and override :meth:`run_due`. One that decides by itself in which runs it works
+    overrides the methods of the lifecycle instead. Its ``__init__``, ``attach_ranks``, ``begin``,
+    ``after_create_session``, ``before_run``, ``after_run``, ``next_due``, ``sat_out`` and ``force_due`` call the method
+    of this class too.
+
+    Args:
+        every_n_steps, every_n_secs, every_n_epochs, timer: when it is due; give exactly one, see
+            :doc:`Choose a period </built-in-hooks>`.
+
+    Raises:
+        ValueError: not exactly one period is given, or it is not valid.
+        TypeError: ``timer`` is not a timer; from the loop, a subclass does not call this constructor.
+    """
+
+    fetches: Fetch = None
+    """What to fetch in a run that is due. A class attribute, or set in the constructor or before a run."""
+    needs_step: bool = True
+    triggers_at_once: bool = False
+    """Whether a timer that has never triggered triggers in the first run, as in TensorFlow.
+
+    Otherwise a period in seconds, or one that is counted from the last trigger, begins when the session is created.
+    """
+    timer: Timer
+    """The hook's own timer."""
+    counts_runs: bool = False
+    """Whether the timer counts the runs of the loop instead of global steps."""
+    due_at_once: bool = False
+    """Whether the next run is due, whatever the timer says."""
+    works_at_end: bool = False
+    """Whether the hook does at the end of the loop, too, what it does when it is due."""
+    elapsed_secs: float | None = None
+    """In :meth:`run_due`, the seconds since the last trigger, or since the session was created."""
+
+    _run_count: int = 0  # since begin(), those that the hook sat out included
+    _due_after: float = math.inf  # the run triggers if it reaches a step after this one
+    _request = SessionRunArgs()
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        every_n_secs: float | None = None,
+        every_n_epochs: int | None = None,
+        timer: GivenTimer | None = None,
+    ) -> None:
+        self.set_timer(given_timer(timer, every_n_steps, every_n_secs, every_n_epochs))
+
+    def set_timer(self, timer: GivenTimer | None, *, at_multiples: bool = False, **periods: float | None) -> None:
+        """Take ``timer``, or one of ``periods``, which have TensorFlow's names and begin at the last trigger.
+
+        Constructors call this. With ``at_multiples``, a period in steps is due at its multiples.
+
+        Raises:
+            ValueError: not exactly one is given, or the period is invalid.
         """
-        self.alone, self.writes = ranks.size == 1, ranks.is_chief
+        self.timer = hook_timer(self, timer, at_multiples=at_multiples, **periods)
+        self.collective = self.collective or self.timer.differs_by_rank
+
+    def attach_ranks(self, ranks: Ranks, collective: bool) -> None:
+        super().attach_ranks(ranks, collective)
+        if "timer" not in vars(self):
+            raise TypeError(
+                f"{type(self).__name__} has no timer: call super().__init__(every_n_steps=...), or another period, in "
+                "its constructor"
+            )
+        self.timer.chief_is_due = False if collective else None
+
+    @property
+    def fetches_to_come(self) -> Fetch:
+        return self.fetches
+
+    @property
+    def due_signals(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.timer.signals
+
+    def begin(self) -> None:
+        self.timer.reset()
+        self._run_count = 0
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._due_after = math.inf
+        self.timer.start_at(session.global_step)
+        if not self.triggers_at_once and self.timer.last_triggered_step() is None:
+            self.timer.update_last_triggered_step(session.global_step)
+
+    def run_due(self, run_context: SessionRunContext, values: Value) -> None:
+        """Called after a run that is due, with the values of :attr:`fetches` in its structure.
+
+        Tensors are on their device: ``run_context.when_ready(values, callback)`` does not wait for it.
+        """
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        step = self._run_count if self.counts_runs else run_context.session.global_step
+        if not (self.due_at_once or self.timer.should_trigger_for_step(step + 1)):
+            self._due_after = math.inf
+            return None
+        self._due_after = run_context.step_before if self.needs_step else -1
+        if self.fetches is None:
+            return None
+        if self._request.fetches is not self.fetches:  # the same request every time, because the loop checks it once
+            self._request = SessionRunArgs(self.fetches)
+        return self._request
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if not run_context.ends_epoch:
+            self._run_count += 1
+        step = run_context.session.global_step
+        if step > self._due_after:
+            self._due_after, self.due_at_once = math.inf, False
+            self.elapsed_secs, _ = self.timer.update_last_triggered_step(self._run_count if self.counts_runs else step)
+            self.run_due(run_context, run_values.results)
+
+    def next_due(self) -> Due:
+        due = due_now(self.timer) if self.due_at_once else self.timer.next_due()
+        return Due(runs=max(due.step - self._run_count, 1)) if self.counts_runs and due.step is not None else due
+
+    def sat_out(self, runs: int) -> None:
+        self._run_count += runs
+
+    def force_due(self) -> None:
+        self.timer.force_due()
 
 
-class ReportingHook(WritingHook):
-    """Base class of the periodic hooks that take part in runs on every rank, and write on the chief only."""
+def loop_folder(hook: SessionRunHook, checkpoint_dir: str | None) -> str:
+    """Return ``checkpoint_dir``, the folder of the loop, for a ``hook`` that was given none.
 
-    _timer: Any
-
-    def join(self, ranks: Ranks, collective: bool) -> None:
-        super().join(ranks, collective)
-        self._timer.chief_is_due = False if collective else None
-
-    def trigger(self) -> None:
-        self._timer.trigger()
+    Raises:
+        ValueError: the loop has none.
+    """
+    if checkpoint_dir is None:
+        raise ValueError(
+            f"{hook!r} has no checkpoint_dir, and the loop has none: give MonitoredLoop(..., checkpoint_dir='run')"
+        )
+    return checkpoint_dir
 
 
 def overrides(hook: SessionRunHook, method: str) -> bool:

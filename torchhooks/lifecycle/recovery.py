@@ -50,8 +50,8 @@ class Recovery:
         """Return whether ``error`` is of a kind to recover from."""
         return isinstance(error, self._errors) and type(error) is not StopIteration
 
-    def allows(self, error: BaseException) -> bool:
-        """Return whether to recover from ``error``; if it is covered but not allowed, a note on it says why."""
+    def grant(self, error: BaseException) -> bool:
+        """Return whether to recover from ``error``, and count the recovery. If it is refused, a note says why."""
         if not self.covers(error):
             return False
         now, made = time.monotonic(), self._made

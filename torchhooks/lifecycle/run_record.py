@@ -1,7 +1,7 @@
 """The file in the folder of a training run that says how far it is, for other processes: ``.run.json``.
 
     {"pid": 4711, "host": "node7", "world_size": 1, "began": 1752000000.0, "began_at": 0, "time": 1752000600.0,
-     "step": 700, "steps_per_sec": 1.2, "last_step": 1000, "stopped": null, "failed": false}
+     "step": 700, "step_time": 1752000598.0, "steps_per_sec": 1.2, "last_step": 1000, "stopped": null, "failed": false}
 
 A thread writes it every ten seconds, and the loop once more when it ends. So the training thread does nothing for it.
 """
@@ -16,16 +16,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
+from torchhooks.common.files import replacing
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.session import Session
 
 NAME = ".run.json"
 PERIOD_SECS = 10.0
 _RATE_SAMPLES = 7  # so that the speed is about the last minute
+_MOST = 2**53  # no number in a record is beyond it, nor beyond what a float holds exactly
 
 
 class Record(NamedTuple):
@@ -35,6 +36,7 @@ class Record(NamedTuple):
         pid, host, world_size: the process of the first rank, and how many ranks there are.
         began, began_at: when the loop began, in seconds since 1970, and at which step.
         time, step, steps_per_sec: how far it was at that time, and how fast; the speed is ``None`` at first.
+        step_time: when it was first seen at that step; long before ``time`` if the training thread stands still.
         last_step: where it is expected to end, if that is known.
         stopped: why it has ended; ``None`` while it runs, or if its process was killed.
         failed: whether that is an error.
@@ -47,6 +49,7 @@ class Record(NamedTuple):
     began_at: int
     time: float
     step: int
+    step_time: float
     steps_per_sec: float | None = None
     last_step: int | None = None
     stopped: str | None = None
@@ -56,13 +59,29 @@ class Record(NamedTuple):
 def read_record(folder: str) -> Record | None:
     """Return what the loop says that trains, or has trained, in ``folder``; ``None`` if it says nothing readable."""
     try:
-        with open(os.path.join(folder, NAME), encoding="utf-8") as file:
-            found = json.load(file)
-        record = Record(**{name: found[name] for name in Record._fields})
-    except (OSError, ValueError, LookupError, TypeError):
+        with open(os.path.join(folder, NAME), "rb") as file:
+            return decoded_record(file.read())
+    except OSError:
         return None
-    kinds = get_type_hints(Record).values()
-    return record if all(map(isinstance, record, kinds)) else None
+
+
+def decoded_record(data: bytes) -> Record | None:
+    """Return the record in a file with the contents ``data``; ``None`` if it is not what a loop has written."""
+    try:
+        found = json.loads(data)
+        record = Record(**{name: found[name] for name in Record._fields})
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    kinds = get_type_hints(Record)
+    is_valid = all(_is_of(getattr(record, name), kind) for name, kind in kinds.items())
+    return record if is_valid and record.pid > 0 else None
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """Return whether ``value`` is of ``kind``, and a number that a loop can have written."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, kind) and (not isinstance(value, (int, float)) or -_MOST <= value <= _MOST)
 
 
 class RunRecord:
@@ -79,7 +98,7 @@ class RunRecord:
         self._session = session
         began, step = time.time(), session().global_step
         self._samples: deque[tuple[float, int]] = deque(maxlen=_RATE_SAMPLES)
-        self._record = Record(os.getpid(), socket.gethostname(), world_size, began, step, began, step)
+        self._record = Record(os.getpid(), socket.gethostname(), world_size, began, step, began, step, began)
         self._closed = threading.Event()
         self._has_failed = False
         self._lock = threading.Lock()  # or the thread could replace the last record by one of a moment before
@@ -107,21 +126,24 @@ class RunRecord:
         first_time, first_step = self._samples[0]
         passed = now - first_time
         rate = (step - first_step) / passed if passed > 0 and step >= first_step else self._record.steps_per_sec
+        step_time = now if step != self._record.step else self._record.step_time
         last_step = session.expected_last_step if stopped is None else self._record.last_step
         self._record = self._record._replace(
-            time=now, step=step, steps_per_sec=rate, last_step=last_step, stopped=stopped, failed=failed
+            time=now,
+            step=step,
+            step_time=step_time,
+            steps_per_sec=rate,
+            last_step=last_step,
+            stopped=stopped,
+            failed=failed,
         )
         self._replace(json.dumps(self._record._asdict()))
 
     def _replace(self, text: str) -> None:
-        temporary = f"{self._path}.tmp"
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
+            with replacing(self._path) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
-            os.replace(temporary, self._path)
         except OSError as error:  # a full disk, or a folder that was removed, must not end the training run
-            with suppress(OSError):
-                os.remove(temporary)
             if not self._has_failed:
                 self._has_failed = True
                 what = "%s cannot be written (%s): python -m torchhooks status will not know how far this loop is"

@@ -5,35 +5,69 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from torchhooks.checkpoints.gradients import Gradients
-from torchhooks.checkpoints.saver import Saver
-from torchhooks.common.attempts import Attempts
-from torchhooks.common.errors import FetchError, LifecycleError, NoRunYetError
+from torchhooks.checkpoints.saver import AnySaver, Refusal, RestoresCheckpoints, Saver, SavesCheckpoints
+from torchhooks.checkpoints.training_state import Gradients, StatefulHook, TrainingState
+from torchhooks.common.errors import Attempts, FetchError, LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
-from torchhooks.common.requester import Requester
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.trees import map_leaves
-from torchhooks.device.readback import Elapsed, Moment
-from torchhooks.fetches.accumulated import AccumulatedValues
-from torchhooks.fetches.fetch import Evaluator, check_feed_names, watched_names
+from torchhooks.data.cursor import DataWaits
+from torchhooks.data.deferred import DeferredCalls
+from torchhooks.data.position import DataPosition
+from torchhooks.device.readback import DeviceDuration, DeviceTimestamp
+from torchhooks.fetches.evaluation import Caller, Evaluator, watched_names
+from torchhooks.fetches.names import check_feed_names
 from torchhooks.fetches.over_ranks import RanksEvaluator
-from torchhooks.position.items import Items
-from torchhooks.position.position import Position
-from torchhooks.position.progress import NO_OUTPUTS, DataWaits, Progress
+from torchhooks.fetches.running import RunningValues
+from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState
 from torchhooks.ranks.ranks import LoopRanks, Ranks
 
-Refusal = Callable[[], str | None]
-"""Returns why the state must not be saved, or ``None``."""
+
+class LoopHook(Protocol):
+    """What a session asks the hooks of torchhooks in its loop: see :class:`torchhooks.lifecycle.hook.StandardHook`."""
+
+    @property
+    def stops_at_step(self) -> int | None: ...
+    @property
+    def saved_step(self) -> int | None: ...
+
+    def measured_speed(self, name: str) -> tuple[float, Any] | None: ...
+
 
 _LEFT_OUT: Any = type("LeftOut", (), {})()
 _CPU = torch.device("cpu")
+
+
+@dataclass
+class LoopServices:
+    """What all sessions of one loop share with it. The defaults are for a session without a loop."""
+
+    position: DataPosition | None = None
+    """How far the loop is in its data."""
+    loop_state: LoopState = field(default_factory=LoopState)
+    """The global step and the last outputs, which the loop updates, and what stopped the loop."""
+    data_waits: DataWaits = field(default_factory=DataWaits)
+    """How long the loop has waited for its data."""
+    deferred: DeferredCalls = field(default_factory=DeferredCalls)
+    """The calls to make between two items of ``until_stop``."""
+    accumulated: RunningValues = field(default_factory=RunningValues)
+    """What is accumulated for the hooks in every run."""
+    inputs: Collection[str] = ()
+    """The names of the step's parameters, which have values only during a run."""
+    drain: Callable[[], object] = bool
+    """Makes every pending ``when_ready`` call, and waits for the device."""
+    interrupted: Callable[[], bool] = bool
+    """Returns whether a signal asked the loop to stop."""
+    warned: set[str] = field(default_factory=set)
+    """What a warning was logged about that is logged once per loop."""
 
 
 class Session:
@@ -61,23 +95,15 @@ class Session:
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         state: Mapping[str, Stateful] | None = None,
-        saver: Any = None,
+        saver: RestoresCheckpoints[Session] | None = None,
         *,
-        hooks: Mapping[str, Stateful] | None = None,
+        hooks: Mapping[str, StatefulHook] | None = None,
         checkpoint_dir: str | None = None,
         metadata: Mapping[str, Any] | None = None,
-        warned: set[str] | None = None,
-        position: Position | None = None,
         gradients: Gradients | None = None,
-        progress: Progress | None = None,
-        data_waits: DataWaits | None = None,
-        items: Items | None = None,
-        inputs: Collection[str] = (),
-        drain: Callable[[], object] = bool,
-        interrupted: Callable[[], bool] = bool,
-        stopped_by_signal: Callable[[], bool] = bool,
         ranks: Ranks | None = None,
-        accumulated: AccumulatedValues | None = None,
+        services: LoopServices | None = None,
+        loop_hooks: Sequence[LoopHook] = (),
     ) -> None:
         """Create a session. A loop does this; without one, it holds what a Saver saves and restores.
 
@@ -89,61 +115,40 @@ class Session:
             hooks: the hooks that have a state, by the name under which a checkpoint keeps it.
             checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
             metadata: plain data for every checkpoint.
-            warned: what a warning was logged about that is logged once per loop.
-            position: how far the loop is in its data; ``None`` for a session without a loop.
             gradients: what the optimizer has not used yet; ``None`` if nothing watches the optimizer.
-            progress: the global step and the last outputs, which the loop updates.
-            data_waits: how long the loop has waited for its data.
-            items: the calls to make between two items of ``until_stop``.
-            inputs: the names of the step's parameters, which have values only during a run.
-            drain: makes every pending ``when_ready`` call, and waits for the device.
-            interrupted: whether a signal asked the loop to stop.
-            stopped_by_signal: whether a signal stopped the loop.
             ranks: which of several processes this is; by default, of the initialized ``torch.distributed``.
-            accumulated: what is accumulated for the hooks in every run.
+            services: what the session shares with its loop; ``None`` for a session without a loop.
+            loop_hooks: the hooks of torchhooks in the loop, in order.
         """
         self.model = model
         self.optimizer = optimizer
         self.state = {} if state is None else state
-        self.saver = Saver() if saver is None else saver
+        self.saver: RestoresCheckpoints[Session] = Saver() if saver is None else saver
         self.hooks = {} if hooks is None else hooks
         self.checkpoint_dir = checkpoint_dir
         self.metadata = {} if metadata is None else metadata
-        self.warned = set() if warned is None else warned
-        self.position = position
+        self._services = services = LoopServices() if services is None else services
+        self.warned = services.warned
+        """What a warning was logged about that is logged once per loop."""
+        self.position = services.position
         self.gradients = gradients
         self.ranks = ranks if isinstance(ranks, LoopRanks) else LoopRanks(Ranks() if ranks is None else ranks)
         """The :class:`torchhooks.Ranks` of the loop, with the ``rank`` of this process, ``size`` and ``is_chief``."""
-        self.accumulated = AccumulatedValues() if accumulated is None else accumulated
+        self.accumulated = services.accumulated
         """The accumulated values of running fetches, to evaluate them and to save them."""
-        self.savers: list[Any] = [self.saver]
+        self.savers: list[SavesCheckpoints[Session]] = [self.saver]
         """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
         # Decided here, so that nothing of several ranks is on the path of one.
         self.new_evaluator: type[Evaluator] = RanksEvaluator if self.ranks.may_have_dtensors else Evaluator
-        self._progress = Progress() if progress is None else progress
-        self._data_waits = DataWaits() if data_waits is None else data_waits
-        self._items = Items() if items is None else items
-        self._inputs = inputs
-        self._drain = drain
-        self._interrupted = interrupted
-        self._stopped_by_signal = stopped_by_signal
+        self._loop_state = services.loop_state
         self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
         self._open_pauses = 0
-        self._pause_listeners: list[Callable[[Elapsed], object]] = []
+        self._pause_listeners: list[Callable[[DeviceDuration], object]] = []
         self._created, self._paused_secs = time.monotonic(), 0.0
-        self.speeds: list[Callable[[str, Callable[[Any], Any]], tuple[float, Any] | None]] = []
-        """What each StepCounterHook has measured. Called with the name of a fetch, they return when the last period
-        ended, and the value."""
-        self.last_step: int | None = None
-        """The step at which a StopAtStepHook stops the loop; ``None`` without one."""
+        self.loop_hooks = loop_hooks
+        """The hooks of torchhooks in the loop, for what one of them has to know of another."""
         self.was_restored = False
         """Whether this session began with a checkpoint."""
-        self.saved_by: dict[str, tuple[int, object]] = {}
-        """By the path of checkpoints without the step, the step that was last saved there, and the hook that did."""
-        self.saved_step: int | None = None
-        """The step of the checkpoint that a CheckpointSaverHook saved last; ``None`` if there is none."""
-        self.examined_step: int | None = None
-        """The step of which an autopsy has been made in this session."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -155,16 +160,38 @@ class Session:
     @property
     def global_step(self) -> int:
         """The number of steps made so far, earlier processes included. Can be set."""
-        return self._progress.global_step
+        return self._loop_state.global_step
 
     @global_step.setter
     def global_step(self, step: int) -> None:
-        self._progress.set_step(step)
+        self._loop_state.set_step(step)
+
+    @property
+    def total_runs(self) -> int:
+        """The number of runs made so far, earlier processes included. A run may count no step, or several."""
+        return self._loop_state.total_runs
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What a checkpoint contains: all that a saver gets of the session."""
+        return TrainingState(
+            model=self.model,
+            optimizer=self.optimizer,
+            state=self.state,
+            hooks=self.hooks,
+            metadata=self.metadata,
+            steps=self._loop_state,
+            ranks=self.ranks,
+            gradients=self.gradients,
+            running_values=self.accumulated,
+            position=self.position,
+            warned=self.warned,
+        )
 
     @property
     def outputs(self) -> Any:
         """What the step returned in the last run; ``None`` before the first one."""
-        outputs = self._progress.outputs
+        outputs = self._loop_state.outputs
         return None if outputs is NO_OUTPUTS else outputs
 
     def finish_epoch(self) -> None:
@@ -172,13 +199,18 @@ class Session:
 
         For a hook whose results the code after the epoch reads. This waits for the device.
         """
-        self._items.end_epoch()
-        self._drain()
+        self._services.deferred.make_owed_epoch_end()
+        self._services.drain()
 
     @property
     def begun_at(self) -> int:
         """The global step before this session's first run, which was restored or set; otherwise 0."""
-        return self._progress.begun_at
+        return self._loop_state.begun_at
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the loop."""
+        return self._loop_state.failure
 
     @property
     def device(self) -> torch.device:
@@ -195,15 +227,15 @@ class Session:
         """
         return _Pause(self._begin_pause, self._end_pause)
 
-    def _begin_pause(self) -> Moment:
-        start = Moment(self.device)
+    def _begin_pause(self) -> DeviceTimestamp:
+        start = DeviceTimestamp(self.device)
         self._open_pauses += 1
         return start
 
-    def _end_pause(self, start: Moment) -> None:
+    def _end_pause(self, start: DeviceTimestamp) -> None:
         self._open_pauses -= 1
         if not self._open_pauses:
-            pause = Elapsed(start, Moment(self.device))
+            pause = DeviceDuration(start, DeviceTimestamp(self.device))
             self._paused_secs += pause.host_secs
             for listener in self._pause_listeners:
                 listener(pause)
@@ -227,6 +259,11 @@ class Session:
         return None if self.position is None else self.position.batch
 
     @property
+    def last_batch(self) -> int | None:
+        """What the fetch ``"batch"`` returns: :attr:`batch`, or outside of an item the number of the last one."""
+        return None if self.position is None else self.position.last_batch
+
+    @property
     def epoch_items(self) -> tuple[int, int | None] | None:
         """How many items of the epoch :attr:`epoch` were taken, and how many it has, which can be unknown, ``None``.
 
@@ -241,57 +278,66 @@ class Session:
         ``None`` if it is not known. The lengths of the data tell it if each item has been one step so far.
         """
         taken, total = (None if self.position is None else self.position.all_items) or (-1, 0)
-        ends = [self.last_step, total if taken == self.global_step and total < sys.maxsize else None]
+        by_data = total if taken == self.global_step and total < sys.maxsize else None
+        ends = [by_data, *(hook.stops_at_step for hook in self.loop_hooks)]
         return min((each for each in ends if each is not None), default=None)
 
-    def on_pause(self, listener: Callable[[Elapsed], object]) -> None:
+    @property
+    def saved_step(self) -> int | None:
+        """The step that a CheckpointSaverHook has saved last in this session. A thread may still be writing it."""
+        steps = [hook.saved_step for hook in self.loop_hooks]
+        return max((step for step in steps if step is not None), default=None)
+
+    def on_pause(self, listener: Callable[[DeviceDuration], object]) -> None:
         """Call ``listener`` with the length of each pause when it ends. The length is a value for ``when_ready``."""
         self._pause_listeners.append(listener)
 
     def guard_checkpoints(
-        self, refusal: Refusal, *, refusal_later: Callable[[], str | Refusal | None] | None = None
+        self, refusal: Refusal, *, background_refusal: Callable[[], str | Refusal | None] | None = None
     ) -> None:
         """Ask ``refusal()`` before each checkpoint. It returns why the state must not be saved, or ``None``.
 
-        Before a checkpoint that a background thread writes, ``refusal_later()`` is called instead, if given. It must
-        not wait for the device. If the reason is still on the device, it returns a function, which the background
-        thread calls before it commits the checkpoint, and which may wait.
+        Before a checkpoint that a background thread writes, ``background_refusal()`` is called instead, if given. It
+        must not wait for the device. If the reason is still on the device, it returns a function, which the background
+        thread calls before it writes anything, and which may wait.
         """
-        self._guards.append((refusal, refusal_later))
+        self._guards.append((refusal, background_refusal))
 
-    def why_no_checkpoint(self, later: list[Refusal] | None = None) -> str | None:
+    def why_no_checkpoint(self, refusals: list[Refusal] | None = None) -> str | None:
         """Return the reason not to save a checkpoint now, or ``None``.
 
         Makes the pending ``when_ready`` calls first, because one of them may find the reason. This waits for the
         device.
 
         Args:
-            later: for a checkpoint that a background thread writes. The refusals that the thread has to ask before it
-                commits the checkpoint are appended. The host then waits for the device only if a guard has no
-                ``refusal_later``, or if a hook has a state, which a ``when_ready`` call may change.
+            refusals: for a checkpoint that a background thread writes. Those that the thread has to ask before it
+                writes the checkpoint are appended. The host then waits for the device only if a guard has no
+                ``background_refusal``, or if a hook has a state, which a ``when_ready`` call may change.
         """
-        if later is None or self.hooks or any(asked_later is None for _, asked_later in self._guards):
-            self._drain()
+        if refusals is None or self.hooks or any(in_background is None for _, in_background in self._guards):
+            self._services.drain()
             for refusal, _ in self._guards:  # not a generator, which would turn a StopIteration into a RuntimeError
                 reason = refusal()
                 if reason is not None:
                     return reason
             return None
-        for _, asked_later in self._guards:
-            answer = asked_later() if asked_later is not None else None
+        for _, in_background in self._guards:
+            answer = in_background() if in_background is not None else None
             if isinstance(answer, str):
                 return answer
             if answer is not None:
-                later.append(answer)
+                refusals.append(answer)
         return None
 
     def at_stop(self, who: object, callback: Callable[[], object]) -> None:
         """Call ``callback()`` when ``until_stop`` notices a stop, before code after the ``for`` loop runs.
 
         A hook calls this in ``after_create_session``, and passes itself as ``who``, for notes on exceptions. If the
-        body of the loop calls ``should_stop()`` first, the callback is called there too.
+        body of the loop calls ``should_stop()`` first, the callback is called there too. It is not called if a callback
+        that the hook gave to ``run_context.after_item`` was called for this item just before, and did not return
+        ``False``.
         """
-        self._items.at_stop(who, callback)
+        self._services.deferred.at_stop(who, callback)
 
     def wait_for_savers(self) -> None:
         """Wait for pending checkpoint writes and raise any error they hit.
@@ -300,14 +346,18 @@ class Session:
             CheckpointError: an asynchronous save failed; several errors are raised as an ExceptionGroup.
         """
         attempt = Attempts(Exception)
-        self.call_savers("wait", attempt)
+        for saver in self._each_saver():
+            attempt(saver.wait)
         attempt.raise_errors("several checkpoints were not written")
 
-    def call_savers(self, method: str, attempt: Attempts) -> None:
-        """Call ``method`` of each saver that has it, once even if several hooks use the saver."""
-        for saver in {id(saver): saver for saver in self.savers}.values():
-            if hasattr(saver, method):
-                attempt(getattr(saver, method))
+    def close_savers(self, attempt: Attempts) -> None:
+        """Close each saver, even if others cannot be closed. The loop calls this."""
+        for saver in self._each_saver():
+            attempt(saver.close)
+
+    def _each_saver(self) -> list[AnySaver[Session]]:
+        """Return each saver once, even if several hooks use it."""
+        return [AnySaver(saver) for saver in {id(saver): saver for saver in self.savers}.values()]
 
     @property
     def interrupted(self) -> bool:
@@ -316,24 +366,40 @@ class Session:
         Raises:
             PeerError: another rank has failed.
         """
-        return self._interrupted()
+        return self._services.interrupted()
 
     @property
     def stopped_by_signal(self) -> bool:
-        """Whether a signal stopped the loop, on any rank. It is the same on all ranks when a hook's ``end`` is called.
+        """Whether a signal stopped the loop before its data ended, on any rank. All ranks see the same in ``end``.
 
         The training run is expected to be resumed then. So ``end`` skips what belongs to the end of the training run,
         such as a last evaluation, which would also use up the time until the process is killed.
         """
-        return self._stopped_by_signal()
+        return self._loop_state.by_signal and self.why_finished is None
 
     @property
-    def data_wait_secs(self) -> float | None:
-        """How long the ``until_stop`` loops have waited for their data, in seconds; ``None`` if there was none yet.
+    def why_finished(self) -> str | None:
+        """Why the training run is finished, ``"data ended"`` for example; ``None`` if it is not.
 
-        Measuring begins when this is first read, for the loops that are then open.
+        So it is in ``end`` if the script left the ``with`` block of the loop because its data ended, or by ``break`` or
+        ``return``, and after the checkpoint of such an end was restored, until a run is made.
         """
-        return self._data_waits.total()
+        return None if self.position is None else self.position.why_finished
+
+    @property
+    def was_finished(self) -> bool:
+        """Whether the training run was finished before this process, which has made no run.
+
+        Then ``end`` reports nothing, because that was reported, and nothing is saved.
+        """
+        return self.why_finished is not None and not self._loop_state.runs
+
+    def measure_data_wait(self) -> float | None:
+        """Return how long the ``until_stop`` loops have waited for their data, in seconds; ``None`` if there was none.
+
+        Measuring begins with the first call, for the loops that are then open.
+        """
+        return self._services.data_waits.total()
 
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
@@ -349,7 +415,7 @@ class Session:
             FetchError: an unknown name, or a name that has a value only during a run.
             LifecycleError: the loop is closed, or a recovery has replaced this session.
         """
-        return self.evaluator_between_runs(fetches, feed_dict).evaluate(fetches, _requester(who, "Session.run"))
+        return self.evaluator_between_runs(fetches, feed_dict).evaluate(fetches, _caller(who, "Session.run"))
 
     def run_available(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` like :meth:`run`, but leave out what needs a run if there was none.
@@ -358,11 +424,11 @@ class Session:
         each of them.
         """
         evaluator = self.evaluator_between_runs(fetches, feed_dict)
-        requester = _requester(who, "Session.run_available")
+        caller = _caller(who, "Session.run_available")
 
         def evaluate(fetch: Any) -> Any:
             try:
-                return evaluator.evaluate(fetch, requester)
+                return evaluator.evaluate(fetch, caller)
             except NoRunYetError as error:
                 logger.warning("%s It is left out.", error)
                 return _LEFT_OUT
@@ -372,7 +438,7 @@ class Session:
     def close(self) -> None:
         """Refuse further fetches and release the last outputs. The loop calls this."""
         self._closed = True
-        self._progress.outputs = NO_OUTPUTS
+        self._loop_state.outputs = NO_OUTPUTS
 
     def evaluator_between_runs(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Evaluator:
         """Return what evaluates ``fetches`` while no run is in progress. The loop and :meth:`run` use it."""
@@ -383,9 +449,9 @@ class Session:
             )
         feeds = {} if feed_dict is None else feed_dict
         check_feed_names(feeds, "Session.run")
-        ran = self._progress.outputs is not NO_OUTPUTS
-        evaluator = self.new_evaluator(self, self._progress.outputs if ran else None, feeds)
-        evaluator.ran, evaluator.gone, evaluator.detaches = ran, self._inputs, True
+        ran = self._loop_state.outputs is not NO_OUTPUTS
+        evaluator = self.new_evaluator(self, self._loop_state.outputs if ran else None, feeds)
+        evaluator.ran, evaluator.gone, evaluator.detaches = ran, self._services.inputs, True
         for name in watched_names(fetches):
             if not evaluator.is_given(name):
                 raise FetchError(
@@ -398,7 +464,7 @@ class Session:
 class _Pause:
     """The context manager of ``paused``. A generator would turn a listener's StopIteration into a RuntimeError."""
 
-    def __init__(self, begin: Callable[[], Moment], end: Callable[[Moment], object]) -> None:
+    def __init__(self, begin: Callable[[], DeviceTimestamp], end: Callable[[DeviceTimestamp], object]) -> None:
         self._begin, self._end = begin, end
 
     def __enter__(self) -> None:
@@ -408,9 +474,8 @@ class _Pause:
         self._end(self._start)
 
 
-def _requester(who: object, call: str) -> Requester:
-    """Return who asks in ``call``: the hook ``who``, or the call itself."""
-    return Requester(name=call) if who is None else Requester(who)
+def _caller(who: object, call: str) -> Caller:
+    return Caller(name=call) if who is None else Caller(who)
 
 
 def _without_left_out(tree: Any) -> Any:
@@ -449,7 +514,7 @@ class Scaffold:
         self,
         init_fn: Callable[[Scaffold, Session], object] | None = None,
         summary_op: Any = None,
-        saver: Any = None,
+        saver: RestoresCheckpoints[Session] | None = None,
         ready_fn: Callable[[Session], bool | str] | None = None,
         copy_from_scaffold: Scaffold | None = None,
     ) -> None:

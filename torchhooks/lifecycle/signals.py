@@ -1,4 +1,8 @@
-"""Signals that request a clean stop: noticed at the end of a run, and delivered to the old handlers at the end."""
+"""Signals that request a clean stop, and signals by which other processes ask for a hook.
+
+A :class:`SignalWatch` records those that stop the loop, until the end of the run, and delivers them to the old handlers
+when the loop closes. :class:`HookSignals` has those of the timer ``OnSignal``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, ClassVar
 
 from torchhooks.common.errors import add_note, brief
@@ -99,7 +103,7 @@ class SignalWatch:
             if self.lost_worker is not None:
                 add_note(error, f"torchhooks: {brief(self.lost_worker)}")
                 SignalWatch.lost_worker = None
-            if self._open:
+            if self._open and self._signals:
                 self.wait(secs)
         return self.received is not None
 
@@ -182,6 +186,84 @@ class SignalWatch:
         elif old == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+class HookSignals:
+    """Tells a loop of the signals that its hooks wait for, between its start and its end.
+
+    Args:
+        arrive: called with the name of a signal that has arrived, in its handler.
+        stopping: the signals that stop the loop, which therefore cannot ask for anything else.
+    """
+
+    def __init__(self, arrive: Callable[[str], object], stopping: Iterable[str] = ()) -> None:
+        self._arrive = arrive
+        self._stopping = frozenset(stopping)
+        self._watches: dict[str, _HookSignalWatch] = {}
+
+    def wait_for(self, signals: Iterable[str]) -> None:
+        """Wait for signals, given by their names.
+
+        Raises:
+            ValueError: a signal stops the loop.
+        """
+        for name in signals:
+            if name in self._stopping:
+                raise ValueError(
+                    f"OnSignal({name!r}): {name} stops this loop, because its signals=... has it: give one of them "
+                    "another signal"
+                )
+            if name not in self._watches:
+                self._watches[name] = _HookSignalWatch(name, self._arrive)
+                self._watches[name].install()
+
+    def close(self) -> None:
+        """Wait for nothing any more. The signals have the effect again that they had before."""
+        for watch in self._watches.values():
+            watch.restore()
+
+
+class _HookSignalWatch(SignalWatch):
+    """Calls ``arrive`` for each signal of one kind, which is not delivered to the old handler."""
+
+    def __init__(self, name: str, arrive: Callable[[str], object]) -> None:
+        super().__init__([name])
+        self._name = name
+        self._arrive = arrive
+
+    def install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            super().install()
+        else:
+            logger.warning(
+                "not in the main thread, so %s will reach no OnSignal of this loop: create it in the main thread",
+                self._name,
+            )
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked process, such as the worker of a DataLoader: it must not end because of a request
+        if not self._open:
+            self._pass_on(number, frame)
+        else:
+            self._arrive(self._name)
+
+
+def print_no_traceback_of(interrupt: KeyboardInterrupt) -> None:
+    """Have Python print nothing if ``interrupt`` ends the process: how the loop was left is of no interest then."""
+    print_error = sys.excepthook
+
+    def print_others(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if error is not interrupt:
+            print_error(kind, error, tb)
+
+    sys.excepthook = print_others
+
+
+def received_signal() -> str | None:
+    """Return the name of a signal that has asked a loop of this process to stop. For the main thread."""
+    watches = (_owner(signal.getsignal(number)) for number in signal.valid_signals())
+    return next((watch.received for watch in watches if watch is not None and watch.received), None)
 
 
 def checked_signals(signals: Iterable[str | signal.Signals]) -> list[signal.Signals]:

@@ -1,6 +1,7 @@
 """``MonitoredLoop`` and its parts. Hooks know none of this package.
 
-Read ``monitored_loop`` first, then ``run``, whose ``Lifecycle.run`` reads as the lifecycle of one run. ``schedule``
-decides which hooks take part in it, ``data`` iterates over items, ``session_creator`` makes a session and restores it,
-and ``peers`` follows the other ranks.
+Read ``monitored_loop`` first, then ``runner``, whose ``begin`` and ``finish`` read as the lifecycle of one run.
+``schedule`` decides which hooks take part in it, ``until_stop`` iterates over items, ``sessions`` creates a session and
+restores it, ``body`` is the form ``with loop.step()``, ``arguments`` checks what the loop is created with, and
+``rank_sync`` keeps it in step with the other ranks.
 """

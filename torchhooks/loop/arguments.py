@@ -11,14 +11,15 @@ from typing import Any, Literal
 
 import torch
 
-from torchhooks.checkpoints.files import split_checkpoint
-from torchhooks.checkpoints.state import plain_metadata
+from torchhooks.checkpoints.folder import split_checkpoint
+from torchhooks.checkpoints.training_state import StatefulHook, plain_metadata
 from torchhooks.common.checks import exception_types, folder, seconds, whole_number
+from torchhooks.common.files import CHECK_PLAN, place
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
-from torchhooks.fetches.step import Step
-from torchhooks.lifecycle.hook import SessionRunHook, overrides
+from torchhooks.fetches.names import Step
+from torchhooks.lifecycle.hook import SessionRunHook, StandardHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
 from torchhooks.ranks.ranks import Ranks, checked_ranks
@@ -68,8 +69,7 @@ class LoopArguments:
         self.scaffold = Scaffold() if scaffold is None else scaffold
         self.step = Step(step)
         self.state = check_state(state)
-        self.hooks = check_hooks(hooks)
-        """The names of hooks that only another process has, whose states in a checkpoint are ignored."""
+        self.hooks = _with_added(check_hooks(hooks))
         self.chief_only = chief_only
         """The hooks that no other rank has, so that they are called alone, even if they are collective."""
         self.metadata = plain_metadata(metadata)
@@ -78,18 +78,22 @@ class LoopArguments:
         check_collective_hooks(self.hooks, self.ranks)
         self.checkpoint_dir, self.checkpoint = checked_place(checkpoint_dir)
         """The folder of checkpoints, and the name of the checkpoint in it that was given, ``None`` for the newest."""
+        for hook in self.hooks:
+            if isinstance(hook, StandardHook):
+                hook.attach_folder(self.checkpoint_dir)
         self.hook_states = check_hook_states(self.hooks)
         """The hooks that have a state, by the name under which it is saved."""
         self.recoverable_errors = exception_types(recoverable_errors, "recoverable_errors", "(AbortedError,)")
         self.max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
         self.signals = checked_signals(signals)
         self.stop_grace_period_secs = seconds(stop_grace_period_secs, "stop_grace_period_secs")
-        savers = [hook for hook in self.hooks if getattr(hook, "saves_checkpoints", False)]
-        self.has_saver = bool(savers)
+        self.has_saver = any(hook.saves_checkpoints for hook in self.hooks)
         """Whether a hook saves checkpoints."""
-        folders = (hook.checkpoint_dir for hook in savers if hasattr(hook, "checkpoint_dir"))
-        self.saved_to: str | None = next(folders, None)
+        folders = (hook.checkpoint_dir for hook in self.hooks if hook.saves_checkpoints)
+        self.saved_to = next(filter(None, folders), None)
         """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
+        self.first_index = 0
+        """The number of the first hook. That of an autopsy comes before the hooks of the script, and is not counted."""
         self._plan_autopsy()
 
     def _plan_autopsy(self) -> None:
@@ -98,21 +102,39 @@ class LoopArguments:
         folder = self.checkpoint_dir
         if folder is None or not os.path.exists(os.path.join(folder, "nan.json")):
             return
-        from torchhooks.autopsy.planning import plan
+        from torchhooks.autopsy.examination import plan
 
         planned = plan(folder, self.checkpoint, self.hooks, bool(self.steps_per_run))
         if planned is not None:
-            self.hooks, self.checkpoint = (planned.hook, *self.hooks), planned.checkpoint
+            self.hooks, self.checkpoint, self.first_index = planned.hooks, planned.checkpoint, -1
 
 
-def checked_place(checkpoint_dir: Any) -> tuple[str | None, str | None]:
+added_hooks: list[tuple[Callable[[], list[SessionRunHook]], Callable[[], list[SessionRunHook]]]] = []
+"""What makes the hooks that each new loop gets before and after the hooks of the script.
+
+For the tools that watch a script which they do not change. The loop looks here only, and only when it is created.
+"""
+
+
+def _with_added(hooks: tuple[SessionRunHook, ...]) -> tuple[SessionRunHook, ...]:
+    for first, last in added_hooks:
+        hooks = (*first(), *hooks, *last())
+    plan = os.environ.get(CHECK_PLAN)
+    if plan:
+        from torchhooks.ledger.checked import watched
+
+        hooks = watched(hooks, plan)
+    return hooks
+
+
+def checked_place(checkpoint_dir: str | os.PathLike[str] | None) -> tuple[str | None, str | None]:
     """Return the folder of checkpoints, and the name of the checkpoint in it if ``checkpoint_dir`` is one."""
     if checkpoint_dir is None:
         return None, None
     is_path = isinstance(checkpoint_dir, (str, os.PathLike))
     if not is_path or not os.fspath(checkpoint_dir).rpartition("-")[2].isdecimal():  # as in model.ckpt-700
         folder(checkpoint_dir, "checkpoint_dir")
-    return split_checkpoint(os.fspath(checkpoint_dir))
+    return split_checkpoint(place(checkpoint_dir))
 
 
 def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
@@ -131,7 +153,7 @@ def check_hooks(hooks: Iterable[SessionRunHook]) -> tuple[SessionRunHook, ...]:
     return copied
 
 
-def _hook_instead_of(value: Any) -> str:
+def _hook_instead_of(value: object) -> str:
     """Return what to put into the list of hooks in place of ``value``."""
     if isinstance(value, (list, tuple)):
         return "pass one list, and put a star before a list in it, hooks=[*more, ...]"
@@ -160,7 +182,7 @@ def check_methods(hooks: Iterable[SessionRunHook]) -> None:
 
 
 def check_signatures(index: int, hook: SessionRunHook, methods: Iterable[str]) -> None:
-    """Raise a TypeError if one of ``methods``, of which ``hook`` overrides some, cannot be called as the loop does."""
+    """Raise a TypeError if ``hook`` overrides one of ``methods`` in such a way that the loop cannot call it."""
     for method in methods:
         if overrides(hook, method):
             wanted = [*inspect.signature(getattr(SessionRunHook, method)).parameters]
@@ -185,7 +207,7 @@ def check_collective_hooks(hooks: Iterable[SessionRunHook], ranks: Ranks) -> Non
         )
 
 
-def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
+def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, StatefulHook]:
     """Return the hooks that have a state, by the name under which it is saved: ``hook.name``, or its class's.
 
     Logs a warning for a hook that comes after a hook that saves checkpoints.
@@ -196,11 +218,11 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
     named: dict[str, Any] = {}
     saver: SessionRunHook | None = None
     for hook in hooks:
-        if getattr(hook, "saves_checkpoints", False):
+        if hook.saves_checkpoints:
             saver = saver or hook
         if has_state(hook):
-            name = getattr(hook, "name", None) or type(hook).__name__
-            if getattr(hook, "state_is_optional", False):
+            name = hook.name or type(hook).__name__
+            if hook.state_is_optional:
                 name = next(each for each in _numbered(name) if each not in named)
             if name in named:
                 raise ValueError(
@@ -208,7 +230,7 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, Stateful]:
                     "name, in an attribute called name"
                 )
             named[name] = hook
-            if saver is not None and not getattr(hook, "state_is_optional", False):
+            if saver is not None and not hook.state_is_optional:
                 logger.warning(
                     "%r comes after %r, so without until_stop, checkpoints contain its state from before the run: "
                     "move it to the front",
@@ -224,7 +246,7 @@ def _numbered(name: str) -> Iterator[str]:
     yield from (f"{name} {number}" for number in itertools.count(2))
 
 
-def check_model(model: Any) -> None:
+def check_model(model: object) -> None:
     """Raise a TypeError unless ``model`` is a module or None."""
     if model is not None and not isinstance(model, torch.nn.Module):
         way_out = "put several into one torch.nn.ModuleDict"
@@ -254,7 +276,40 @@ def check_optimizer(optimizer: Any, step_unit: str) -> None:
         )
 
 
-def check_not_divided(name: str, part: Any) -> None:
+def warn_of_missing_parts(arguments: LoopArguments) -> None:
+    """Log a warning if the checkpoints of a loop with these ``arguments`` will contain no model or no optimizer."""
+    parts = [arguments.model, arguments.optimizer, *arguments.state.values()]
+    # A wrapper of another library, or a trainer in state, has its model and optimizer in attributes.
+    parts += [member for part in parts for member in getattr(part, "__dict__", {}).values()]
+    missing = [
+        *(() if any(isinstance(each, torch.nn.Module) for each in parts) else ("model",)),
+        *(() if any(hasattr(each, "param_groups") for each in parts) else ("optimizer",)),
+    ]
+    if missing:
+        logger.warning(
+            "checkpoints will contain no %s: a process that resumes starts with what the script makes. Pass what the "
+            "step trains, MonitoredLoop(step, model, optimizer), or put it into state={...}",
+            " and no ".join(missing),
+        )
+
+
+def warn_of_another_folder(arguments: LoopArguments) -> None:
+    """Log a warning if every hook that saves does so in another folder than the one from which the loop resumes."""
+    folder = arguments.checkpoint_dir
+    if folder is None or arguments.checkpoint is not None:  # a chosen checkpoint may begin a training run elsewhere
+        return
+    saving = [hook for hook in arguments.hooks if hook.saves_checkpoints and hook.checkpoint_dir is not None]
+    places = [os.path.realpath(hook.checkpoint_dir) for hook in saving if hook.checkpoint_dir is not None]
+    if places and os.path.realpath(folder) not in places:
+        logger.warning(
+            "checkpoint_dir=%r: the loop will never resume from what %r saves: leave out the hook's checkpoint_dir, "
+            "and it takes the loop's",
+            folder,
+            saving[0],
+        )
+
+
+def check_not_divided(name: str, part: object) -> None:
     """Raise a ValueError if no rank alone can tell the state of ``part``, as of a ZeroRedundancyOptimizer."""
     if hasattr(part, "consolidate_state_dict"):
         raise ValueError(

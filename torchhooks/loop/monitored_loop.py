@@ -4,44 +4,44 @@
         for inputs, targets in loop.until_stop(loader):
             loop.run(inputs, targets)
 
-:mod:`torchhooks.lifecycle.hook` describes the order of calls, what stops a loop and what an exception does. A run in
-which hooks take part is made in :mod:`torchhooks.loop.run`; sessions are created and recovered in
-:mod:`torchhooks.loop.session_creator`.
+:mod:`torchhooks.lifecycle.hook` describes the order of calls, what stops a loop and what an exception does.
+:mod:`torchhooks.loop.runner` makes the runs in which hooks take part, and recovers from errors, and
+:mod:`torchhooks.loop.sessions` creates the sessions.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
-import sys
 import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, Generic, Literal, NoReturn, Self
 
 import torch
 from typing_extensions import TypeVar
 
-from torchhooks.checkpoints.gradients import register_step_post_hook
-from torchhooks.common.attempts import Attempts
+from torchhooks.checkpoints.training_state import register_step_post_hook
 from torchhooks.common.checks import suggests_keywords, whole_number
-from torchhooks.common.errors import AbortedError, LifecycleError, add_note, brief
+from torchhooks.common.errors import AbortedError, Attempts, LifecycleError, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
-from torchhooks.fetches.step import takes_one_argument
-from torchhooks.lifecycle.ending import IDLE, RUNNING, LeftBySignalError, State
-from torchhooks.lifecycle.hook import SessionRunHook
+from torchhooks.fetches.names import takes_one_argument
+from torchhooks.lifecycle.hook import SessionRunHook, overrides
+from torchhooks.lifecycle.loop_state import IDLE, NO_OUTPUTS, RUNNING, LeftBySignalError, Phase
 from torchhooks.lifecycle.run_record import RunRecord
 from torchhooks.lifecycle.session import Scaffold, Session
-from torchhooks.lifecycle.unsaved import UnsavedParts
-from torchhooks.loop.arguments import LoopArguments
+from torchhooks.lifecycle.signals import print_no_traceback_of
+from torchhooks.loop.arguments import LoopArguments, warn_of_another_folder, warn_of_missing_parts
 from torchhooks.loop.body import Body
-from torchhooks.loop.parts import LoopParts
+from torchhooks.loop.runner import Runner
 from torchhooks.loop.schedule import claim_hooks
-from torchhooks.position.progress import NO_OUTPUTS
+from torchhooks.loop.until_stop import DataLoops
 from torchhooks.ranks.ranks import Ranks
 
 R = TypeVar("R", default=Any)  # the default is for a loop without a step function
@@ -130,25 +130,23 @@ class MonitoredLoop(Generic[R]):
             metadata=metadata,
             ranks=ranks,
         )
-        self._parts = parts = LoopParts(arguments)
-        # What an idle run looks at, so that it finds it with one lookup.
-        self._ending, self._schedule, self._sessions = parts.ending, parts.schedule, parts.sessions
-        self._between_runs = parts.between_runs
-        self._body = parts.body
-        self._step: Callable[..., R] = arguments.step.function
-        self._steps_per_run = arguments.steps_per_run
+        self._runner = runner = Runner(arguments)
+        self._data = data = DataLoops(runner)
+        self._body = Body(runner, data)
+        self._state, self._schedule = runner.state, runner.schedule
         if step is None:  # replaces the method, so that a run does not have to check
-            self.run = self._step  # type: ignore[method-assign]
+            self.run = arguments.step.function  # type: ignore[method-assign]
         self._step_counter: Any = None
-        self._unsaved: UnsavedParts | None = None
         self._record: RunRecord | None = None
         self._begun = 0
         try:
             self._start(arguments)
         except BaseException as error:
-            self._ending.failure = error  # also StopIteration, which is no clean end before the first run
+            self._state.failure = error  # also StopIteration, which is no clean end before the first run
             self._close(error)
             raise
+        if any(overrides(slot.hook, "end") for slot in self._schedule.all_hooks):
+            self._state.on_end = _note_open()
 
     # -- public methods -----------------------------------------------------------------------------------------------
 
@@ -160,51 +158,47 @@ class MonitoredLoop(Generic[R]):
             FetchError: a hook requested something that does not exist.
             FeedError: a parameter was fed twice.
         """
-        ending, schedule = self._ending, self._schedule
-        progress = schedule.progress
-        if ending.state is not IDLE or ending.stop is not None:
-            self._between_runs.refuse()
-        ending.state = RUNNING
+        state = self._state
+        if state.phase is not IDLE or state.stop is not None:
+            self._data.refuse_run("run()")
+        state.phase = RUNNING
         try:
             # Fast path: no hook is due. Inlined because it runs on every step.
             if (
-                progress.global_step < schedule.idle_step
-                and schedule.runs < schedule.idle_runs
-                and (schedule.moment is None or time.monotonic() < schedule.moment)
+                state.global_step < state.idle_step
+                and state.runs < state.idle_runs
+                and (state.moment is None or time.monotonic() < state.moment)
             ):
-                progress.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+                state.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
                 # An empty ** would copy a dict.
-                outputs = progress.outputs = self._step(*args, **kwargs) if kwargs else self._step(*args)
-                progress.global_step = step = progress.global_step + self._steps_per_run
-                if step <= schedule.idle_step and not (
-                    schedule.checks_after
-                    and (
-                        (schedule.moment_after is not None and time.monotonic() >= schedule.moment_after)
-                        or (schedule.watchers and schedule.noticed_by(outputs))
-                        or (schedule.accumulates and schedule.accumulated.add(outputs, args, kwargs))
-                    )
+                outputs: R = state.function(*args, **kwargs) if kwargs else state.function(*args)
+                state.outputs = outputs
+                state.global_step = step = state.global_step + state.steps_per_run
+                if step <= state.idle_step and not (
+                    state.checks_after and self._schedule.check_after(outputs, args, kwargs)
                 ):
-                    schedule.runs += 1
+                    state.runs += 1
                 else:
-                    self._sessions.lifecycle.finish(args, kwargs, outputs)
+                    self._runner.join_after_step(args, kwargs, outputs)
             else:
-                outputs = self._sessions.lifecycle.run(args, kwargs)
-            if not schedule.pending:
-                ending.state = IDLE
+                outputs = self._runner.run(args, kwargs)
+            if not state.pending:
+                state.phase = IDLE
                 return outputs
-            self._between_runs.end_run()
+            self._runner.end_run()
         except BaseException as error:
-            self._between_runs.warn_of_stop_iteration(error)
-            if not self._between_runs.recovered_from(error):
+            self._runner.warn_of_stop_iteration(error)
+            if not self._runner.recover_or_fail(error):
                 raise
         else:
-            ending.run_is_over()
-            if schedule.pending:
-                self._between_runs.recover_from_thread()
+            state.run_is_over()
+            if state.pending:
+                self._runner.recover_from_thread()
             return outputs
+        # Only now the recovery counts as a success. A run that is not made again reports it in Runner.end_run().
         outputs = self.run(*args, **kwargs)
-        self._parts.recovery.run_went_well()
-        ending.notice()
+        self._runner.recovery.run_went_well()
+        state.take_up_requests()
         return outputs
 
     def step(self) -> Body:
@@ -217,11 +211,8 @@ class MonitoredLoop(Generic[R]):
         loss = ...
 
         ``outputs`` is a new dict; hooks can fetch what the body puts into it. The run counts if the body ends without
-        an exception, also by ``break``, ``continue`` or ``return``. All else is as in :meth:`run`, with two exceptions:
-
-        * The body has no parameters. A hook that feeds one causes a FeedError.
-        * The body cannot be called again. After one of ``recoverable_errors``, the session is restored, and the loop
-          continues after the ``with`` statement, with a warning. Variables of the body may then be unset or old.
+        an exception, also by ``break``, ``continue`` or ``return``. All else is as in :meth:`run`, but that a hook
+        cannot feed the body, and that the body is not made again :doc:`after a recovery </lifecycle>`.
 
         Raises:
             LifecycleError, FetchError, FeedError: as in :meth:`run`, or the returned object was entered twice.
@@ -240,40 +231,40 @@ class MonitoredLoop(Generic[R]):
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
             raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
-        ending, between_runs = self._ending, self._between_runs
-        inside, allowed = between_runs.in_step_fn, ending.last_run_allowed
+        state, runner = self._state, self._runner
+        inside, allowed = runner.in_step_fn, state.last_run_allowed
         while True:
-            if ending.state is not IDLE or ending.stop is not None:
-                between_runs.refuse()
-            between_runs.in_step_fn = True
-            ending.last_run_allowed = allowed  # the function may make more than one run
+            if state.phase is not IDLE or state.stop is not None:
+                runner.refuse()
+            runner.in_step_fn = True
+            state.last_run_allowed = allowed  # the function may make more than one run
             try:
                 result = step_fn(StepContext(self))
             except BaseException as error:
-                between_runs.in_step_fn = inside
-                if ending.stop is not None:
-                    between_runs.run_failed(error)
+                runner.in_step_fn = inside
+                if state.stop is not None:
+                    runner.run_failed(error)
                     raise
-                if not between_runs.recovered_from(error):
+                if not runner.recover_or_fail(error):
                     raise
             else:
-                between_runs.in_step_fn = inside
-                self._parts.recovery.run_went_well()
-                ending.notice()
-                between_runs.recover_from_thread()
+                runner.in_step_fn = inside
+                self._runner.recovery.run_went_well()
+                state.take_up_requests()
+                runner.recover_from_thread()
                 return result
             finally:
-                ending.last_run_allowed = ending.last_run_allowed and not allowed
+                state.last_run_allowed = state.last_run_allowed and not allowed
 
     def should_stop(self) -> bool:
         """Return whether the loop is to end: a hook, a thread or a signal asked for it, a run failed, or it is closed.
 
         Raises one of ``recoverable_errors`` if a background thread reported it and the loop does not recover from it.
         """
-        self._parts.items.end_epoch()
-        stopping = self._between_runs.is_to_stop()
+        self._runner.deferred.make_owed_epoch_end()
+        stopping = self._runner.check_for_stop()
         if stopping:
-            self._parts.data.stop_is_seen()
+            self._data.stop_is_seen()
         return stopping
 
     def until_stop(
@@ -288,20 +279,12 @@ class MonitoredLoop(Generic[R]):
         >>> epoch, loop.global_step
         (1, 10)
 
-        If a signal or a thread asks to stop while the loop waits for an item, that item is still yielded, and its run
-        is made. When the outermost ``until_stop`` runs out of items, ``stop_reason`` is ``"data ended"``.
+        An item that was taken is always yielded, even if a stop is requested meanwhile. When the outermost
+        ``until_stop`` runs out of items, ``stop_reason`` is ``"data ended"``.
 
-        Checkpoints contain the position in the data. In a loop that was restored from one, ``until_stop`` does not
-        yield items that are done, and random numbers continue as they would have:
-
-        * An iterable with a ``state_dict()``, such as torchdata's StatefulDataLoader, continues without skipping.
-        * A ``range`` continues after the last value. A longer range than before yields its additional values.
-        * A DataLoader, a list or another iterable is iterated again, from the random state of its start, and the items
-          that are done are dropped. Unless it is a list, a log line has their number and how long that took.
-        * An iterator, such as ``enumerate(loader)`` or a generator, continues from wherever it is. A log line says so.
-
-        The item of an outer ``until_stop`` is yielded again, and the inner one continues in it. A checkpoint is taken
-        when the body of the ``for`` is done with an item. :doc:`This page </loops>` has the rules and examples of each.
+        Checkpoints contain the position in the data. A process that resumes does not yield items that are done, and its
+        random numbers continue as they would have. :doc:`This page </loops>` has the rules, and
+        :doc:`this table </checkpoints>` what each kind of data does.
 
         Args:
             iterable: the items.
@@ -313,8 +296,7 @@ class MonitoredLoop(Generic[R]):
             LifecycleError: the loop has failed or is closed.
             ValueError: ``limit`` is not a whole number, 0 or more, or is given with ``repeat``.
         """
-        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
-        return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti))
+        return self._items_of(iterable, resume, limit, repeat)
 
     def enumerate(
         self,
@@ -342,9 +324,7 @@ class MonitoredLoop(Generic[R]):
             start: the number of the first item.
             resume, limit, repeat: as in :meth:`until_stop`. With ``repeat``, each pass begins with ``start``.
         """
-        frame = sys._getframe(1)  # noqa: SLF001 - CPython's only way
-        number = whole_number(start, "start", 0)
-        return self._items_of(iterable, resume, limit, repeat, (frame, frame.f_lasti), number)
+        return self._items_of(iterable, resume, limit, repeat, whole_number(start, "start", 0))
 
     def _items_of(
         self,
@@ -352,7 +332,6 @@ class MonitoredLoop(Generic[R]):
         resume: bool,
         limit: int | None,
         repeat: bool,
-        site: object,
         start: int | None = None,
     ) -> Generator[Any, None, None]:
         if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
@@ -367,17 +346,17 @@ class MonitoredLoop(Generic[R]):
                     f"limit={limit}, repeat=True: give one of them; to end after {limit} runs, use "
                     f"StopAtStepHook(num_steps={limit})"
                 )
-        data = self._parts.data
+        data = self._data
         if repeat:
-            return data.repeated(iterable, resume, site, start)
-        return data.until_stop(iterable, resume, limit, site, start)
+            return data.repeated(iterable, resume, start)
+        return data.until_stop(iterable, resume, limit, start)
 
     def request_stop(self, reason: str | None = None) -> None:
         """Stop the loop after the run in progress, or now if there is none. Any thread may call this.
 
         This cannot be undone. ``stop_reason`` is ``"request_stop: <reason>"``, or ``"request_stop"`` without one.
         """
-        self._ending.request_by_caller("request_stop" if reason is None else f"request_stop: {reason}")
+        self._state.request_by_caller("request_stop" if reason is None else f"request_stop: {reason}")
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not count the time inside this ``with`` block as training time: an evaluation, for example. Nests."""
@@ -386,12 +365,12 @@ class MonitoredLoop(Generic[R]):
     @property
     def session(self) -> Session:
         """The raw session, which evaluates fetches without a step and without hooks. A recovery replaces it."""
-        return self._sessions.session
+        return self._runner.sessions.session
 
     @property
     def global_step(self) -> int:
         """The number of steps made, also in earlier processes."""
-        return self._sessions.progress.global_step
+        return self._state.global_step
 
     @property
     def epoch(self) -> int | None:
@@ -410,7 +389,7 @@ class MonitoredLoop(Generic[R]):
     @property
     def stop_reason(self) -> str | None:
         """What ended the loop, ``"StopAtStepHook: step 1000"`` or ``"data ended"``; ``None`` while it continues."""
-        return self._ending.reason
+        return self._state.reason
 
     def close(self) -> None:
         """End the loop: call every hook's ``end`` unless a run failed, then ``teardown``. Closing twice is harmless.
@@ -419,9 +398,9 @@ class MonitoredLoop(Generic[R]):
             Exception: what an ``end``, a ``teardown`` or a background thread raised; several as an ExceptionGroup.
             LifecycleError: ``close`` was called inside a run.
         """
-        if self._ending.state is RUNNING:
+        if self._state.phase is RUNNING:
             raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
-        self._close(None)
+        self._close(None, finished=self._data.decide_finish(leaves_with_block=False))
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
@@ -431,36 +410,35 @@ class MonitoredLoop(Generic[R]):
 
     def __repr__(self) -> str:
         step, reason, hooks = self.global_step, self.stop_reason, self._schedule.all_hooks
-        state = {State.IDLE: "running", State.STOPPING: "stopped"}.get(self._ending.state, self._ending.state.value)
-        names = shortened([type(scheduled.hook).__name__ for scheduled in hooks], 8)
+        state = {Phase.IDLE: "running", Phase.STOPPING: "stopped"}.get(self._state.phase, self._state.phase.value)
+        names = shortened([type(slot.hook).__name__ for slot in hooks], 8)
         return (
             f"<{type(self).__name__} at step {step}, {state}{'' if reason is None else f' ({reason})'}, "
             f"{len(hooks)} hook{'' if len(hooks) == 1 else 's'}{': ' if names else ''}{names}>"
         )
 
     def __enter__(self) -> Self:
-        self._parts.data.is_in_with_block = True
+        self._data.is_in_with_block = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         if isinstance(error, LeftBySignalError):
             interrupt = self._close_at_signal()
-            if interrupt is not None:  # how the loop was left is of no interest, and would fill the screen
+            if interrupt is not None:  # a line has said where the loop stopped
+                print_no_traceback_of(interrupt)
                 raise interrupt.with_traceback(None) from None
             return True
         unfinished = self._body.abandon(error)
-        self._close(error if unfinished is None else unfinished)
+        cause = error if unfinished is None else unfinished
+        self._close(cause, finished=self._data.decide_finish(leaves_with_block=True) if cause is None else None)
         if unfinished is not None:
             raise unfinished
         return kind is StopIteration
 
     def _close_at_signal(self) -> KeyboardInterrupt | None:
         """Close the loop, whose ``with`` block a signal has left. Return the Ctrl-C, if it was one."""
-        saved = self.session.saved_step
-        what = "no checkpoint was saved" if saved is None else f"the newest checkpoint is that of step {saved}"
-        logger.info("stopped by %s at step %d: %s", self.stop_reason, self.global_step, what)
         try:
-            self._close(None)
+            self._close(None, finished=self._data.decide_finish(leaves_with_block=True), left_by_signal=True)
         except KeyboardInterrupt as interrupt:
             if interrupt.__cause__ is not None:  # other errors
                 raise
@@ -471,69 +449,68 @@ class MonitoredLoop(Generic[R]):
 
     def _start(self, arguments: LoopArguments) -> None:
         """Handle signals, reach the other ranks, call every hook's ``begin``, and create the session."""
-        parts, ending, schedule = self._parts, self._ending, self._schedule
-        claim_hooks(arguments.hooks, ending)
-        parts.signals.install()
-        if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
-            saved = [arguments.model, arguments.optimizer, *arguments.state.values()]
-            self._unsaved = UnsavedParts(
-                saved,
-                lambda: schedule.runs if ending.state is RUNNING else None,
-                lambda call: parts.items.before_run.append(call),
-            )
-        if parts.peers is not None:
-            weakref.finalize(self, parts.peers.abandon).atexit = False
-            parts.peers.start(arguments.step_unit, arguments.checkpoint_dir)
+        runner, schedule = self._runner, self._schedule
+        claim_hooks(arguments.hooks, self._state)
+        self._state.signals.install()
+        if runner.rank_sync is not None:
+            weakref.finalize(self, runner.rank_sync.peers.abandon).atexit = False
+            runner.rank_sync.start(arguments.step_unit, arguments.checkpoint_dir)
         elif arguments.ranks.may_be_late:
-            self._schedule.set_pending()  # so that the end of the first run looks for a newer process group
-        for scheduled in self._schedule.all_hooks:
-            schedule.requests.wait_for(scheduled.requests)
-        for scheduled in self._schedule.all_hooks:
+            self._state.set_pending()  # so that the end of the first run looks for a newer process group
+        for slot in self._schedule.all_hooks:
+            schedule.signals.wait_for(slot.signals)
+        for slot in self._schedule.all_hooks:
             self._begun += 1
-            self._sessions.call(scheduled, "begin", scheduled.hook.begin)
-        if not self._steps_per_run:
+            self._runner.sessions.call(slot, "begin", slot.hook.begin)
+        if not self._state.steps_per_run:
             assert arguments.optimizer is not None
             self._step_counter = register_step_post_hook(arguments.optimizer, self._count_optimizer_step)
         try:
-            self._sessions.create()
+            self._runner.sessions.create()
         except BaseException as error:
-            if not self._sessions.may_recover(error):
+            if not runner.may_recover(error):
                 raise
-            self._sessions.recover(error)
-            parts.recovery.run_went_well()
+            runner.recover(error)
+            runner.recovery.run_went_well()
+        if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
+            warn_of_missing_parts(arguments)
+            warn_of_another_folder(arguments)
         if arguments.saved_to is not None and arguments.ranks.is_chief:
-            sessions = self._sessions
+            sessions = self._runner.sessions
             self._record = RunRecord(arguments.saved_to, arguments.ranks.size, lambda: sessions.session)
             self._record.start()
+        self._state.set_pending()  # the end of the first run looks up what hooks will ask for
 
-    def _count_optimizer_step(self, *_: Any) -> None:
-        self._sessions.progress.global_step += 1
+    def _count_optimizer_step(self, *_: object) -> None:
+        self._state.global_step += 1
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
-    def _close(self, error: BaseException | None) -> None:
-        ending, peers = self._ending, self._parts.peers
-        if ending.state is State.CLOSED:
+    def _close(self, error: BaseException | None, finished: str | None = None, left_by_signal: bool = False) -> None:
+        state, rank_sync = self._state, self._runner.rank_sync
+        if state.phase is Phase.CLOSED:
             return
-        if peers is not None and (failure := peers.close(error)) is not None:
+        if rank_sync is not None and (failure := rank_sync.close(error)) is not None:
             self._close(failure)
             raise failure
-        ending.close(error)
+        state.close(error)
         if type(error) is StopIteration:
             error = None
         traceback = None if error is None else error.__traceback__
         attempt = Attempts()
         try:
-            self._close_everything(attempt)
-            self._sessions.session.close()
-            ending.void_run()
-            logged = ending.log_before_delivery(error, attempt.errors)
+            self._close_everything(attempt, finished)
+            self._runner.sessions.session.close()
+            state.void_run()
+            if left_by_signal:  # only now: until its hook's end() has waited for it, a checkpoint may not be written
+                self._log_stop(failed=bool(attempt.errors))
+            logged = state.log_before_delivery(error, attempt.errors)
         finally:  # also after an interrupt between two of the calls
-            self._schedule.requests.close()
+            self._schedule.signals.close()
             if self._record is not None:
-                attempt(self._record.write, ending.reason, ending.failure is not None)
+                attempt(self._record.write, state.reason, state.failure is not None)
                 self._record.close()
-            attempt(self._parts.signals.restore)
+            attempt(state.signals.restore)
         if error is None:
             attempt.raise_errors("several errors while the loop was closed")
             return
@@ -544,32 +521,68 @@ class MonitoredLoop(Generic[R]):
                 if index >= logged:
                     logger.error("while the loop was closed after an error", exc_info=other)
 
-    def _close_everything(self, attempt: Attempts) -> None:
+    def _log_stop(self, failed: bool) -> None:
+        """Log which signal stopped the loop, and from where another process continues."""
+        saved = self.session.saved_step
+        what = "no checkpoint was saved" if saved is None else f"the newest checkpoint is that of step {saved}"
+        if failed:  # perhaps the save of that checkpoint
+            what = "there were errors while the loop was closed"
+        logger.info("stopped by %s at step %d: %s", self.stop_reason, self.global_step, what)
+
+    def _close_everything(self, attempt: Attempts, finished: str | None) -> None:
         """Close every component, even if some fail, and collect the errors."""
-        parts, sessions, participants = self._parts, self._sessions, self._schedule.all_hooks
-        attempt(parts.readback.drain)
-        if self._ending.failure is None and not attempt.errors:
-            attempt(parts.items.end_epoch)
-            attempt(parts.items.finish)
-            parts.data.check_end()
-            for scheduled in participants:
-                attempt(sessions.call, scheduled, "sat_out", scheduled.catch_up, self._schedule.runs)
-                attempt(sessions.end, scheduled)
-        attempt(parts.readback.close)
-        sessions.session.call_savers("close", attempt)
+        runner, sessions, participants = self._runner, self._runner.sessions, self._schedule.all_hooks
+        attempt(runner.readback.drain)
+        if self._state.failure is None and not attempt.errors:
+            attempt(sessions.finish, finished)  # first, so that each checkpoint from here on says so
+            attempt(runner.deferred.make_owed_epoch_end)
+            attempt(runner.deferred.make_all)
+            self._data.check_end()
+            runner.tell_never_due()
+            for slot in participants:
+                attempt(sessions.call, slot, "sat_out", slot.catch_up, self._state.runs)
+                attempt(sessions.end, slot)
+        attempt(runner.readback.close)
+        sessions.session.close_savers(attempt)
         attempt(sessions.join_threads)
         if self._record is not None:  # before the hooks that copy it
-            attempt(self._record.write, self._ending.reason, self._ending.failure is not None or bool(attempt.errors))
-        for scheduled in participants[: self._begun]:
-            attempt(sessions.call, scheduled, "teardown", scheduled.hook.teardown)
+            attempt(self._record.write, self._state.reason, self._state.failure is not None or bool(attempt.errors))
+        for slot in participants[: self._begun]:
+            attempt(sessions.call, slot, "teardown", slot.hook.teardown)
         if self._step_counter is not None:
             self._step_counter.remove()
-        if self._unsaved is not None:
-            self._unsaved.close()
-        if parts.gradients is not None:
-            parts.gradients.close()
-        if parts.peers is not None:
-            attempt(parts.peers.leave, list(attempt.errors))
+        if sessions.gradients is not None:
+            sessions.gradients.close()
+        if runner.rank_sync is not None:
+            attempt(runner.rank_sync.leave, list(attempt.errors))
+
+
+_open: set[object] = set()  # one mark for each loop that has not ended, which keeps nothing of the loop alive
+
+
+def _note_open() -> Callable[[], object]:
+    """Note that a loop has begun; return what to call when it has ended."""
+    _look_at_exit()
+    mark = object()
+    _open.add(mark)
+    return partial(_open.discard, mark)
+
+
+@cache
+def _look_at_exit() -> None:
+    """Log a warning at the end of the process about the loops that are still open."""
+    process = os.getpid()
+
+    def warn() -> None:
+        if _open and os.getpid() == process:  # a forked process has created none of them
+            loops = "a loop was" if len(_open) == 1 else f"{len(_open)} loops were"
+            logger.warning(
+                "%s never closed, so end() of the hooks was not called: the last save and the last reports are "
+                "missing. Write with MonitoredLoop(...) as loop, or call loop.close()",
+                loops,
+            )
+
+    atexit.register(warn)
 
 
 class StepContext(Generic[R]):

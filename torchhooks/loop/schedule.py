@@ -7,20 +7,19 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
 from torchhooks.common.errors import add_note
-from torchhooks.common.requester import Requester
 from torchhooks.common.text import shown
-from torchhooks.common.timers import Due, signals_of
-from torchhooks.fetches.accumulated import AccumulatedValues
-from torchhooks.fetches.step import Step
-from torchhooks.lifecycle.ending import Ending, State
-from torchhooks.lifecycle.hook import SessionRunHook, WritingHook, overrides
-from torchhooks.lifecycle.requests import Requests
-from torchhooks.position.progress import Progress
+from torchhooks.common.timers import Due
+from torchhooks.fetches.evaluation import Caller, FetchableSession
+from torchhooks.fetches.names import Fetch, Step
+from torchhooks.fetches.running import RunningValues
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
+from torchhooks.lifecycle.loop_state import LoopState, Phase
+from torchhooks.lifecycle.signals import HookSignals
 from torchhooks.ranks.ranks import Ranks
 
 NEVER_STEP = sys.maxsize
@@ -31,7 +30,7 @@ _FAST_INT = 2**30 - 1
 run after that many steps costs one call more."""
 
 
-class ScheduledHook(Requester):
+class HookSlot(Caller):
     """One hook in the order of a loop, and when it is next due."""
 
     hook: SessionRunHook
@@ -39,32 +38,31 @@ class ScheduledHook(Requester):
     def __init__(self, index: int, hook: SessionRunHook) -> None:
         super().__init__(hook)
         self.index = index
-        self.progress = Progress()
-        """How far the loop is in its current session."""
         # Bound methods, looked up once instead of in every run.
         self.before_run = hook.before_run
         self.after_run = hook.after_run
         self.end = hook.end
         self.says_when = overrides(hook, "next_due")
         """Whether the hook says when it is due."""
+        self.counts_missed = self.says_when and overrides(hook, "sat_out")
         self.plain_request: object = None
-        """The last request that was found to fetch values and nothing else: no feed, trace or watched submodule."""
+        """Cache: this exact request fetches values and nothing else, so later runs need not check or record it."""
         self.seen = 0
         """The number of the last run that the hook knows of, because it took part or was told that it was skipped."""
         self.due_step = 0
         self.due_run = 0
         self.due_moment = math.inf
         self.due_epochs: int | None = None
-        self.requests = set(signals_of(hook))
+        self.signals = set(hook.due_signals)
         """The signals that the hook waits for, or has waited for."""
-        self.is_asked = False
+        self.is_triggered_externally = False
         """Whether one of them has arrived, and the hook was not called for it yet."""
         self.when: Callable[[Any], object] | None = None
 
     def catch_up(self, runs: int) -> None:
         """Tell the hook how many runs it missed, up to the run number ``runs``."""
         missed, self.seen = runs - self.seen, runs
-        if missed and self.says_when:
+        if missed and self.counts_missed:
             self.hook.sat_out(missed)
 
     def ask(self, runs: int) -> None:
@@ -83,8 +81,11 @@ class ScheduledHook(Requester):
         self.due_moment = math.inf if due.moment is None else due.moment
         self.due_epochs = due.epochs
         if due.signal is not None:
-            self.requests.add(due.signal)
+            self.signals.add(due.signal)
         self.when = due.when
+
+    def declared_fetches(self) -> Fetch:
+        return self.hook.fetches if isinstance(self.hook, PeriodicHook) else None
 
     def why_alone(self) -> str | None:
         if self.when is not None:
@@ -94,7 +95,7 @@ class ScheduledHook(Requester):
             )
         if self.due_moment != math.inf:
             return "the hook is due by the clock of each rank: set collective = True in its class"
-        if self.requests:
+        if self.signals:
             return "the hook is due by a signal that one rank gets: set collective = True in its class"
         return None
 
@@ -103,14 +104,18 @@ class ScheduledHook(Requester):
             name = repr(self.hook)
         except Exception:  # a broken __repr__ must not hide the error that names the hook
             name = f"a {type(self.hook).__name__}"
-        return f"{name} (hook {self.index})"
+        return name if self.index < 0 else f"{name} (hook {self.index})"
 
 
-class CollectiveHook(ScheduledHook):
+class CollectiveSlot(HookSlot):
     """The place of a hook that all ranks have to call in the same run, so that the chief's clock decides for all."""
 
     chief_moment = math.inf
-    """When the hook is due by the clock. Ranks other than the chief ignore it."""
+    """When the hook is due by the clock. Ranks other than the chief ignore it.
+
+    Two threads set it without a lock. The thread that talks to the other ranks sets it to infinity once it has asked
+    for the hook. The training thread sets the next moment after each run of the hook, so also after the run asked for.
+    """
 
     def ask(self, runs: int) -> None:
         """Ask the hook when it is next due, and keep the moment apart, where no run looks at it."""
@@ -118,11 +123,11 @@ class CollectiveHook(ScheduledHook):
         self.chief_moment, self.due_moment = self.due_moment, math.inf
 
 
-_OPEN: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()
-"""By the ``id`` of a hook, the ending of the loop that was given it last."""
+_OPEN: weakref.WeakValueDictionary[int, LoopState] = weakref.WeakValueDictionary()
+"""By the ``id`` of a hook, the state of the loop that was given it last."""
 
 
-def claim_hooks(hooks: Iterable[SessionRunHook], ending: Ending) -> None:
+def claim_hooks(hooks: Iterable[SessionRunHook], state: LoopState) -> None:
     """Raise a ValueError if another open loop has one of ``hooks``, whose state belongs to one loop."""
     for hook in hooks:
         if _is_in_open_loop(hook):
@@ -131,12 +136,12 @@ def claim_hooks(hooks: Iterable[SessionRunHook], ending: Ending) -> None:
             raise ValueError(
                 f"{hook!r} is in another loop, which is still open: close that loop, or make another hook for this one"
             )
-        _OPEN[id(hook)] = ending
+        _OPEN[id(hook)] = state
 
 
 def _is_in_open_loop(hook: SessionRunHook) -> bool:
     other = _OPEN.get(id(hook))
-    return other is not None and other.state is not State.CLOSED and other.failure is None
+    return other is not None and other.phase is not Phase.CLOSED and other.failure is None
 
 
 class HookQueue:
@@ -148,129 +153,114 @@ class HookQueue:
 
     __slots__ = ("always", "moment", "run", "step", "waiting")
 
-    def __init__(self, participants: Iterable[ScheduledHook]) -> None:
+    def __init__(self, participants: Iterable[HookSlot]) -> None:
         participants = tuple(participants)
-        self.always = [scheduled for scheduled in participants if not scheduled.says_when]
-        self.waiting = [scheduled for scheduled in participants if scheduled.says_when]
+        self.always = [slot for slot in participants if not slot.says_when]
+        self.waiting = [slot for slot in participants if slot.says_when]
 
     def update(self) -> None:
         """Find the earliest due step, run and moment, after one of them changed."""
         step = run = _FAST_INT
         moment = math.inf
-        for scheduled in self.waiting:  # one loop instead of three min(): this runs after every run with hooks
-            if scheduled.due_step < step:
-                step = scheduled.due_step
-            if scheduled.due_run < run:
-                run = scheduled.due_run
-            if scheduled.due_moment < moment:
-                moment = scheduled.due_moment
+        for slot in self.waiting:  # one loop instead of three min(): this runs after every run with hooks
+            if slot.due_step < step:
+                step = slot.due_step
+            if slot.due_run < run:
+                run = slot.due_run
+            if slot.due_moment < moment:
+                moment = slot.due_moment
         self.step, self.run = step, run
         self.moment = None if moment == math.inf else moment
 
-    def due(self, step: int, run: int) -> list[ScheduledHook]:
+    def due(self, step: int, run: int) -> list[HookSlot]:
         """Return the hooks that take part in run number ``run``, which ends at ``step``, in order; a new list."""
         now = -math.inf if self.moment is None else time.monotonic()
         due = [s for s in self.waiting if step >= s.due_step or run >= s.due_run or now >= s.due_moment]
-        return in_order([*self.always, *due]) if self.always and due else due or [*self.always]
+        return sorted([*self.always, *due], key=by_index) if self.always and due else due or [*self.always]
 
 
-_by_index = attrgetter("index")
+def note_hook(error: BaseException, slot: object, method: str, global_step: int) -> None:
+    """Add a note to ``error`` that names the hook, its method and the global step."""
+    add_note(error, f"torchhooks: in {method} of {slot}, at global step {global_step}")
 
 
-def in_order(participants: Iterable[ScheduledHook]) -> list[ScheduledHook]:
-    """Return ``participants`` in the order of the hooks."""
-    return sorted(participants, key=_by_index)
+by_index = attrgetter("index")
+"""The key by which hooks are sorted into the order of the loop."""
 
 
 class Schedule:
     """The hooks of one loop that take part in runs, and the earliest point at which one of them is due.
 
-    A run is idle, so that the loop calls no hook, if it begins below the global step :attr:`idle_step`, after fewer
-    than :attr:`idle_runs` runs, before :attr:`moment`, and its step ends before :attr:`moment_after` and interests none
-    of the :attr:`watchers`. The loop compares these in every run, so each is a plain attribute.
+    What a run is compared with stands in the loop's ``state``: see :class:`torchhooks.lifecycle.loop_state.LoopState`.
 
     Args:
+        state: the state of the loop.
         hooks: the hooks of the loop, in order.
         ranks: the ranks of the loop.
         chief_only: the hooks that no other rank has, so that none waits for another rank.
         stopping: the signals that stop the loop.
+        first_index: the number of the first hook, -1 if the script has not given it.
     """
 
     def __init__(
         self,
+        state: LoopState,
         hooks: Iterable[SessionRunHook],
         ranks: Ranks,
         chief_only: Collection[SessionRunHook] = (),
         stopping: Iterable[str] = (),
+        first_index: int = 0,
     ) -> None:
-        def placed(index: int, hook: SessionRunHook) -> ScheduledHook:
+        def placed(index: int, hook: SessionRunHook) -> HookSlot:
             is_alone = ranks.size == 1 or any(hook is each for each in chief_only)
             collective = hook.collective and not is_alone
-            if isinstance(hook, WritingHook):
-                hook.join(ranks, collective)
-            return (CollectiveHook if collective else ScheduledHook)(index, hook)
+            if isinstance(hook, StandardHook):
+                hook.attach_ranks(ranks, collective)
+            return (CollectiveSlot if collective else HookSlot)(index, hook)
 
-        self.all_hooks = [placed(index, hook) for index, hook in enumerate(hooks)]
-        self.collective = [scheduled for scheduled in self.all_hooks if isinstance(scheduled, CollectiveHook)]
+        self.all_hooks = [placed(index, hook) for index, hook in enumerate(hooks, first_index)]
+        self.collective = [slot for slot in self.all_hooks if isinstance(slot, CollectiveSlot)]
         """The hooks that all ranks call in the same run, if there are several ranks."""
-        before = [scheduled for scheduled in self.all_hooks if overrides(scheduled.hook, "before_run")]
-        after = [
-            scheduled
-            for scheduled in self.all_hooks
-            if scheduled not in before and overrides(scheduled.hook, "after_run")
-        ]
+        before = [slot for slot in self.all_hooks if overrides(slot.hook, "before_run")]
+        after = [slot for slot in self.all_hooks if slot not in before and overrides(slot.hook, "after_run")]
         self.before = HookQueue(before)
         self.after = HookQueue(after)
-        self.run_hooks = in_order([*before, *after])
+        self.run_hooks = sorted([*before, *after], key=by_index)
         """The hooks with a run method. The others cost nothing."""
-        self.runs = 0
-        """How many runs reached their ``after_run``."""
-        self.progress = Progress()
-        """How far the current session is."""
-        self.accumulated = AccumulatedValues()
+        self.state = state
+        self.accumulated = RunningValues()
         """What is accumulated for the hooks in every run."""
-        self.pending = False
-        """Whether the end of the run has something to handle: the only thing that an idle run checks."""
-        self.requests = Requests(self._arrive, stopping)
-        """What other processes ask the hooks for."""
-        self.is_asked = False
-        """Whether a hook was asked, and :meth:`take_requests` was not called since."""
+        self.signals = HookSignals(self._arrive, stopping)
+        """The signals by which other processes ask for a hook."""
+        self.is_triggered_externally = False
+        """Whether a hook was asked, and :meth:`take_triggers` was not called since."""
         self._update()
 
-    def set_pending(self) -> None:
-        """Have the end of the run handled. Safe to call from a signal handler or another thread."""
-        self.pending = True
-
-    def interrupt(self) -> None:
-        """Have the next run, or the end of the one in progress, handled like one with hooks. Any thread may call it."""
-        self.idle_step = self.idle_runs = -1
-        self.pending = True
-
-    def trigger(self, scheduled: ScheduledHook) -> None:
-        """Have the hook in ``scheduled`` called in the next run, whatever it said when it was asked."""
-        scheduled.due_run = self.runs + 1
-        scheduled.hook.trigger()
+    def force_due(self, slot: HookSlot) -> None:
+        """Have the hook in ``slot`` called in the next run, whatever it said when it was asked."""
+        slot.due_run = self.state.runs + 1
+        slot.hook.force_due()
         self._update()
 
-    def take_requests(self) -> None:
+    def take_triggers(self) -> None:
         """Have the hooks that other processes asked for called in the next run. Called in the training thread.
 
         With several ranks, the thread that talks to the others asks all of them for a collective hook.
         """
-        self.is_asked = False  # cleared first, because a signal may set it at any time
-        for scheduled in self.run_hooks:
-            if scheduled.is_asked and not isinstance(scheduled, CollectiveHook):
-                scheduled.is_asked = False
-                self.trigger(scheduled)
-        self._update()  # also if no hook was called, after interrupt()
+        self.is_triggered_externally = False  # cleared first, because a signal may set it at any time
+        for slot in self.run_hooks:
+            if slot.is_triggered_externally and not isinstance(slot, CollectiveSlot):
+                slot.is_triggered_externally = False
+                self.force_due(slot)
+        self._update()  # also if no hook was called, after state.interrupt()
 
-    def _arrive(self, request: str) -> None:
+    def _arrive(self, name: str) -> None:
         # In a signal handler: it only sets attributes, of each hook first, and then those that a run looks at.
-        for scheduled in self.run_hooks:
-            if request in scheduled.requests:
-                scheduled.is_asked = True
-        self.is_asked = True
-        self.interrupt()
+        for slot in self.run_hooks:
+            if name in slot.signals:
+                slot.is_triggered_externally = True
+        self.is_triggered_externally = True
+        self.state.interrupt()
 
     def _update(self) -> None:
         """Find the earliest step, run and moment at which a hook is due, before the step or after it."""
@@ -279,68 +269,82 @@ class Schedule:
         after.update()
         if after.always:
             after.step = -1  # a hook is due after every step
-        self.idle_step = -1 if before.always else min(before.step, after.step) - 1
-        self.idle_runs = min(before.run, after.run) - 1
-        self.moment, self.moment_after = before.moment, after.moment
-        self.watchers = [scheduled for scheduled in self.run_hooks if scheduled.when is not None]
+        # Another thread may call state.interrupt() just now, and these lines overwrite what it set. It sets ``pending``
+        # too, so that the end of this run or of the next one does what it asks for.
+        state = self.state
+        state.idle_step = -1 if before.always else min(before.step, after.step) - 1
+        state.idle_runs = min(before.run, after.run) - 1
+        state.moment, self.moment_after = before.moment, after.moment
+        self.watchers = [slot for slot in self.run_hooks if slot.when is not None]
         self.accumulates = bool(self.accumulated.sources)
         """Whether values are added to :attr:`accumulated` in every run."""
-        self.checks_after = bool(self.watchers) or after.moment is not None or self.accumulates
-        """Whether there is more to check after the step than the global step."""
+        state.checks_after = bool(self.watchers) or after.moment is not None or self.accumulates
 
-    def begin_session(self, session: object, progress: Progress, step: Step) -> None:
-        """Forget what was accumulated, and follow ``progress`` from now on."""
-        for scheduled in self.all_hooks:
-            scheduled.progress = progress
-        self.progress = progress
-        self.accumulated.begin_session(session, progress, step)
+    def begin_session(self, session: FetchableSession, step: Step) -> None:
+        """Forget what was accumulated."""
+        self.accumulated.begin_session(session, step)
 
     def start(self) -> None:
         """Ask every hook when it is due: a session was created."""
-        for scheduled in self.run_hooks:
-            scheduled.catch_up(self.runs)
+        for slot in self.run_hooks:
+            slot.catch_up(self.state.runs)
         self.accumulated.find_in(self.all_hooks)
         self.ask(self.run_hooks)
-        if self.is_asked:
-            self.take_requests()
+        if self.is_triggered_externally:
+            self.take_triggers()
 
-    def ask(self, participants: Iterable[ScheduledHook]) -> None:
+    def ask(self, participants: Iterable[HookSlot]) -> None:
         """Ask the hooks in ``participants`` that schedule themselves when they are next due."""
-        for scheduled in participants:
-            if scheduled.says_when:
-                scheduled.ask(self.runs)
-                if scheduled.requests:
-                    self.requests.wait_for(scheduled.requests)
+        for slot in participants:
+            if slot.says_when:
+                slot.ask(self.state.runs)
+                if slot.signals:
+                    self.signals.wait_for(slot.signals)
         self._update()
 
-    def due_at_end_of(self, epochs: int) -> list[ScheduledHook]:
+    def check_after(self, outputs: object, args: tuple[object, ...] | None, kwargs: Mapping[str, object]) -> bool:
+        """Add to what is accumulated in every run, after a step that returned ``outputs``.
+
+        Only called if ``state.checks_after``, and up to ``state.idle_step``.
+
+        Returns:
+            Whether a hook is due after the step all the same: by the clock, or by ``Due.when``.
+        """
+        return (
+            (self.moment_after is not None and time.monotonic() >= self.moment_after)
+            or bool(self.watchers and self.noticed_by(outputs))
+            # Last: where a hook is due, the evaluation of the run adds the values.
+            or bool(self.accumulates and self.accumulated.add(outputs, args or (), kwargs))
+        )
+
+    def due_at_end_of(self, epochs: int) -> list[HookSlot]:
         """Return the hooks that are due at the end of an epoch, when ``epochs`` of them have ended, in order."""
         return [each for each in self.run_hooks if each.due_epochs is not None and not epochs % each.due_epochs]
 
-    def noticed_by(self, outputs: Any, participants: Container[ScheduledHook] = ()) -> list[ScheduledHook]:
+    def noticed_by(self, outputs: object, participants: Container[HookSlot] = ()) -> list[HookSlot]:
         """Return the hooks, other than ``participants``, whose ``Due.when`` is true of what the step returned."""
         found = []
-        for scheduled in self.watchers:
+        for slot in self.watchers:
             try:
-                when = scheduled.when
-                if scheduled not in participants and when(outputs):  # type: ignore[misc]  # a watcher has one
-                    found.append(scheduled)
+                when = slot.when
+                if slot not in participants and when(outputs):  # type: ignore[misc]  # a watcher has one
+                    found.append(slot)
             except BaseException as error:
-                add_note(error, f"torchhooks: in Due.when of {scheduled}")
+                add_note(error, f"torchhooks: in Due.when of {slot}")
                 raise
         return found
 
     def insert_due(
-        self, participants: list[ScheduledHook], current: ScheduledHook, queue: HookQueue, step: int, run: int
+        self, participants: list[HookSlot], current: HookSlot, queue: HookQueue, step: int, run: int
     ) -> None:
         """Insert into ``participants``, after ``current``, the hooks that became due because it set the global step."""
         rest = [s for s in queue.due(step, run) if s.index > current.index and s not in participants]
         place = participants.index(current) + 1
-        participants[place:] = in_order([*participants[place:], *rest])
+        participants[place:] = sorted([*participants[place:], *rest], key=by_index)
 
-    def fail_at(self, scheduled: object) -> None:
-        """Note that the ``after_run`` of ``scheduled`` raised: the hooks before it know of the run, others do not."""
+    def fail_at(self, slot: object) -> None:
+        """Note that the ``after_run`` of ``slot`` raised: the hooks before it know of the run, others do not."""
         reached = False
         for other in self.run_hooks:
-            reached = reached or other is scheduled
+            reached = reached or other is slot
             other.seen += reached

@@ -1,6 +1,7 @@
 """The processes that train one model together.
 
 Read ``ranks`` first: the public ``Ranks``, and what a loop makes of it. ``transport`` moves bytes between processes.
-``agreement`` has the rules by which ranks agree on their last run, as pure functions. ``failures`` recognizes the
-errors that another rank caused, and ``dtensors`` knows the tensors of which each rank has a part.
+``agreement`` has the rules by which ranks agree on their last run, without threads: the tables of all ranks, and the
+round that this rank knows of. ``peers`` has the thread that talks to the other ranks, and where the training thread
+waits for them.
 """

@@ -16,6 +16,7 @@ meeting is over takes effect there.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -57,11 +58,11 @@ class Row(NamedTuple):
     value: int = UNKNOWN_LENGTH
 
 
-class Promise(NamedTuple):
-    """A rank asked for something: all ranks have to promise in the next tick."""
+class CallForPromises(NamedTuple):
+    """A rank asked for something, so all ranks have to promise in the next tick."""
 
 
-class Decided(NamedTuple):
+class Decision(NamedTuple):
     """What was asked for in ``bits`` happens after run number ``last``, on all ranks. ``askers`` asked for a stop."""
 
     last: int
@@ -69,7 +70,7 @@ class Decided(NamedTuple):
     askers: tuple[int, ...]
 
 
-class Met(NamedTuple):
+class Meeting(NamedTuple):
     """All ranks arrived at the meeting.
 
     Args:
@@ -95,7 +96,7 @@ class Conflict(NamedTuple):
     other_run: int
 
 
-class Failed(NamedTuple):
+class Failure(NamedTuple):
     """``rank`` failed in run number ``run``, or else after it. ``ranks`` are all that failed."""
 
     rank: int
@@ -104,15 +105,17 @@ class Failed(NamedTuple):
     in_run: bool = True
 
 
-class Finished(NamedTuple):
-    """All ranks have left."""
+class AllLeft(NamedTuple):
+    """All ranks have left their loops."""
 
 
-Event = Promise | Decided | Met | Conflict | Failed | Finished
+Event = CallForPromises | Decision | Meeting | Conflict | Failure | AllLeft
 
 
 _OPEN, _PROMISING, _SETTLED = range(3)
 
+# How many ticks to wait for the row that explains another one. That is a second with the default tick_secs: long enough
+# for the rank that failed first to say so, and short against lost_after_secs, if it cannot.
 _PATIENCE_TICKS = 10
 
 
@@ -144,9 +147,9 @@ class Agreement:
             if table[first].status == FAILED_LATER and len(failed) < len(table) and self._patience:
                 self._patience -= 1  # the rank that failed first will say so, or contact with it will be lost
                 return []
-            return [Failed(first, table[first].begun, failed, table[first].made < table[first].begun)]
+            return [Failure(first, table[first].begun, failed, table[first].made < table[first].begun)]
         if all(row.status == LEFT for row in table):
-            return [Finished()]
+            return [AllLeft()]
         if self.stopped:
             return []
         events = self._settle_round(table)
@@ -160,14 +163,14 @@ class Agreement:
             for row in table:
                 self.bits |= row.asked
             askers = tuple(rank for rank, row in enumerate(table) if row.asked & STOP)
-            return [Decided(self.last, self.bits, askers)]
+            return [Decision(self.last, self.bits, askers)]
         # Judged from one table, so that no rank begins a round while another is still on its way to the last run.
         if self._phase == _SETTLED and all(row.made >= self.last for row in table):
             self._phase = _OPEN
             self.stopped = bool(self.bits & STOP)
         if self._phase == _OPEN and not self.stopped and any(row.asked for row in table):
             self._phase = _PROMISING
-            events.append(Promise())
+            events.append(CallForPromises())
         return events
 
     def _settle_meeting(self, table: Sequence[Row]) -> list[Event]:
@@ -198,4 +201,75 @@ class Agreement:
         if self.stopped:
             self._phase = _OPEN  # nothing is left to promise
         known = [row.value for row in table if row.value != UNKNOWN_LENGTH]
-        return [Met(min(known, default=UNKNOWN_LENGTH), len(known) == len(table), leaver, self.stopped)]
+        return [Meeting(min(known, default=UNKNOWN_LENGTH), len(known) == len(table), leaver, self.stopped)]
+
+
+# -- what one rank knows of a round ------------------------------------------------------------------------------------
+
+
+class RoundPhase(enum.IntEnum):
+    """How far a round is. A rank that has not asked itself skips ``ASKED``."""
+
+    OPEN = 0
+    """This rank knows of no rank that asks."""
+    ASKED = 1
+    """This rank asks. Its next tick tells the others. If it asked in a run, it holds at the end of that run."""
+    PROMISED = 2
+    """All ranks know that one of them asks. Each promises the run in progress, and holds at the end of it."""
+    DECIDED = 3
+    """The largest promise is the last run of the round. Every rank continues to it."""
+    APPLIED = 4
+    """The training thread has reached the end of the last run: it stops, or has the hooks called in the next run."""
+
+
+class Round:
+    """What this rank knows of one round. Its phase only grows.
+
+    A stop and a collective hook that is due take the same way. A request that comes too late for a round that is being
+    decided is taken over into the next one. After a stop there is no next round.
+    """
+
+    def __init__(self) -> None:
+        self.phase = RoundPhase.OPEN
+        self.bits = 0
+        """What this rank asks for; from ``DECIDED`` on, what any rank asked for."""
+        self.why = ""
+        """Why this rank asks for a stop; from ``DECIDED`` on, why the first rank did, and which ranks did."""
+        self.asked_in: int | None = None
+        """The run in which the training thread asked for a stop, until it is decided whether that is the last run."""
+        self.last = 0
+        """From ``DECIDED`` on, the last run."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether all ranks stop after the last run of this round."""
+        return self.phase >= RoundPhase.DECIDED and bool(self.bits & STOP)
+
+    def ask(self, bits: int, why: str = "") -> None:
+        """Ask for ``bits``; ``why`` is the reason of a stop. Only the first reason counts."""
+        if self.phase < RoundPhase.DECIDED and bits:
+            if bits & STOP and not self.bits & STOP:
+                self.why = why
+            self.bits |= bits
+            self.phase = max(self.phase, RoundPhase.ASKED)
+
+    def promise(self) -> None:
+        """All ranks promise in the next tick."""
+        self.phase = RoundPhase.PROMISED
+
+    def decide(self, event: Decision, why: str) -> Round:
+        """Take in what all ranks decided, and return the next round."""
+        late = Round()
+        late.ask(self.bits & ~event.bits, self.why)
+        # Holding at the end of an earlier run than the other ranks would make them wait forever.
+        if self.asked_in is not None and self.asked_in >= event.last and not event.bits & STOP:
+            late.asked_in = self.asked_in
+        self.phase, self.bits, self.why, self.last = RoundPhase.DECIDED, event.bits, why, event.last
+        self.asked_in = None
+        return late
+
+    def apply(self, why: str = "") -> None:
+        """The training thread is at the end of the last run. ``why`` is the reason of a stop that no rank asked for."""
+        if why:
+            self.bits, self.why = STOP, why
+        self.phase = RoundPhase.APPLIED

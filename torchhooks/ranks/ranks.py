@@ -12,15 +12,29 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from torchhooks.common.checks import seconds
-from torchhooks.common.errors import LifecycleError, TorchHooksError
+from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError, add_note
 from torchhooks.common.log import logger, speak_as
 from torchhooks.common.text import call_repr, shown
 from torchhooks.ranks.transport import GlooTransport, all_gather
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class Gathering:
+    """A call of :meth:`Ranks.gather` in progress, on this rank."""
+
+    def __init__(self, purpose: str) -> None:
+        self.purpose = purpose
+        self.unanswered_since: float | None = None
+        """When another rank was first seen at a place from where it will take no part in this call any more."""
 
 
 class OtherPurposeError(LifecycleError):
@@ -71,8 +85,8 @@ class Ranks:
         self.stuck_secs = seconds(stuck_secs, "stuck_secs")
         self.join_secs = seconds(join_secs, "join_secs")
         self.group = group
-        self._place = _place_in_process_group(group) or (0, 1)
-        if self._place[0] < 0:
+        self._rank_and_size = _rank_and_size_in(group) or (0, 1)
+        if self._rank_and_size[0] < 0:
             raise ValueError(
                 "group: this process is not in it. Create the loop in the processes of the group only, or give each "
                 "process its own group"
@@ -82,13 +96,13 @@ class Ranks:
     def rank(self) -> int:
         """The number of this process, from 0 on."""
         loop = _newest_loop.get(self)
-        return self._place[0] if loop is None else loop.rank
+        return self._rank_and_size[0] if loop is None else loop.rank
 
     @property
     def size(self) -> int:
         """The number of processes."""
         loop = _newest_loop.get(self)
-        return self._place[1] if loop is None else loop.size
+        return self._rank_and_size[1] if loop is None else loop.size
 
     @property
     def is_chief(self) -> bool:
@@ -109,7 +123,7 @@ class Ranks:
         """Whether a loop has connected several ranks, so that :meth:`gather` communicates."""
         return self in _newest_loop
 
-    def gather(self, value: Any, purpose: str = "a hook") -> list[Any]:
+    def gather(self, value: T, purpose: str = "a hook") -> list[T]:
         """Return the ``value`` of every rank, in the order of the ranks.
 
         Every rank has to call this, in the training thread, at the same point between two steps. The values are
@@ -141,10 +155,10 @@ class LoopRanks(Ranks):
     """The ranks of one loop: which process this is, and the connection to the others once the loop has made it.
 
     The rank and the size are the process group's when the loop is created: the group may be newer than
-    ``given``, and the script may destroy it before it closes the loop.
+    ``configured``, and the script may destroy it before it closes the loop.
 
     Args:
-        given: what the loop was given.
+        configured: the Ranks that the loop was given.
         alone: whether the loop is one of this process alone, even if there are others.
     """
 
@@ -152,19 +166,17 @@ class LoopRanks(Ranks):
     rank: int = 0
     size: int = 1
 
-    def __init__(self, given: Ranks, *, alone: bool = False) -> None:
-        super().__init__(**_arguments(given))
-        self.rank, self.size = (0, 1) if alone else _place_in_process_group(self.group) or (given.rank, given.size)
+    def __init__(self, configured: Ranks, *, alone: bool = False) -> None:
+        super().__init__(**_arguments(configured))
+        self.rank, self.size = (0, 1) if alone else _rank_and_size_in(self.group) or (configured.rank, configured.size)
         self.may_be_late = self.size == 1 and not alone
         """Whether the script may create the process group after the loop, which is then one of this process alone."""
-        self.hooks_of_some: list[object] = []
+        self.local_hooks: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
-        self.gathers_for: str | None = None
-        """What the call of :meth:`gather` in progress is for, in parentheses. Only the thread in that call uses it."""
-        self.unanswered_since: float | None = None
-        """When another rank was first seen at a place from where it will take no part in that call any more."""
-        self._new_transport = given._new_transport  # noqa: SLF001 - its own class
-        self._given = weakref.ref(given)  # weak, because _newest_loop would otherwise keep it for ever
+        self.gathering: Gathering | None = None
+        """The call of :meth:`gather` in progress. Only the thread in that call uses it."""
+        self._new_transport = configured._new_transport  # noqa: SLF001 - its own class
+        self._configured = weakref.ref(configured)  # weak, because _newest_loop would otherwise keep it for ever
         self._transport: GlooTransport | None = None
         self._saving: LoopRanks | None = None
 
@@ -172,18 +184,21 @@ class LoopRanks(Ranks):
     def is_connected(self) -> bool:
         return self._transport is not None
 
-    def gather(self, value: Any, purpose: str = "a hook", *, details: str = "") -> list[Any]:
+    def gather(self, value: T, purpose: str = "a hook", *, details: str = "") -> list[T]:
         """Return the ``value`` of every rank, as :meth:`Ranks.gather` does.
 
-        ``details``, in parentheses after a space, say what the values are for if this rank waits in vain.
+        ``details``, in parentheses after a space, say more of the purpose on this rank if it waits in vain.
         """
         if self._transport is None:
             return [value]
-        self.gathers_for, self.unanswered_since = details, None
+        self.gathering = Gathering(purpose + details)
         try:
             rows = self._transport.gather((purpose, value))
+        except PeerError as error:
+            add_note(error, f"torchhooks: rank {self.rank} gathered values for {purpose}{details}")
+            raise
         finally:
-            self.gathers_for = None
+            self.gathering = None
         for rank, (theirs, _) in enumerate(rows):
             if theirs != purpose:
                 raise OtherPurposeError(
@@ -204,6 +219,10 @@ class LoopRanks(Ranks):
             saving._transport = self._transport.for_saving()  # noqa: SLF001 - its own class
             self._saving = saving
         return self._saving
+
+    def has_locally(self, hook: object) -> bool:
+        """Return whether this rank has ``hook``, and another one has none of this class and period."""
+        return any(hook is each for each in self.local_hooks)
 
     def serves(self, device: torch.device) -> bool:
         """Return whether :meth:`gather_on_device` takes tensors on ``device``, which is no CPU."""
@@ -233,8 +252,8 @@ class LoopRanks(Ranks):
             failure=failure,
             group=self.group,
         )
-        if (given := self._given()) is not None:
-            _newest_loop[given] = self
+        if (configured := self._configured()) is not None:
+            _newest_loop[configured] = self
         _connected.append(self)
         speak_as(self.rank)
         return self._transport
@@ -245,23 +264,23 @@ class LoopRanks(Ranks):
             _connected.remove(self)
         if self._transport is not None:
             self._transport.leave()
-        given = self._given()
-        others = [each for each in _connected if each._given() is given]  # noqa: SLF001 - its own class
-        if given is not None and others:
-            _newest_loop[given] = others[-1]
+        configured = self._configured()
+        others = [ranks for ranks in _connected if ranks._configured() is configured]  # noqa: SLF001 - its own class
+        if configured is not None and others:
+            _newest_loop[configured] = others[-1]
         speak_as(_connected[-1].rank if _connected else 0)
 
     def warn_of_environment(self) -> None:
         """Log a warning if this process is alone so far, while ``torchrun`` says that there are others."""
         size = os.environ.get("WORLD_SIZE", "")
-        if self.may_be_late and _place_in_process_group() is None and size.isdecimal() and int(size) > 1:
+        if self.may_be_late and _rank_and_size_in() is None and size.isdecimal() and int(size) > 1:
             self.may_be_late = False  # one warning is enough
             logger.warning("WORLD_SIZE is %s, and torch.distributed is not initialized: %s", size, _ALONE)
 
     def warn_if_late(self) -> None:
         """Log a warning if the process group is newer than the loop."""
-        place = _place_in_process_group()
-        if self.may_be_late and place is not None and place[1] > 1:
+        now = _rank_and_size_in()
+        if self.may_be_late and now is not None and now[1] > 1:
             logger.warning("init_process_group() was called after the loop was created: %s", _ALONE)
         self.may_be_late = False
 
@@ -279,7 +298,7 @@ _connected: list[LoopRanks] = []
 """The ranks of the loops that are not closed, in the order in which they were created."""
 
 
-def checked_ranks(given: Any) -> LoopRanks:
+def checked_ranks(given: object) -> LoopRanks:
     """Return the ranks of a new loop, for its ``ranks`` argument. Logs a warning if there are other processes.
 
     Raises:
@@ -292,7 +311,7 @@ def checked_ranks(given: Any) -> LoopRanks:
     return ranks
 
 
-def _place_in_process_group(group: Any = None) -> tuple[int, int] | None:
+def _rank_and_size_in(group: ProcessGroup | None = None) -> tuple[int, int] | None:
     """Return the rank in ``group``, by default the default process group, and its size; ``None`` if there is none."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
@@ -302,3 +321,32 @@ def _place_in_process_group(group: Any = None) -> tuple[int, int] | None:
 
 def _arguments(ranks: Ranks) -> dict[str, Any]:
     return {name: getattr(ranks, name) for name in ("tick_secs", "lost_after_secs", "stuck_secs", "join_secs", "group")}
+
+
+# -- tensors of which each rank has a part: torch's DTensor, as FSDP2 uses it -----------------------------------------
+
+
+def is_sharded(value: object) -> bool:
+    """Return whether ``value`` is a DTensor."""
+    return dtensors_exist() and isinstance(value, sys.modules["torch.distributed.tensor"].DTensor)
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Have FSDP2 put shards back in place of whole parameters, which it leaves in a module after a forward pass."""
+    modules: list[Any] = [*module.modules()] if dtensors_exist() else []
+    for each in modules:
+        if hasattr(each, "reshard") and hasattr(each, "unshard"):
+            each.reshard()
+
+
+def dtensors_exist() -> bool:
+    """Return whether the process may have a DTensor."""
+    return hasattr(sys.modules.get("torch.distributed.tensor"), "DTensor")  # loaded by whatever creates DTensors
+
+
+def without_partial(tensor: Any) -> Any:
+    """Return the DTensor with the sums in place of summands, if its ranks have these. A collective in that case."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    whole = torch.distributed.tensor.Replicate()
+    return tensor.redistribute(placements=[whole if each.is_partial() else each for each in tensor.placements])

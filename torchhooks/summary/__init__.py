@@ -1,7 +1,7 @@
 """Curves and other summaries: the operations that hooks write, and the writers that they write to.
 
 The functions are public: ``from torchhooks import summary``, then ``summary.histogram("weights", "fc1.weight")``. Read
-``operations`` first. ``writers`` is how a hook finds its writers; ``event_files``, ``json_lines`` and ``trackers`` are
+``operations`` first. ``writers`` is how a hook finds its writers; ``tensorboard``, ``json_lines`` and ``trackers`` have
 writers.
 """
 

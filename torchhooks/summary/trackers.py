@@ -1,213 +1,29 @@
-"""Writers for experiment trackers: Weights & Biases, and MLflow. Give them to hooks as ``summary_writer``.
-
-    with WandbWriter("runs/1", project="mnist") as tracker:
-        hooks = [SummarySaverHook(100, summary_writer=[tracker, JsonLinesWriter("runs/1/curves.jsonl")], ...)]
-
-Both libraries send the points in the background by themselves. The points that a hook writes for one step are one call.
-The run of the tracker is started when a loop opens the writer, or by the first point. So with several ranks, every rank
-can create the writer, and only the rank that writes starts a run.
-
-The libraries are imported when a writer is created: ``pip install torchhooks[wandb]`` or ``torchhooks[mlflow]``.
-"""
+"""Writers for Weights & Biases, MLflow and Prometheus, whose libraries are imported when a writer is created."""
 
 from __future__ import annotations
 
+import html
 import importlib
 import math
 import os
-import posixpath
 import re
-import threading
 import time
-import uuid
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from torchhooks.common.attempts import Attempts
-from torchhooks.common.errors import add_note
+from torchhooks.common.checks import import_optional
 from torchhooks.common.log import logger
-from torchhooks.common.text import flat_config, shown
+from torchhooks.common.text import flat_config
 from torchhooks.summary import operations as summary
+from torchhooks.summary.writers import SummaryWriter
 
-_Pixels = np.ndarray[Any, Any]
-
-_WANDB_BINS = 512  # W&B refuses a histogram with more
-_MLFLOW_METRICS, _MLFLOW_PARAMS, _MLFLOW_LENGTH = 1000, 100, 6000  # MLflow refuses more in a call or in a value
-_MLFLOW_CALLS = 1000  # in flight; with more, the next one waits, so that MLflow's queue does not grow without limit
+_MOST_CALLS = 1000  # in flight, because MLflow's queue has no limit
 
 
-class _TrackerWriter:
-    """Starts the run of the tracker once, and prepares the values."""
-
-    takes_walltime = True  # so hooks pass the wall time of each point
-
-    def __init__(self, **places: Any) -> None:
-        given = [f"{name}={shown(value)}" for name, value in places.items() if value is not None]
-        self._shown = f"{type(self).__name__}({', '.join(given)})"
-        if len(given) != 1:
-            raise ValueError(f"{self!r}: give exactly one of {' and '.join(places)}")
-        self._lock = threading.RLock()
-        self._is_open = self._is_closed = False
-
-    def start_run(self) -> None:
-        """Start the run of the tracker, or continue it, unless that is done. Hooks call this in their ``begin``."""
-        with self._lock:
-            if self._is_closed:
-                raise ValueError(f"{self!r} is closed: write before close(), or create another writer")
-            if not self._is_open:
-                self._start()
-                self._is_open = True
-
-    def add_scalar(self, tag: str, value: Any, step: int, walltime: float | None = None) -> None:
-        """Write one point of the curve ``tag``, at ``walltime``, in seconds since 1970; by default, now."""
-        self.add_points([(tag, value)], step, walltime)
-
-    def add_points(self, points: Iterable[tuple[str, Any]], step: int, walltime: float | None = None) -> None:
-        """Write a point of each of several curves, as pairs (tag, value), in one call; see :meth:`add_scalar`."""
-        self._log_numbers({tag: summary.scalar(tag, tag).number(value) for tag, value in points}, step, walltime)
-
-    def add_image(self, tag: str, image: Any, step: int, walltime: float | None = None) -> None:
-        """Write an image: ``uint8``, of shape (channels, height, width)."""
-        pixels = np.array(image).transpose(1, 2, 0)
-        self._log_pixels(tag, pixels[..., 0] if pixels.shape[2] == 1 else pixels, step, walltime)
-
-    def add_figure(self, tag: str, figure: Any, step: int, walltime: float | None = None) -> None:
-        """Write a matplotlib figure, as an image."""
-        canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
-        canvas.draw()
-        self._log_pixels(tag, np.array(canvas.buffer_rgba()), step, walltime)
-
-    def flush(self) -> None:
-        """Wait until the library has all points, if it can tell."""
-
-    def close(self) -> None:
-        """Finish the run of the tracker, once it has all points.
-
-        The end of a ``with`` block does this too, and after an exception marks that run as failed. Closing twice is
-        harmless.
-        """
-        self._close(failed=False)
-
-    def __repr__(self) -> str:
-        return self._shown
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-            return
-        try:
-            self._close(failed=True)
-        except Exception:  # must not replace the error that the body of the with block raised
-            logger.exception("%r could not send all of its points", self)
-
-    def _start(self) -> None:
-        """Start or continue the run of the tracker. Called once."""
-
-    def _log_numbers(self, numbers: dict[str, float], step: int, walltime: float | None) -> None:
-        """Write the points of ``step``."""
-
-    def _log_pixels(self, tag: str, pixels: _Pixels, step: int, walltime: float | None) -> None:
-        """Write an image of shape (height, width) or (height, width, channels)."""
-
-    def _finish(self, failed: bool) -> None:
-        """Finish the run of the tracker."""
-
-    def _close(self, *, failed: bool) -> None:
-        was_open, self._is_open, self._is_closed = self._is_open, False, True
-        if was_open:
-            try:
-                self.flush()
-            finally:
-                self._finish(failed)
-
-
-class WandbWriter(_TrackerWriter):
-    """A ``summary_writer`` for Weights & Biases.
-
-    >>> with WandbWriter("runs/1", project="mnist", mode="disabled") as writer:  # or "online", "offline"
-    ...     hook = SummarySaverHook(save_steps=4, summary_writer=writer, summary_op={"loss": "loss"})
-    ...     with MonitoredLoop(step, model, optimizer, hooks=[hook], metadata={"lr": 0.1}) as loop:
-    ...         for inputs in loop.until_stop(batches):
-    ...             loss = loop.run(inputs)
-
-    W&B sends the points from a process of its own. The x-axis of every curve is ``global_step``, which each call has,
-    so points may also arrive late. The ``metadata`` of the loop becomes the config of the run. Points of steps that are
-    repeated after a restore are written twice.
-
-    Args:
-        folder: the folder of the run. The file ``wandb-run-id`` in it has the id of the run, which is resumed if there
-            is one. W&B's own files are also in this folder.
-        run: what ``wandb.init`` returned, in place of ``folder``. Closing the writer does not finish it.
-        init: further arguments of ``wandb.init``, such as ``project`` and ``mode``.
-
-    Raises:
-        ImportError: wandb is not installed.
-        ValueError: not exactly one of ``folder`` and ``run`` is given, or ``run`` and further arguments.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str] | None = None, *, run: Any = None, **init: Any) -> None:
-        super().__init__(folder=folder, run=run)
-        if run is not None and init:
-            raise ValueError(f"WandbWriter(run=..., {', '.join(init)}=...): these are arguments for a new run only")
-        self._wandb = library("wandb")
-        self._owns_run = run is None
-        self._run, self._folder, self._init = run, folder, init
-
-    def _start(self) -> None:
-        if self._folder is not None:
-            run_id = _kept_id(self._folder, "wandb-run-id") or self._init.pop("id", None) or uuid.uuid4().hex[:12]
-            _keep_id(self._folder, "wandb-run-id", run_id)
-            given = {"dir": os.fspath(self._folder), "resume": "allow", **self._init, "id": run_id}
-            self._run = self._wandb.init(**given)
-        self._run.define_metric("global_step")
-        self._run.define_metric("*", step_metric="global_step")
-
-    def add_histogram(self, tag: str, values: Any, step: int, walltime: float | None = None) -> None:
-        """Write the distribution of the elements of a tensor or array."""
-        summary.histogram(tag, tag).write(self, values, step, walltime)
-
-    def add_histogram_raw(self, tag: str, *raw: Any, walltime: float | None = None) -> None:
-        """Write a distribution; ``raw`` are the further arguments of torch's ``SummaryWriter.add_histogram_raw``."""
-        *_, bucket_limits, bucket_counts, step = raw
-        # The first limit is the lower one of the first bin, as if an empty bin were before it.
-        together = math.ceil((len(bucket_limits) - 1) / _WANDB_BINS)
-        counts = np.add.reduceat(bucket_counts[1:], range(0, len(bucket_counts) - 1, together))
-        limits = np.array([*bucket_limits[:-1:together], bucket_limits[-1]])
-        self._log({tag: self._wandb.Histogram(np_histogram=(counts, limits))}, step, walltime)
-
-    def add_text(self, tag: str, text: str, step: int, walltime: float | None = None) -> None:
-        """Write a text, a ``str``."""
-        import html  # a twentieth of what it takes to import torchhooks
-
-        self._log({tag: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step, walltime)
-
-    def add_config(self, config: Mapping[str, Any]) -> None:
-        """Write what describes the training run as a whole. Hooks pass the ``metadata`` of the loop."""
-        self.start_run()
-        self._run.config.update(flat_config(config), allow_val_change=True)
-
-    def _log_numbers(self, numbers: dict[str, float], step: int, walltime: float | None) -> None:
-        self._log(numbers, step, walltime)
-
-    def _log_pixels(self, tag: str, pixels: _Pixels, step: int, walltime: float | None) -> None:
-        self._log({tag: self._wandb.Image(pixels)}, step, walltime)
-
-    def _log(self, values: Mapping[str, Any], step: int, walltime: float | None) -> None:
-        self.start_run()
-        self._run.log({**values, "global_step": step, "_timestamp": time.time() if walltime is None else walltime})
-
-    def _finish(self, failed: bool) -> None:
-        if self._owns_run:
-            self._run.finish(exit_code=1 if failed else 0)
-
-
-class MlflowWriter(_TrackerWriter):
+class MlflowWriter(SummaryWriter):
     """A ``summary_writer`` for MLflow.
 
     >>> writer = MlflowWriter("runs/1", tracking_uri="sqlite:///mlflow.db", experiment="mnist")  # doctest: +SKIP
@@ -217,20 +33,13 @@ class MlflowWriter(_TrackerWriter):
     ...         for inputs in loop.until_stop(batches):
     ...             loss = loop.run(inputs)
 
-    MLflow sends points and images from threads of its own. :meth:`flush`, which hooks call before each checkpoint and
-    when the loop closes, waits for the points, and raises their errors. MLflow logs the errors of images. A text is
-    sent at once.
-
-    The ``metadata`` of the loop becomes the parameters of the run, which MLflow never changes: a warning names those
-    that differ in a resumed training run. Points of steps that are repeated after a restore are written twice.
-
-    MLflow has no histograms. Give such an op to a hook that has several writers, one of which has them. Characters that
-    a name must not have in MLflow are replaced: ``"loss %"`` becomes ``"loss _"``. Texts are artifacts.
+    Points of steps that are repeated after a restore are written twice. See
+    :doc:`W&B and MLflow </logging-and-trackers>`.
 
     Args:
-        folder: the folder of the run. The file ``mlflow-run-id`` in it has the id of the run, which is resumed if there
-            is one.
-        run_id: an existing run, in place of ``folder``. Closing the writer does not end it.
+        folder: a folder whose file ``mlflow-run-id`` holds the id of the run, which the next writer with this folder
+            resumes.
+        run_id: an existing run, in place of ``folder``. The writer does not end it.
         tracking_uri: where MLflow keeps its runs; by default what MLflow is configured to use.
         experiment: the name of the experiment of a new run, which is created if it does not exist.
         run_name: the name of a new run; by default MLflow invents one.
@@ -249,110 +58,248 @@ class MlflowWriter(_TrackerWriter):
         experiment: str = "Default",
         run_name: str | None = None,
     ) -> None:
-        super().__init__(folder=folder, run_id=run_id)
-        mlflow = library("mlflow")
+        if (folder is None) == (run_id is None):
+            raise ValueError("MlflowWriter: give exactly one of folder and run_id")
+        mlflow = import_optional("mlflow", "mlflow")
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri)
-        self._owns_run = run_id is None
-        self._calls: deque[Any] = deque()  # in flight
-        self._run_id, self._folder, self._experiment, self._run_name = run_id, folder, experiment, run_name
+        self._folder, self._given_id, self._experiment, self._run_name = folder, run_id, experiment, run_name
+        self._run_id: str | None = None
+        self._calls: list[Any] = []  # in flight
 
-    def _start(self) -> None:
-        if self._folder is None:
-            return
-        self._run_id = _kept_id(self._folder, "mlflow-run-id")
+    def start_run(self) -> Any:
+        """Start or resume the run, unless that is done, and return its id. Hooks call this in their ``begin``."""
         if self._run_id is None:
-            found = self._client.get_experiment_by_name(self._experiment)
-            parent = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
-            self._run_id = str(self._client.create_run(parent, run_name=self._run_name).info.run_id)
-            _keep_id(self._folder, "mlflow-run-id", self._run_id)
-        else:
-            self._client.update_run(self._run_id, status="RUNNING")
+            self._run_id = self._given_id if self._folder is None else self._create_run(self._folder)
+        return self._run_id
 
-    def add_text(self, tag: str, text: str, step: int, walltime: float | None = None) -> None:
-        """Write a text, a ``str``."""
-        self.start_run()
-        self._client.log_text(self._run_id, text, f"{_mlflow_name(tag)}/{step}.txt")
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.add_points([(tag, value)], step)
 
-    def add_config(self, config: Mapping[str, Any]) -> None:
-        """Write what describes the training run as a whole. Hooks pass the ``metadata`` of the loop."""
-        self.start_run()
-        known = self._client.get_run(self._run_id).data.params
-        wanted = {_mlflow_name(name): str(value)[:_MLFLOW_LENGTH] for name, value in flat_config(config).items()}
-        for name in wanted.keys() & known.keys():
-            if wanted[name] != known[name]:
-                message = "%r: MLflow keeps the parameter %r at %s, because it allows no change to %s"
-                logger.warning(message, self, name, shown(known[name]), shown(wanted[name]))
-        params = [self._entities.Param(name, value) for name, value in wanted.items() if name not in known]
-        for batch in _batches(params, _MLFLOW_PARAMS):
-            self._client.log_batch(self._run_id, params=batch, synchronous=True)
+    def add_points(self, points: Iterable[tuple[str, float]], step: int, walltime: float | None = None) -> None:
+        if len(self._calls) == _MOST_CALLS:
+            self.flush()
+        millis = int(1000 * (time.time() if walltime is None else walltime))
+        metrics = [self._entities.Metric(_allowed(tag), value, millis, step) for tag, value in points]
+        self._calls.append(self._client.log_batch(self.start_run(), metrics, synchronous=False))
+
+    def add_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        pixels = image.transpose(1, 2, 0)
+        # Synchronous, because MLflow returns nothing that would tell of an error in the background.
+        self._client.log_image(self.start_run(), pixels, key=_allowed(tag), step=step, synchronous=True)
+
+    def add_figure(self, tag: str, figure: object, step: int) -> None:
+        self._client.log_figure(self.start_run(), figure, f"{_allowed(tag)}/{step}.png")
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self._client.log_text(self.start_run(), text, f"{_allowed(tag)}/{step}.txt")
+
+    def add_config(self, config: Mapping[str, object]) -> None:
+        wanted = {_allowed(name): str(value) for name, value in flat_config(config).items()}
+        kept = self._client.get_run(self.start_run()).data.params
+        if changed := [name for name, value in wanted.items() if kept.get(name, value) != value]:
+            logger.warning("MLflow changes no parameters: the resumed run keeps its %s", ", ".join(changed))
+        new = [self._entities.Param(name, value) for name, value in wanted.items() if name not in kept]
+        self._client.log_batch(self.start_run(), params=new, synchronous=True)
 
     def flush(self) -> None:
-        """Wait until MLflow has all points, and raise the first of the errors that it had."""
-        attempt = Attempts(Exception)
-        calls, self._calls = self._calls, deque()  # at once, because the loop of another thread may flush too
+        """Wait until MLflow has all points, and raise the first of its errors. MLflow itself logs each of them."""
+        calls, self._calls = self._calls, []
         for call in calls:
-            attempt(call.wait)
-        if attempt.errors:
-            add_note(attempt.errors[0], f"torchhooks: {self!r} could not make {len(attempt.errors)} of its calls")
-            raise attempt.errors[0]
+            call.wait()
 
-    def _log_numbers(self, numbers: dict[str, float], step: int, walltime: float | None) -> None:
+    def close(self, status: str = "FINISHED") -> None:
+        """Flush, and end the run, unless it was given. After an exception, a ``with`` block passes ``"FAILED"``."""
+        run_id, self._run_id = self._run_id, None
+        try:
+            self.flush()
+        finally:
+            if run_id is not None and self._folder is not None:
+                self._client.set_terminated(run_id, status)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close("FINISHED" if kind is None else "FAILED")
+
+    def _create_run(self, folder: str | os.PathLike[str]) -> str:
+        id_file = Path(folder, "mlflow-run-id")
+        if id_file.exists() and (run_id := id_file.read_text().strip()):
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        run_id = str(self._client.create_run(experiment_id, run_name=self._run_name).info.run_id)
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(run_id)
+        return run_id
+
+
+def _allowed(tag: str) -> str:
+    return re.sub(r"[^/\w.\- ]", "_", tag)
+
+
+_MOST_BINS = 512  # W&B refuses a histogram with more
+
+
+class WandbWriter(SummaryWriter):
+    """A ``summary_writer`` for Weights & Biases.
+
+    >>> with WandbWriter("runs/1", project="mnist", mode="disabled") as writer:  # or "online", "offline"
+    ...     hook = SummarySaverHook(save_steps=4, summary_writer=writer, summary_op={"loss": "loss"})
+    ...     with MonitoredLoop(step, model, optimizer, hooks=[hook], metadata={"lr": 0.1}) as loop:
+    ...         for inputs in loop.until_stop(batches):
+    ...             loss = loop.run(inputs)
+
+    Points of steps that are repeated after a restore are written twice. See
+    :doc:`W&B and MLflow </logging-and-trackers>`.
+
+    Args:
+        folder: the folder of W&B's files. The file ``wandb-run-id`` in it holds the id of the run, which the next
+            writer with this folder resumes.
+        run: what ``wandb.init`` returned, in place of ``folder``. The writer does not finish it.
+        init: further arguments of ``wandb.init`` for a run of ``folder``, such as ``project``, ``mode`` and ``id``.
+
+    Raises:
+        ImportError: wandb is not installed.
+        ValueError: not exactly one of ``folder`` and ``run`` is given, or ``run`` and further arguments.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, *, run: object = None, **init: object) -> None:
+        if (folder is None) == (run is None) or (run is not None and init):
+            raise ValueError("WandbWriter: give a folder and arguments of wandb.init, or only a run")
+        self._wandb = import_optional("wandb", "wandb")
+        self._folder, self._given_run, self._init = folder, run, init
+        self._run: Any = None
+
+    def start_run(self) -> Any:
+        """Start or resume the run, unless that is done, and return it. Hooks call this in their ``begin``."""
+        if self._run is None:
+            self._run = self._given_run if self._folder is None else self._init_run(self._folder)
+            # The step that W&B counts cannot go back, but hooks write values of a device a few runs later.
+            self._run.define_metric("global_step")
+            self._run.define_metric("*", step_metric="global_step")
+        return self._run
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self._log({tag: value}, step)
+
+    def add_points(self, points: Iterable[tuple[str, float]], step: int, walltime: float | None = None) -> None:
+        self._log(dict(points), step)
+
+    def add_histogram(self, tag: str, values: object, step: int) -> None:
+        """Write the distribution of the elements of a tensor or array."""
+        summary.histogram(tag, tag).write(self, values, step)
+
+    def add_histogram_raw(self, tag: str, *raw: Any) -> None:
+        *_, limits, counts, step = raw
+        joined = math.ceil((len(counts) - 1) / _MOST_BINS)
+        # The first bin is empty: its upper limit is the lower limit of the second bin.
+        counts, edges = np.add.reduceat(counts, range(1, len(counts), joined)), [*limits[:-1:joined], limits[-1]]
+        self._log({tag: self._wandb.Histogram(np_histogram=(counts, edges))}, step)
+
+    def add_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        self._log({tag: self._wandb.Image(image.transpose(1, 2, 0))}, step)
+
+    def add_figure(self, tag: str, figure: object, step: int) -> None:
+        """Write a matplotlib figure, as an image."""
+        importlib.import_module("matplotlib.pyplot")  # wandb.Image expects it to be imported
+        self._log({tag: self._wandb.Image(figure)}, step)
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self._log({tag: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step)
+
+    def add_config(self, config: Mapping[str, object]) -> None:
+        self.start_run().config.update(flat_config(config), allow_val_change=True)
+
+    # No flush(): W&B's own process already has the values, and cannot be waited for before the run is finished.
+
+    def close(self, exit_code: int = 0) -> None:
+        """Finish the run, unless it was given. After an exception, a ``with`` block passes 1."""
+        run, self._run = self._run, None
+        if run is not None and self._folder is not None:
+            run.finish(exit_code=exit_code)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(exit_code=0 if kind is None else 1)
+
+    def _init_run(self, folder: str | os.PathLike[str]) -> Any:
+        id_file = Path(folder, "wandb-run-id")
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        run_id = id_file.read_text().strip() if id_file.exists() else ""
+        run = self._wandb.init(**{"dir": os.fspath(folder), "id": run_id or None, "resume": "allow", **self._init})
+        if run.id != run_id:  # otherwise the file stays as it is, because a kill could leave it empty
+            id_file.write_text(run.id)
+        return run
+
+    def _log(self, values: Mapping[str, object], step: int) -> None:
+        self.start_run().log({**values, "global_step": step})
+
+
+class PrometheusWriter(SummaryWriter):
+    """A ``summary_writer`` whose newest points Prometheus reads from a port of this process.
+
+    >>> with PrometheusWriter(9400, run="mnist") as writer:
+    ...     hook = SummarySaverHook(save_steps=4, summary_writer=writer, summary_op={"loss": "loss"})
+    ...     with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...         for inputs in loop.until_stop(batches):
+    ...             loss = loop.run(inputs)
+
+    ``http://host:9400/metrics`` then has ``torchhooks_loss{run="mnist",rank="0"} 0.25``. Other characters of a tag than
+    letters and digits become ``_``. ``torchhooks_step`` is the step of the newest point. ``torchhooks_time_seconds`` is
+    the time when it was written; before the first point, the time when the port was opened.
+
+    A thread of prometheus_client answers. Every rank can create the writer, because the port is opened when a loop
+    opens the writer, or by the first point. Anyone who can reach the port can read the values.
+
+    Args:
+        port: the port to listen on; 0 chooses a free one, which :attr:`port` is then.
+        run: the name of the training run, the label ``run``.
+        rank: the label ``rank``.
+        addr: the address to listen on; ``"127.0.0.1"`` answers only this machine.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+        OSError: from the start of the loop, another process listens on the port.
+    """
+
+    def __init__(self, port: int, run: str = "", rank: int = 0, *, addr: str = "0.0.0.0") -> None:
+        self._client = import_optional("prometheus_client", "prometheus")
+        self._registry = self._client.CollectorRegistry()
+        self._labels = {"run": run, "rank": str(rank)}
+        self._gauges: dict[str, Any] = {}
+        self._step, self._time = self._new_gauge("step"), self._new_gauge("time_seconds")
+        self._addr = addr
+        self._server: Any = None
+        self.port = port
+        """The port."""
+
+    def start_run(self) -> None:
+        """Open the port, unless it is open. Hooks call this in their ``begin``."""
+        if self._server is None:
+            self._time.set_to_current_time()
+            self._server, _ = self._client.start_http_server(self.port, self._addr, self._registry)
+            self.port = self._server.server_port
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Set the value of ``tag``.
+
+        Raises:
+            ValueError: another tag has the same name in Prometheus.
+        """
         self.start_run()
-        millis = _millis(walltime)
-        metrics = [self._entities.Metric(_mlflow_name(tag), value, millis, step) for tag, value in numbers.items()]
-        for batch in _batches(metrics, _MLFLOW_METRICS):
-            if len(self._calls) >= _MLFLOW_CALLS:
-                self._calls.popleft().wait()
-            self._calls.append(self._client.log_batch(self._run_id, metrics=batch, synchronous=False))
+        if tag not in self._gauges:
+            self._gauges[tag] = self._new_gauge(tag)
+        self._gauges[tag].set(value)
+        self._step.set(step)
+        self._time.set_to_current_time()
 
-    def _log_pixels(self, tag: str, pixels: _Pixels, step: int, walltime: float | None) -> None:
-        self.start_run()
-        where = {"key": _mlflow_name(tag), "step": step, "timestamp": _millis(walltime)}
-        self._client.log_image(self._run_id, pixels, **where, synchronous=False)
+    def close(self) -> None:
+        """Close the port. A later point opens it again."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
 
-    def _finish(self, failed: bool) -> None:
-        if self._owns_run:
-            self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
-
-
-def library(name: str, extra: str | None = None) -> Any:
-    """Return the library ``name``, which the extra of torchhooks of that name installs, or ``extra``."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{name} cannot be imported: pip install torchhooks[{extra or name}], or pip install {name}"
-        ) from error
-
-
-def _kept_id(folder: str | os.PathLike[str], name: str) -> str | None:
-    """Return the id that an earlier process kept in ``folder``, if any."""
-    try:
-        with open(os.path.join(folder, name), encoding="utf-8") as file:
-            return file.read().strip() or None
-    except FileNotFoundError:
-        return None
-
-
-def _keep_id(folder: str | os.PathLike[str], name: str, run_id: str) -> None:
-    """Write the id atomically: a part of it would be another id."""
-    os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, name)
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        file.write(run_id + "\n")
-    os.replace(f"{path}.tmp", path)
-
-
-def _millis(walltime: float | None) -> int:
-    return int(1000 * (time.time() if walltime is None else walltime))
-
-
-def _mlflow_name(tag: str) -> str:
-    """Return ``tag`` as MLflow accepts it: some characters are not allowed, nor is a path with empty parts."""
-    name = posixpath.normpath(re.sub(r"[^/\w.\- ]", "_", tag)).lstrip("./")
-    return name or "_"
-
-
-def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
-    return (items[start : start + size] for start in range(0, len(items), size))
+    def _new_gauge(self, tag: str) -> Any:
+        name = "torchhooks_" + re.sub(r"\W", "_", tag, flags=re.ASCII)
+        gauge = self._client.Gauge(name, f"the curve {tag}", list(self._labels), registry=self._registry)
+        return gauge.labels(**self._labels)

@@ -1,20 +1,286 @@
-"""The writers that hooks write to, and the START of a session, which hooks with the same writer share."""
+"""Writers: what one may have, TensorBoard's one for each folder, and where a hook writes.
+
+All hooks that write to one place share its writer, and the START of a session.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
-from torchhooks.common.attempts import Attempts
+import numpy as np
+
 from torchhooks.common.checks import folder
+from torchhooks.common.errors import Attempts
+from torchhooks.common.files import place
 from torchhooks.common.text import shown
-from torchhooks.summary.operations import SummaryWriterCache, add_session_log, shared_name, write_config
 
-_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
+
+_Path = str | os.PathLike[str]
+
+
+class SummaryWriter:
+    """Base class of writers of curves: all that hooks ask of one. Pass writers to hooks as ``summary_writer``.
+
+    >>> class Printer(SummaryWriter):
+    ...     def add_scalar(self, tag, value, step):
+    ...         print(step, tag, value)
+    >>> hook = SummarySaverHook(save_steps=4, summary_writer=Printer(), summary_op={"rate": "lr"})
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[hook]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    1 rate 0.1
+    5 rate 0.1
+
+    Hooks also take a writer that does not derive from this class: ``torch.utils.tensorboard.SummaryWriter``, or any
+    object with ``add_scalar`` and ``flush``. Of such an object, they also call ``add_histogram``, ``add_image``,
+    ``add_text``, ``add_figure`` and ``purge_from``, if it has them.
+    """
+
+    log_dir: str | os.PathLike[str] | None = None
+    """The place that is written to. Two writers with one place share the beginning of a session."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> object:
+        """Write one point of the curve ``tag``. Every writer overrides this."""
+        raise TypeError(f"{type(self).__name__} has no add_scalar(tag, value, step): override it")
+
+    def flush(self) -> object:
+        """Make everything written so far survive a crash of the process. Hooks call it before each checkpoint."""
+
+    def close(self) -> object:
+        """Release what the writer has opened. Hooks never close a writer that they were given."""
+
+    def add_points(self, points: Iterable[tuple[str, float]], step: int, walltime: float | None = None) -> None:
+        """Write a point of each of several curves, as pairs (tag, value). Hooks write all scalars through this.
+
+        Args:
+            points: the pairs. By default, :meth:`add_scalar` is called with each.
+            step: the global step.
+            walltime: the time of the points in seconds since 1970; by default, now.
+        """
+        for tag, value in points:
+            self.add_scalar(tag, value, step)
+
+    # What a writer cannot write unless it overrides the method. Hooks find out by writes(), before the first run.
+
+    def add_histogram(self, tag: str, values: np.ndarray, step: int) -> object:
+        """Write the distribution of the elements of ``values``, a flat float64 array."""
+
+    def add_histogram_raw(self, tag: str, *raw: Any) -> object:
+        """Write a distribution that is counted already. ``raw`` are the further arguments of torch's method, and step.
+
+        A writer that overrides this, and no subclass of it :meth:`add_histogram` alone, never gets the elements: only
+        the counts of their bins are copied from a device.
+        """
+
+    def add_image(self, tag: str, image: np.ndarray, step: int) -> object:
+        """Write an image: a ``uint8`` array of shape (channels, height, width)."""
+
+    def add_text(self, tag: str, text: str, step: int) -> object:
+        """Write a text."""
+
+    def add_figure(self, tag: str, figure: object, step: int) -> object:
+        """Write a matplotlib figure."""
+
+    # What hooks tell every writer. The defaults do nothing.
+
+    def start_run(self) -> object:
+        """Begin: a loop opens the writer. A tracker starts its run here, because that takes time."""
+
+    def add_config(self, config: Mapping[str, object]) -> object:
+        """Write what describes the training run as a whole, the ``metadata`` of its loop."""
+
+    def purge_from(self, step: int) -> object:
+        """Remove the points of ``step`` and later, which a resumed training run repeats. Called in its first run."""
+
+    def add_session_log(
+        self, status: Literal["START", "CHECKPOINT"], step: int, checkpoint_path: _Path | None = None
+    ) -> object:
+        """Note that a session starts with ``step`` or was saved at ``step``, as in the event files of TensorFlow.
+
+        On a START, TensorBoard discards what it has read for ``step`` and later, so it precedes the points of that
+        step.
+        """
+
+    # How hooks find out what a writer takes, and write all but scalars. An adapter overrides these.
+
+    def writes(self, kind: str) -> bool:
+        """Return whether the writer has its own ``add_<kind>``, such as ``add_histogram`` or ``add_image``."""
+        return getattr(type(self), f"add_{kind}") is not getattr(SummaryWriter, f"add_{kind}")
+
+    def why_not(self, kind: str, wanted_by: object) -> str:
+        """Return the message of the error that ``wanted_by`` needs what the writer does not write."""
+        return _message(self, f"add_{kind}", wanted_by)
+
+    @property
+    def takes_counts(self) -> bool:
+        """Whether the writer wants histograms as counts of bins, so that it needs no elements."""
+        return overrides_first(self, "add_histogram_raw", "add_histogram")
+
+    def write(self, kind: str, tag: str, value: Iterable[object], step: int, walltime: float | None) -> None:
+        """Write a summary other than a scalar: call ``add_<kind>(tag, *value, step)``."""
+        getattr(self, f"add_{kind}")(tag, *value, step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close()
+
+
+class ForeignWriter(SummaryWriter):
+    """A writer that does not derive from SummaryWriter. Only this class looks for the methods of one by their names."""
+
+    def __init__(self, writer: object) -> None:
+        for name in ("add_scalar", "flush"):
+            if not callable(getattr(writer, name, None)):
+                raise TypeError(_message(writer, name, "every hook that writes"))
+        self.writer: Any = writer
+        self.log_dir = getattr(writer, "log_dir", None)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.writer.add_scalar(tag, value, step)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def purge_from(self, step: int) -> None:
+        if callable(getattr(self.writer, "purge_from", None)):
+            self.writer.purge_from(step)
+
+    def writes(self, kind: str) -> bool:
+        return callable(getattr(self.writer, f"add_{kind}", None))
+
+    def why_not(self, kind: str, wanted_by: object) -> str:
+        return _message(self.writer, f"add_{kind}", wanted_by)
+
+    @property
+    def takes_counts(self) -> bool:
+        return overrides_first(self.writer, "add_histogram_raw", "add_histogram")
+
+    def write(self, kind: str, tag: str, value: Iterable[object], step: int, walltime: float | None) -> None:
+        getattr(self.writer, f"add_{kind}")(tag, *value, step)
+
+
+def _message(writer: object, method: str, wanted_by: object) -> str:
+    needs = f"summary writer {type(writer).__name__} has no {method}(), which {wanted_by} needs"
+    return f"{needs}; add one with TensorBoard's signature, or give torch.utils.tensorboard.SummaryWriter"
+
+
+def overrides_first(writer: object, method: str, other: str) -> bool:
+    """Return whether ``writer``, or the first of its classes that has one of two methods, has ``method``."""
+    # A subclass of torch's writer may override add_histogram alone, and wants to be called then.
+    for names in (getattr(writer, "__dict__", {}), *map(vars, type(writer).__mro__)):
+        if method in names or other in names:
+            return method in names
+    return False
+
+
+def as_writer(writer: object) -> SummaryWriter:
+    """Return ``writer`` if it derives from SummaryWriter, and otherwise an adapter for it.
+
+    Raises:
+        TypeError: ``writer`` has no ``add_scalar``, or no ``flush``.
+    """
+    if isinstance(writer, SummaryWriter):
+        return writer
+    # Not imported here: if the module is not loaded, the writer cannot be torch's.
+    torchs = getattr(sys.modules.get("torch.utils.tensorboard.writer"), "SummaryWriter", ())
+    if isinstance(writer, torchs):
+        adapted: SummaryWriter = _import_tensorboard("torchhooks.summary.tensorboard").TorchWriter(writer)
+        return adapted
+    return ForeignWriter(writer)
+
+
+class SummaryWriterCache:
+    """One TensorBoard writer per directory, shared by all hooks that write there (``tf.summary.FileWriterCache``).
+
+    >>> writer = SummaryWriterCache.get("runs/1")
+    >>> writer.add_scalar("accuracy", 0.9, 100)
+    >>> writer is SummaryWriterCache.get("runs/1/")
+    True
+    >>> SummaryWriterCache.close("runs/1")
+    """
+
+    _lock = threading.RLock()  # reentrant, because clear() calls close()
+    _open: ClassVar[dict[str, TensorBoardWriter]] = {}
+    # A closed writer that is still referenced can be written to, and torch then opens a new file for it. The next close
+    # of the directory has to close that file as well.
+    _handed_out: ClassVar[weakref.WeakKeyDictionary[TensorBoardWriter, str]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def get(cls, logdir: _Path) -> TensorBoardWriter:
+        """Return the writer of ``logdir``, created at first use.
+
+        All names of a directory are the same: ``"a"``, ``"a/"``, ``Path("a")``, its absolute path, a symbolic link.
+        """
+        key = shared_name(logdir)
+        with cls._lock:
+            if key not in cls._open:
+                cls._open[key] = writer = _new_writer(key)
+                cls._handed_out[writer] = key
+            return cls._open[key]
+
+    @classmethod
+    def close(cls, logdir: _Path) -> None:
+        """Flush, close and forget the writers of ``logdir``. Does nothing if there is none."""
+        key = shared_name(logdir)
+        with cls._lock, ExitStack() as closing:  # the stack closes all of them, even if closing one fails
+            for writer, directory in cls._handed_out.items():
+                if directory == key:
+                    closing.callback(writer.close)
+            cls._open.pop(key, None)  # after the loop, because this may be the only reference to the writer
+
+    @classmethod
+    def clear(cls) -> None:
+        """Flush, close and forget all writers."""
+        with cls._lock, ExitStack() as closing:
+            for directory in set(cls._handed_out.values()):
+                closing.callback(cls.close, directory)
+
+
+def shared_name(logdir: _Path) -> str:
+    """Return the one name that all names of the directory ``logdir`` stand for; ``gs://...`` stays as it is."""
+    path = place(os.fsdecode(logdir))
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
+
+
+def _new_writer(folder: str) -> TensorBoardWriter:
+    if "://" in folder:  # a remote store, such as gs://, which TensorBoard's own writer supports
+        return _import_tensorboard("torch.utils.tensorboard").SummaryWriter(folder)  # type: ignore[no-any-return]
+    return _import_tensorboard("torchhooks.summary.tensorboard").DirectSummaryWriter(folder)  # type: ignore[no-any-return]
+
+
+def _import_tensorboard(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        way_out = "pip install tensorboard, or give a summary_writer of your own"
+        raise ImportError(f"event files need tensorboard, which cannot be imported: {way_out}") from error
+
+
+# -- where a hook writes -----------------------------------------------------------------------------------------------
+
+
+class _Session(Protocol):
+    """The part of :class:`torchhooks.Session` that decides where the points of a loop begin."""
+
+    @property
+    def metadata(self) -> Mapping[str, object]: ...
+    @property
+    def was_restored(self) -> bool: ...
+    @property
+    def begun_at(self) -> int: ...
+    @property
+    def global_step(self) -> int: ...
 
 
 class WriterTarget:
@@ -23,14 +289,14 @@ class WriterTarget:
     Args:
         output_dir: the folder of an event file.
         summary_writer: a writer, or a list or tuple of several.
-        starts_session: whether the hook writes the session's START.
+        starts_session: whether every session has a START in event files, and not only a resumed one.
 
     Raises:
         ValueError: both places are given, or an empty list.
         TypeError: ``output_dir`` is not a path.
     """
 
-    def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool = False) -> None:
+    def __init__(self, output_dir: object, summary_writer: object, *, starts_session: bool = False) -> None:
         if output_dir is not None:
             folder(output_dir, "output_dir")
         if output_dir is not None and summary_writer is not None:
@@ -40,214 +306,123 @@ class WriterTarget:
                 f"summary_writer={shown(summary_writer)}: must be a writer, such as JsonLinesWriter(...): for the "
                 "folder of an event file, give output_dir="
             )
-        self._is_several = isinstance(summary_writer, (list, tuple))
-        if self._is_several and not summary_writer:
+        if isinstance(summary_writer, (list, tuple)) and not summary_writer:
             raise ValueError(f"summary_writer={summary_writer!r}: give at least one writer, or None")
-        given = summary_writer if self._is_several else [summary_writer]
-        self._parts = [_OneWriter(output_dir, one, starts_session=starts_session) for one in given]
-        self.writer: Any = None
-        """The writer, or a tuple of several, from :meth:`open` to :meth:`close`; ``None`` if there is nowhere to write.
+        # Resolved once: os.chdir or a changed link must not make close() look for another writer than open() created.
+        self._folder = None if output_dir is None else shared_name(output_dir)  # type: ignore[arg-type]  # checked above
+        given = summary_writer if isinstance(summary_writer, (list, tuple)) else [summary_writer]
+        self._given = [one for one in given if one is not None]
+        self.starts_session = starts_session
+        self.writers: tuple[SummaryWriter, ...] = ()
+        """The writers, from :meth:`open` to :meth:`close`; empty if there is nowhere to write."""
+        self.is_started = True
+        """Whether this hook has no START left to write."""
+        self._places: list[_Place] = []  # of the writers
 
-        The functions of :mod:`torchhooks.summary` take either.
-        """
+    def open(self) -> tuple[SummaryWriter, ...]:
+        """Open the writers, and return them."""
+        self.writers, self._places = (), []
+        for one in self._given if self._folder is None else (None,):
+            self._open(one)
+        self.is_started = not self.writers
+        return self.writers
 
-    def open(self) -> Any:
-        """Open the writers, and return :attr:`writer`."""
-        writers = tuple(part.open() for part in self._parts)
-        self.writer = writers if self._is_several else writers[0]
-        return self.writer
+    def _open(self, given: object) -> None:
+        with _lock:  # so that no other hook closes the writer before this one is known
+            writer = as_writer(SummaryWriterCache.get(self._folder) if self._folder is not None else given)
+            name = id(given) if writer.log_dir is None else shared_name(writer.log_dir)
+            place = _places.setdefault(name, _Place())
+            place.targets.add(self)
+            place.folder = self._folder or place.folder
+            self.writers += (writer,)
+            self._places.append(place)
+            writer.start_run()
 
     def close(self) -> None:
         """Flush the writers, even if one fails. Close the writer of an ``output_dir`` if no other target has it."""
-        self.writer = None
+        writers, self.writers = self.writers, ()
         attempt = Attempts()
-        for part in self._parts:
-            attempt(part.close)
+        for writer in writers:
+            attempt(writer.flush)
+        with _lock:
+            places, self._places = self._places, []
+            for place in places:
+                place.targets.discard(self)
+                if place.folder is not None and not place.targets:
+                    attempt(SummaryWriterCache.close, place.folder)
         attempt.raise_errors("several writers could not be closed")
 
-    def claim(self, tags: Iterable[str], hook: object) -> dict[str, object]:
-        """Record that ``hook`` writes ``tags``; return the tags that another hook writes there, and that hook."""
-        tags = tuple(tags)
-        return {tag: other for part in self._parts for tag, other in part.claim(tags, hook).items()}
+    def session_created(self, session: _Session) -> None:
+        """Record the session of the loop. Write its metadata, unless there was an earlier session at the place."""
+        with _lock:
+            for writer, place in zip(self.writers, self._places, strict=True):
+                if place.session is None and not place.is_started:
+                    place.session = session
+                    if session.metadata:
+                        writer.add_config(session.metadata)
 
-    def session_created(self, step: int, last_written: int | None, metadata: Mapping[str, Any] = _NO_METADATA) -> bool:
-        """Record that the loop has a session, at ``step``. After a recovery, have the writers purge repeated points.
+    def start_session(self) -> None:
+        """Write the START of the session, unless it is written. Called in the first run, before any point."""
+        if self.is_started:
+            return
+        with _lock:  # the loop of another thread must not write a point until the START is written
+            for writer, place in zip(self.writers, self._places, strict=True):
+                place.start_session(writer, self)
+        self.is_started = True
 
-        The writers get the ``metadata`` of the first session of the loop, if there is any.
+    def writer_at(self, place: _Place) -> SummaryWriter:
+        """Return the open writer of this target at ``place``."""
+        return self.writers[self._places.index(place)]
 
-        Returns whether the point of ``last_written``, the last step that the hook wrote, was removed by any of them, so
-        that the hook has to write again from ``step`` on.
-        """
-        # A list, not a generator: every writer has to purge.
-        removed = [part.session_created(step, last_written, metadata) for part in self._parts]
-        return any(removed)
-
-    def start_session(self, begun_at: int, step: int) -> None:
-        """Write the session's START once, in the first run, which took the session from ``begun_at`` to ``step``."""
-        for part in self._parts:
-            part.start_session(begun_at, step)
-
-    @property
-    def start_is_written(self) -> bool:
-        """Whether the session's START is written at each place."""
-        return all(part.start_is_written for part in self._parts)
-
-    def start_session_alone(self, begun_at: int, step: int) -> None:
-        """Write a START for a hook that has none of its own, in the first run, unless another hook there does."""
-        for part in self._parts:
-            part.start_session_alone(begun_at, step)
-
-    def session_started_by_another(self) -> bool:
-        """Return whether another hook writes the session's START, at each place of this one."""
-        return all(part.session_started_by_another() for part in self._parts)
-
-    @classmethod
-    def flush_all(cls) -> None:
+    @staticmethod
+    def flush_all() -> None:
         """Flush every open writer. Before a checkpoint, because a restored run does not write earlier points again."""
-        _OneWriter.flush_all()
-
-
-class _OneWriter:
-    """One writer of a hook: the given one, or the one cached for ``output_dir``.
-
-    Targets are at the same place if their writers have the same ``log_dir``, or are the same object. The loops of
-    several threads, and a loop that runs within another one, may have targets at the same place: they write to one
-    file, which is closed with the last of them. A loop that starts while another one has a session writes no START to
-    event files, because that would void the points of the other loop.
-    """
-
-    _lock = threading.Lock()
-    _start_lock = threading.RLock()  # reentrant, because the writer of a user may run a loop; taken before _lock
-    _all_open: ClassVar[weakref.WeakSet[_OneWriter]] = weakref.WeakSet()
-
-    def __init__(self, output_dir: Any, summary_writer: Any, *, starts_session: bool) -> None:
-        # Resolved once: os.chdir or a changed link must not make close() look for another writer than open() created.
-        self._folder = None if output_dir is None else shared_name(output_dir)
-        self._given = summary_writer
-        self._has_session = False
-        self._is_within_another = False
-        self.starts_session = starts_session
-        """Whether the hook writes the session's START."""
-        self.start_is_written = self.config_is_written = False
-        self.tags: dict[str, object] = {}
-        """The tags that are known to be written, and the hook that writes them."""
-        self.writer: Any = None
-        """The writer, from :meth:`open` to :meth:`close`; ``None`` if the hook has nowhere to write."""
-        self.place: object = None
-        """Where it writes, found out once, because that reads links from the disk."""
-
-    def open(self) -> Any:
-        """Open the writer, and return it."""
-        self._has_session = self.start_is_written = self.config_is_written = False
-        self.tags = {}
-        with self._lock:  # so that no other target closes the writer before this one is known
-            self.writer = self._given if self._folder is None else SummaryWriterCache.get(self._folder)
-            self.place = _place(self.writer)
-            # Targets of one loop are all opened before it has a session. A target that has one is of another loop.
-            self._is_within_another = any(target._has_session for target in self._others_at_this_place())  # noqa: SLF001 - its own class
-            self._all_open.add(self)
-        if hasattr(self.writer, "start_run"):  # of a tracker: better now than in the first run, because it takes time
-            self.writer.start_run()
-        return self.writer
-
-    def close(self) -> None:
-        """Flush the writer. Close it too if no other target has it, unless it was given to the hook."""
-        with self._lock:
-            writer, self.writer = self.writer, None
-            self._all_open.discard(self)
-            is_shared = any(target.writer is writer for target in self._all_open)
-            if self._folder is not None and not is_shared:
-                SummaryWriterCache.close(self._folder)
-                return
-        if writer is not None:
-            writer.flush()
-
-    def claim(self, tags: tuple[str, ...], hook: object) -> dict[str, object]:
-        if self.writer is None:
-            return {}
-        with self._lock:
-            others = self._others_at_this_place()
-            taken = {tag: other.tags[tag] for other in others for tag in tags if tag in other.tags}
-            self.tags.update((tag, hook) for tag in tags if tag not in taken)
-        return taken
-
-    def session_created(self, step: int, last_written: int | None, metadata: Mapping[str, Any]) -> bool:
-        recovered, self._has_session = self._has_session, True
-        if metadata and not recovered and self.writer is not None:
-            with self._lock:
-                is_written = any(target.config_is_written for target in self._others_at_this_place())
-                self.config_is_written = True
-            if not is_written:
-                write_config(self.writer, metadata)
-        if not recovered or not self._can_purge():
-            return False
-        self.writer.purge_from(step + 1)
-        return last_written is not None and last_written > step
-
-    def start_session(self, begun_at: int, step: int) -> None:
-        """Write the session's START once.
-
-        A START makes TensorBoard discard the points of its step and later ones that it has already read. So the first
-        hook at a place writes the START of every hook there: a later hook's START would void the first hook's point.
-        """
-        if not self.starts_session or self.start_is_written:
-            return
-        with self._start_lock:  # a loop of another thread must not write a point until its START is written here
-            if self.start_is_written:
-                return
-            with self._lock:
-                others = [] if self._is_within_another and not self._can_purge() else self._others_at_this_place()
-            for target in (self, *others):
-                if target.starts_session and not target.start_is_written:
-                    self._write_start(begun_at, step)
-                    target.start_is_written = True
-
-    def start_session_alone(self, begun_at: int, step: int) -> None:
-        """Write a START, unless another hook at the place does.
-
-        A writer that can purge is told in any session. In event files, only a session that continues from a later step
-        than 0 has this START: TensorFlow does not write it.
-        """
-        if self.session_started_by_another():
-            return
-        if self._can_purge():
-            self._write_start(begun_at, step)
-        elif begun_at:
-            # TensorBoard's server takes the first START in a folder for the beginning, and discards nothing.
-            self._write_start(begun_at, step)
-            self._write_start(begun_at, step)
-
-    def session_started_by_another(self) -> bool:
-        """Return whether another hook writes the session's START at this place."""
-        with self._lock:
-            return any(target.starts_session for target in self._others_at_this_place())
-
-    @classmethod
-    def flush_all(cls) -> None:
-        """Flush every open writer."""
-        with cls._lock:
-            targets = list(cls._all_open)
+        with _lock:
+            targets = {target for place in _places.values() for target in place.targets}
         for target in targets:
-            writer = target.writer  # read once, because the loop of another thread may close the target
-            if writer is not None:
+            for writer in target.writers:  # read once, because the loop of another thread may close the target
                 writer.flush()
 
-    def _write_start(self, begun_at: int, step: int) -> None:
-        # With the first step that the session makes. Unlike TensorFlow's, which has the step after the first run, it
-        # voids exactly the points that are written again, even if the first run makes no step or several.
-        if self._can_purge():
-            self.writer.purge_from(begun_at + 1 if begun_at else 0)
-        elif self.writer is not None and not self._is_within_another:
-            add_session_log(self.writer, "START", begun_at + 1 if begun_at else min(step, 1))
 
-    def _can_purge(self) -> bool:
-        return callable(getattr(self.writer, "purge_from", None))
+class _Place:
+    """A folder, or a writer without a folder, and what the hooks that write there share while they have it open.
 
-    def _others_at_this_place(self) -> list[_OneWriter]:
-        """Return the other open targets at the place of this one. The caller holds the lock."""
-        return [target for target in self._all_open if target is not self and target.place == self.place]
+    The loops of several threads, and a loop within another one, may write to the same place. The place then has one
+    file, which is closed with the last of the loops, and the START of the first loop alone: on a START, TensorBoard
+    discards the points of its step and of later steps that it has read, and some may be points of another loop.
+    """
+
+    def __init__(self) -> None:
+        self.targets: weakref.WeakSet[WriterTarget] = weakref.WeakSet()  # forgets those of a loop that is never closed
+        self.folder: str | None = None
+        """The folder whose cached writer is closed with the last target."""
+        self.session: _Session | None = None
+        """The first session here, until its START is written."""
+        self.is_started = False
+
+    def start_session(self, writer: SummaryWriter, target: WriterTarget) -> None:
+        """Write the START of the first session here, unless it is written. ``writer`` is the one of ``target`` here."""
+        session, self.session = self.session, None
+        if session is None:
+            return
+        self.is_started = True
+        is_resumed = session.was_restored or session.begun_at > 0
+        # Unlike TensorFlow's START, which has the step after the first run, this one has the first step of the session:
+        # it voids what is written again, even if the first run makes no step, or several.
+        step = session.begun_at + 1 if session.begun_at else min(session.global_step, 1)
+        if is_resumed:
+            writer.purge_from(step)
+        # This target first: the others are in no order.
+        starting = [each for each in (target, *self.targets) if each.starts_session]
+        if starting:
+            starting[0].writer_at(self).add_session_log("START", step)
+        elif is_resumed:
+            # Twice, because TensorBoard's server takes the first START in a folder for its beginning, and the sessions
+            # that began at step 0 wrote none, as in TensorFlow.
+            writer.add_session_log("START", step)
+            writer.add_session_log("START", step)
 
 
-def _place(writer: Any) -> object:
-    folder = getattr(writer, "log_dir", None)
-    return id(writer) if folder is None else shared_name(folder)
+# Guards the places. Reentrant, because the writer of a user may run a loop.
+_lock = threading.RLock()
+_places: weakref.WeakValueDictionary[object, _Place] = weakref.WeakValueDictionary()

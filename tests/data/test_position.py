@@ -1,0 +1,1337 @@
+"""A training run that is resumed in another process continues with the next batch, whatever its data are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from support.examples import examples
+from support.processes import call
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from torchhooks import (
+    AbortedError,
+    CheckpointError,
+    CheckpointSaverHook,
+    MonitoredLoop,
+    Saver,
+    Scaffold,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StopAtStepHook,
+    latest_checkpoint,
+)
+from torchhooks.common.files import Disk
+from torchhooks.data.resuming import rest_of_range
+from torchhooks.testing import RecordingHook, plain
+
+Lines = list[tuple[str, str]]
+
+# -- a training run in which everything draws random numbers, stopped at every step and resumed in another process ----
+
+EPOCHS, BATCHES, BATCH = 2, 4, 3
+STEPS = EPOCHS * BATCHES
+
+
+class Points(Dataset[torch.Tensor]):
+    """A dataset of points. If it is ``noisy``, a point differs each time that it is read."""
+
+    def __init__(self, noisy: bool) -> None:
+        self.points = torch.linspace(-1, 1, BATCHES * BATCH - 1).unsqueeze(1)  # so that the last batch is smaller
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.points[index] + (0.01 * torch.rand(1) if self.noisy else 0.0)
+
+
+def stateful(workers: int, noisy: bool) -> Iterable[torch.Tensor]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader: Iterable[torch.Tensor] = StatefulDataLoader(Points(noisy), BATCH, shuffle=True, num_workers=workers)
+    return loader
+
+
+def data(kind: str) -> Iterable[torch.Tensor]:
+    match kind:
+        case "list":
+            return list(DataLoader(Points(noisy=False), BATCH))
+        case "generator":
+            return DataLoader(Points(noisy=True), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+        case "stateful":
+            return stateful(0, noisy=True)
+        case "stateful-workers":  # without noise, because its state does not contain the random states of workers
+            return stateful(2, noisy=False)
+    return DataLoader(Points(noisy=True), BATCH, shuffle=True, num_workers=2 if kind == "workers" else 0)
+
+
+class Training:
+    """Dropout, batch norm, Adam, a schedule by epochs, and three sources of noise; ``seen`` are the batches by step."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        layers = nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1)
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.data = data(kind)
+        self.seen: dict[str, Any] = {}
+
+    def step(self, inputs: torch.Tensor) -> torch.Tensor:
+        noise = 0.01 * torch.randn_like(inputs) + 0.01 * random.random() + 0.01 * np.random.rand()
+        self.optimizer.zero_grad()
+        loss = F.mse_loss(self.model(inputs + noise), inputs.sin())
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        self.optimizer.step()
+        return loss
+
+    def run(
+        self, directory: Path, *hooks: SessionRunHook, every: int = 100, signals: Iterable[str] = ()
+    ) -> dict[str, Any]:
+        """Resume from the folder, and train to the end of the data or until a hook stops the loop."""
+        with MonitoredLoop(
+            self.step,
+            self.model,
+            self.optimizer,
+            hooks=[*hooks, CheckpointSaverHook(directory, save_steps=every)],
+            scaffold=Scaffold(saver=Saver(max_to_keep=None)),
+            state={"schedule": self.schedule},
+            checkpoint_dir=directory,
+            signals=signals,
+        ) as loop:
+            for _ in loop.until_stop(range(EPOCHS)):
+                for inputs in loop.until_stop(self.data):
+                    loop.run(inputs)
+                    self.seen[str(loop.global_step)] = inputs.tolist()
+                if loop.should_stop():
+                    break
+                self.schedule.step()
+        return {"end": self.outcome(loop.global_step), "seen": self.seen}
+
+    def outcome(self, step: int) -> str:
+        parts = self.model, self.optimizer, self.schedule
+        drawn = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+        return repr(plain([step, *[part.state_dict() for part in parts], *drawn]))
+
+
+FULL = [(kind, k) for kind in ("plain", "generator", "list", "stateful") for k in range(1, STEPS + 1)]
+CASES = [*FULL, *[(kind, k) for kind in ("workers", "stateful-workers") for k in (2, BATCHES, 7)]]
+KINDS = list(dict.fromkeys(kind for kind, _ in CASES))
+
+
+def train(directory: Path) -> None:
+    """Train without interruption, with a checkpoint of every step, and with a stop at each step of CASES."""
+    outcomes: dict[str, Any] = {}
+    for kind in KINDS:
+        outcomes[kind] = Training(kind, seed=1).run(directory / kind, every=1)
+    for kind, k in CASES:
+        outcomes[f"{kind}-stopped-{k}"] = Training(kind, 1).run(
+            directory / f"{kind}-stopped-{k}", StopAtStepHook(None, k)
+        )
+        killed = directory / f"{kind}-killed-{k}"
+        killed.mkdir()
+        shutil.copytree(directory / kind / f"model.ckpt-{k}", killed / f"model.ckpt-{k}")
+    (directory / "train.json").write_text(json.dumps(outcomes))
+
+
+def resume(directory: Path) -> None:
+    outcomes = {}
+    for kind, k in CASES:
+        for way in ("stopped", "killed"):
+            name = f"{kind}-{way}-{k}"
+            outcomes[name] = Training(kind, seed=100 + k).run(directory / name)
+    (directory / "resume.json").write_text(json.dumps(outcomes))
+
+
+class Preempted(SessionRunHook):
+    """A hook that sends SIGTERM to this process in the run that makes step ``at``."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def before_run(self, run_context: Any) -> None:
+        if run_context.session.global_step + 1 == self.at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempted(directory: Path) -> None:
+    Training("plain", seed=1).run(directory, Preempted(6), signals=["SIGTERM"])
+
+
+def start_again(directory: Path) -> None:
+    (directory / "again.json").write_text(json.dumps(Training("plain", seed=7).run(directory)))
+
+
+def in_a_process(part: Callable[[Path], None], directory: Path) -> int | None:
+    # torchdata calls a function that torch deprecates, and a schedule that was loaded may step before the optimizer.
+    ended = call(part, directory, ignored=("'set_vital' is deprecated", "Detected call of"))
+    assert ended.code is not None
+    assert ended.code <= 0, ended.output
+    return ended.code
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The outcome of each training run, by its kind, and of each that another process resumed."""
+    directory = tmp_path_factory.mktemp("position")
+    assert [in_a_process(part, directory) for part in (train, resume)] == [0, 0]
+    parts = [json.loads((directory / name).read_text()) for name in ("train.json", "resume.json")]
+    return {**parts[0], **parts[1]}
+
+
+@pytest.mark.parametrize("way", ["stopped", "killed"])
+@pytest.mark.parametrize(("kind", "k"), CASES)
+def test_a_training_run_continues_in_another_process_with_the_next_batch_and_ends_the_same(
+    kind: str, k: int, way: str, outcomes: dict[str, Any]
+) -> None:
+    resumed, whole = outcomes[f"{kind}-{way}-{k}"], outcomes[kind]
+    assert resumed["seen"] == {step: batch for step, batch in whole["seen"].items() if int(step) > k}
+    assert resumed["end"] == whole["end"]
+
+
+def test_a_training_run_that_got_a_signal_continues_with_the_next_batch(
+    outcomes: dict[str, Any], tmp_path: Path
+) -> None:
+    assert [in_a_process(part, tmp_path) for part in (preempted, start_again)] == [-signal.SIGTERM, 0]
+    resumed, whole = json.loads((tmp_path / "again.json").read_text()), outcomes["plain"]
+    assert resumed["seen"] == {step: whole["seen"][step] for step in ("7", "8")}
+    assert resumed["end"] == whole["end"]
+
+
+def test_each_kind_of_data_has_another_outcome(outcomes: dict[str, Any]) -> None:
+    assert len({outcomes[kind]["end"] for kind in KINDS}) == len(KINDS)
+
+
+# -- the same within one process and without tensors ------------------------------------------------------------------
+
+
+class QuickDisk(Disk):
+    """A disk that does not sync, since no test here simulates a power failure."""
+
+    def sync(self, file: Any) -> None:
+        file.flush()
+
+    def sync_folder(self, path: str) -> None: ...
+
+
+def looped(
+    directory: Path,
+    last_step: int | None = None,
+    *,
+    step: Callable[..., None] = lambda *args: None,
+    hooks: Iterable[SessionRunHook] = (),
+    save_steps: int = 99,
+    **arguments: Any,
+) -> MonitoredLoop[None]:
+    """Return a loop that resumes from ``directory``, stops at ``last_step``, and saves at creation and at its end."""
+    saver = Saver(max_to_keep=None)
+    saver.disk = QuickDisk()
+    stop = [] if last_step is None else [StopAtStepHook(last_step=last_step)]
+    saving = CheckpointSaverHook(directory, save_steps=save_steps)
+    scaffold = Scaffold(saver=saver)
+    arguments.setdefault("checkpoint_dir", directory)
+    return MonitoredLoop(step, hooks=[*stop, *hooks, saving], scaffold=scaffold, **arguments)
+
+
+def after_a_break(directory: Path) -> MonitoredLoop[None]:
+    """Return a loop that continues from the newest checkpoint, although a break has finished the training run."""
+    return looped(directory, checkpoint_dir=latest_checkpoint(directory))
+
+
+def killed_at(directory: Path, step: int) -> Path:
+    """Return a folder with only the checkpoint of ``step``, as if the process had been killed right after it."""
+    folder = directory / f"killed-{step}"
+    folder.mkdir()
+    shutil.copytree(directory / f"model.ckpt-{step}", folder / f"model.ckpt-{step}")
+    return folder
+
+
+def over(loop: MonitoredLoop[None], iterable: Iterable[Any], **arguments: Any) -> list[Any]:
+    """Return the items with which runs were made."""
+    made = []
+    with loop:
+        for item in loop.until_stop(iterable, **arguments):
+            loop.run()
+            made.append(item)
+    return made
+
+
+def in_two(directory: Path, stop: int, first: Iterable[Any], second: Iterable[Any], **arguments: Any) -> list[Any]:
+    """Return the items that a second loop takes from ``second``, after the first one was stopped in ``first``."""
+    over(looped(directory, stop), first)
+    return over(looped(directory), second, **arguments)
+
+
+def logged(lines: Lines) -> list[tuple[str, str]]:
+    """Return what was logged about the data, without the line that says where they continue."""
+    about_data = [line for line in lines if "until_stop" in line[1] and "continues at item" not in line[1]]
+    return [(level, re.sub(r"[\d.]+ sec", "... sec", text)) for level, text in about_data]
+
+
+Program = list[tuple[str, int, Any]]
+"""Consecutive phases: the kind of data, the number of items, and the program for each item; [] is one run."""
+
+
+def items(kind: str, number: int) -> Iterable[Any]:
+    match kind:
+        case "list":
+            return list(range(number))
+        case "loader":
+            return DataLoader(range(number), batch_size=None, shuffle=number > 0)  # type: ignore[arg-type]
+    return range(number)
+
+
+def execute(loop: MonitoredLoop[None], program: Program, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the runs made, by their places in the program."""
+    made = []
+    for phase, (kind, number, body) in enumerate(program):
+        for item in loop.until_stop(items(kind, number)):
+            here = (*where, phase, int(item))
+            if body:
+                made += execute(loop, body, here)
+            else:
+                loop.run()
+                made.append(here)
+    return made
+
+
+def phases(bodies: st.SearchStrategy[Program]) -> st.SearchStrategy[Program]:
+    phase = st.tuples(st.sampled_from(["range", "list", "loader"]), st.integers(0, 2), bodies)
+    return st.lists(phase, min_size=1, max_size=2)
+
+
+PROGRAMS = phases(st.just([]) | phases(st.just([]) | phases(st.just([]))))
+
+
+class SavingAt(SessionRunHook):
+    """A hook that saves once, which is what a folder contains if the process is killed after this step."""
+
+    def __init__(self, directory: Path, step: int) -> None:
+        self.directory, self.step = directory, step
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if run_context.session.global_step == self.step:
+            run_context.session.saver.save(run_context.session, self.directory / "model.ckpt", self.step)
+
+
+@pytest.mark.no_cover
+@examples(50)
+@given(program=PROGRAMS, choice=st.data())
+def test_whatever_the_nesting_a_resumed_loop_makes_the_runs_that_were_not_made(
+    program: Program, choice: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    torch.manual_seed(1)
+    with MonitoredLoop(lambda: None) as loop:
+        whole = execute(loop, program)
+    assume(whole)
+    directory = tmp_path_factory.mktemp("program")
+    killed = choice.draw(st.integers(1, len(whole)), "killed at")
+    torch.manual_seed(1)
+    with MonitoredLoop(lambda: None, hooks=[SavingAt(directory, killed)]) as loop:
+        assert execute(loop, program) == whole
+    stop = choice.draw(st.integers(killed, len(whole)), "then stopped at")
+    made = whole[:killed]
+    if stop > killed:
+        with looped(directory, stop, save_steps=99) as loop:
+            made += execute(loop, program)
+    assert made == whole[:stop]
+    with looped(directory, save_steps=99) as loop:
+        made += execute(loop, program)
+    assert made == whole
+
+
+# -- ranges -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_range_continues_after_the_last_value(tmp_path: Path) -> None:
+    assert in_two(tmp_path, 2, range(5), range(5)) == [2, 3, 4]
+
+
+def test_a_range_from_the_global_step_makes_the_same(tmp_path: Path) -> None:
+    over(looped(tmp_path, 2), range(5))
+    loop = looped(tmp_path)
+    assert over(loop, range(loop.global_step, 5)) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["range", "list"])
+def test_data_that_had_ended_yield_nothing(kind: str, tmp_path: Path) -> None:
+    assert in_two(tmp_path, 9, items(kind, 3), items(kind, 3)) == []
+
+
+@pytest.mark.parametrize("kind", ["range", "list"])
+def test_data_that_have_grown_since_they_ended_yield_what_is_new(kind: str, tmp_path: Path) -> None:
+    assert in_two(tmp_path, 9, items(kind, 3), items(kind, 5)) == [3, 4]
+    assert over(looped(tmp_path), items(kind, 6)) == [5]
+    assert over(looped(tmp_path), items(kind, 6)) == []
+
+
+def test_more_epochs_are_whole(tmp_path: Path) -> None:
+    made = []
+    for epochs in (3, 3, 5):
+        with looped(tmp_path) as loop:
+            made.append(len(execute(loop, [("range", epochs, [("list", 2, [])])])))
+    assert made == [6, 0, 4]
+
+
+@given(
+    start=st.integers(-9, 9),
+    stop=st.integers(-9, 9),
+    stride=st.integers(-4, 4).filter(bool),
+    last=st.integers(-12, 12),
+    done=st.booleans(),
+)
+def test_the_rest_of_a_range_is_what_comes_after_a_value(
+    start: int, stop: int, stride: int, last: int, done: bool
+) -> None:
+    values, sign = range(start, stop, stride), 1 if stride > 0 else -1
+    left = [value for value in values if sign * value > sign * last or (value == last and not done)]
+    assert list(rest_of_range(values, last, done)) == left
+
+
+# -- skipping, and what it costs --------------------------------------------------------------------------------------
+
+NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
+
+
+def test_skipped_items_are_logged_with_what_they_cost(tmp_path: Path, lines: Lines) -> None:
+    in_two(tmp_path, 2, DataLoader(Points(False), 2), DataLoader(Points(False), 2))
+    assert logged(lines) == [("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}")]
+
+
+@pytest.mark.parametrize("kind", ["range", "list", "tuple"])
+def test_nothing_is_logged_where_skipping_costs_nothing(kind: str, tmp_path: Path, lines: Lines) -> None:
+    values = {"range": range(5), "list": [0, 1, 2, 3, 4], "tuple": (0, 1, 2, 3, 4)}[kind]
+    assert in_two(tmp_path, 2, values, values) == [2, 3, 4]
+    assert logged(lines) == []
+
+
+def test_nothing_is_logged_where_nothing_was_skipped(tmp_path: Path, lines: Lines) -> None:
+    with looped(tmp_path, 2, save_steps=1) as loop:
+        execute(loop, [("range", 3, [("loader", 2, [])])])
+    with looped(killed_at(tmp_path, 2)) as loop:
+        execute(loop, [("range", 3, [("loader", 2, [])])])
+    with looped(tmp_path) as loop:
+        assert len(execute(loop, [("range", 3, [("loader", 2, [])])])) == 4
+    assert [text.split(" in ")[0] for _, text in logged(lines)] == ["skipped 2 items of until_stop's DataLoader"] * 2
+
+
+def none_left(name: str) -> str:
+    return (
+        f"no run was made, because until_stop's {name} has no item after the last one of the checkpoint. To train on, "
+        "give it more items, or use until_stop(..., resume=False)"
+    )
+
+
+@pytest.mark.parametrize("make", [list, lambda values: dict.fromkeys(values)])
+def test_data_that_have_become_fewer_are_warned_of(make: Any, tmp_path: Path, lines: Lines) -> None:
+    assert in_two(tmp_path, 4, make(range(5)), make(range(3))) == []
+    name = type(make([])).__name__
+    text = (
+        f"the checkpoint was saved after 4 items of until_stop's {name}, which now has only 3: it is treated as ended"
+    )
+    assert logged(lines) == [("WARNING", text), ("WARNING", none_left(name))]
+
+
+class Interrupted:
+    """Nine numbers, the second of which may come with a signal."""
+
+    def __init__(self, signal_comes: bool) -> None:
+        self.signal_comes = signal_comes
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for self.taken in range(1, 10):
+            if self.signal_comes and self.taken == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            yield self.taken
+
+
+@pytest.fixture
+def _harmless_signal() -> Iterator[None]:
+    old = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGUSR1, old)
+
+
+@pytest.mark.usefixtures("_harmless_signal")
+def test_a_stop_ends_the_skipping_and_keeps_the_position(tmp_path: Path) -> None:
+    over(looped(tmp_path, 4), Interrupted(False))
+    data = Interrupted(True)
+    with looped(tmp_path, signals=["SIGUSR1"]) as loop:
+        assert list(loop.until_stop(data)) == []
+        loop.session.saver.save(loop.session, tmp_path / "model.ckpt", 4)
+    assert (data.taken, loop.stop_reason) == (2, "signal SIGUSR1")
+    assert over(looped(tmp_path), Interrupted(False)) == [5, 6, 7, 8, 9]
+
+
+# -- data in another order --------------------------------------------------------------------------------------------
+
+OTHER_ITEMS = (
+    "is not the one it was before. So some items will be missed and others repeated. The usual causes are another "
+    "batch size or another length of the data set, a list that is shuffled in place (shuffle a copy), and an iterable "
+    "that counts its epochs (set its epoch in the body of the outer loop). A body that changes its items in place "
+    "looks the same."
+)
+
+
+class Epochs:
+    """Four tensors, in an order that depends on how often it was iterated."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.epoch += 1
+        yield from torch.arange(4).roll(self.epoch)
+
+
+@pytest.mark.parametrize("save_steps", [1, 99])
+@pytest.mark.parametrize("make", [list, lambda values: torch.tensor(values).split(1), Epochs])
+def test_data_that_come_in_another_order_are_warned_of_once(
+    make: Any, save_steps: int, tmp_path: Path, lines: Lines
+) -> None:
+    def train(loop: MonitoredLoop[None]) -> None:
+        data, shuffled = (make() if make is Epochs else None), random.Random(1)
+        values = list(range(100))
+        with loop:
+            for _ in loop.until_stop(range(3)):
+                shuffled.shuffle(values)  # in place: what comes out depends on how often this was done
+                for _ in loop.until_stop(make(values) if data is None else data):
+                    loop.run()
+
+    train(looped(tmp_path, 103 if make is not Epochs else 6, save_steps=save_steps))
+    train(looped(tmp_path, 105 if make is not Epochs else 7))
+    kind = {list: "list", Epochs: "Epochs"}.get(make, "tuple")
+    number = 2 if make is Epochs else 3
+    assert [line for line in logged(lines) if line[0] == "WARNING"] == [
+        ("WARNING", f"item {number} of until_stop's {kind} {OTHER_ITEMS}")
+    ]
+
+
+def test_another_length_of_the_data_is_named_with_the_item_that_differs(tmp_path: Path, lines: Lines) -> None:
+    for batch_size in (2, 3):
+        with looped(tmp_path, 2 if batch_size == 2 else None) as loop:
+            for _ in loop.until_stop(torch.utils.data.DataLoader(range(12), batch_size)):  # type: ignore[arg-type]
+                loop.run()
+    first = next(text for level, text in lines if level == "WARNING" and "not the one" in text)
+    assert first.startswith("item 2 of until_stop's DataLoader, which has 4 items now and had 6 before, is not the one")
+    assert "usual causes are another batch size" in first
+
+
+def test_the_item_in_progress_is_compared_too(tmp_path: Path, lines: Lines) -> None:
+    for name in ("ab", "cb"):
+        with looped(tmp_path, 3 if name == "ab" else None) as loop:
+            for _ in loop.until_stop(list(name)):
+                for _ in loop.until_stop([0, 1, 2, 3, 4]):
+                    loop.run()
+    assert logged(lines) == [("WARNING", f"item 1 of until_stop's list {OTHER_ITEMS}")]
+
+
+def test_the_item_at_which_a_loop_was_left_is_compared(tmp_path: Path, lines: Lines) -> None:
+    with looped(tmp_path) as loop:
+        for value in loop.until_stop([1, 2, 3]):
+            loop.run()
+            if value == 2:
+                break
+    over(after_a_break(tmp_path), [1, 4, 3])
+    assert logged(lines) == [("WARNING", f"item 2 of until_stop's list {OTHER_ITEMS}")]
+
+
+def test_a_body_that_takes_its_item_apart_causes_no_warning(tmp_path: Path, lines: Lines) -> None:
+    for stop in (2, None):
+        with looped(tmp_path, stop) as loop:
+            for inputs, labels in loop.until_stop([(torch.zeros(3), {"y": number}) for number in range(4)]):
+                labels.pop("y")
+                inputs.add_(1)
+                loop.run()
+    assert logged(lines) == []
+
+
+def test_an_item_whose_digest_could_not_be_read_is_not_compared(tmp_path: Path, lines: Lines) -> None:
+    over(looped(tmp_path, 2), [1, 2, 3])
+    saved = torch.load(f"{latest_checkpoint(tmp_path)}/state.pt", weights_only=True)
+    assert saved["position"]["path"][0]["digest"] is not None
+    saved["position"]["path"][0]["digest"] = None
+    with MonitoredLoop(lambda: None) as loop:
+        loop.session.position.load_state_dict(saved["position"], saved["random"], None)  # type: ignore[union-attr]
+        assert over(loop, [4, 5, 6]) == [6]
+    assert logged(lines) == []
+
+
+def test_an_item_is_not_kept_longer_than_the_loop_has_it() -> None:
+    alive = []
+    with MonitoredLoop(lambda: None) as loop:
+        for _ in loop.until_stop(range(1)):
+            items: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+            for item in loop.until_stop(torch.zeros(1) for _ in range(5)):
+                items.add(item)
+                alive.append(len(items))
+                loop.run()
+                if len(alive) == 4:
+                    break
+            del item
+            alive.append(len(items))
+    assert alive == [1, 1, 1, 1, 0]
+
+
+# -- the reminder of variables ----------------------------------------------------------------------------------------
+
+
+class Unlimited(IterableDataset[int]):
+    """An iterable dataset that yields more items than its length says."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def loader_of(data: Any, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=None, **arguments)
+
+
+def reminders(lines: Lines) -> list[str]:
+    """Return the lines that say where the data continue."""
+    return [text for _, text in lines if "continues a" in text]
+
+
+FINISHED: dict[str, tuple[Callable[[], Iterable[Any]], dict[str, int]]] = {
+    "list": (lambda: [0, 1, 2, 3], {}),
+    "tuple": (lambda: (0, 1, 2, 3), {}),
+    "range": (lambda: range(4), {}),
+    "DataLoader": (lambda: loader_of([0, 1, 2, 3]), {}),
+    "DataLoader with a limit": (lambda: loader_of(Unlimited()), {"limit": 4}),
+}
+
+
+@pytest.mark.parametrize(("data", "arguments"), FINISHED.values(), ids=FINISHED)
+def test_a_loop_that_stopped_at_its_last_item_is_not_said_to_continue(
+    data: Callable[[], Iterable[Any]], arguments: dict[str, int], tmp_path: Path, lines: Lines
+) -> None:
+    assert in_two(tmp_path, 4, data(), data(), **arguments) == []
+    assert reminders(lines) == []
+    assert logged(lines)[-1] == ("WARNING", none_left(type(data()).__name__))
+
+
+UNFINISHED: dict[str, Callable[[], Iterable[Any]]] = {
+    "it has grown": lambda: range(5),
+    "a sampler without a length": lambda: loader_of([0, 1, 2, 3], sampler=Unsized()),
+    "an iterable dataset": lambda: loader_of(Unlimited()),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("data", UNFINISHED.values(), ids=UNFINISHED)
+def test_a_loop_that_may_yield_more_items_is_not_said_to_be_at_its_last_one(
+    data: Callable[[], Iterable[Any]], tmp_path: Path, lines: Lines
+) -> None:
+    first = range(4) if isinstance(data(), range) else data()
+    in_two(tmp_path, 4, first, data())
+    name = type(data()).__name__
+    (text,) = reminders(lines)
+    assert text.startswith(f"until_stop's {name} continues at item 4;")
+
+
+def test_an_inner_loop_at_its_last_item_is_not_said_to_be_at_its_end(tmp_path: Path, lines: Lines) -> None:
+    """The body of the outer loop continues after it, with its variables."""
+    for last_step in (4, None):
+        with looped(tmp_path, last_step) as loop:
+            for _ in loop.until_stop(range(2)):
+                for _ in loop.until_stop(range(2)):
+                    loop.run()
+    assert reminders(lines) == ["until_stop's range continues at item 2; sums over its items must be in Variables"]
+
+
+def test_a_loop_after_one_that_stopped_at_its_last_item_is_not_said_to_continue(tmp_path: Path, lines: Lines) -> None:
+    for last_step in (2, None):
+        with looped(tmp_path, last_step) as loop:
+            for _ in range(3):
+                for _ in loop.until_stop([0, 1]):
+                    loop.run()
+    assert reminders(lines) == []
+
+
+# -- iterators --------------------------------------------------------------------------------------------------------
+
+
+def test_the_line_about_an_islice_names_limit(tmp_path: Path, lines: Lines) -> None:
+    assert in_two(tmp_path, 2, itertools.islice([0, 1, 2, 3], 3), itertools.islice("ab", 3)) == ["a", "b"]
+    ((_, text),) = logged(lines)
+    assert text.endswith(" For its first n items, use until_stop(loader, limit=n).")
+
+
+def test_an_iterator_continues_where_it_is_which_is_logged(tmp_path: Path, lines: Lines) -> None:
+    assert in_two(tmp_path, 2, iter([0, 1, 2, 3]), iter("ab")) == ["a", "b"]
+    assert logged(lines) == [
+        (
+            "WARNING",
+            "until_stop's str_ascii_iterator is an iterator, so it continues where it is. To have it resumed, pass "
+            "until_stop an iterable, such as the loader itself or a list, and write epochs as until_stop(range(...)) "
+            "around it.",
+        )
+    ]
+
+
+def test_an_iterator_that_continues_in_a_later_epoch_is_warned_of_once(tmp_path: Path, lines: Lines) -> None:
+    for epochs in (1, 4):
+        lines.clear()
+        numbers = itertools.count()
+        hooks = [CheckpointSaverHook(tmp_path, every_n_epochs=1)]
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+            for _ in loop.until_stop(range(epochs)):
+                for _ in loop.until_stop(numbers, limit=2):
+                    loop.run()
+    said = [level for level, text in lines if "is an iterator" in text]
+    assert said == ["WARNING"]
+
+
+def test_an_iterator_that_had_ended_yields_nothing(tmp_path: Path, lines: Lines) -> None:
+    over(looped(tmp_path), iter([0, 1]))
+    assert over(looped(tmp_path), iter([0, 1])) == []
+    ((level, text),) = logged(lines)
+    assert level == "WARNING"
+    assert text.startswith("this training run is finished: the data ended, at step 2.")
+
+
+@pytest.mark.parametrize("make", [list, lambda values: DataLoader(values, batch_size=1)])
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_a_loop_without_items_says_so(make: Any, epochs: int, lines: Lines) -> None:
+    data = make([])
+    with MonitoredLoop(lambda: None) as loop:
+        for _ in loop.until_stop(range(epochs)) if epochs else [0]:
+            for _ in loop.until_stop(data):
+                loop.run()
+    assert logged(lines) == [
+        (
+            "WARNING",
+            f"no run was made, because until_stop's {type(data).__name__} yielded no item: check that its data are not "
+            "empty, and not an iterator that is used up",
+        )
+    ]
+
+
+@pytest.mark.parametrize("way", ["nothing", "stop"])
+def test_a_loop_that_is_not_meant_to_run_is_not_warned_of(way: str, lines: Lines) -> None:
+    with MonitoredLoop(lambda: None) as loop:
+        if way == "stop":
+            loop.request_stop("enough")
+            assert list(loop.until_stop([])) == []
+    assert logged(lines) == []
+
+
+def test_epochs_that_are_an_iterator_leave_the_batches_where_they_were(tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None], first: int) -> list[Any]:
+        made = []
+        with loop:
+            for epoch in loop.until_stop(itertools.count(first)):
+                for batch in loop.until_stop("abc"):
+                    loop.run()
+                    made.append((epoch, batch))
+        return made
+
+    train(looped(tmp_path, 5), 0)
+    assert train(looped(tmp_path, 8), 1) == [(1, "c"), (2, "a"), (2, "b")]
+
+
+# -- resume=False -----------------------------------------------------------------------------------------------------
+
+
+def test_with_resume_false_data_are_iterated_as_they_are(tmp_path: Path) -> None:
+    assert in_two(tmp_path, 2, range(4), range(4), resume=False) == [0, 1, 2, 3]
+
+
+def test_inside_of_data_that_are_not_resumed_the_inner_data_are(tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None], epochs: Iterable[int]) -> list[Any]:
+        made = []
+        with loop:
+            for epoch in loop.until_stop(epochs, resume=False):
+                for batch in loop.until_stop("abc"):
+                    loop.run()
+                    made.append((epoch, batch))
+        return made
+
+    train(looped(tmp_path, 5), range(3))
+    assert train(looped(tmp_path), range(1, 3)) == [(1, "c"), (2, "a"), (2, "b"), (2, "c")]
+
+
+def test_with_resume_false_a_phase_that_was_over_is_iterated_again(tmp_path: Path) -> None:
+    with looped(tmp_path, 3) as loop:
+        execute(loop, [("range", 2, []), ("range", 4, [])])
+    with looped(tmp_path) as loop:
+        first = [loop.run() for _ in loop.until_stop(range(2), resume=False)]
+        second = [item for item in loop.until_stop(range(4)) if loop.run() is None]
+    assert (len(first), second) == (2, [1, 2, 3])
+
+
+# -- which items are done ---------------------------------------------------------------------------------------------
+
+
+def plain_batches(loop: MonitoredLoop[None], epochs: int = 3, batches: int = 3) -> list[tuple[int, int]]:
+    """Make runs in epochs of until_stop with plain batches, so that one item means several runs."""
+    made = []
+    with loop:
+        for epoch in loop.until_stop(range(epochs)):
+            for batch in range(batches):
+                if loop.should_stop():
+                    break
+                loop.run()
+                made.append((epoch, batch))
+    return made
+
+
+@pytest.mark.parametrize(("stop", "epoch"), [(2, 0), (4, 1), (5, 1), (6, 2)])
+def test_an_item_of_several_runs_is_yielded_again(stop: int, epoch: int, tmp_path: Path) -> None:
+    plain_batches(looped(tmp_path, stop))
+    assert plain_batches(looped(tmp_path))[0] == (epoch, 0)
+
+
+@pytest.mark.parametrize(("kill", "epoch"), [(2, 0), (3, 1), (5, 1), (6, 2)])
+def test_an_item_of_several_runs_is_yielded_again_after_a_kill(kill: int, epoch: int, tmp_path: Path) -> None:
+    plain_batches(looped(tmp_path, save_steps=1))
+    assert plain_batches(looped(killed_at(tmp_path, kill)))[0] == (epoch, 0)
+
+
+def test_a_save_waits_while_another_until_stop_runs_in_the_same_item(tmp_path: Path) -> None:
+    saved = []
+    with looped(tmp_path, save_steps=1) as loop:
+        for _ in loop.until_stop("ab"):
+            saved.append((tmp_path / f"model.ckpt-{loop.global_step}").exists())
+            loop.run()
+            for _ in loop.until_stop([1, 2]):
+                saved.append((tmp_path / f"model.ckpt-{loop.global_step}").exists())
+    assert saved == [True, False, False] * 2
+
+
+def run_and_inner_loop(loop: MonitoredLoop[None]) -> list[Any]:
+    made: list[Any] = []
+    with loop:
+        for epoch in loop.until_stop("ab"):
+            loop.run()
+            made.append(epoch)
+            for batch in loop.until_stop([1, 2]):
+                loop.run()
+                made.append(batch)
+    return made
+
+
+@pytest.mark.parametrize(("stop", "left"), [(1, [1, 2, "b", 1, 2]), (2, [2, "b", 1, 2]), (5, [1, 2][1:])])
+def test_a_run_before_an_inner_loop_that_continues_is_made_again_and_undone(
+    stop: int, left: list[Any], tmp_path: Path
+) -> None:
+    run_and_inner_loop(looped(tmp_path, stop))
+    loop = looped(tmp_path)
+    assert run_and_inner_loop(loop) == ["ab"[stop > 3], *left]
+    assert loop.global_step == 6
+
+
+def test_that_items_have_several_runs_is_known_in_the_next_epoch_and_process(tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None]) -> list[Any]:
+        made: list[Any] = []
+        with loop:
+            for epoch in loop.until_stop(range(3)):
+                for batch in loop.until_stop("ab"):
+                    for _ in range(2):
+                        loop.run()
+                        made.append((epoch, batch))
+                        if loop.should_stop():
+                            break
+        return made
+
+    assert train(looped(tmp_path, 5))[-1] == (1, "a")
+    assert train(looped(tmp_path, 6)) == [(1, "a")]
+    assert train(looped(tmp_path))[0] == (1, "a")
+
+
+def test_an_item_that_was_passed_over_is_done(tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None]) -> list[int]:
+        made = []
+        with loop:
+            for item in loop.until_stop(range(8)):
+                if item % 2:
+                    continue
+                loop.run()
+                made.append(item)
+        return made
+
+    train(looped(tmp_path, 2))
+    assert train(looped(tmp_path)) == [4, 6]
+
+
+def test_an_item_whose_run_was_not_made_is_yielded_again(tmp_path: Path) -> None:
+    with looped(tmp_path) as loop:
+        for item in loop.until_stop(range(5)):
+            if item == 2:
+                break
+            loop.run()
+    assert over(after_a_break(tmp_path), range(5)) == [2, 3, 4]
+
+
+def test_an_outermost_loop_that_was_left_continues_after_the_item_of_its_last_run(tmp_path: Path) -> None:
+    with looped(tmp_path) as loop:
+        for item in loop.until_stop(range(5)):
+            loop.run()
+            if item == 2:
+                break
+    assert over(after_a_break(tmp_path), range(5)) == [3, 4]
+
+
+def test_an_inner_loop_that_was_left_is_over(tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None]) -> list[tuple[int, str, int]]:
+        made = []
+        with loop:
+            for epoch in loop.until_stop(range(2)):
+                for batch in loop.until_stop([0, 1, 2]):
+                    loop.run()
+                    made.append((epoch, "a", batch))
+                    if batch == 1:
+                        break
+                for batch in loop.until_stop([0, 1, 2]):
+                    loop.run()
+                    made.append((epoch, "b", batch))
+        return made
+
+    whole = train(looped(tmp_path / "whole"))
+    for stop in range(1, len(whole)):
+        train(looped(tmp_path / f"{stop}", stop))
+        resumed = whole[:stop] + train(looped(tmp_path / f"{stop}"))
+        assert resumed == whole
+
+
+@pytest.mark.parametrize("enough", [1, 3, 5])
+def test_loops_that_were_left_at_once_continue_with_the_next_item_of_the_outermost(enough: int, tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None], last: int) -> list[tuple[int, int]]:
+        made = []
+        with loop:
+            for epoch in loop.until_stop(range(3)):
+                for batch in loop.until_stop([0, 1, 2]):
+                    loop.run()
+                    made.append((epoch, batch))
+                    if loop.global_step == last:
+                        break
+                if loop.global_step == last:
+                    break
+        return made
+
+    made = train(looped(tmp_path), enough)
+    assert len(made) == enough
+    ended = made[-1][0]
+    left = [(epoch, batch) for epoch in range(ended + 1, 3) for batch in range(3)]
+    assert train(after_a_break(tmp_path), 99) == left
+
+
+def test_with_a_look_at_should_stop_the_code_after_the_batches_is_left_to_the_next_process(tmp_path: Path) -> None:
+    validated: list[int] = []
+
+    def train(loop: MonitoredLoop[None]) -> None:
+        with loop:
+            for epoch in loop.until_stop(range(2)):
+                for _ in loop.until_stop([0, 1]):
+                    loop.run()
+                if loop.should_stop():
+                    break
+                for _ in loop.until_stop([0, 1]):
+                    validated.append(epoch)
+
+    train(looped(tmp_path, 2))
+    assert validated == []
+    train(looped(tmp_path))
+    assert validated == [0, 0, 1, 1]
+
+
+@pytest.mark.usefixtures("_harmless_signal")
+def test_after_a_stop_that_comes_after_the_batches_the_epoch_is_done(tmp_path: Path) -> None:
+    with looped(tmp_path, signals=["SIGUSR1"]) as loop:
+        for _ in loop.until_stop(range(3)):
+            for _ in loop.until_stop([0, 1]):
+                loop.run()
+            os.kill(os.getpid(), signal.SIGUSR1)
+    with looped(tmp_path) as loop:
+        assert execute(loop, [("range", 3, [("list", 2, [])])])[0] == (0, 1, 0, 0)
+
+
+@pytest.mark.parametrize("batches", [2, 5])
+def test_a_run_after_the_batches_belongs_to_the_item_of_the_epoch(batches: int, tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None]) -> list[Any]:
+        made: list[Any] = []
+        with loop:
+            for epoch in loop.until_stop(range(2)):
+                for batch in loop.until_stop(list(range(batches))):
+                    loop.run()
+                    made.append((epoch, batch))
+                    if batch == 1:
+                        break
+                loop.run()
+                made.append(epoch)
+        return made
+
+    train(looped(tmp_path, save_steps=1))
+    assert train(looped(killed_at(tmp_path, 3))) == [(1, 0), (1, 1), 1]
+
+
+def test_a_loop_closed_in_an_epoch_continues_in_that_epoch(tmp_path: Path) -> None:
+    with looped(tmp_path, 2) as loop:
+        for _ in loop.until_stop(range(3)):
+            for _ in loop.until_stop([0, 1, 2]):
+                loop.run()
+            loop.close()
+    with looped(tmp_path) as loop:
+        assert execute(loop, [("range", 3, [("list", 3, [])])])[:2] == [(0, 0, 0, 2), (0, 1, 0, 0)]
+
+
+def test_data_iterated_in_a_run_are_not_part_of_the_position(tmp_path: Path) -> None:
+    def evaluating() -> None:
+        assert list(loops[-1].until_stop([7, 8])) == [7, 8]
+
+    loops: list[MonitoredLoop[None]] = []
+    made = []
+    for stop in (2, 4, None):
+        loops.append(looped(tmp_path, stop, step=evaluating))
+        made.append(over(loops[-1], [0, 1, 2, 3, 4]))
+    assert made == [[0, 1], [2, 3], [4]]
+
+
+def test_data_iterated_in_a_run_have_no_number(tmp_path: Path) -> None:
+    def evaluating_once() -> None:
+        if not loop.global_step:
+            assert list(loop.until_stop([7, 8])) == [7, 8]
+
+    made = []
+    for stop in (3, None):
+        with looped(tmp_path, stop, step=evaluating_once) as loop:
+            if not loop.global_step:
+                loop.run()
+            made.append([item for item in loop.until_stop(range(4)) if loop.run() is None])
+    assert made == [[0, 1], [2, 3]]
+
+
+def test_a_checkpoint_of_a_loop_that_has_not_begun_has_the_position_of_the_one_before(tmp_path: Path) -> None:
+    over(looped(tmp_path, 2), Stream())
+    looped(tmp_path).close()  # saves at creation
+    stream = Stream()
+    assert over(looped(tmp_path, 4), stream) == [2, 3]
+    assert stream.loaded == 1
+
+
+def test_nothing_is_saved_before_the_loop_of_the_checkpoint_has_begun(tmp_path: Path) -> None:
+    program: Program = [("range", 3, [("list", 1, []), ("list", 3, [])])]
+    with looped(tmp_path, 7) as loop:
+        execute(loop, program)
+    with looped(tmp_path) as loop:
+        for _ in loop.until_stop(range(3)):  # the current epoch is 1
+            loop.session.saver.save(loop.session, tmp_path / "model.ckpt", 7)
+            break
+        loop.session.saver.save(loop.session, tmp_path / "between" / "model.ckpt", 7)
+    assert not (tmp_path / "between").exists()
+    with looped(tmp_path) as loop:
+        assert execute(loop, program)[0] == (0, 1, 1, 2)
+
+
+def test_data_iterated_side_by_side_are_warned_of_once(tmp_path: Path, lines: Lines) -> None:
+    with looped(tmp_path, save_steps=1) as loop:
+        for _ in zip(loop.until_stop([0, 1, 2, 3]), loop.until_stop([4, 5, 6, 7]), strict=True):
+            loop.run()
+    text = (
+        "until_stop's list is iterated side by side with another until_stop, as zip() does. A checkpoint has the place "
+        "of the first one only, and the second starts over when it is resumed: pass one until_stop an object that "
+        "iterates over both"
+    )
+    assert logged(lines) == [("WARNING", text)]
+
+
+def test_loops_side_by_side_train_on_when_they_are_resumed(tmp_path: Path) -> None:
+    def train(stop: int | None = None) -> list[tuple[int, int]]:
+        made = []
+        with looped(tmp_path, stop, save_steps=1) as loop:
+            both = [loop.until_stop(data) for data in ([0, 1, 2, 3], [4, 5, 6, 7])]
+            for pair in zip(*both, strict=False):
+                loop.run()
+                made.append(pair)
+        return made
+
+    assert train(2) == [(0, 4), (1, 5)]
+    assert train() == [(2, 4), (3, 5)]
+
+
+# -- loaders with a state ---------------------------------------------------------------------------------------------
+
+ignore_set_vital = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+class Stream:
+    """Endless numbers. The state is the next number, and ``loaded`` counts how often it was loaded."""
+
+    __slots__ = ("loaded", "next", "odd")
+
+    def __init__(self, odd: Any = None) -> None:
+        self.next = self.loaded = 0
+        self.odd = odd
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.next += 1
+            yield self.next - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "odd": self.odd}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.next = state["next"]
+        self.loaded += 1
+
+
+def test_a_loader_with_a_state_continues_by_it_and_nothing_is_skipped(tmp_path: Path, lines: Lines) -> None:
+    over(looped(tmp_path, 2), Stream())
+    second = Stream()
+    assert over(looped(tmp_path, 4), second) == [2, 3]
+    assert (second.loaded, logged(lines)) == (1, [])
+
+
+def test_a_loader_in_the_state_of_the_loop_is_not_saved_or_loaded_twice(tmp_path: Path) -> None:
+    for stop, made in ((2, [0, 1]), (4, [2, 3])):
+        stream = Stream()
+        assert over(looped(tmp_path, stop, state={"stream": stream}), stream) == made
+    assert stream.loaded == 1
+    saved = torch.load(f"{latest_checkpoint(tmp_path)}/state.pt", weights_only=True)
+    assert saved["stream"] == {"next": 4, "odd": None}
+    assert saved["position"]["loaders"] == {"1.0": {"generators": {}}}
+
+
+def test_a_state_that_cannot_be_saved_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"position\['loaders'\]\['1\.0'\]\['state'\]\['odd'\] is of type object"):
+        over(looped(tmp_path), Stream(odd=object()))
+
+
+def test_a_stream_cannot_yield_the_item_in_progress_again_which_is_warned_of(tmp_path: Path, lines: Lines) -> None:
+    def train(loop: MonitoredLoop[None]) -> list[tuple[int, int]]:
+        made = []
+        with loop:
+            for shard in loop.until_stop(Stream()):
+                for batch in loop.until_stop([0, 1, 2]):
+                    loop.run()
+                    made.append((shard, batch))
+        return made
+
+    train(looped(tmp_path, 4))
+    assert train(looped(tmp_path, 6)) == [(2, 0), (2, 1)]
+    assert logged(lines) == [
+        (
+            "WARNING",
+            "until_stop's Stream continues after the item that was in progress. That item cannot be yielded again, "
+            "and may have been processed only in part.",
+        )
+    ]
+
+
+@ignore_set_vital
+def test_a_stateful_loader_that_is_iterated_is_not_set_back_by_a_recovery(tmp_path: Path) -> None:
+    loader, calls = stateful(0, noisy=False), itertools.count()
+
+    def step() -> None:
+        if next(calls) == BATCHES + 1:
+            raise AbortedError
+
+    epochs: list[list[float]] = []
+    with looped(tmp_path, step=step, state={"loader": loader}) as loop:
+        for _ in loop.until_stop(range(3)):
+            epochs.append([])
+            for batch in loop.until_stop(loader):
+                loop.run()
+                epochs[-1] += batch.flatten().tolist()
+    whole = Points(False).points.flatten().tolist()
+    assert [sorted(epoch) for epoch in epochs] == [whole] * 3
+
+
+@ignore_set_vital
+def test_more_epochs_of_a_stateful_loader_are_those_that_would_have_come(tmp_path: Path) -> None:
+    def train(name: str, epochs: int, seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        loader, seen = stateful(0, noisy=True), []
+        with looped(tmp_path / name) as loop:
+            for _ in loop.until_stop(range(epochs)):
+                for batch in loop.until_stop(loader):
+                    loop.run()
+                    seen.append(batch.tolist())
+        return seen
+
+    assert train("parts", 1, seed=1) + train("parts", 3, seed=2) == train("whole", 3, seed=1)
+
+
+@ignore_set_vital
+def test_a_loader_that_has_no_state_any_more_skips(tmp_path: Path, lines: Lines) -> None:
+    over(looped(tmp_path, 2), stateful(0, noisy=False))
+    assert len(over(looped(tmp_path), DataLoader(Points(False), BATCH))) == BATCHES - 2
+    assert logged(lines) == [
+        ("WARNING", f"item 2 of until_stop's DataLoader {OTHER_ITEMS}"),  # which is not shuffled
+        ("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}"),
+    ]
+
+
+@ignore_set_vital
+def test_a_stateful_loader_yields_a_batch_that_was_not_done_again(tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None], enough: int) -> list[list[float]]:
+        torch.manual_seed(4)
+        loader, seen = stateful(0, noisy=False), []
+        with loop:
+            for _ in loop.until_stop(range(1)):
+                for batch in loop.until_stop(loader):
+                    seen.append(batch.flatten().tolist())
+                    if loop.global_step == enough:
+                        loop.close()
+                        break
+                    loop.run()
+        return seen
+
+    whole = train(looped(tmp_path / "whole"), 99)
+    assert train(looped(tmp_path / "parts"), 2) == whole[:3]
+    assert train(looped(tmp_path / "parts"), 99) == whole[2:]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_generators_of_all_loaders_continue(shared: bool, tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None], seed: int) -> list[tuple[int, str, int]]:
+        one = torch.Generator().manual_seed(seed)
+        other = one if shared else torch.Generator().manual_seed(seed + 1)
+        values: Any = range(5)
+        loaders: dict[str, DataLoader[Any]] = {
+            name: DataLoader(values, batch_size=None, shuffle=True, generator=generator)
+            for name, generator in (("a", one), ("b", other))
+        }
+        made = []
+        with loop:
+            for epoch in loop.until_stop(range(3)):
+                for name, loader in loaders.items():
+                    for item in loop.until_stop(loader):
+                        loop.run()
+                        made.append((epoch, name, int(item)))
+        return made
+
+    whole = train(looped(tmp_path / "whole"), 1)
+    for stop in (8, 10, 12, 17, 20, 25):  # both loaders have begun by then
+        made = train(looped(tmp_path / str(stop), stop), 1)
+        assert made + train(looped(tmp_path / str(stop)), 2) == whole
+
+
+def test_loaders_that_are_gone_are_not_kept(tmp_path: Path) -> None:
+    with looped(tmp_path) as loop:
+        for _ in range(5):
+            generator = torch.Generator()
+            for _ in loop.until_stop(DataLoader(range(2), generator=generator)):  # type: ignore[arg-type]
+                loop.run()
+    saved = torch.load(f"{latest_checkpoint(tmp_path)}/state.pt", weights_only=True)
+    assert list(saved["position"]["loaders"]) == []
+
+
+def test_with_persistent_workers_the_order_is_the_same(tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None], seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        values: Any = range(8)
+        made = []
+        loader = DataLoader(values, batch_size=None, shuffle=True, num_workers=1, persistent_workers=True)
+        with loop:
+            for _ in loop.until_stop(range(2)):
+                for item in loop.until_stop(loader):
+                    loop.run()
+                    made.append(int(item))
+        return made
+
+    whole = train(looped(tmp_path / "whole"), 1)
+    made = train(looped(tmp_path / "parts", 11), 1)
+    assert made + train(looped(tmp_path / "parts"), 2) == whole
+
+
+# -- recovery ---------------------------------------------------------------------------------------------------------
+
+
+def failing_at(call: int) -> Any:
+    calls = itertools.count(1)
+
+    def step() -> None:
+        if next(calls) == call:
+            raise AbortedError
+
+    return step
+
+
+def test_after_a_recovery_the_data_continue_where_they_are(tmp_path: Path) -> None:
+    assert over(looped(tmp_path, step=failing_at(3), save_steps=1), range(5)) == [0, 1, 2, 3, 4]
+
+
+def test_in_the_checkpoint_of_a_recovery_the_current_item_is_not_done(tmp_path: Path) -> None:
+    class Copying(SessionRunHook):
+        """A hook that copies the checkpoint that was saved when the session was created again."""
+
+        def before_run(self, run_context: Any) -> None:
+            if run_context.session.global_step == 2:
+                shutil.copytree(tmp_path / "run", tmp_path / "copy", dirs_exist_ok=True)
+
+    over(looped(tmp_path / "run", step=failing_at(3), hooks=[Copying()], save_steps=1), range(5))
+    assert over(looped(tmp_path / "copy"), range(5)) == [2, 3, 4]
+
+
+def test_several_runs_before_a_recovery_count(tmp_path: Path) -> None:
+    plain_batches(looped(tmp_path, 3, step=failing_at(3), save_steps=1), batches=4)
+    assert plain_batches(looped(tmp_path), batches=4)[0] == (0, 0)
+
+
+def test_a_run_that_was_made_again_counts_once(tmp_path: Path) -> None:
+    failing = RecordingHook(raises={("after_run", 3): AbortedError})
+    assert over(looped(tmp_path, 3, hooks=[failing], save_steps=1), range(5)) == [0, 1, 2]
+    assert over(looped(tmp_path), range(5)) == [3, 4]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_without_a_position_leaves_the_data_as_they_are(tmp_path: Path) -> None:
+    with looped(tmp_path) as loop:
+        loop.run()
+    assert "position" not in torch.load(tmp_path / "model.ckpt-1" / "state.pt", weights_only=True)
+    assert over(looped(tmp_path), range(3)) == [0, 1, 2]
+
+
+def test_a_checkpoint_restored_by_hand_before_the_data_begin_is_resumed(tmp_path: Path) -> None:
+    over(looped(tmp_path, 2), range(5))
+    with MonitoredLoop(lambda: None) as loop:
+        loop.session.saver.restore(loop.session, tmp_path / "model.ckpt-2")
+        assert list(loop.until_stop(range(5))) == [2, 3, 4]
+
+
+def test_a_checkpoint_restored_later_leaves_the_data_where_they_are(tmp_path: Path) -> None:
+    with looped(tmp_path, 5) as loop:
+        execute(loop, [("range", 1, []), ("range", 1, []), ("range", 5, [])])
+    with MonitoredLoop(lambda: None) as loop:
+        assert list(loop.until_stop(range(3))) == [0, 1, 2]
+        loop.session.saver.restore(loop.session, tmp_path / "model.ckpt-5")
+        assert list(loop.until_stop(range(5))) == [0, 1, 2, 3, 4]
+
+
+def test_the_name_position_is_reserved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state\['position'\]: this name is reserved"):
+        looped(tmp_path, state={"position": Stream()})

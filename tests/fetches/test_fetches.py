@@ -1,0 +1,1187 @@
+"""Fetches: each kind, the order in which names are looked up, snapshots, and error messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import traceback
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from torchhooks import (
+    FetchError,
+    FinalOpsHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    NanTensorHook,
+    NoRunYetError,
+    Scaffold,
+    Session,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepCounterHook,
+    StopIfHigherHook,
+    SummarySaverHook,
+    grad_norm,
+    over_ranks,
+    param_norm,
+    running_mean,
+    summary,
+)
+from torchhooks.fetches.evaluation import ComposedFetch
+from torchhooks.fetches.names import describe
+from torchhooks.testing import RecordingHook, RecordingWriter, plain, trace
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(2, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.fc1(inputs))
+        return out
+
+
+class Wrapper(nn.Module):
+    """Wraps a module as DistributedDataParallel and DataParallel do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class Counted:
+    """A closure that counts its calls."""
+
+    def __init__(self, value: Any = 1.0) -> None:
+        self.value, self.calls = value, 0
+
+    def get(self) -> Any:
+        self.calls += 1
+        return self.value
+
+    def __call__(self) -> Any:
+        return self.get()
+
+
+class Metric:
+    """An object with the interface of a torchmetrics metric."""
+
+    def __init__(self, value: Any = 0.75) -> None:
+        self.value, self.calls = value, 0
+
+    def compute(self) -> Any:
+        self.calls += 1
+        return self.value
+
+    def __repr__(self) -> str:
+        return "Metric()"
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Box:
+    left: Any
+    right: Any = "global_step"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenBox:
+    left: Any
+    right: Any = "global_step"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlottedBox:
+    left: Any
+    right: Any = "global_step"
+
+
+class ModelOutput(OrderedDict[str, Any]):
+    """A mapping with attributes, like those that the models of transformers return."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def sgd(*rates: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates])
+
+
+def fetch(fetches: Any, outputs: Any = None, **loop_arguments: Any) -> Any:
+    """Return the value of ``fetches`` in a run whose step returns ``outputs``."""
+    hook = RecordingHook(fetches)
+    with MonitoredLoop(lambda: outputs, hooks=[hook], **loop_arguments) as loop:
+        loop.run()
+    return hook.results[0]
+
+
+def fetch_in(step: Callable[..., Any], fetches: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the value of ``fetches`` in a run of ``step(*args, **kwargs)``."""
+    hook = RecordingHook(fetches)
+    with MonitoredLoop(step, hooks=[hook]) as loop:
+        loop.run(*args, **kwargs)
+    return hook.results[0]
+
+
+def fetch_error(fetches: Any, outputs: Any = None, **loop_arguments: Any) -> str:
+    with pytest.raises(FetchError) as caught:
+        fetch(fetches, outputs, **loop_arguments)
+    return str(caught.value)
+
+
+# -- what a step returns --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", [0.5, 3, True, np.float32(0.5), np.array(0.5), 1 + 2j])
+def test_a_single_number_is_the_loss(loss: Any) -> None:
+    assert fetch("loss", loss) == loss
+
+
+def test_a_single_tensor_is_the_loss() -> None:
+    assert torch.equal(fetch("loss", torch.tensor([1.0, 2.0])), torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "names"),
+    [
+        ({"left": 1, "right": 2}, ["right", "left"]),
+        (OrderedDict(left=1, right=2), ["right", "left"]),
+        (ModelOutput(left=1, right=2), ["right", "left"]),
+        (Box(1, 2), ["right", "left"]),
+        (FrozenBox(1, 2), ["right", "left"]),
+        (SlottedBox(1, 2), ["right", "left"]),
+        (Point(1, 2), ["y", "x"]),
+        ((1, 2), ["1", "0"]),
+        ([1, 2], ["1", "0"]),
+    ],
+    ids=repr,
+)
+def test_the_fields_or_the_indices_of_what_the_step_returned_are_names(outputs: Any, names: list[str]) -> None:
+    assert fetch(names, outputs) == [2, 1]
+
+
+def test_what_max_returns_is_fetched_by_index() -> None:
+    assert fetch(["0", "1"], torch.tensor([3.0, 7.0]).max(0)) == [7.0, 1]
+
+
+@pytest.mark.parametrize("outputs", [None, "text", object(), {1, 2}, Box])
+def test_other_outputs_have_no_names(outputs: Any) -> None:
+    assert "asked for 'loss', which does not exist" in fetch_error("loss", outputs)
+
+
+def test_a_field_that_was_never_set_is_not_a_name() -> None:
+    @dataclasses.dataclass
+    class Late:
+        loss: float
+        extra: float = dataclasses.field(init=False)
+
+    assert fetch("loss", Late(0.5)) == 0.5
+
+
+def test_a_closure_gets_outputs_of_any_structure_as_a_whole() -> None:
+    assert fetch(lambda outputs: outputs, {"nested": [1, {"deep": 2}]}) == {"nested": [1, {"deep": 2}]}
+
+
+# -- step and learning rate -----------------------------------------------------------------------------------------
+
+
+def test_global_step_counts_this_run() -> None:
+    hook = RecordingHook("global_step")
+    with MonitoredLoop(int, hooks=[hook]) as loop:
+        loop.run()
+        loop.run()
+    assert hook.results == [1, 2]
+
+
+def test_lr_is_one_number_for_one_group() -> None:
+    assert fetch("lr", optimizer=sgd(0.1)) == 0.1
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.2), (0.1, 0.1)])
+def test_lr_is_a_list_for_several_groups_whether_they_differ_or_agree(rates: Any) -> None:
+    value = fetch("lr", optimizer=sgd(*rates))
+    assert isinstance(value, list)
+    assert value == list(rates)
+
+
+def test_lr_keeps_its_type_when_the_rates_of_the_groups_meet() -> None:
+    optimizer, hook = sgd(0.2, 0.1), RecordingHook("lr")
+
+    def step() -> None:
+        optimizer.param_groups[0]["lr"] = 0.1
+
+    with MonitoredLoop(step, optimizer=optimizer, hooks=[hook]) as loop:
+        before = loop.session.run("lr")
+        loop.run()
+    assert [before, *hook.results] == [[0.2, 0.1], [0.1, 0.1]]
+
+
+def test_lr_can_be_a_tensor() -> None:
+    assert torch.equal(fetch("lr", optimizer=sgd(torch.tensor(0.1))), torch.tensor(0.1))
+
+
+def test_lr_of_several_groups_can_be_tensors() -> None:
+    assert fetch("lr", optimizer=sgd(torch.tensor(0.5), torch.tensor(0.25))) == [0.5, 0.25]
+
+
+def test_lr_does_not_read_rates_on_a_device() -> None:
+    # Reading a value of a meta tensor is an error; reading one of a CUDA tensor would block the host.
+    optimizer = sgd(torch.tensor(0.5, device="meta"), torch.tensor(0.5, device="meta"))
+    with MonitoredLoop(int, optimizer=optimizer) as loop:
+        assert [rate.device.type for rate in loop.session.run("lr")] == ["meta", "meta"]
+
+
+def test_the_rate_of_a_group_is_known_by_its_index_and_its_name() -> None:
+    optimizer = sgd(0.1, 0.2)
+    optimizer.param_groups[1]["name"] = "head"
+    assert fetch(["lr/0", "lr/1", "lr/head"], optimizer=optimizer) == [0.1, 0.2, 0.2]
+    assert fetch("lr/0", optimizer=sgd(0.3)) == 0.3
+
+
+def test_the_error_for_a_group_that_is_not_there_names_the_groups() -> None:
+    message = fetch_error("lr/2", optimizer=sgd(0.1, 0.2))
+    assert "asked for 'lr/2', which does not exist. Did you mean 'lr/1' or 'lr/0' or 'lr'?" in message
+
+
+@pytest.mark.parametrize("lacks", ["an optimizer", "a group", "a rate"])
+def test_lr_needs(lacks: str) -> None:
+    optimizer = sgd(0.1)
+    if lacks == "a group":
+        optimizer.param_groups.clear()
+    else:
+        del optimizer.param_groups[0]["lr"]
+    given = None if lacks == "an optimizer" else optimizer
+    assert "asked for 'lr', which does not exist" in fetch_error("lr", optimizer=given)
+
+
+# -- the model ------------------------------------------------------------------------------------------------------
+
+
+LINEAR, NET = nn.Linear(2, 1), Net()
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "tensor"),
+    [
+        (NET, "fc1.weight", NET.fc1.weight),
+        (NET, "norm.running_var", torch.ones(3)),
+        (LINEAR, "weight", LINEAR.weight),
+        (nn.ParameterDict({"grad": torch.ones(2)}), "grad", torch.ones(2)),
+        (nn.Sequential(nn.ReLU(), LINEAR), "1.bias", LINEAR.bias),
+        (Wrapper(NET), "fc1.weight", NET.fc1.weight),
+        (Wrapper(NET), "module.fc1.bias", NET.fc1.bias),
+    ],
+    ids=["parameter", "buffer", "linear", "dictionary", "sequence", "wrapped", "wrapped by its own name"],
+)
+def test_a_parameter_or_a_buffer_by_name_is_a_plain_tensor_without_graph(
+    model: nn.Module, name: str, tensor: torch.Tensor
+) -> None:
+    value = fetch(name, model=model)
+    assert (type(value), value.requires_grad) == (torch.Tensor, False)
+    assert torch.equal(value, tensor)
+
+
+def test_a_gradient_by_name() -> None:
+    model = nn.Linear(2, 1)
+
+    def step() -> None:
+        model(torch.tensor([[3.0, 4.0]])).sum().backward()
+
+    hook = RecordingHook("weight.grad")
+    with MonitoredLoop(step, model, hooks=[hook]) as loop:
+        loop.run()
+    assert torch.equal(hook.results[0], torch.tensor([[3.0, 4.0]]))
+
+
+def test_the_gradient_is_none_if_there_is_none() -> None:
+    assert fetch("fc1.weight.grad", model=Net()) is None
+
+
+@pytest.mark.parametrize("name", ["fc9.weight.grad", "fc1"])
+def test_neither_the_gradient_of_what_does_not_exist_nor_a_submodule_is_a_fetch(name: str) -> None:
+    assert f"asked for {name!r}, which does not exist" in fetch_error(name, model=Net())
+
+
+def test_a_property_of_the_model_that_raises_is_not_a_name() -> None:
+    class Detached(nn.Module):
+        @property
+        def trainer(self) -> Any:
+            raise RuntimeError("not attached to a trainer")
+
+    assert fetch(lambda trainer="none": trainer, model=Detached()) == "none"
+
+
+# -- the run's inputs and feeds -------------------------------------------------------------------------------------
+
+
+def any_keyword(**batch: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("step", "names", "args", "kwargs", "values"),
+    [
+        (lambda images, labels: None, ["labels", "images"], [1], {"labels": 2}, [2, 1]),
+        (lambda images, scale=3: None, ["scale"], [1], {}, [3]),
+        (any_keyword, ["b", "a"], [], {"a": 1, "b": 2}, [2, 1]),
+        (lambda *batch: None, ["batch"], [1, 2], {}, [(1, 2)]),
+        (max, ["key"], [3, -4], {"key": abs}, [abs]),
+    ],
+    ids=["by name", "default", "any keyword", "any number", "without a signature"],
+)
+def test_inputs_by_parameter_name(step: Any, names: Any, args: Any, kwargs: Any, values: Any) -> None:
+    assert fetch_in(step, names, *args, **kwargs) == values
+
+
+def test_inputs_of_a_step_whose_decorator_takes_more_than_its_signature_shows() -> None:
+    def inner(batch: int) -> int:
+        return batch
+
+    @functools.wraps(inner)
+    def step(device: str, batch: int, *, verbose: bool) -> int:
+        return inner(batch)
+
+    assert fetch_in(step, ["loss", "verbose"], "cpu", 7, verbose=True) == [7, True]
+
+
+def test_what_another_hook_feeds_has_its_name() -> None:
+    hook = RecordingHook("scale")
+    with MonitoredLoop(lambda scale: None, hooks=[hook, RecordingHook(feed_dict={"scale": 5})]) as loop:
+        loop.run()
+    assert hook.results == [5]
+
+
+# -- closures -------------------------------------------------------------------------------------------------------
+
+
+class Scoring:
+    def score(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize("function", [Scoring.score, Scoring().score], ids=["function", "bound method"])
+def test_a_closure_is_described_by_its_name_and_the_name_of_its_file(function: Callable[..., Any]) -> None:
+    line = Scoring.score.__code__.co_firstlineno
+    assert describe(function) == f"Scoring.score (test_fetches.py:{line})"
+
+
+def test_the_log_line_of_a_hook_names_no_folder_of_a_closure() -> None:
+    stopped = trace(StopIfHigherHook(Scoring().score, 0.1), losses=[0.5])
+    line = Scoring.score.__code__.co_firstlineno
+    (text,) = [text for _, text in stopped.lines]
+    assert f'"Scoring.score (test_fetches.py:{line})"' in text
+
+
+def test_a_closure_gets_model_optimizer_session_and_outputs() -> None:
+    model, optimizer = Net(), sgd(0.1)
+
+    def closure(model: Any, optimizer: Any, session: Any, outputs: Any) -> list[str]:
+        return [type(value).__name__ for value in (model, optimizer, session, outputs)]
+
+    assert fetch(closure, "text", model=model, optimizer=optimizer) == ["Net", "SGD", "Session", "str"]
+
+
+def test_an_unbound_and_a_bound_function_keep_their_own_parameters() -> None:
+    class Scale:
+        def by(self: Any, loss: int) -> Any:
+            return self, loss
+
+    scale = Scale()
+    unbound = fetch(Scale.by, {"self": 1, "loss": 3})
+    assert (unbound, fetch(scale.by, 3)[1]) == ((1, 3), 3)
+
+
+class Scale:
+    def by(self, loss: int) -> int:
+        return loss * 2
+
+
+@dataclasses.dataclass
+class Above:
+    threshold: float
+
+    def __call__(self, loss: float) -> bool:
+        return loss > self.threshold
+
+
+def keyword_only(*, loss: int, scale: int = 10) -> int:
+    return loss * scale
+
+
+def positional_only(loss: int, /) -> int:
+    return loss
+
+
+def variadic(loss: int, *args: Any, **kwargs: Any) -> Any:
+    return loss, args, kwargs
+
+
+def doubled(function: Callable[..., int]) -> Callable[..., int]:
+    return functools.wraps(function)(lambda *args: 2 * function(*args))
+
+
+CLOSURES: dict[str, tuple[Any, Any, Any]] = {
+    "parameters are names": (lambda logits, target: logits - target, {"logits": 5, "target": 3}, 2),
+    "without parameters": (lambda: 7, None, 7),
+    "the session evaluates fetches": (lambda session: session.run("loss") * 2, 3, 6),
+    "a default is kept if its name does not exist": (lambda loss, scale=10: loss * scale, 3, 30),
+    "a name that exists wins over a default": (lambda loss=10: loss, 3, 3),
+    "keyword-only parameters are names": (keyword_only, 3, 30),
+    "positional-only parameters are names": (positional_only, 3, 3),
+    "variadic parameters are left empty": (variadic, {"loss": 3, "args": 4, "kwargs": 5}, (3, (), {})),
+    "a bound method": (Scale().by, 3, 6),
+    "a callable object": (Counted(4), None, 4),
+    "a callable dataclass": (Above(0.5), 0.75, True),
+    "a partial": (functools.partial(lambda scale, loss: scale * loss, 4), 3, 12),
+    "a keyword argument of a partial is not a name": (
+        functools.partial(lambda loss, scale: scale * loss, scale=4),
+        {"loss": 3, "scale": 100},
+        12,
+    ),
+    "a builtin": (math.sqrt, {"x": 9.0}, 3.0),
+    "a builtin without a signature is called without arguments": (dict, None, {}),
+    "what is decorated has the names": (doubled(lambda loss: loss), 3, 6),
+    "a module has the names of its forward": (
+        nn.MSELoss(),
+        {"input": torch.tensor([1.0, 2.0]), "target": torch.tensor([1.0, 4.0])},
+        2.0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("closure", "outputs", "value"), CLOSURES.values(), ids=CLOSURES)
+def test_what_can_be_called_is_a_closure_whose_parameters_are_names(closure: Any, outputs: Any, value: Any) -> None:
+    assert fetch(closure, outputs) == value
+
+
+def test_a_class_as_a_closure_is_called() -> None:
+    assert fetch(Counted, {"value": 8}).value == 8
+
+
+def test_a_closure_runs_without_gradients() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    assert fetch(lambda: (weight * 2).requires_grad) is False
+
+
+def test_a_closure_gets_live_values() -> None:
+    loss = torch.tensor(1.0)
+    seen: list[torch.Tensor] = []
+    fetch(lambda loss: seen.append(loss), loss)
+    assert seen[0] is loss
+
+
+# -- once a run -----------------------------------------------------------------------------------------------------
+
+
+def run_with(*fetches: Any) -> None:
+    with MonitoredLoop(int, hooks=[RecordingHook(each) for each in fetches]) as loop:
+        loop.run()
+
+
+def test_a_closure_that_two_hooks_ask_for_is_called_once() -> None:
+    closure = Counted()
+    run_with(closure.__call__, closure.__call__)
+    assert closure.calls == 1
+
+
+def test_a_closure_that_one_hook_asks_for_twice_is_called_once() -> None:
+    closure = Counted()
+    run_with([closure, {"again": closure}])
+    assert closure.calls == 1
+
+
+def test_bound_methods_that_are_equal_are_one_closure() -> None:
+    counted = Counted()
+    first, second = counted.get, counted.get
+    assert first is not second
+    run_with(first, second)
+    assert counted.calls == 1
+
+
+def test_methods_of_two_objects_are_two_closures() -> None:
+    one, other = Counted(), Counted()
+    run_with(one.get, other.get)
+    assert (one.calls, other.calls) == (1, 1)
+
+
+def test_a_closure_that_cannot_be_hashed_is_called_once() -> None:
+    class Unhashable(Counted):
+        __hash__ = None  # type: ignore[assignment]
+
+    closure = Unhashable()
+    run_with(closure, closure)
+    assert closure.calls == 1
+
+
+def test_equal_partials_are_two_closures_and_one_partial_is_one() -> None:
+    counted = Counted()
+    partial = functools.partial(counted.get)
+    run_with(partial, partial, functools.partial(counted.get))
+    assert counted.calls == 2
+
+
+def test_a_closure_is_called_again_in_the_next_run() -> None:
+    closure = Counted()
+    with MonitoredLoop(int, hooks=[RecordingHook(closure)]) as loop:
+        loop.run()
+        loop.run()
+    assert closure.calls == 2
+
+
+def test_a_closure_whose_value_is_none_is_called_once() -> None:
+    closure = Counted(None)
+    run_with(closure, closure)
+    assert closure.calls == 1
+
+
+def test_an_object_with_compute_that_two_hooks_ask_for_computes_once() -> None:
+    metric = Metric()
+    run_with(metric, [metric])
+    assert metric.calls == 1
+
+
+class Reads(Mapping[str, Any]):
+    """Outputs that record which of them were read."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.append(name)
+        return torch.ones(1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["loss", "accuracy"])
+
+    def __len__(self) -> int:
+        return 2
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
+
+def test_a_name_that_two_hooks_ask_for_is_evaluated_once_and_the_others_never() -> None:
+    outputs = Reads()
+    with MonitoredLoop(lambda: outputs, hooks=[RecordingHook("loss"), RecordingHook(["loss"])]) as loop:
+        loop.run()
+    assert outputs.read == ["loss"]
+
+
+def test_nothing_is_evaluated_for_a_hook_that_did_not_ask_in_this_run() -> None:
+    closure = Counted()
+
+    class EverySecond(RecordingHook):
+        def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+            return SessionRunArgs(closure) if run_context.session.global_step % 2 else None
+
+    with MonitoredLoop(int, hooks=[EverySecond()]) as loop:
+        for _ in range(4):
+            loop.run()
+    assert closure.calls == 2
+
+
+def test_temporary_objects_are_not_mistaken_for_one_another() -> None:
+    class Fresh(ComposedFetch):
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        @property
+        def fetch(self) -> Any:
+            return Metric(self.value)
+
+        def compose(self, value: Any) -> Any:
+            return value
+
+    assert fetch([Fresh(number) for number in range(9)]) == list(range(9))
+
+
+# -- compute(), tensors, summary ops ------------------------------------------------------------------------------
+
+
+def test_an_object_with_compute() -> None:
+    assert fetch(Metric()) == 0.75
+
+
+def test_compute_wins_over_calling() -> None:
+    class CallableMetric(Metric):
+        def __call__(self) -> str:
+            return "called"
+
+    assert fetch(CallableMetric()) == 0.75
+
+
+def test_compute_wins_over_a_modules_forward() -> None:
+    class ModuleMetric(nn.Module):
+        def compute(self) -> torch.Tensor:
+            return torch.tensor(0.5)
+
+    assert fetch(ModuleMetric()) == 0.5
+
+
+@pytest.mark.parametrize("kind", [dict, tuple, list])
+def test_compute_wins_over_being_a_structure(kind: Any) -> None:
+    class Metrics(kind):  # type: ignore[misc]
+        def compute(self) -> float:
+            return 0.5
+
+    assert fetch(Metrics()) == 0.5
+
+
+def test_compute_wins_over_being_a_dataclass() -> None:
+    @dataclasses.dataclass
+    class Ratio:
+        hits: int
+        total: int
+
+        def compute(self) -> float:
+            return self.hits / self.total
+
+    assert fetch(Ratio(1, 2)) == 0.5
+
+
+def test_compute_runs_without_gradients() -> None:
+    class Grad:
+        def compute(self) -> bool:
+            return torch.is_grad_enabled()
+
+    assert fetch(Grad()) is False
+
+
+def test_a_tensor_is_its_value_after_the_run() -> None:
+    total = torch.zeros(())
+    hook = RecordingHook(total)
+    with MonitoredLoop(lambda: total.add_(1), hooks=[hook]) as loop:
+        loop.run()
+        loop.run()
+    assert plain(hook.results) == [1.0, 2.0]
+
+
+def test_a_parameter_is_a_tensor_fetch() -> None:
+    assert torch.equal(fetch(nn.Parameter(torch.ones(2))), torch.ones(2))
+
+
+def test_a_summary_op_comes_back_with_the_value_of_its_fetch() -> None:
+    op = summary.scalar("half", lambda loss: loss / 2)
+    assert fetch(op, 3) == (op, 1.5)
+
+
+def test_summary_ops_nest_as_other_fetches_do() -> None:
+    op = summary.scalar("loss", "loss")
+    assert fetch({"all": [op, "loss"]}, 3) == {"all": [(op, 3), 3]}
+
+
+def test_an_error_in_a_summary_op_names_the_hook() -> None:
+    with pytest.raises(ValueError, match="2 elements") as caught:
+        fetch(summary.scalar("loss", "loss"), torch.ones(2))
+    assert "RecordingHook(scalar('loss', 'loss')) (hook 0) asked for" in caught.value.__notes__[0]
+
+
+# -- structures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fetches", "values"),
+    [
+        (["loss"], [3]),
+        ((), ()),
+        (("loss", "global_step"), (3, 1)),
+        ({"a": "loss", 2: "global_step"}, {"a": 3, 2: 1}),
+        (OrderedDict(b="loss", a="global_step"), OrderedDict(b=3, a=1)),
+        (Point("loss", ["global_step"]), Point(3, [1])),
+        (Box("loss"), Box(3, 1)),
+        (FrozenBox("loss"), FrozenBox(3, 1)),
+        (SlottedBox("loss"), SlottedBox(3, 1)),
+        ([{"a": ("loss", [Box("loss", Point("loss", "loss"))])}], [{"a": (3, [Box(3, Point(3, 3))])}]),
+    ],
+    ids=repr,
+)
+def test_results_have_the_structure_of_the_fetches(fetches: Any, values: Any) -> None:
+    results = fetch(fetches, 3)
+    assert (type(results), results) == (type(values), values)
+
+
+def test_another_mapping_is_returned_as_a_dict() -> None:
+    results = fetch(defaultdict(list, a="loss"), 3)
+    assert (type(results), results) == (dict, {"a": 3})
+
+
+def test_the_fetches_themselves_are_not_changed() -> None:
+    box = Box(["loss"])
+    fetch(box, 3)
+    assert box == Box(["loss"], "global_step")
+
+
+def test_a_named_tuple_with_a_constructor_of_its_own() -> None:
+    class Polar(Point):
+        def __new__(cls) -> Polar:
+            return super().__new__(cls, "loss", "global_step")
+
+    assert fetch(Polar(), 3) == (3, 1)
+
+
+leaves = st.sampled_from(["loss", "global_step"]) | st.integers().map(lambda value: Counted(value))
+structures = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
+        st.builds(Point, inner, inner),
+        st.builds(Box, inner, inner),
+        st.builds(FrozenBox, inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+def expected(fetches: Any) -> Any:
+    """Return what ``fetches`` should give if the loss is 3 and the step 1, without the library."""
+    if isinstance(fetches, str):
+        return {"loss": 3, "global_step": 1}[fetches]
+    if isinstance(fetches, Counted):
+        return fetches.value
+    if isinstance(fetches, dict):
+        return type(fetches)((key, expected(item)) for key, item in fetches.items())
+    if isinstance(fetches, (Box, FrozenBox)):
+        return type(fetches)(expected(fetches.left), expected(fetches.right))
+    if isinstance(fetches, Point):
+        return Point(expected(fetches.x), expected(fetches.y))
+    return type(fetches)(expected(item) for item in fetches)
+
+
+def kinds(tree: Any) -> Any:
+    """Return the types in a structure, which ``==`` does not compare."""
+    if isinstance(tree, dict):
+        return type(tree), [kinds(item) for item in tree.values()]
+    if isinstance(tree, (list, tuple)):
+        return type(tree), [kinds(item) for item in tree]
+    return (type(tree), kinds(tree.left), kinds(tree.right)) if isinstance(tree, (Box, FrozenBox)) else None
+
+
+@given(structures)
+def test_any_structure_is_returned_with_the_right_values(fetches: Any) -> None:
+    results, wanted = fetch(fetches, 3), expected(fetches)
+    assert (results, kinds(results)) == (wanted, kinds(wanted))
+
+
+@given(st.lists(structures, max_size=3))
+def test_a_closure_in_any_structure_is_called_once(fetches: list[Any]) -> None:
+    closure = Counted()
+    run_with(*[[closure, each] for each in fetches])
+    assert closure.calls == min(len(fetches), 1)
+
+
+# -- which name wins ------------------------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """A model whose buffers have the names of everything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("fed", "out", "global_step", "lr", "own", "model"):
+            self.register_buffer(name, torch.tensor(4.0))
+
+
+def fetch_with_all(fetches: Any) -> Any:
+    """Fetch in a run in which feeds are 1, outputs 2, the learning rate 3, the model's buffers 4 and the inputs 5."""
+    hook = RecordingHook(fetches)
+
+    def step(fed: float, **inputs: float) -> dict[str, float]:
+        return {"fed": 2.0, "out": 2.0}
+
+    inputs = dict.fromkeys(["out", "global_step", "lr", "own", "mine", "outputs"], 5.0)
+    feeding = RecordingHook(feed_dict={"fed": 1.0})
+    with MonitoredLoop(step, Everything(), sgd(3.0), hooks=[hook, feeding]) as loop:
+        loop.run(**inputs)
+    return hook.results[0]
+
+
+ORDER = [
+    ("fed", lambda fed: fed, 1),
+    ("out", lambda out: out, 2),
+    ("lr", lambda lr: lr, 3),
+    ("own", lambda own: own, 4),
+    ("model", lambda model: model, 4),
+    ("mine", lambda mine: mine, 5),
+    ("outputs", lambda outputs: outputs, 5),
+    ("global_step", lambda global_step: global_step, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "closure", "value"), ORDER, ids=[name for name, _, _ in ORDER])
+def test_feeds_win_over_outputs_over_step_and_rate_over_the_model_over_inputs(
+    name: str, closure: Callable[..., Any], value: float
+) -> None:
+    assert fetch_with_all([name, closure]) == [value, value]
+
+
+def test_an_output_wins_over_the_global_step_and_the_learning_rate() -> None:
+    assert fetch(["global_step", "lr"], {"global_step": 7, "lr": 8}, optimizer=sgd(0.1)) == [7, 8]
+
+
+def test_a_measured_speed_wins_over_an_argument_of_the_same_name_where_it_is_measured() -> None:
+    for counters, expected in (([], 5.0), ([StepCounterHook(log=False)], math.nan)):
+        hook = RecordingHook("data_secs")
+        with MonitoredLoop(lambda data_secs: None, hooks=[*counters, hook]) as loop:
+            loop.run(5.0)
+        assert hook.results == pytest.approx([expected], nan_ok=True)
+
+
+def test_an_output_wins_over_a_gradient_of_the_same_name() -> None:
+    assert fetch("fc1.weight.grad", {"fc1.weight.grad": 2}, model=Net()) == 2
+
+
+# -- snapshots ------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_keeps_the_value_of_its_run() -> None:
+    model = nn.Linear(1, 1)
+    hook = RecordingHook("weight")
+
+    def step(value: float) -> None:
+        model.weight.data.fill_(value)
+
+    with MonitoredLoop(step, model, hooks=[hook]) as loop:
+        for value in (5.0, 6.0):
+            loop.run(value)
+    assert plain(hook.results) == [[[5.0]], [[6.0]]]
+
+
+@pytest.mark.parametrize("fetches", ["loss", ["loss"], lambda loss: loss, lambda outputs: {"nested": [outputs]}])
+def test_an_output_that_is_updated_in_place_keeps_the_value_of_its_run(fetches: Any) -> None:
+    total = torch.zeros(())
+    hook = RecordingHook(fetches)
+    with MonitoredLoop(lambda: total.add_(1), hooks=[hook]) as loop:
+        loop.run()
+        first = plain(hook.results[0])
+        loop.run()
+    assert plain(hook.results[0]) == first
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda array: array, lambda array: [array], lambda array: {"a": (array,)}, lambda array: Point(array, 1)]
+)
+def test_numpy_arrays_from_closures_are_copied(wrap: Callable[[Any], Any]) -> None:
+    array = np.zeros(2)
+    value = fetch(lambda: wrap(array))
+    array += 1
+    assert plain(value) == plain(wrap(np.zeros(2)))
+
+
+def test_what_compute_returns_is_copied() -> None:
+    metric = Metric(torch.zeros(1))
+    value = fetch(metric)
+    metric.value += 1
+    assert value == 0
+
+
+def test_the_named_tuple_that_max_returns_is_copied() -> None:
+    tensor = torch.tensor([[3.0, 7.0]])
+    pair = tensor.max(1)
+    value = fetch(lambda: pair)
+    pair.values.add_(1)
+    assert (type(value), plain(value.values)) == (type(pair), [7.0])
+
+
+def test_a_shape_is_returned_as_a_shape() -> None:
+    assert isinstance(fetch(lambda loss: loss.shape, torch.ones(2, 3)), torch.Size)
+
+
+def test_subclasses_of_list_are_copied() -> None:
+    class Tensors(list[torch.Tensor]):
+        pass
+
+    tensors = Tensors([torch.zeros(1)])
+    value = fetch(lambda: tensors)
+    tensors[0].add_(1)
+    assert value == [0]
+
+
+def test_a_packed_sequence_is_copied() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.zeros(2)])
+    value = fetch(lambda: packed)
+    packed.data.add_(1)
+    assert (type(value), plain(value.data)) == (type(packed), [0.0, 0.0])
+
+
+def test_snapshots_are_detached() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    assert not fetch("loss", weight * 2).requires_grad
+
+
+def test_a_tensor_from_inference_mode_can_be_fetched() -> None:
+    with torch.inference_mode():
+        loss = torch.ones(1)
+    assert fetch("loss", loss) == 1
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_for_an_unknown_name_names_the_hook() -> None:
+    assert fetch_error("los", 1).startswith("RecordingHook('los') (hook 0) asked for 'los', which does not exist")
+
+
+def test_the_error_for_an_unknown_name_suggests_a_similar_name() -> None:
+    assert "Did you mean 'loss'?" in fetch_error("los", 1)
+
+
+def test_the_error_for_an_unknown_name_lists_the_available_names() -> None:
+    message = fetch_error("?", {"logits": 1}, model=nn.Linear(1, 1), optimizer=sgd(0.1))
+    assert message.endswith("Available: logits, global_step, lr, weight, bias.")
+
+
+def test_the_error_for_an_unknown_name_lists_the_inputs_too() -> None:
+    with pytest.raises(FetchError, match="Available: global_step, images, labels"):
+        fetch_in(lambda images, labels: None, "?", 1, 2)
+
+
+def test_a_long_list_of_available_names_is_shortened() -> None:
+    assert fetch_error("?", dict.fromkeys(map(str, range(50)))).endswith("22, 23 and 27 more.")
+
+
+def test_the_error_for_a_parameter_that_does_not_exist_names_the_closure() -> None:
+    def accuracy(logit: Any) -> None: ...
+
+    message = fetch_error(accuracy, {"logits": 1})
+    assert "accuracy (" in message
+    assert "test_fetches.py:" in message
+    assert "whose parameter 'logit' is not an available name. Did you mean 'logits'?" in message
+
+
+@pytest.mark.parametrize("bad", [None, 3, 0.5, {1}, b"loss", np.zeros(2), object(), [None], {"a": 1}])
+def test_the_error_for_something_that_is_not_a_fetch_says_what_is(bad: Any) -> None:
+    with pytest.raises(FetchError, match="which is not a fetch: a fetch is a name, a closure") as caught:
+        fetch(["loss", bad], 1)
+    assert "RecordingHook(" in str(caught.value)
+
+
+def test_fetching_nothing_gives_none() -> None:
+    assert fetch(None, 1) is None
+
+
+def fail(loss: float) -> None:
+    raise ZeroDivisionError("in the closure")
+
+
+def closure_error(closure: Callable[..., Any] = fail) -> ZeroDivisionError:
+    with pytest.raises(ZeroDivisionError) as caught:
+        fetch(closure, 1)
+    return caught.value
+
+
+def test_an_error_in_a_closure_keeps_its_traceback() -> None:
+    assert traceback.extract_tb(closure_error().__traceback__)[-1].name == "fail"
+
+
+def test_an_error_in_a_closure_is_not_replaced_or_chained() -> None:
+    error = closure_error()
+    assert (str(error), error.__cause__, error.__context__) == ("in the closure", None, None)
+
+
+def test_an_error_in_a_closure_gets_a_note_with_the_closure_the_hook_and_the_names() -> None:
+    (note,) = closure_error().__notes__
+    assert "in fail (" in note
+    assert "which RecordingHook(" in note
+    assert "available names: loss, global_step, model, optimizer, session, outputs" in note
+
+
+def test_an_error_in_compute_gets_a_note() -> None:
+    class Broken(Metric):
+        def compute(self) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fetch(Broken())
+    assert "in Metric(), which RecordingHook(" in caught.value.__notes__[0]
+
+
+def test_an_error_that_takes_no_note_is_raised_as_it_is() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class FrozenError(Exception):
+        code: int
+
+    def closure() -> None:
+        raise FrozenError(3)
+
+    with MonitoredLoop(int) as loop, pytest.raises(FrozenError):
+        loop.session.run(closure)
+
+
+def test_an_error_in_a_closure_that_cannot_be_printed_is_raised_as_it_is() -> None:
+    class Unprintable:
+        def __call__(self) -> None:
+            raise ZeroDivisionError
+
+        def __repr__(self) -> str:
+            raise RuntimeError("cannot be printed")
+
+    with MonitoredLoop(int) as loop, pytest.raises(ZeroDivisionError):
+        loop.session.run(Unprintable())
+
+
+def test_stop_iteration_in_a_closure_ends_the_loop_cleanly() -> None:
+    hook = RecordingHook([lambda: next(iter(()))])
+    with MonitoredLoop(int, hooks=[hook]) as loop:
+        loop.run()
+    assert [call[0] for call in hook.calls][-2:] == ["end", "teardown"]
+
+
+def test_only_the_hook_with_the_wrong_fetch_is_named() -> None:
+    with (
+        pytest.raises(FetchError, match=r"RecordingHook\('bad'\) \(hook 1\) asked"),
+        MonitoredLoop(int, hooks=[RecordingHook("loss"), RecordingHook("bad")]) as loop,
+    ):
+        loop.run()
+
+
+# -- outside of a run -----------------------------------------------------------------------------------------------
+
+
+def test_session_run_evaluates_without_a_run() -> None:
+    model = Net()
+    with MonitoredLoop(int, model, sgd(0.1)) as loop:
+        assert loop.session.run(["global_step", "lr", lambda: 7]) == [0, 0.1, 7]
+
+
+def test_session_run_takes_feeds_for_names() -> None:
+    with MonitoredLoop(int) as loop:
+        assert loop.session.run(["k", lambda k: k + 1], {"k": 4}) == [4, 5]
+
+
+def test_an_output_before_the_first_run_is_a_no_run_yet_error() -> None:
+    with MonitoredLoop(int) as loop, pytest.raises(NoRunYetError, match="outputs of the step exist only after a run"):
+        loop.session.run("loss")
+
+
+def test_a_closure_with_an_output_before_the_first_run_is_a_no_run_yet_error() -> None:
+    with MonitoredLoop(int) as loop, pytest.raises(NoRunYetError, match="parameter 'loss'"):
+        loop.session.run(lambda loss: loss)
+
+
+def test_outputs_outside_of_a_run_are_those_of_the_last_run() -> None:
+    with MonitoredLoop(lambda x: {"loss": x}) as loop:
+        loop.run(1)
+        loop.run(2)
+        assert loop.session.run("loss") == 2
+
+
+def test_outputs_in_after_run_are_those_of_this_run() -> None:
+    seen = []
+
+    class Look(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            seen.append(run_context.session.run("loss"))
+
+    with MonitoredLoop(lambda x: {"loss": x}, hooks=[Look()]) as loop:
+        loop.run(1)
+    assert seen == [1]
+
+
+def test_outputs_outside_of_a_run_are_detached_for_closures_too() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    with MonitoredLoop(lambda: weight * 2) as loop:
+        loop.run()
+        assert loop.session.run(lambda loss, outputs: (loss.requires_grad, outputs.requires_grad)) == (False, False)
+
+
+def test_the_error_for_an_unknown_name_outside_of_a_run_names_session_run() -> None:
+    with MonitoredLoop(int) as loop:
+        loop.run()
+        with pytest.raises(FetchError, match=r"Session\.run asked for 'los'.*Did you mean 'loss'"):
+            loop.session.run("los")
+
+
+def double(factor: float = 2.0) -> Callable[..., Any]:
+    return lambda loss: factor * loss
+
+
+def mean_of_loss() -> Any:
+    return running_mean("loss")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (grad_norm, r"asked for grad_norm \(.*of type function: a value is neither .* call it: grad_norm\(\)$"),
+        (param_norm, r"asked for param_norm \(.*of type function: a value is neither .* call it: param_norm\(\)$"),
+        (double, r"asked for double \(.*of type function: a value is neither .* call it: double\(\)$"),
+        (mean_of_loss, r"of type RunningFetch: a value is neither .* call it: mean_of_loss\(\)$"),
+        (Metric, r"of type Metric: a value is neither .* call it: Metric\(\)$"),
+        (running_mean(grad_norm), r"a value is neither .* call it: grad_norm\(\)$"),
+        (running_mean, r"parameter 'fetch' is not an available name: call it, running_mean\(\.\.\.\)\. Available"),
+        (over_ranks, r"parameter 'fetch' is not an available name: call it, over_ranks\(\.\.\.\)\. Available"),
+        (summary.scalar, r"parameter 'tag' is not an available name: call it, scalar\(\.\.\.\)\. Available"),
+    ],
+    ids=[
+        "grad_norm",
+        "param_norm",
+        "double",
+        "mean_of_loss",
+        "Metric",
+        "running_mean(grad_norm)",
+        "running_mean",
+        "over_ranks",
+        "summary.scalar",
+    ],
+)
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda fetch: LoggingTensorHook({"fetch": fetch}, 1),
+        lambda fetch: SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op={"fetch": fetch}),
+        NanTensorHook,
+    ],
+    ids=["log", "summary", "nan"],
+)
+def test_a_function_that_creates_a_fetch_is_no_fetch(
+    factory: Any, message: str, hook: Callable[[Any], SessionRunHook]
+) -> None:
+    loop = MonitoredLoop(lambda: 0.5, nn.Linear(1, 1), hooks=[hook(factory)])
+    with pytest.raises(FetchError, match=message), loop:
+        loop.run()
+
+
+def test_the_inputs_of_a_run_do_not_exist_outside_of_it() -> None:
+    with MonitoredLoop(lambda x: None) as loop:
+        loop.run(1)
+        with pytest.raises(FetchError, match="'x', which does not exist outside of a run: it is an argument of"):
+            loop.session.run("x")
+
+
+def test_an_output_at_the_end_of_a_loop_without_runs_is_left_out_with_a_warning(lines: list[tuple[str, str]]) -> None:
+    hook = FinalOpsHook({"loss": "loss", "step": "global_step"})
+    with MonitoredLoop(int, hooks=[hook]):
+        pass
+    assert hook.final_ops_values == {"step": 0}
+    assert [level for level, text in lines if "'loss'" in text] == ["WARNING"]
+
+
+def test_an_init_fn_can_evaluate_fetches() -> None:
+    seen = []
+
+    def init_fn(scaffold: Scaffold, session: Session) -> None:
+        seen.append(session.run("weight").shape)
+
+    with MonitoredLoop(int, nn.Linear(2, 1), scaffold=Scaffold(init_fn)):
+        pass
+    assert seen == [(1, 2)]

@@ -1,0 +1,398 @@
+"""The state of a loop: its phase, its step, when a hook is next due, and who ends it and why.
+
+No other object knows. Only the training thread changes the phase:
+
+=============================  ========================================================================================
+change                         where
+=============================  ========================================================================================
+``IDLE`` to ``RUNNING``        a run begins, or calls are made between two items, which must not begin a run
+``RUNNING`` to ``IDLE``        the run is over, and no stop is decided
+any to ``STOPPING``            no run is in progress, and a hook, the caller, a thread or a signal has decided to stop
+any to ``FAILED``              a run, or the iteration over the data, raised an error that is not recovered from
+any to ``CLOSED``              the loop is closed
+``STOPPING`` to ``RUNNING``    the one run that is allowed after a thread's stop, and the calls that a stop waits for
+=============================  ========================================================================================
+
+Other threads and signal handlers only record what they ask for. A stop that one of them decides during a run takes
+effect when the run is over.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from signal import Signals
+from typing import Any, NamedTuple, Protocol
+
+from torchhooks.common.checks import whole_number
+from torchhooks.common.errors import LifecycleError, brief
+from torchhooks.common.log import logger
+from torchhooks.lifecycle.signals import SignalWatch
+
+NO_OUTPUTS: Any = type("NoOutputs", (), {"__repr__": lambda self: "NO_OUTPUTS"})()
+"""The outputs before the first run, and from the start of a step until it returns."""
+
+_LOST_WORKER_SECS = 2.0  # a batch system signals the processes of a job within milliseconds of each other
+
+
+class Phase(enum.Enum):
+    """What a loop is doing."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+# Looking up a member of an Enum takes longer than a global, and an idle run compares the phase twice.
+IDLE, RUNNING = Phase.IDLE, Phase.RUNNING
+
+
+class StoppedBy(enum.Enum):
+    """Who decided that a loop stops."""
+
+    HOOK = "hook"
+    CALLER = "caller"
+    THREAD = "thread"
+    SIGNAL = "signal"
+    ERROR = "error"
+    END = "end"
+
+
+class Stop(NamedTuple):
+    """The decision that a loop makes no further run."""
+
+    reason: str
+    by: StoppedBy
+
+    def to_text(self) -> str:
+        """Return what :meth:`from_text` reads, for another process."""
+        return f"{self.by.value} {self.reason}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Stop:
+        by, _, reason = text.partition(" ")
+        return cls(reason, StoppedBy(by))
+
+
+class LeftBySignalError(BaseException):
+    """Leaves the ``with`` block of a loop that a signal has stopped, which swallows it.
+
+    Not an ``Exception``, so that ``except Exception`` in the script does not keep it.
+    """
+
+
+class RunInProgress(Protocol):
+    """A run in which a stop can be requested: a ``SessionRunContext``."""
+
+    void: bool
+    """Whether the run failed, so that a stop requested in it does not count."""
+
+    @property
+    def why_stopped(self) -> str:
+        """Which hook asked to stop, and why."""
+        ...
+
+
+@dataclass
+class CallerRequest:
+    """A stop that the caller requested during a run, and not a hook."""
+
+    why_stopped: str
+    void: bool = False
+
+
+class LoopState:
+    """What a loop is doing. It collects requests to stop, and decides when they take effect.
+
+    A run is idle, so that the loop calls no hook, if it begins below the global step :attr:`idle_step`, after fewer
+    than :attr:`idle_runs` runs and before :attr:`moment`, and no hook is due after its step.
+
+    Created in the training thread.
+
+    Args:
+        signals: the names of the signals that stop the loop.
+        function: the step function.
+        steps_per_run: the global steps that a run counts when its step has returned. 0 if the optimizer's steps count.
+    """
+
+    # Every step pays for what a run without hooks looks at, and more so when the step has emptied the caches of the
+    # processor. So these attributes stand together in one object, in the order in which they are read.
+    __slots__ = (
+        *("phase", "stop", "global_step", "idle_step", "runs", "idle_runs", "moment", "outputs", "function"),
+        *("steps_per_run", "checks_after", "pending"),
+        *("begun_at", "data_have_ended", "failure", "last_run_allowed", "propose", "stop_requests", "context"),
+        *("signals", "earlier_runs", "on_end"),
+        *("__weakref__", "_thread"),
+    )
+
+    def __init__(
+        self,
+        signals: Iterable[str | Signals] = (),
+        function: Callable[..., Any] = bool,
+        steps_per_run: int = 1,
+    ) -> None:
+        self._thread = threading.get_ident()
+        self.phase = Phase.IDLE
+        self.stop: Stop | None = None
+        """Why the loop makes no further run, once that is decided. The phase follows when no run is in progress."""
+        self.pending = False
+        """Whether the end of the run has something to handle."""
+        self.runs = 0
+        """How many runs were made. A run with hooks counts when its ``after_run`` calls begin."""
+        self.on_end: Callable[[], object] = bool
+        """Called once the loop has failed or is closed."""
+        self.earlier_runs = 0
+        """How many runs earlier processes made, less the runs of this loop that a restore took back."""
+        self.idle_step = self.idle_runs = -1
+        """The global step, and the number of runs, below which no hook is due, before a step or after it.
+
+        -1 after :meth:`interrupt`, until the schedule is made again.
+        """
+        self.moment: float | None = None
+        """When a hook is due before a step, by ``time.monotonic()``; ``None`` if none is due by the clock."""
+        self.checks_after = False
+        """Whether a hook may be due after a step for another reason than the global step."""
+        self.function, self.steps_per_run = function, steps_per_run
+        self.failure: BaseException | None = None
+        """The error that ended the loop."""
+        self.context: RunInProgress | None = None
+        """The context of the run in progress, if a hook is called in it."""
+        self.stop_requests: list[RunInProgress] = []
+        """The runs in which, or after which, a hook requested a stop."""
+        self.data_have_ended = False
+        """Whether the outermost ``until_stop`` has no more items, which is a reason but not a stop."""
+        self.propose: Callable[[Stop], object] | None = None
+        """With several ranks, what proposes a stop to the other ranks, instead of deciding it."""
+        self.last_run_allowed = False
+        """Whether one more run may be made: a thread can ask to stop after the caller looked at ``should_stop()``."""
+        self.signals = SignalWatch(signals, self.set_pending)
+        """The signals that stop the loop."""
+        self.begin_session()
+
+    # -- the session --------------------------------------------------------------------------------------------------
+
+    def begin_session(self) -> None:
+        """Begin at step 0, without outputs of a run. Restoring a checkpoint sets the global step."""
+        self.global_step = 0
+        self.begun_at = 0
+        """The global step before the first run of the session: restored, set by hand, or 0."""
+        self.outputs: Any = NO_OUTPUTS
+        """What the step returned in the last run."""
+
+    def set_step(self, step: int) -> None:
+        """Set the global step, and ``begun_at`` with it while there are no outputs.
+
+        Raises:
+            ValueError: ``step`` is not a whole number, 0 or more.
+        """
+        self.global_step = number = whole_number(step, "global_step", 0)
+        if self.outputs is NO_OUTPUTS:
+            self.begun_at = number
+
+    @property
+    def total_runs(self) -> int:
+        """How many runs the training run consists of, as its checkpoints count them."""
+        return self.earlier_runs + self.runs
+
+    @total_runs.setter
+    def total_runs(self, runs: int) -> None:
+        self.earlier_runs = runs - self.runs
+
+    def is_idle(self) -> bool:
+        """Return whether no hook is due in the next run. ``MonitoredLoop.run`` has the same test, written out."""
+        return (
+            self.global_step < self.idle_step
+            and self.runs < self.idle_runs
+            and (self.moment is None or time.monotonic() < self.moment)
+        )
+
+    def set_pending(self) -> None:
+        """Have the end of the run handled. Safe to call from a signal handler or another thread."""
+        self.pending = True
+
+    def interrupt(self) -> None:
+        """Have the next run, or the end of the one in progress, handled like one with hooks. Any thread may call it."""
+        self.idle_step = self.idle_runs = -1
+        self.pending = True
+
+    # -- the run in progress ------------------------------------------------------------------------------------------
+
+    def run_is_over(self) -> None:
+        """Leave ``RUNNING``: the run or the calls between two items are over."""
+        if self.phase is RUNNING:
+            self.phase = IDLE if self.stop is None else Phase.STOPPING
+
+    def void_run(self) -> None:
+        """Drop the run in progress, which failed, together with a stop that was requested in it."""
+        run, self.context = self.context, None
+        if run is not None:
+            run.void = True
+            self.stop_requests = [other for other in self.stop_requests if other is not run]
+
+    # -- stops --------------------------------------------------------------------------------------------------------
+
+    def request(self, run: RunInProgress) -> None:
+        """Take a hook's request to stop after ``run``; if that run is over, after the one in progress."""
+        if not run.void:
+            self.stop_requests.append(run)
+            if run is not self.context:
+                self.set_pending()
+
+    def request_by_caller(self, reason: str) -> None:
+        """Take the caller's request to stop: after the run in progress, or now. Any thread may call this."""
+        if self.phase is RUNNING:
+            self.request(CallerRequest(reason))
+        elif threading.get_ident() == self._thread:
+            self.propose_stop(reason, StoppedBy.CALLER)
+        else:
+            self.propose_stop(reason, StoppedBy.THREAD)
+
+    def stop_as_requested(self) -> None:
+        """Stop for the first reason that a hook gave, now that its run is over."""
+        self.propose_stop(self.stop_requests[0].why_stopped, StoppedBy.HOOK)
+
+    def take_up_requests(self) -> None:
+        """Stop if a hook asked for it after its run was over, or if a signal did.
+
+        Requests stay in the list, so the same stop may be proposed again. It has no effect: only the first reason
+        counts, and with several ranks the agreement opens no round after a stop.
+        """
+        for run in self.stop_requests:
+            if run is not self.context:
+                self.propose_stop(run.why_stopped, StoppedBy.HOOK)
+        if self.signal is not None:
+            self.propose_stop(f"signal {self.signal}", StoppedBy.SIGNAL)
+        self._take_up_stop()
+
+    def propose_stop(self, reason: str, by: StoppedBy) -> None:
+        """Make no further run; with several ranks, propose it, and stop once all of them have agreed on the run."""
+        if self.propose is None or self.phase is Phase.CLOSED:
+            self.decide(Stop(reason, by))
+        else:
+            self.propose(Stop(reason, by))
+
+    def decide(self, stop: Stop) -> None:
+        """Make no further run. Only the first reason counts. Any thread may call this."""
+        by_thread = stop.by is StoppedBy.THREAD and self.propose is None  # all ranks make the same last run
+        self.last_run_allowed = by_thread and (self.last_run_allowed or self.stop is None)
+        if self.stop is None:
+            self.stop = stop
+            self.set_pending()
+        self._take_up_stop()
+
+    def _take_up_stop(self) -> None:
+        # Another thread must not overwrite a state that the training thread sets at the same time.
+        if self.stop is not None and self.phase is IDLE and threading.get_ident() == self._thread:
+            self.phase = Phase.STOPPING
+
+    def fail(self, error: BaseException) -> None:
+        """End the loop because of ``error``; exactly ``StopIteration`` is a clean end."""
+        self.run_is_over()
+        if type(error) is not StopIteration:
+            self.failure, self.phase = error, Phase.FAILED
+            self.on_end()
+        self.decide(Stop(brief(error), StoppedBy.ERROR))
+
+    def blame(self, error: BaseException) -> None:
+        """Say that ``error``, of another rank, is what ended the loop. The error of this rank is its consequence."""
+        self.failure, self.stop = error, Stop(brief(error), StoppedBy.ERROR)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the loop, because of ``error`` if one left the ``with`` block; exactly ``StopIteration`` is clean."""
+        self.phase = Phase.CLOSED
+        self.on_end()
+        if error is not None:
+            self.decide(Stop(brief(error), StoppedBy.ERROR))
+        if self.failure is None and type(error) is not StopIteration:
+            self.failure = error
+        self.decide(Stop(self.reason or "closed", StoppedBy.END))
+
+    def refuse(self, call: str, raise_thread_error: Callable[[], object], in_step_fn: bool) -> None:
+        """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop.
+
+        Args:
+            call: what the error names: ``"run()"``.
+            raise_thread_error: raises the error of a background thread, if one failed.
+            in_step_fn: whether the run is one of a function passed to ``run_step_fn``, which may make several.
+
+        Raises:
+            LifecycleError: a run is in progress, or the loop has stopped, failed or is closed.
+        """
+        if self.phase is RUNNING:
+            raise LifecycleError(
+                f"{call} was called inside a run: a step, a hook or the body of step() cannot start another; "
+                "session.run(fetches) evaluates fetches without a step"
+            )
+        self.check_not_ended(call)
+        try:
+            raise_thread_error()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        if not self.last_run_allowed:
+            raise LifecycleError(
+                f"{call} was called after a stop ({self.reason}): check should_stop() first, or iterate with "
+                "until_stop()"
+            )
+        self.last_run_allowed = in_step_fn
+
+    def check_not_ended(self, call: str) -> None:
+        """Raise a LifecycleError that names ``call`` if the loop has failed or is closed."""
+        if self.phase is Phase.CLOSED:
+            raise LifecycleError(f"{call} was called on a closed loop: make a new one")
+        if self.failure is not None:
+            raise LifecycleError(
+                f"{call} was called after a run that failed with {brief(self.failure)}: the loop has ended, "
+                "make a new one"
+            ) from self.failure
+
+    @property
+    def reason(self) -> str | None:
+        """Who ended the loop, and why: ``"StopAtStepHook: step 1000"`` or ``"data ended"``."""
+        if self.stop is not None:
+            return self.stop.reason
+        return "data ended" if self.data_have_ended else None
+
+    @property
+    def by_signal(self) -> bool:
+        """Whether a signal stopped the loop, on this rank or on another one."""
+        return self.stop is not None and self.stop.by is StoppedBy.SIGNAL
+
+    # -- signals ------------------------------------------------------------------------------------------------------
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the first signal that asked to stop."""
+        return self.signals.received
+
+    def wait_for_signal(self, secs: float) -> None:
+        """Wait for ``secs`` seconds, or until a signal arrives."""
+        self.signals.wait(secs)
+
+    def log_before_delivery(self, error: BaseException | None, others: list[BaseException]) -> int:
+        """Log the errors if a signal is about to be delivered, because that may end the process.
+
+        Return how many of ``others`` were logged.
+        """
+        if not self.signals.undelivered:
+            return 0
+        for each in others if error is None else [error, *others]:
+            logger.error("an error, logged now because signal %s may end the process", self.signal, exc_info=each)
+        return len(others)
+
+    def is_due_to_signal(self, error: BaseException) -> bool:
+        """Return whether ``error``, out of iterating over the data, may be due to a signal, which ends the loop.
+
+        A signal to the process group also reaches the workers of a DataLoader. One of them may end first, so this waits
+        a short time for the signal.
+        """
+        return self.signals.wait_if_lost(error, _LOST_WORKER_SECS)
+
+    def defer_lost_workers(self) -> None:
+        """Keep the death of a DataLoader worker from interrupting a step or a save."""
+        self.signals.defer_lost_workers()

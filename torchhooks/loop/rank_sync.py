@@ -1,0 +1,256 @@
+"""What a loop does because of the other ranks: it tells them how far it is, and stops and calls hooks with them.
+
+:mod:`torchhooks.ranks.peers` has the thread that talks to the other ranks. It knows neither the hooks nor the state of
+the loop: this module tells it how far the loop is, and applies what the ranks have decided.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError, add_note, brief
+from torchhooks.common.log import logger
+from torchhooks.common.timers import AtSteps, EveryEpochs, EverySteps, Timer
+from torchhooks.data.cursor import length_of
+from torchhooks.lifecycle.hook import PeriodicHook
+from torchhooks.lifecycle.loop_state import NO_OUTPUTS, RUNNING, LoopState, Stop, StoppedBy
+from torchhooks.loop.schedule import Schedule
+from torchhooks.ranks.agreement import CLOSE, END, ENTER, STOP, UNKNOWN_LENGTH, WHERE, Meeting, Round
+from torchhooks.ranks.peers import Peers, TrainingProgress
+from torchhooks.ranks.ranks import LoopRanks, OtherPurposeError
+from torchhooks.ranks.transport import is_communication_error
+
+
+class RankSync:
+    """Keeps one loop in step with the same loop on the other ranks. Called in the training thread.
+
+    Args:
+        ranks: which rank this is, and how to reach the others.
+        schedule: the hooks of the loop.
+        state: the state of the loop. A stop that it proposes takes effect once all ranks have agreed.
+    """
+
+    def __init__(self, ranks: LoopRanks, schedule: Schedule, state: LoopState) -> None:
+        self._ranks, self._schedule, self._state = ranks, schedule, state
+        self._training_thread = threading.get_ident()
+        self.run_number = 0
+        """The number of the run in progress if hooks take part in it, until its last ``after_run`` is over."""
+        self._last_number = 0
+        self._agreed_length = False
+        self._warned_of: set[tuple[int, int]] = set()  # lengths of the data, here and on the rank with the fewest
+        self.peers = Peers(
+            ranks,
+            progress=self._progress,
+            new_requests=self._new_requests,
+            wake=state.set_pending,
+            interrupt=state.interrupt,
+        )
+        state.propose = self._propose
+
+    # -- the start ----------------------------------------------------------------------------------------------------
+
+    def start(self, step_unit: str, checkpoint_dir: str | None) -> None:
+        """Connect to the other ranks, and check that they have created the same loop.
+
+        Raises:
+            LifecycleError: another rank did not create its loop in time, or created a different one.
+        """
+        self.peers.start()
+        collective = [_class_and_period(slot.hook) for slot in self._schedule.collective]
+        mine = {
+            "step_unit is": step_unit,
+            "checkpoint_dir is": "None" if checkpoint_dir is None else "a folder",
+            "the collective hooks are": f"[{', '.join(collective)}]",
+        }
+        hooks = [(slot.hook, _class_and_period(slot.hook)) for slot in self._schedule.all_hooks]
+        others = self._ranks.gather((mine, Counter(text for _, text in hooks)), "the loop")
+        for rank, (other, _) in enumerate(others):
+            for name, value in mine.items():
+                if other[name] != value:
+                    raise LifecycleError(
+                        f"{name} {value} on rank {self._ranks.rank} and {other[name]} on rank {rank}: "
+                        "create the loop with the same arguments on every rank"
+                    )
+        self._ranks.local_hooks = [hook for hook, text in hooks if len({counts[text] for _, counts in others}) > 1]
+
+    # -- runs ---------------------------------------------------------------------------------------------------------
+
+    def begin_run(self, number: int) -> None:
+        """Begin a run in which hooks take part. Raise the PeerError if another rank has failed."""
+        self.check()  # first: the others may also have asked for a stop in this run
+        self.run_number = self._last_number = number
+
+    def end_run(self) -> None:
+        """Hold here if this rank promised to, and stop or call hooks if this run is the last one of a round."""
+        self._apply(self.peers.end_run())
+
+    def check(self) -> None:
+        """Raise the PeerError if another rank has failed, and end the loop."""
+        failure = self.peers.failure_to_raise()
+        if failure is not None:
+            self._state.fail(failure)
+            raise failure
+
+    def why_no_checkpoint(self) -> str | None:
+        """Return why nothing may be saved any more, or ``None``."""
+        failure = self.peers.failure
+        return None if failure is None or self.peers.has_stopped else str(failure)
+
+    def _apply(self, rounds: list[Round]) -> None:
+        """Do what the ranks have decided in ``rounds``, whose last run is over."""
+        for each in rounds:
+            for number, slot in enumerate(self._schedule.collective):
+                if each.bits & _bit(number):
+                    self._schedule.force_due(slot)
+            if each.stops:
+                self._state.decide(Stop.from_text(each.why))
+        if not self.peers.has_stopped:
+            self.check()
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def enter(self, iterable: Iterable[object], limit: int | None) -> int | None:
+        """Meet the other ranks at the start of an ``until_stop``, and return the ``limit`` to use for its items.
+
+        If some ranks know how many items they have, all of them make as many as the one with the fewest.
+        """
+        known = length_of(iterable)
+        length = UNKNOWN_LENGTH if known is None else known
+        if limit is not None and (length == UNKNOWN_LENGTH or limit < length):
+            length = limit
+        self.peers.is_outside = False  # without a lock: only the training thread writes it
+        met = self._meet(ENTER, length)
+        self._agreed_length = met is not None and met.all_known
+        if met is None or met.least == UNKNOWN_LENGTH:
+            return limit
+        if met.least != length != UNKNOWN_LENGTH and (length, met.least) not in self._warned_of:
+            self._warned_of.add((length, met.least))  # once, and not in every epoch
+            logger.warning(
+                "rank %d has %d items of data and another rank only %d: until_stop yields %d on every rank",
+                *(self._ranks.rank, length, met.least, met.least),
+            )
+        return met.least
+
+    def data_ended(self) -> None:
+        """Meet the other ranks at the end of the data, unless all of them knew where that is."""
+        if not self._agreed_length:
+            self._meet(END)
+        self.peers.is_outside = True
+
+    def _meet(self, kind: int, value: int = UNKNOWN_LENGTH, why: str = "") -> Meeting | None:
+        met, rounds = self.peers.meet(kind, value, why)
+        try:
+            self._apply(rounds)
+        except PeerError as error:
+            add_note(error, f"torchhooks: rank {self._ranks.rank} waited for the others where it {WHERE[kind]}")
+            raise
+        return met
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self, error: BaseException | None) -> BaseException | None:
+        """Meet the other ranks before the loop closes without an agreed stop; return why it must not end well."""
+        if not self.peers.is_connected:
+            return None
+        clean = error is None or type(error) is StopIteration
+        failure = self._state.failure if clean else error
+        try:
+            if failure is not None:
+                self.tell_failure(failure, in_run=False)
+            elif not self.peers.has_stopped:
+                reason = brief(error) if error is not None else self._state.reason or "closed"
+                self._meet(CLOSE, why=Stop(reason, StoppedBy.END).to_text())
+        except BaseException as another:  # such as KeyboardInterrupt: the loop has to be closed in any case
+            return None if another is failure else another
+        return None
+
+    def tell_failure(self, error: BaseException, *, in_run: bool = True) -> None:
+        """Tell the other ranks that this one failed with ``error``, in a run or else between two runs.
+
+        Raises:
+            PeerError: ``error`` looks like the consequence of another rank's failure.
+        """
+        peers, run = self.peers, self._state.runs
+        if not peers.is_connected or peers.has_stopped or peers.has_failed or type(error) is StopIteration:
+            return
+        if in_run:
+            # While the step is made, the run is one more than were counted. With hooks, it is counted only when
+            # after_run begins. Until then, begin_run() has noted its number.
+            run = max(run + (self._state.outputs is NO_OUTPUTS), self._last_number)
+        failure = peers.tell_failure(error, run, in_run)
+        if failure is None or failure is error:
+            return
+        if not is_communication_error(error):
+            add_note(error, f"torchhooks: meanwhile, {failure}")
+            return
+        self._state.blame(failure)
+        raise failure from error
+
+    def align(self) -> None:
+        """Wait until every rank is here, where the ``end`` of a collective hook follows.
+
+        A rank whose ``end`` before that failed may have left the others in a gathering, which then fails on them too.
+        """
+        while True:
+            try:
+                self._ranks.gather(None, "the end of the next hook")
+                return
+            except OtherPurposeError:
+                continue  # the others come here too
+            except TorchHooksError:
+                return  # the hook will get it if it needs the other ranks
+
+    def leave(self, errors: list[BaseException]) -> None:
+        """Tell the other ranks that this one is done."""
+        if self.peers.is_connected:
+            self.peers.leave(errors)
+
+    # -- what the thread that talks to the other ranks asks for -------------------------------------------------------
+
+    def _propose(self, stop: Stop) -> None:
+        """Ask the other ranks to stop. Any thread may call this."""
+        is_in_run = self._state.phase is RUNNING and threading.get_ident() == self._training_thread
+        self.peers.ask_to_stop(stop.to_text(), (self.run_number or self._state.runs) if is_in_run else None)
+
+    def _progress(self) -> TrainingProgress:
+        """Return how far the loop is. Any thread may call this: the training thread writes without a lock."""
+        state = self._state
+        while True:  # until neither number has changed while the others were read
+            runs, number = state.runs, self.run_number
+            in_step = state.phase is RUNNING and state.outputs is NO_OUTPUTS
+            if (runs, number) == (state.runs, self.run_number):
+                return TrainingProgress(runs, number, in_step)
+
+    def _new_requests(self) -> tuple[int, str]:
+        """Return the bits of what this rank asks for: a stop if a signal has arrived, and hooks since the last call.
+
+        On the chief, these are the hooks that are due by the clock; on all ranks, those that a signal triggers.
+        """
+        bits, why = 0, ""
+        if self._state.signal is not None:
+            bits, why = STOP, Stop(f"signal {self._state.signal}", StoppedBy.SIGNAL).to_text()
+        for number, slot in enumerate(self._schedule.collective):
+            if self._ranks.is_chief and time.monotonic() >= slot.chief_moment:
+                slot.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
+                bits |= _bit(number)
+            if slot.is_triggered_externally:
+                slot.is_triggered_externally = False
+                bits |= _bit(number)
+        return bits, why
+
+
+def _bit(number: int) -> int:
+    """Return the bit that asks for the collective hook with this number: STOP is the lowest one."""
+    return STOP << number + 1
+
+
+def _class_and_period(hook: object) -> str:
+    name, timer = type(hook).__name__, hook.timer if isinstance(hook, PeriodicHook) else None
+    if isinstance(timer, EverySteps | EveryEpochs | AtSteps):
+        return f"{name} with {timer!r}"
+    # A period in seconds may differ: the chief's clock decides.
+    return f"{name} every {timer.every_steps} steps" if isinstance(timer, Timer) and timer.every_steps else name

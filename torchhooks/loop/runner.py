@@ -1,0 +1,742 @@
+"""Making the runs of a loop, and what happens between two of them.
+
+A run is the sequence that :mod:`torchhooks.lifecycle.hook` describes. :meth:`Runner.begin` calls ``before_run`` of the
+hooks that are due, the caller makes the step, and :meth:`Runner.finish` counts the step, evaluates what the hooks
+fetch, and calls ``after_run``. ``loop.run()`` and ``with loop.step()`` both make runs like this. A run in which no hook
+is due is ``None``: see :meth:`torchhooks.MonitoredLoop.run`, where its test is written out, because every step pays
+for it.
+
+Where an error came from decides which method of :class:`Runner` takes it, and what follows if the loop recovers:
+
+=====================================  ===================================  ================================
+an error of                            is taken by                          after the recovery
+=====================================  ===================================  ================================
+a run by ``loop.run()``                ``recover_or_fail``                  ``loop.run`` makes the run again
+``loop.run_step_fn()``                 ``recover_or_fail``                  the function is called again
+a hook before the body of ``step()``   ``recover_or_fail_before_next_run``  the run is begun again
+that body, or a hook after it          ``recover_or_fail_before_next_run``  the loop goes on without the run
+a background thread, between two runs  ``recover_from_thread``              the loop goes on
+a call between two items               ``make``                             the item is yielded again
+a hook at the end of an epoch          ``make``                             the hooks are called again
+the creation of the first session      ``may_recover`` and ``recover``      the session is created again
+=====================================  ===================================  ================================
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from torchhooks.common.errors import FeedError, LifecycleError, add_note
+from torchhooks.common.log import logger
+from torchhooks.common.text import shown
+from torchhooks.common.timers import EveryEpochs, first_due
+from torchhooks.common.trees import is_fixed
+from torchhooks.device.readback import Readback
+from torchhooks.fetches.evaluation import watched_names
+from torchhooks.fetches.names import check_feed_names, named_outputs
+from torchhooks.fetches.watch import NO_WATCH, ModuleWatch
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.hook import (
+    PeriodicHook,
+    RunMetadata,
+    RunOptions,
+    RunServices,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunValues,
+    StandardHook,
+)
+from torchhooks.lifecycle.loop_state import NO_OUTPUTS, RUNNING, LoopState, Phase, StoppedBy
+from torchhooks.lifecycle.recovery import Recovery
+from torchhooks.lifecycle.session import Session
+from torchhooks.loop.arguments import LoopArguments
+from torchhooks.loop.rank_sync import RankSync
+from torchhooks.loop.schedule import HookSlot, Schedule, by_index, note_hook
+from torchhooks.loop.sessions import Sessions
+
+Request = tuple[HookSlot, SessionRunArgs]
+
+NO_KWARGS: Mapping[str, object] = MappingProxyType({})
+
+
+class _Recorded(NamedTuple):
+    """What hooks fed, watched and traced in a step."""
+
+    fed: Mapping[str, object]
+    watched: Mapping[str, object]
+    options: RunOptions
+    metadata: RunMetadata
+
+
+class Recording:
+    """What hooks feed, watch and trace in one step."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.fed: dict[str, object] = {}
+        self.feeders: dict[str, object] = {}
+        """The hook that feeds each parameter."""
+        self._names: list[tuple[str, object]] = []
+        trace = memory = False
+        for slot, (fetches, feed_dict, options) in requests:
+            self.fed.update(feed_dict or {})
+            self.feeders.update(dict.fromkeys(feed_dict or (), slot))
+            self._names += [(name, slot) for name in watched_names(fetches)]
+            if options is not None:
+                trace, memory = trace or options.trace, memory or options.memory
+        self._options = RunOptions(trace, memory)
+        self._watch = NO_WATCH
+        self._profile: Any = None
+        self._started = ExitStack()
+
+    def start(self, model: torch.nn.Module | None) -> None:
+        """Watch submodules of ``model``, and trace, until :meth:`stop`."""
+        with ExitStack() as stack:
+            if self._names:
+                self._watch = ModuleWatch(model, self._names)
+                stack.callback(self._watch.close)
+            if self._options.trace:
+                from torch.profiler import profile
+
+                self._profile = stack.enter_context(profile(profile_memory=self._options.memory))
+            self._started = stack.pop_all()
+
+    def stop(self) -> None:
+        """Remove what :meth:`start` added."""
+        self._started.close()
+
+    def recorded(self, outputs: object) -> _Recorded:
+        """Return what is known of the step now that it has returned ``outputs``."""
+        caught = self._watch.caught(self.fed, outputs)
+        metadata = RunMetadata(self._profile) if self._options.trace else _NOTHING_RECORDED.metadata
+        return _Recorded(self.fed, caught, self._options, metadata)
+
+
+class Run(NamedTuple):
+    """A run in which hooks take part, from :meth:`Runner.begin` to :meth:`Runner.finish`."""
+
+    context: SessionRunContext
+    requests: list[Request]
+    """What hooks have requested, in their order."""
+    participants: list[HookSlot]
+    """The hooks whose ``before_run`` was called."""
+    recording: Recording | None
+    """What hooks feed, watch and trace; ``None`` if they do not."""
+
+
+_NOTHING_RECORDED = _Recorded({}, {}, RunOptions(), RunMetadata())
+_NO_RESULTS = SessionRunValues(None, _NOTHING_RECORDED.options, _NOTHING_RECORDED.metadata)
+_NO_VALUES: Mapping[HookSlot, SessionRunValues] = {}
+_new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling the class
+
+
+class Runner:
+    """Makes the runs of one loop, takes up stops between them, and recovers from errors.
+
+    One class, because whether a run is made, made again or the last one is decided from the same state.
+    :class:`torchhooks.loop.sessions.Sessions` creates the sessions in which the runs are made.
+    """
+
+    def __init__(self, arguments: LoopArguments) -> None:
+        ranks = arguments.ranks
+        self.state = state = LoopState(arguments.signals, arguments.step.function, arguments.steps_per_run)
+        stopping = [each.name for each in arguments.signals]
+        self.schedule = schedule = Schedule(
+            state, arguments.hooks, ranks, arguments.chief_only, stopping, first_index=arguments.first_index
+        )
+        self.readback = Readback(state.set_pending)
+        self.rank_sync = RankSync(ranks, schedule, state) if ranks.size > 1 else None
+        self.recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
+        self.sessions = Sessions(arguments, state, schedule, self.readback, self.rank_sync)
+        self.deferred = self.sessions.deferred
+        self.in_step_fn = False
+        """Whether the run is one of a function passed to ``run_step_fn``, which as a whole is made again."""
+        self._step = arguments.step
+        self._accumulated = schedule.accumulated
+        self._is_first = True  # the run to come
+        self._checks_epochs_until = 2  # the run: only the second one in an item shows that the item has several
+        # Whether the loop recovered, and has made no run since. Only for what is not made again at once, as by step():
+        # loop.run() and run_step_fn() make the run again themselves, and then report that it went well.
+        self._awaits_success = False
+        self._renew()
+
+    @property
+    def session(self) -> Session:
+        """The current session."""
+        return self.sessions.session
+
+    def _renew(self) -> None:
+        """Make the next session, in which the runs are made from now on."""
+        self.sessions.renew()
+        session, coord = self.sessions.session, self.sessions.coord
+        self._session, self._new_evaluator = session, session.new_evaluator
+        self._services = RunServices(session, self._step, self.readback, self.state, self.deferred)
+        coord.on_stop(partial(self._thread_stopped, coord))
+
+    # -- a run --------------------------------------------------------------------------------------------------------
+
+    def run(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+        """Make a whole run in which a hook is due, and return what the step function returned."""
+        run, function = self._begin_due(args, kwargs), self.state.function
+        if run.recording is None:
+            # An empty ** would copy a dict.
+            outputs = function(*args, **kwargs) if kwargs else function(*args)
+        else:
+            try:
+                outputs = function(*args, **{**kwargs, **run.recording.fed})
+            except BaseException:
+                run.recording.stop()
+                raise
+        self.finish(run, outputs)
+        return outputs
+
+    def begin(self, args: tuple[object, ...] | None, kwargs: Mapping[str, object]) -> Run | None:
+        """Begin a run; return ``None`` if no hook is due in it.
+
+        ``args`` is ``None`` if the step is the body of a ``with`` statement, which has no arguments.
+        """
+        if self.state.is_idle():
+            self.state.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+            return None
+        return self._begin_due(args, kwargs)
+
+    def _begin_due(self, args: tuple[object, ...] | None, kwargs: Mapping[str, object]) -> Run:
+        """Begin a run in which a hook is due: call each ``before_run``, and start what the hooks record.
+
+        Raises:
+            FeedError: a hook feeds what the caller passes, or the body of a ``with`` statement.
+        """
+        state, schedule, deferred = self.state, self.schedule, self.deferred
+        number = state.runs + 1
+        if self.rank_sync is not None:
+            self.rank_sync.begin_run(number)
+        context = state.context = SessionRunContext(self._services, args, kwargs)
+        if schedule.is_triggered_externally:
+            schedule.take_triggers()
+        if deferred.epoch_end is not None:  # of an epoch that was left by break
+            deferred.make_owed_epoch_end()
+        context.step_before = step = state.global_step  # after the hooks of that epoch, which may set it
+        queue = schedule.before
+        if step + 1 < queue.step and number < queue.run and queue.moment is None:
+            participants = [*queue.always]
+        else:
+            participants = queue.due(step + 1, number)
+        requests: list[Request] = []
+        records = False
+        try:
+            for slot in participants:
+                context.caller = slot
+                if slot.seen + 1 < number:
+                    slot.catch_up(number - 1)
+                before_run = slot.before_run  # CPython calls a local faster than an attribute
+                request = before_run(context)
+                if request is not None:
+                    if request is not slot.plain_request:
+                        if _check_request(requests, slot, request):
+                            slot.plain_request = request  # it cannot change, so later runs skip the check
+                        else:
+                            records = True
+                        self._accumulated.declare(slot, request.fetches, number)
+                    requests.append((slot, request))
+                if state.global_step != step:  # the hooks after this one are due by the step that it set
+                    step = state.global_step
+                    schedule.insert_due(participants, slot, queue, step + 1, number)
+        except BaseException as error:
+            self._note(error, context.caller, "before_run")
+            raise
+        state.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+        recording = self._start_recording(requests, args, kwargs) if records else None
+        run: Run = _new_tuple(Run, (context, requests, participants, recording))
+        return run
+
+    def finish(
+        self,
+        run: Run | None,
+        outputs: object,
+        args: tuple[object, ...] | None = None,
+        kwargs: Mapping[str, object] = NO_KWARGS,
+    ) -> None:
+        """Count the step that made ``outputs``, and finish the run that :meth:`begin` began with these arguments."""
+        state = self.state
+        state.outputs = outputs
+        state.global_step = step = state.global_step + state.steps_per_run
+        if run is not None:
+            self._complete(run, outputs)
+        elif step <= state.idle_step and not (state.checks_after and self.schedule.check_after(outputs, args, kwargs)):
+            state.runs += 1
+        else:
+            self.join_after_step(args, kwargs, outputs)
+
+    def join_after_step(self, args: tuple[object, ...] | None, kwargs: Mapping[str, object], outputs: object) -> None:
+        """Have hooks take part in a run that began as an idle one, after its step was made and counted."""
+        if self.rank_sync is not None:
+            self.rank_sync.begin_run(self.state.runs + 1)
+        context = self.state.context = SessionRunContext(self._services, args, kwargs)
+        self._complete(Run(context, [], [], None), outputs)
+
+    def abandon(self, run: Run | None) -> None:
+        """Forget the run in progress, which does not count, and remove what watches and traces its step."""
+        if self.rank_sync is not None:
+            self.rank_sync.run_number = 0  # the body is not made again, so this run is over
+        if run is not None and run.recording is not None:
+            run.recording.stop()
+
+    def _start_recording(
+        self, requests: list[Request], args: tuple[object, ...] | None, kwargs: Mapping[str, object]
+    ) -> Recording:
+        recording = Recording(requests)
+        if recording.feeders:
+            if args is None:
+                name, feeder = next(iter(recording.feeders.items()))
+                raise FeedError(
+                    f"{feeder} feeds {name!r}, but the body of step() has no parameters: put its lines into a "
+                    "function, pass that to MonitoredLoop(step, ...), and call loop.run(...)"
+                )
+            self._step.check_feeds(recording.feeders, args, kwargs)
+        recording.start(self._session.model)
+        return recording
+
+    def _complete(self, run: Run, outputs: object) -> None:
+        """Make the part of a run that comes after its step: evaluate what hooks fetch, and call their ``after_run``."""
+        context, requests, participants, recording = run
+        state, schedule = self.state, self.schedule
+        recorded, no_results = _NOTHING_RECORDED, _NO_RESULTS
+        if recording is not None:
+            recording.stop()  # first: evaluating a fetch may call the model
+            recorded = recording.recorded(outputs)
+            no_results = SessionRunValues(None, recorded.options, recorded.metadata)
+        if schedule.watchers:
+            self._call_watchers(context, requests, participants, outputs, recorded)
+        if requests and state.global_step <= context.step_before:  # the run counted no step
+            requests = [request for request in requests if not request[0].hook.needs_step]
+        evaluates = requests or schedule.accumulated.sources
+        values = self._evaluate(context, requests, outputs, recorded) if evaluates else _NO_VALUES
+        planned = self._after_run(context, participants, values, no_results)
+        state.context = None
+        if state.stop_requests:
+            state.stop_as_requested()  # after every after_run: until then, the run can still fail
+        if planned:
+            schedule.ask(participants)
+        if self.rank_sync is not None:
+            self.rank_sync.run_number = 0  # not after an error: loop.run() makes this run again, or the loop ends
+
+    def _call_watchers(
+        self,
+        context: SessionRunContext,
+        requests: list[Request],
+        participants: list[HookSlot],
+        outputs: object,
+        recorded: _Recorded,
+    ) -> None:
+        """Call ``before_run`` of the hooks whose ``Due.when`` is true of ``outputs``; they join ``participants``."""
+        schedule = self.schedule
+        if recorded.fed:  # a feed can have the name of an output, and Due.when sees the outputs only: call all of them
+            late = [slot for slot in schedule.watchers if slot not in participants]
+        else:
+            late = schedule.noticed_by(outputs, participants)
+        try:
+            for slot in late:
+                context.caller = slot
+                slot.catch_up(self.state.runs)
+                request = slot.before_run(context)
+                if request is not None:
+                    if request is not slot.plain_request:
+                        _check_request(requests, slot, request)
+                        _check_late(slot, request, outputs)
+                        self._accumulated.declare(slot, request.fetches, self.state.runs + 1)
+                    requests.append((slot, request))
+        except BaseException as error:
+            self._note(error, context.caller, "before_run")
+            raise
+        requests.sort(key=lambda request: request[0].index)
+        participants += late
+        participants.sort(key=by_index)
+
+    def _evaluate(
+        self, context: SessionRunContext, requests: list[Request], outputs: object, recorded: _Recorded
+    ) -> Mapping[HookSlot, SessionRunValues]:
+        """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
+        fed, watched, options, metadata = recorded
+        evaluator = self._new_evaluator(self._session, outputs, fed, context.inputs, watched, requests)
+        if self._accumulated.sources:
+            self._accumulated.add(outputs, (), {}, evaluator)
+        values: dict[HookSlot, SessionRunValues] = {}
+        for slot, (fetches, _, _) in requests:
+            results = None if fetches is None else evaluator.evaluate(fetches, slot)
+            values[slot] = _new_tuple(SessionRunValues, (results, options, metadata))
+        return values
+
+    def _after_run(
+        self,
+        context: SessionRunContext,
+        participants: list[HookSlot],
+        values: Mapping[HookSlot, SessionRunValues],
+        no_results: SessionRunValues,
+    ) -> bool:
+        """Call ``after_run`` of the hooks that take part; return whether one of them has to be asked when it is due.
+
+        A hook that has requested nothing gets ``no_results``, with the options and metadata of the run, as in
+        TensorFlow.
+        """
+        state, schedule = self.state, self.schedule
+        number = state.runs + 1
+        step, queue = state.global_step, schedule.after
+        if step >= queue.step or number >= queue.run or queue.moment is not None:
+            if participants:
+                participants += [slot for slot in queue.due(step, number) if slot not in participants]
+                participants.sort(key=by_index)
+            else:
+                participants += queue.due(step, number)
+        state.runs = number
+        planned = False
+        try:
+            for slot in participants:
+                context.caller = slot
+                if slot.seen + 1 < number:  # not called before the step
+                    slot.catch_up(number - 1)
+                planned = planned or slot.says_when
+                after_run = slot.after_run  # CPython calls a local faster than an attribute
+                after_run(context, values.get(slot, no_results) if values else no_results)
+                slot.seen = number
+                if state.global_step != step:  # the hooks after this one are due by the step that it set
+                    step = state.global_step
+                    schedule.insert_due(participants, slot, queue, step, number)
+        except BaseException as error:
+            self._note(error, context.caller, "after_run")
+            schedule.fail_at(context.caller)
+            raise
+        return planned
+
+    def run_epoch_hooks(self, participants: list[HookSlot]) -> None:
+        """Call the hooks in ``participants`` for the end of an epoch, with the outputs of the last run.
+
+        No step is made, and no run is counted. An output that a hook asks for is NaN, with a warning, if this process
+        has made no run: it was resumed where an epoch ends.
+        """
+        state, schedule = self.state, self.schedule
+        enclosing = state.context  # the run that begins, if an epoch was left by a break before it
+        context = self.state.context = SessionRunContext(self._services, None, {})
+        context.ends_epoch = True
+        requests: list[Request] = []
+        method = "before_run"
+        try:
+            for slot in participants:
+                context.caller = slot
+                slot.catch_up(state.runs)
+                slot.hook.force_due()
+                request = slot.before_run(context)
+                if request is not None:
+                    _check_request(requests, slot, request)
+                    _check_late(slot, request, None)
+                    self._accumulated.declare(slot, request.fetches, state.runs)
+                    requests.append((slot, request))
+            evaluator = self._session.evaluator_between_runs([request.fetches for _, request in requests])
+            evaluator.before_first_run = math.nan
+            values = {
+                slot: SessionRunValues(
+                    evaluator.evaluate(fetches, slot), _NOTHING_RECORDED.options, _NOTHING_RECORDED.metadata
+                )
+                for slot, (fetches, _, _) in requests
+                if fetches is not None
+            }
+            method = "after_run"
+            for slot in participants:
+                context.caller = slot
+                slot.after_run(context, values.get(slot, _NO_RESULTS))
+        except BaseException as error:
+            self._note(error, context.caller, method)
+            raise
+        self.state.context = enclosing
+        if self.state.stop_requests:
+            self.state.stop_as_requested()
+        schedule.ask(participants)
+
+    def _note(self, error: BaseException, slot: object, method: str) -> None:
+        note_hook(error, slot, method, self.state.global_step)
+
+    # -- between two runs ---------------------------------------------------------------------------------------------
+
+    def end_run(self) -> None:
+        """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""
+        state, schedule, readback = self.state, self.schedule, self.readback
+        state.pending = False  # cleared first, because a thread or a signal may set it at any time
+        if state.runs <= self._checks_epochs_until and not self.in_step_fn:
+            self._check_epochs()
+        if self._is_first:
+            # Hooks that are due by steps ask in runs that count one, and other runs may return less.
+            self._is_first = not state.steps_per_run and state.global_step == state.begun_at
+            if self._is_first:
+                state.set_pending()
+            else:
+                self._look_up_names()
+        if readback.waiting:
+            state.set_pending()
+            readback.end_run()
+        if self.deferred.waiting and not self.deferred.depth():
+            self.deferred.make_all()
+        if self._awaits_success:
+            self._awaits_success = False
+            self.recovery.run_went_well()
+        self.state.take_up_requests()
+        if schedule.is_triggered_externally:
+            schedule.take_triggers()
+        if self.sessions.coord.should_stop():
+            state.set_pending()
+        if self.rank_sync is not None:
+            self.rank_sync.end_run()
+        elif self.session.ranks.may_be_late:
+            self.session.ranks.warn_if_late()
+
+    def _check_epochs(self) -> None:
+        """Raise, in one of the first runs, if a hook is due by epochs and none can be counted.
+
+        One run before the first ``until_stop`` is only a warning: it may be there to compile the model.
+        """
+        by_epochs = [
+            slot
+            for slot in self.schedule.all_hooks
+            if isinstance(slot.hook, PeriodicHook) and isinstance(slot.hook.timer, EveryEpochs)
+        ]
+        if not by_epochs:
+            return
+        state, position = self.state, self.sessions.position
+        why = position.why_no_epoch()
+        if why is not None:
+            message = f"{by_epochs[0]} is due at the end of an epoch, and {why}"
+            if state.runs > 1 or position.has_loops:
+                raise LifecycleError(message)
+            self._checks_epochs_until += 1
+            logger.warning("%s. A second run like this is an error", message)
+        if state.runs < self._checks_epochs_until:
+            state.set_pending()  # never to False: a thread or a signal may set it at any time
+
+    def _look_up_names(self) -> None:
+        """Log which names that a hook of torchhooks will ask for have no value after the first run.
+
+        It would be an error when the hook is due, perhaps an hour later. Nothing is evaluated.
+        """
+        if not self.session.ranks.is_chief or self.state.outputs is NO_OUTPUTS:
+            return
+        evaluator = self.session.evaluator_between_runs(None)
+        for slot in self.schedule.all_hooks:
+            fetches = slot.hook.fetches_to_come if isinstance(slot.hook, StandardHook) else None
+            for level, line in evaluator.names_to_come(fetches, slot):
+                logger.log(level, "%s", line)
+
+    def tell_never_due(self) -> None:
+        """Log which hooks were never due, because the training run, which is over, was shorter than their period."""
+        state, session = self.state, self.session
+        is_paused = state.stop is not None and state.stop.by in (StoppedBy.SIGNAL, StoppedBy.CALLER)
+        if not state.runs or not session.ranks.is_chief or (is_paused and session.why_finished is None):
+            return
+        lengths = {"steps": state.global_step, "epochs": self.sessions.position.epochs_ended}
+        for slot in self.schedule.all_hooks:
+            hook = slot.hook
+            first = first_due(hook.timer) if isinstance(hook, PeriodicHook) and not hook.works_at_end else None
+            if first is not None and first[0] > lengths[first[1]]:
+                logger.info("%s was never due: the training run had %d %s", slot, lengths[first[1]], first[1])
+
+    def check_for_stop(self) -> bool:
+        """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
+        state = self.state
+        if state.stop is None and state.pending:
+            state.take_up_requests()
+            if self.rank_sync is not None:
+                self.rank_sync.check()
+            self.recover_from_thread()
+        return state.stop is not None
+
+    def refuse(self, call: str = "run()") -> None:
+        """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop."""
+        self.state.refuse(call, self.sessions.coord.raise_requested_exception, self.in_step_fn)
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def recover_or_fail(self, error: BaseException) -> bool:
+        """Recover from ``error``, which interrupted a run, or end the loop. Return whether to make the run again."""
+        self.state.void_run()
+        try:
+            if not self.in_step_fn and self.may_recover(error):
+                self.recover(error)
+                self.state.run_is_over()
+                self.deferred.make_owed_epoch_end()  # if the error came from its hooks, before the run
+                return True
+        except BaseException as another:
+            self.run_failed(another)
+            raise
+        if not self.in_step_fn or not self.recovery.covers(error):
+            self.run_failed(error)
+        self.state.run_is_over()
+        return False
+
+    def may_recover(self, error: BaseException) -> bool:
+        """Return whether to recover from ``error``, which a run or the creation of a session raised.
+
+        If it is one of ``recoverable_errors`` and the loop does not recover, a note on the error says why.
+        """
+        if self.state.stop is not None or not self.recovery.grant(error):
+            return False
+        if self.state.signal is not None:
+            add_note(error, f"torchhooks: not recovered from, because signal {self.state.signal} arrived")
+            return False
+        self.session.wait_for_savers()  # the newest checkpoint may still be being written
+        if not self.sessions.has_checkpoint():
+            add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
+            return False
+        return True
+
+    def recover(self, error: BaseException) -> None:
+        """Close the session, pause unless this is the first recovery in a row, and create the next session.
+
+        An error on the way is recovered from likewise, if that is allowed.
+        """
+        while True:
+            try:
+                self.readback.drain()
+                self._leave_session(error)
+                self.recovery.pause(error, self.state.wait_for_signal)
+                if self.state.signal is not None:
+                    raise error
+                self.sessions.create(recovers=True)  # in this process the data continue where they are
+            except BaseException as another:
+                if not self.may_recover(another):
+                    raise
+                error = another
+            else:
+                return
+
+    def _leave_session(self, error: BaseException) -> None:
+        """Replace the session that failed with ``error`` by a new one, and wait for its threads.
+
+        Raises:
+            BaseException: another error of a thread, which the loop does not recover from.
+        """
+        session, coord = self.session, self.sessions.coord
+        self.deferred.clear()
+        self._renew()
+        session.close()
+        try:
+            self.sessions.join_threads(coord)
+        except BaseException as another:
+            if another is not error:
+                raise
+        else:  # a run failed, not a thread: it is made again
+            self.sessions.position.run_is_made_again()
+        for later in coord.later_errors:
+            if not self.recovery.covers(later):
+                raise later
+
+    def warn_of_stop_iteration(self, error: BaseException) -> None:
+        """Log where the step raised ``error``, if it ends the loop without an error, as in TensorFlow."""
+        if type(error) is not StopIteration or getattr(error, "__notes__", None):  # a hook's has a note
+            return
+        tb = error.__traceback__
+        while tb is not None and tb.tb_next is not None:
+            tb = tb.tb_next
+        where = "" if tb is None else f" ({os.path.basename(tb.tb_frame.f_code.co_filename)}:{tb.tb_lineno})"
+        logger.warning(
+            "the step raised StopIteration%s, which ends the loop. If the data ended, iterate over them with "
+            "until_stop, which starts over with repeat=True",
+            where,
+        )
+
+    def recover_or_fail_before_next_run(self, error: BaseException) -> bool:
+        """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""
+        self._awaits_success = recovered = self.recover_or_fail(error)
+        self.state.set_pending()
+        return recovered
+
+    def recover_from_thread(self) -> None:
+        """Recover from a background thread's error between two runs, if it is one to recover from."""
+        state, coord = self.state, self.sessions.coord
+        if state.stop is not None or state.phase is RUNNING or self.in_step_fn or not coord.should_stop():
+            return
+        try:
+            coord.raise_requested_exception()
+        except BaseException as error:
+            if not self.recovery.covers(error):
+                return  # the thread's stop request ends the loop
+            if state.failure is None:  # the session that they belong to is about to be replaced
+                self.make(self.deferred.make_all)
+            if not self.recover_or_fail_before_next_run(error):
+                self.sessions.coord.clear_stop()  # or joining the threads would raise it a second time
+                raise
+
+    def run_failed(self, error: BaseException) -> None:
+        """End the loop because of ``error``, and tell the other ranks.
+
+        Raises:
+            PeerError: ``error`` is the consequence of another rank's failure.
+        """
+        self.state.fail(error)
+        if self.rank_sync is not None:
+            self.rank_sync.tell_failure(error)
+
+    def make(self, calls: Callable[[], object]) -> bool:
+        """Make ``calls``, whose errors count as a run's; return whether they succeeded."""
+        self.state.phase = RUNNING  # none of them may start a run
+        try:
+            calls()
+        except BaseException as error:
+            if self.recover_or_fail(error):
+                return False
+            if type(error) is not StopIteration:  # which ends the loop cleanly
+                raise
+        finally:
+            self.state.run_is_over()
+        return True
+
+    def _thread_stopped(self, coord: Coordinator) -> None:
+        """Stop the loop because a background thread asked to, unless the loop will recover from the thread's error."""
+        if self.state.phase is Phase.CLOSED or coord is not self.sessions.coord:
+            return
+        try:
+            coord.raise_requested_exception()
+        except BaseException as error:
+            if self.recovery.covers(error) and self.session.checkpoint_dir is not None:
+                self.state.set_pending()  # the end of the run, or should_stop(), recovers
+                return
+        self.state.propose_stop(f"thread {threading.current_thread().name}", StoppedBy.THREAD)
+
+
+def _check_request(requests: list[Request], slot: HookSlot, request: object) -> bool:
+    """Raise if what ``slot`` returned is not a request, or feeds what an earlier hook feeds.
+
+    Return whether it is plain: it fetches values and nothing else, and cannot change.
+    """
+    if not isinstance(request, SessionRunArgs):
+        raise TypeError(f"before_run of {slot} returned {shown(request)}: return SessionRunArgs(fetches) or None")
+    fetches, feed_dict, options = request
+    if feed_dict:
+        if not isinstance(feed_dict, Mapping):
+            raise TypeError(f"before_run of {slot} feeds {shown(feed_dict)}: return a mapping, parameter name to value")
+        check_feed_names(feed_dict, slot)
+        for other, (_, fed, _) in requests:
+            for name in feed_dict.keys() & (fed or {}):
+                raise FeedError(
+                    f"{slot} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, remove "
+                    "one of them"
+                )
+    return feed_dict is None and options is None and is_fixed(fetches) and not watched_names(fetches)
+
+
+def _check_late(slot: HookSlot, request: SessionRunArgs, outputs: object) -> None:
+    """Raise if ``slot``, which is asked after the step, requests something that has to happen during the step."""
+    fetches, feed_dict, options = request
+    given = named_outputs(outputs)
+    watched = [name for name in watched_names(fetches) if name not in given]
+    wishes = [f"feeds {name!r}" for name in feed_dict or ()] + [f"fetches {name!r}" for name in watched]
+    wishes += ["requests a trace"] if options is not None and options.trace else []
+    if wishes:
+        raise LifecycleError(
+            f"{slot} {wishes[0]}, but its Due.when is evaluated after the step: let next_due() return None, or a "
+            "step, a moment or a number of runs, so that before_run is called before the step"
+        )
