@@ -28,12 +28,11 @@ from torchhooks import (
     param_norm,
 )
 from torchhooks.__main__ import main
-from torchhooks.checkpoints.files import inspect
-from torchhooks.elsewhere import status
-from torchhooks.elsewhere.curves import read_curves
-from torchhooks.elsewhere.status import span, state_of
+from torchhooks.checkpoints.folder import inspect
 from torchhooks.lifecycle import run_record
-from torchhooks.lifecycle.run_record import NAME, Record
+from torchhooks.lifecycle.run_record import NAME, Record, read_record
+from torchhooks.mirror import status
+from torchhooks.mirror.status import read_status, span, state_of
 from torchhooks.summary import histogram
 
 
@@ -67,10 +66,10 @@ def train(folder: str, last_step: int, fails_at: int = -1, **loop_arguments: Any
     return loop.stop_reason
 
 
-def has_saved(folder: Path) -> bool:
-    """Return whether the training run in ``folder`` has made some steps."""
-    checkpoints = list_checkpoints(folder)
-    return bool(checkpoints) and checkpoints[-1].step >= 40
+def has_begun(folder: Path) -> bool:
+    """Return whether the training run in ``folder`` has made some steps, and has written their speed down."""
+    checkpoints, record = list_checkpoints(folder), read_record(str(folder))
+    return bool(checkpoints) and checkpoints[-1].step >= 40 and record is not None and record.step >= 40
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
     def start(*arguments: Any) -> BaseProcess:
         process = processes.start(tmp_path / "output", train, str(tmp_path / "run"), *arguments)
         running.append(process)
-        wait_until(lambda: has_saved(tmp_path / "run"), lambda: (tmp_path / "output").read_text())
+        wait_until(lambda: has_begun(tmp_path / "run"), lambda: (tmp_path / "output").read_text())
         return process
 
     yield start
@@ -103,7 +102,7 @@ def test_a_running_one_says_how_far_it_is(
     code, said = printed_status(tmp_path / "run", capsys)
     assert code == 0
     assert re.fullmatch(rf"running, process {process.pid} on .*, since \d+ s ago", said["state"])
-    assert re.fullmatch(r"\d+ of 100000 \(0%\), 0 s ago", said["step"])
+    assert re.fullmatch(r"\d+ of 100000 \(0%\), \d s ago", said["step"])
     assert int(said["step"].split()[0]) >= 40
     assert re.fullmatch(r"[\d.]+ steps/s, \d+ \w+ left", said["speed"])
     assert re.fullmatch(r"model.ckpt-\d+, whole, [\d,]+ bytes, \d s ago", said["checkpoint"])
@@ -144,7 +143,7 @@ def test_the_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_step_that_was_made_again_has_one_point(tmp_path: Path) -> None:
     train(str(tmp_path), 15)
     train(str(tmp_path), 40)
-    assert [point.step for point in read_curves(str(tmp_path))["loss"]] == [1, 11, 16, 26, 36]
+    assert [point.step for point in read_status(str(tmp_path)).curves["loss"]] == [1, 11, 16, 26, 36]
 
 
 def test_the_thread_that_writes_the_record_ends_with_the_loop(tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_a_checkpoint_that_is_not_whole_is_named(tmp_path: Path, capsys: pytest.
     os.truncate(tmp_path / "model.ckpt-50/state.pt", 100)
     _, said = printed_status(tmp_path, capsys)
     assert said["checkpoint"].startswith("model.ckpt-40, whole")
-    assert "model.ckpt-50 is damaged: state.pt is cut short" in said["damaged"]
+    assert "model.ckpt-50 is damaged" in said["damaged"]
 
 
 def test_a_folder_without_a_run_has_the_newest_point_of_its_curves(
@@ -183,7 +182,7 @@ def test_a_folder_without_a_run_has_the_newest_point_of_its_curves(
 
 def test_an_empty_folder_has_no_step_and_no_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = printed_status(tmp_path, capsys)
-    assert (code, said) == (1, {"state": "no process says that it trains here", "checkpoint": "none that is whole"})
+    assert (code, list(said), said["checkpoint"]) == (1, ["state", "checkpoint"], "none that is whole")
 
 
 def test_a_checkpoint_that_the_saver_removes_meanwhile_is_not_called_damaged(
@@ -206,7 +205,7 @@ def test_a_histogram_is_no_curve(tmp_path: Path) -> None:
     saving = SummarySaverHook(save_steps=1, output_dir=tmp_path, summary_op=ops)
     with MonitoredLoop(lambda: None, model, hooks=[saving]) as loop:
         loop.run()
-    assert list(read_curves(str(tmp_path))) == ["norm"]
+    assert list(read_status(str(tmp_path)).curves) == ["norm"]
 
 
 def test_a_loop_that_saves_nothing_writes_no_record(tmp_path: Path) -> None:
@@ -226,11 +225,53 @@ def test_a_record_that_cannot_be_written_is_a_warning(tmp_path: Path, lines: lis
 
 def test_a_silent_process_of_another_machine_is_out_of_reach() -> None:
     now = time.time()
-    record = Record(1, "another", 1, now - 500, 0, now - 100, 7)
+    record = Record(1, "another", 1, now - 500, 0, now - 100, 7, now - 100)
     text, is_alive = state_of(record)
     assert text == "no sign of life of process 1 on another since 100 s ago: killed, or out of reach"
     assert not is_alive
     assert state_of(record._replace(time=now))[1]
+    text, is_alive = state_of(record._replace(time=now, step_time=now - 400))
+    assert text == "stands still: process 1 on another is alive, and at step 7 for 6 min"
+    assert not is_alive
+
+
+@pytest.mark.parametrize("between", ["has_manifest", "is_checkpoint"])
+def test_a_status_that_a_save_comes_in_between_has_a_checkpoint(
+    between: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saver replaces the only checkpoint after the folder was listed, and before what is in it is read."""
+    train(str(tmp_path), 10)
+    old, new = tmp_path / "model.ckpt-0", tmp_path / "model.ckpt-10"
+    new.rename(tmp_path / ".later")
+    called = getattr(status, between)
+
+    def replace(path: str) -> bool:
+        if old.exists():
+            shutil.rmtree(old)
+            (tmp_path / ".later").rename(new)
+        return bool(called(path))
+
+    monkeypatch.setattr(status, between, replace)
+    found = read_status(str(tmp_path))
+    assert found.checkpoint is not None
+    assert (found.checkpoint.name in (old.name, new.name), found.damaged) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: value} for name in ("pid", "time", "step", "world_size") for value in ("x", None)),
+        {"last_step": "x"},
+        {"steps_per_sec": "x"},
+        {"stopped": 5},
+    ],
+)
+def test_a_damaged_record_is_none(tmp_path: Path, wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    train(str(tmp_path), 10)
+    path = tmp_path / NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "stopped": None, **wrong}))
+    assert main(["status", str(tmp_path)]) == 1
+    assert "no process" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,21 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torchhooks.checkpoints.files import Checkpoint, inspect, is_checkpoint
-from torchhooks.common.errors import DamagedCheckpointError
-from torchhooks.elsewhere.curves import Point, read_curves
-from torchhooks.lifecycle.run_record import PERIOD_SECS, Record, read_record
+from torchhooks.checkpoints.folder import Checkpoint, has_manifest, inspect, is_checkpoint
+from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
+from torchhooks.lifecycle.run_record import NAME as RECORD
+from torchhooks.lifecycle.run_record import PERIOD_SECS, Record, decoded_record, read_record
+from torchhooks.mirror.curves import Point, read_curves
+from torchhooks.mirror.layout import MARKER, CopyContents, is_copied, read_marker
+from torchhooks.mirror.store import Store
 
 _SILENT_SECS = 3 * PERIOD_SECS
+_COPY_SECS = 120.0  # how late the record may be in a copy: RECORD_SECS of the hook, and an upload
+_STILL_SECS = 300.0  # a shorter time may be the first run, an evaluation or a save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +31,7 @@ class Status:
     state: str
     """Whether it is alive, and what stopped it, as a text."""
     is_alive: bool
+    """Whether it makes steps, as far as that is known."""
     record: Record | None
     step: int | None
     """The newest step that is in any file, and when it was made."""
@@ -69,22 +76,72 @@ class Status:
         return max(0.0, (last - self.step) / self.speed)
 
 
-def read_status(folder: str, delay_secs: float = 0.0) -> Status:
-    """Return the status of the training run in ``folder``, which may be a copy that is ``delay_secs`` old.
+def read_status(folder: str) -> Status:
+    """Return the status of the training run in ``folder``.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    record, curves = read_record(folder), read_curves(folder)
     checkpoints, damaged = _checkpoints_in(folder)
+
+    def read(name: str, start: int, end: int) -> bytes:
+        with open(os.path.join(folder, name), "rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
+    record, age = read_record(folder), None
+    with suppress(OSError):  # the time of the file, as the clock of the machine that trains may differ
+        age = time.time() - os.stat(os.path.join(folder, RECORD)).st_mtime
+    return _status(record, age, _SILENT_SECS, checkpoints, damaged, read_curves(_sizes_in(folder), read))
+
+
+def read_status_of_copy(store: Store) -> Status:
+    """Return the status of the training run whose copy is in ``store``, from a small part of it.
+
+    Raises:
+        CheckpointError: there is no copy.
+        StoreError: the store does not answer.
+    """
+    sizes = store.list()
+    if read_marker(store) is None:
+        raise CheckpointError(f"{store.url} has no {MARKER}, so it is no copy of a training run")
+    contents = CopyContents(store, sizes)
+    own = [entry for entry in contents.whole.values() if "/" not in entry.name]
+    checkpoints = [Checkpoint(entry.name, entry.step, entry.bytes, entry.time, entry.order) for entry in own]
+    damaged = [f"{place}: {why}" for place, why in sorted(contents.unreadable.items()) if "/" not in place]
+    curves = read_curves(
+        {name: size for name, size in sizes.items() if is_copied(name)},
+        lambda name, start, end: store.read(name, start, end) or b"",
+    )
+    data = store.read(RECORD)
+    record = None if data is None else decoded_record(data)
+    return _status(record, store.age(RECORD), _SILENT_SECS + _COPY_SECS, checkpoints, damaged, curves)
+
+
+def _status(
+    record: Record | None,
+    age: float | None,
+    silent_secs: float,
+    checkpoints: list[Checkpoint],
+    damaged: list[str],
+    curves: dict[str, list[Point]],
+) -> Status:
+    """Return the status, with all times by the clock of this machine if the ``age`` of the record is known."""
+    ahead = 0.0
+    if record is not None and age is not None:
+        ahead = time.time() - age - record.time
+        times = (record.began + ahead, record.time + ahead, record.step_time + ahead)
+        record = record._replace(began=times[0], time=times[1], step_time=times[2])
+    curves = {tag: [point._replace(time=point.time + ahead) for point in points] for tag, points in curves.items()}
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.order, default=None)
     known = [(point.step, point.time) for points in curves.values() for point in points[-1:]]
     if newest is not None:
+        newest = replace(newest, time=newest.time + ahead)
         known.append((newest.step, newest.time))
     if record is not None:  # it may have gone back, to a restored step
-        known = [(record.step, record.time), *(each for each in known if each[1] > record.time)]
+        known = [(record.step, record.step_time), *(each for each in known if each[1] > record.time)]
     step, moment = max(known, key=lambda each: each[1], default=(None, None))
-    state, is_alive = state_of(record, _SILENT_SECS + delay_secs)
+    state, is_alive = state_of(record, silent_secs)
     return Status(
         state=state,
         is_alive=is_alive,
@@ -95,6 +152,19 @@ def read_status(folder: str, delay_secs: float = 0.0) -> Status:
         damaged=damaged,
         curves=curves,
     )
+
+
+def _sizes_in(folder: str) -> dict[str, int]:
+    """Return the size of each file in ``folder``, and in the folders in it that are no checkpoints."""
+    sizes = {}
+    for place in ("", *(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")):
+        path = os.path.join(folder, place)
+        if not place or not has_manifest(path):
+            with suppress(FileNotFoundError):  # the saver has just removed a checkpoint
+                for entry in os.scandir(path):
+                    if entry.is_file():
+                        sizes[f"{place}/{entry.name}".lstrip("/")] = entry.stat().st_size
+    return sizes
 
 
 def _checkpoints_in(folder: str) -> tuple[list[Checkpoint], list[str]]:
@@ -126,6 +196,8 @@ def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> tuple[
     if time.time() - record.time > silent_secs:
         return f"no sign of life of {process} since {ago(record.time)}: killed, or out of reach", False
     ranks = f", {record.world_size} ranks" if record.world_size > 1 else ""
+    if (still_secs := record.time - record.step_time) > _STILL_SECS:
+        return f"stands still: {process}{ranks} is alive, and at step {record.step} for {span(still_secs)}", False
     return f"running, {process}{ranks}, since {ago(record.began)}", True
 
 
