@@ -102,26 +102,6 @@ class InAModule(Case):
         return super().step(inputs, targets)
 
 
-class InTheData(Case):
-    expected: ClassVar[Found] = {"phase": "before", "tensor": "input inputs", "kind": "NaN"}
-
-    def loader(self) -> Any:
-        self.data.tensors[0][17, 2] = float("nan")
-        return super().loader()
-
-
-class InTheLoss(Case):
-    """All activations are finite, and the loss function divides by zero."""
-
-    expected: ClassVar[Found] = {"phase": "forward", "module": None, "operation": "aten.div.Tensor", "kind": "NaN"}
-    text = "return errors.sum() / weights.sum()"
-
-    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        weights = (targets > (10 if self.number == 13 else -10)).float()
-        errors = weights * (outputs - targets) ** 2
-        return errors.sum() / weights.sum()
-
-
 class InAGradient(Case):
     """The square root of zero is finite, and its derivative is not. The loss shows it one step later."""
 
@@ -154,103 +134,7 @@ class InAGradient(Case):
         return super().step(inputs, targets)
 
 
-class InTheOptimizer(Case):
-    """Adam without eps divides zero by zero for a unit that no example has activated. The loss shows it later."""
-
-    expected: ClassVar[Found] = {
-        "phase": "optimizer",
-        "tensor": "parameter 0.weight",
-        "operation": "aten.addcdiv_.default",
-        "step": 1,
-    }
-
-    def new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.model.parameters(), lr=1e-2, eps=0, foreach=False)
-
-    def build(self) -> None:
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-
-
-class InABuffer(Case):
-    """A batch of one example has no variance. The statistics are used one step later."""
-
-    def build(self) -> None:
-        class Norm(nn.Module):
-            running_var: torch.Tensor
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.register_buffer("running_var", torch.ones(8))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                normed = x / (self.running_var + 1e-5).sqrt()
-                with torch.no_grad():
-                    variance = (x - x.mean(0)).square().sum(0) / (len(x) - 1)
-                    self.running_var.lerp_(variance, 0.1)
-                return normed
-
-        self.model = nn.Sequential()
-        self.model.add_module("first", nn.Linear(4, 8))
-        self.model.add_module("norm", Norm())
-        self.model.add_module("last", nn.Linear(8, 1))
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-        size = 1 if self.number == 13 else 4
-        return super().forward(inputs[:size], targets[:size])
-
-    expected: ClassVar[Found] = {"phase": "forward", "module": "norm", "operation": "aten.div.Tensor", "step": 13}
-    text = "variance = (x - x.mean(0)).square().sum(0) / (len(x) - 1)"
-
-
-class AnInfinity(Case):
-    """A softmax by hand: the exponential is infinite, and its quotient is NaN."""
-
-    expected: ClassVar[Found] = {"phase": "forward", "module": "1", "operation": "aten.exp.default", "kind": "infinity"}
-    text = "high = x.exp()"
-
-    def build(self) -> None:
-        class Softmax(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                high = x.exp()
-                return high / high.sum(-1, keepdim=True)
-
-        self.model = nn.Sequential(nn.Linear(4, 8), Softmax(), nn.Linear(8, 1))
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-        return super().forward(inputs * (1e4 if self.number == 13 else 1), targets)
-
-
-class ReplacedAgain(Case):
-    """One branch has NaNs in every run and replaces them. The other one has the cause."""
-
-    expected: ClassVar[Found] = {"phase": "forward", "module": "cause", "operation": "aten.log.default", "kind": "NaN"}
-    text = "return x.log()"
-
-    def build(self) -> None:
-        class Harmless(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return (x * 0 / 0).nan_to_num()
-
-        class Cause(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x.log()
-
-        class Both(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.harmless, self.cause = nn.Linear(4, 1), Harmless(), Cause()
-
-            def forward(self, x: torch.Tensor, high: float) -> Any:
-                x = self.first(x)
-                return x + self.harmless(x.detach()) + self.cause(x.detach() + high)
-
-        self.model = Both()
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-        return self.loss(self.model(inputs, -100.0 if self.number == 13 else 100.0), targets)
-
-
-class InTheFirstStep(InTheLoss):
+class InTheFirstStep(Case):
     expected: ClassVar[Found] = {
         "phase": "forward",
         "module": None,
@@ -262,47 +146,6 @@ class InTheFirstStep(InTheLoss):
 
     def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs - targets - 100).log().mean()
-
-
-class InABody(InAModule):
-    """The step is the body of ``with loop.step()``, and the loss is a number."""
-
-    def run(self, loop: Any, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-        with loop.step() as outputs:
-            outputs["loss"] = self.step(inputs, targets).item()
-        return outputs["loss"]
-
-
-class AMaskedRow(Case):
-    """The mask of attention leaves nothing of a row: the infinity is the mask's."""
-
-    expected: ClassVar[Found] = {
-        "phase": "forward",
-        "module": "attention",
-        "operation": "aten.masked_fill.Scalar",
-        "kind": "infinity",
-    }
-    text = 'scores = (x @ x.T).masked_fill(mask, float("-inf"))'
-
-    def build(self) -> None:
-        class Attention(nn.Module):
-            def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-                scores = (x @ x.T).masked_fill(mask, float("-inf"))
-                return scores.softmax(-1) @ x
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.attention, self.last = nn.Linear(4, 8), Attention(), nn.Linear(8, 1)
-
-            def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
-                return self.last(self.attention(self.first(x), mask))
-
-        self.model = Model()
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-        mask = torch.ones(4, 4, dtype=torch.bool).triu(0 if self.number == 13 else 1)
-        return self.loss(self.model(inputs, mask), targets)
 
 
 class TooLargeARate(Case):
@@ -317,31 +160,7 @@ class TooLargeARate(Case):
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
 
 
-class SkippedByAScaler(InAModule):
-    """A GradScaler skips a step because of an infinite gradient, which is no NaN of the loss."""
-
-    def build(self) -> None:
-        super().build()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
-
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
-        if self.number == 13:
-            with torch.no_grad():
-                self.model[0].bias.fill_(-50.0)
-        self.optimizer.zero_grad()
-        loss = self.forward(inputs, targets)
-        self.scaler.scale(loss).backward()
-        if self.number == 11:
-            self.model[0].weight.grad[0, 0] = float("inf")
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return loss
-
-
-CASES = [
-    InAModule, InTheData, InTheLoss, InAGradient, InTheOptimizer, InABuffer, AnInfinity, ReplacedAgain, InTheFirstStep,
-    InABody, AMaskedRow, TooLargeARate, SkippedByAScaler,
-]  # fmt: skip
+CASES = [InAModule, InAGradient, InTheFirstStep, TooLargeARate]
 
 
 class _Once(Case):
@@ -364,7 +183,7 @@ class ABrokenDevice(_Once):
 class UnseededNoise(_Once):
     """Noise of a generator that the script has seeded by the clock, and that no checkpoint contains."""
 
-    said = "noise from a source that a checkpoint does not contain", "a fault of the hardware"
+    said = "noise or a variable of the script", "a fault of the hardware"
 
     def build(self) -> None:
         self.noise = random.Random(os.urandom(8))
@@ -400,7 +219,8 @@ def test_the_second_process_finds_the_cause(case: type[Any]) -> None:
     found = report()
     origin = found["origin"]
     assert {name: origin.get(name) for name in case.expected} == case.expected, found["lines"]
-    assert origin.get("source", {}).get("text") == getattr(case, "text", origin.get("source", {}).get("text"))
+    if (text := getattr(case, "text", None)) is not None:
+        assert origin["source"]["text"] == text
     assert found["came_back"]
     assert found["digests"] == found["request"]["digests"]
     assert not Path("run", "nan.json").exists()
@@ -462,7 +282,7 @@ def test_the_report_says_what_autograd_hooks_see() -> None:
                 assert shown["max"] == finite.max().item()
                 assert shown["mean_abs"] == pytest.approx(finite.abs().mean().item(), rel=1e-5)
         assert run["gradient_norm"] == pytest.approx(norms[step - 1], rel=1e-5, nan_ok=True)
-    assert [each["path"] for each in found["modules"]] == ["first", "last.linear", "last", ""]
+    assert [each["path"] for each in found["runs"][found["run"]]["modules"]] == ["first", "last.linear", "last", ""]
 
 
 class BrokenLongBefore(Case):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -36,7 +37,6 @@ from torchhooks import (
 )
 from torchhooks.__main__ import main
 from torchhooks.autopsy.request import leave
-from torchhooks.fetches.modules import attributes
 from torchhooks.testing import log_lines
 
 
@@ -52,6 +52,16 @@ class Rooted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * ((0 * x).sum() - 1).sqrt() if self.bad else x
+
+
+class Refusing(torch.Tensor):
+    """A tensor that refuses what an examination asks of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.is_floating_point:
+            raise TypeError("not of this tensor")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def new_model() -> nn.Sequential:
@@ -100,6 +110,12 @@ def report(step: int = 10) -> dict[str, Any]:
     return json.loads(Path("run", f"nan-{step}", "report.json").read_text())  # type: ignore[no-any-return]
 
 
+def test_hooks_have_the_numbers_that_they_have_without_an_autopsy() -> None:
+    notes = ["".join(train(new_model(), 10).__notes__) for _ in range(2)]
+    assert Path("run", "nan-10").exists()
+    assert all("in after_run of NanTensorHook('loss') (hook 0)" in each for each in notes)
+
+
 def test_a_hook_that_stops_instead_of_failing_has_its_autopsy_too() -> None:
     hooks = [NanTensorHook("loss", fail_on_nan_loss=False)]
     assert train(new_model(), 10, hooks).stop_reason == "NanTensorHook: loss is NaN at step 10"
@@ -126,8 +142,8 @@ def test_compiled_code_is_run_in_eager_mode_and_the_report_says_so() -> None:
     found = report()
     assert found["eager"]
     assert (found["origin"]["operation"], found["origin"]["module"]) == ("aten.sqrt.default", "1")
-    assert [each["path"] for each in found["modules"]] == ["0", "1", "2", ""]
-    assert "This run was made in eager mode, without torch.compile, and shows the same." in found["lines"]
+    assert [each["path"] for each in found["runs"][-1]["modules"]] == ["0", "1", "2", ""]
+    assert "in eager mode" in str(found["lines"])
 
 
 def test_an_evaluation_and_hooks_at_the_end_of_an_epoch_in_between() -> None:
@@ -227,6 +243,74 @@ def test_an_error_of_the_step_itself_is_looked_at() -> None:
     assert (report()["origin"]["operation"], report()["origin"]["module"]) == ("aten.sqrt.default", "1")
 
 
+def test_an_error_of_the_step_is_looked_at_in_a_loop_without_a_with_block() -> None:
+    """The error is not being handled when the loop is closed."""
+    train(new_model(), 10)
+    model: Any = new_model()
+
+    def step(inputs: torch.Tensor) -> Any:
+        model[1].bad = loop.global_step == 9
+        _assert_finite(model(inputs))
+        return 0.0
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loop = MonitoredLoop(step, model, optimizer, hooks=[NanTensorHook("loss")], checkpoint_dir="run/model.ckpt-8")
+    with contextlib.suppress(AssertionError):
+        for inputs in loop.until_stop(torch.ones(20, 8, 4), resume=False):
+            loop.run(inputs)
+    loop.close()
+    assert report()["origin"]["operation"] == "aten.sqrt.default"
+
+
+def test_an_error_that_a_script_handles_around_the_loop_is_none_of_the_step() -> None:
+    train(new_model(), 10)
+    try:
+        raise ValueError("another attempt")
+    except ValueError:
+        with log_lines() as lines:
+            train(new_model(), 10, last_step=9)
+    assert ("WARNING", "no autopsy was made: the loop ended at step 9, before step 10") in lines
+
+
+def test_a_nan_that_comes_back_earlier_has_its_report_where_it_was_asked_for() -> None:
+    train(new_model(), 10)
+    train(new_model(), 9)
+    assert report(10)["lines"][0] == "autopsy of step 10: loss is NaN at step 9, now at step 9."
+    assert sorted(path.name for path in Path("run", "nan-10").iterdir()) == [
+        "batch.pt", "model.ckpt-8", "report.json", "report.md", "request.json",
+    ]  # fmt: skip
+    assert not list(Path("run").glob("nan*.json"))
+
+
+def test_an_average_that_the_script_updates_between_two_runs_broke_with_the_model() -> None:
+    """The average is what the loss is compared with."""
+
+    def script() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def step(inputs: torch.Tensor) -> Any:
+            optimizer.zero_grad()
+            (model(inputs).square() * (loop.global_step != 9)).sqrt().sum().backward()
+            optimizer.step()
+            return average(inputs).sum()
+
+        hooks = [NanTensorHook("loss"), CheckpointSaverHook("run", save_steps=4)]
+        arguments: Any = {"state": {"average": average}, "checkpoint_dir": "run"}
+        with MonitoredLoop(step, model, optimizer, hooks=hooks, **arguments) as loop:
+            for inputs in loop.until_stop(torch.ones(20, 8, 4)):
+                loop.run(inputs)
+                average.update_parameters(model)
+
+    for _ in range(2):
+        with pytest.raises(NanLossDuringTrainingError, match="at step 11"):
+            script()
+    assert (report(11)["origin"]["operation"], report(11)["origin"]["step"]) == ("aten.div.Tensor", 10)
+    assert report(11)["state"] == "model.ckpt-9"
+
+
 def test_an_interrupt_of_a_run_that_is_watched_is_no_finding() -> None:
     def interrupt(*_: Any) -> None:
         if model[1].bad:
@@ -237,7 +321,7 @@ def test_an_interrupt_of_a_run_that_is_watched_is_no_finding() -> None:
     model.register_forward_pre_hook(interrupt)
     with log_lines() as lines, pytest.raises(KeyboardInterrupt):
         train(model, 9)
-    assert ("WARNING", "no autopsy was made: the loop ended at step 8, before step 10") in lines
+    assert "no autopsy was made: the loop ended at step 8" in str(lines)
     assert Path("run", "nan.json").exists()
 
 
@@ -269,7 +353,7 @@ def test_runs_of_an_accumulation_that_make_no_step_are_watched_too() -> None:
             script()
     assert (report(7)["origin"]["operation"], report(7)["origin"]["module"]) == ("aten.sqrt.default", "1")
     assert report(7)["restored_step"] == 6
-    assert report(7)["batch"] == 14
+    assert report(7)["runs"][report(7)["run"]]["item"] == 14
 
 
 def test_a_step_without_a_model_and_an_optimizer_that_the_loop_knows_is_watched_too() -> None:
@@ -308,9 +392,8 @@ def test_a_chosen_checkpoint_that_comes_after_the_nan_is_named() -> None:
     Path("run/nan.json").write_text(json.dumps({**request, "step": 8}))
     with log_lines() as lines:
         train(new_model(), None, last_step=9, loop_arguments={"checkpoint_dir": "run/model.ckpt-8"})
-    assert [text for level, text in lines if level == "WARNING"] == [
-        "no autopsy of step 8, about which nan.json is: model.ckpt-8 has no checkpoint before it to begin with"
-    ]
+    (text,) = [text for level, text in lines if level == "WARNING"]
+    assert "model.ckpt-8 has no checkpoint before it" in text
 
 
 def test_a_recovery_after_an_autopsy_does_not_begin_it_again() -> None:
@@ -349,7 +432,7 @@ def test_nothing_is_left_on_the_model_after_an_autopsy() -> None:
     model = new_model()
     train(model, 10)
     kinds = ("_forward_hooks", "_forward_pre_hooks")
-    assert not any(attributes(each)[kind] for each in model.modules() for kind in kinds)
+    assert not any(vars(each)[kind] for each in model.modules() for kind in kinds)
 
 
 def test_the_state_before_the_step_and_the_batch_make_the_nan_again() -> None:
@@ -427,8 +510,8 @@ def test_every_rank_replays_and_the_report_names_the_rank(kind: str, tmp_path: P
     assert (found["origin"]["operation"], found["origin"]["module"]) == ("aten.sqrt.default", "1")
     assert [each["rank"] for each in found["ranks"]] == [0, 1]
     if kind == "fsdp":
-        assert found["parameters"]["parameter 0.weight"]["shape"] == [4, 4]
-        assert found["parameters"]["parameter 0.weight"]["part"] == [2, 4]
+        assert found["runs"][-1]["state"]["parameter 0.weight"]["shape"] == [4, 4]
+        assert found["runs"][-1]["state"]["parameter 0.weight"]["part"] == [2, 4]
 
 
 def test_the_chief_writes_the_report_about_the_rank_that_made_the_nan() -> None:
@@ -446,6 +529,48 @@ def test_the_chief_writes_the_report_about_the_rank_that_made_the_nan() -> None:
     assert sorted(path.name for path in Path("run", "nan-10").iterdir()) == [
         "batch-1.pt", "batch.pt", "model.ckpt-9", "report.json", "report.md", "request.json",
     ]  # fmt: skip
+
+
+def test_ranks_whose_steps_raise_at_once_write_a_report_each() -> None:
+    def train_rank(ranks: ThreadRanks, hub: Hub) -> Any:
+        model: Any = models[ranks.rank]
+        if Path("run", "nan.json").exists():
+            model[2].register_forward_hook(lambda _module, _inputs, output: check(output))
+        return train(model, 10, loop_arguments={"ranks": ranks})
+
+    def check(output: torch.Tensor) -> None:
+        if not output.isfinite().all():
+            both.wait()
+            raise PermissionError("not finite")
+
+    both = threading.Barrier(2, timeout=60)
+    for _ in range(2):
+        models = [new_model(), new_model()]
+        in_threads(2, train_rank)
+    folder = Path("run", "nan-10")
+    assert sorted(path.name for path in folder.glob("report*")) == [
+        "report-1.json", "report-1.md", "report.json", "report.md",
+    ]  # fmt: skip
+    for name in ("report.json", "report-1.json"):
+        assert json.loads((folder / name).read_text())["origin"]["operation"] == "aten.sqrt.default"
+
+
+def test_an_examination_that_fails_on_one_rank_ends_on_all() -> None:
+    def train_rank(ranks: ThreadRanks, hub: Hub) -> Any:
+        return train(models[ranks.rank], 10, loop_arguments={"ranks": ranks})
+
+    for _ in range(2):
+        models = [new_model(), new_model()]
+        odd = torch.ones(2).as_subclass(Refusing)
+        models[1].register_buffer("odd", odd, persistent=False)
+        with log_lines() as lines:
+            errors = in_threads(2, train_rank)
+        assert "loss is NaN at step 10" in str(errors[0]) + str(errors[1])
+        assert {type(each) for each in errors} <= {NanLossDuringTrainingError, PeerError}
+    said = [text for level, text in lines if level == "WARNING" and "has failed on rank 1" in text]
+    assert len(said) == 2
+    assert "TypeError: not of this tensor" in Path("run/nan-10/failed.txt").read_text()
+    assert sorted(path.name for path in Path("run").glob("nan*/*")) == ["failed.txt", "request.json"]
 
 
 def test_the_request_of_the_first_of_several_ranks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,7 +614,7 @@ def test_what_compiled_code_broke_before_is_looked_at_by_the_third_process() -> 
         assert isinstance(train(torch.compile(model, backend="aot_eager"), 7, rooted=model[1]), Exception)
         hook.remove()
     assert report(8)["origin"]["tensor"] == "parameter 0.weight"
-    assert "Start the script again to look at step 7 in the same way." in report(8)["lines"]
+    assert "Start the script again to look at step 7" in str(report(8)["lines"])
     assert report(7)["origin"]["operation"] == "aten.fill_.Scalar"
 
 

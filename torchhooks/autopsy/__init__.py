@@ -1,7 +1,7 @@
-"""Where a NaN came from: the same runs again, watched closely. Read ``examination`` first.
+"""Where a NaN came from: the same runs again, watched closely. Nothing here is imported while nothing is wrong.
 
-A hook that finds a NaN leaves a request, ``nan.json`` (:mod:`torchhooks.autopsy.request`). The loop that starts next
-makes the examination that it asks for. ``operations`` follows values that are not finite through the operators of
-torch, ``modules`` keeps figures of what modules received and returned, and ``report`` is what a person reads. Nothing
-here is imported while nothing is wrong.
+Read ``request`` first, then the others in the order of the flow. ``request`` is what a hook that finds a NaN leaves:
+``nan.json``. ``examination`` is what the loop that starts next does about it. ``watching`` looks at one run, and
+``operations`` at each operator in it, to find the origin of what is not finite. ``report`` is what a person reads.
+``figures`` has the numbers of one tensor.
 """

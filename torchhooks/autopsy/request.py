@@ -1,41 +1,84 @@
-"""``nan.json``: what a hook leaves next to the checkpoints when it finds a NaN, for the process that starts next."""
+"""``nan.json``: what a hook leaves next to the checkpoints when it finds a NaN, for the process that starts next.
+
+:func:`leave` writes it, and :func:`read_request` reads it, also one that is damaged or of another version. The
+functions at the end turn a dataclass into JSON and back, for this file and for the report.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
 import re
-import secrets
 import sys
 import time
-import zlib
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import UnionType
+from typing import TYPE_CHECKING, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 
-from torchhooks.autopsy.figures import has_numbers, is_finite, part_of, tensors_in
-from torchhooks.checkpoints.files import Checkpoint, list_checkpoints, verify
-from torchhooks.checkpoints.manifest import STATE
-from torchhooks.checkpoints.reading import load_file
-from torchhooks.common.digests import fingerprints
-from torchhooks.common.errors import DamagedCheckpointError, brief
-from torchhooks.common.files import alone_at
+from torchhooks.autopsy.figures import values_in
+from torchhooks.common.digests import digest
+from torchhooks.common.errors import brief
+from torchhooks.common.files import alone_at, replacing
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states
 from torchhooks.lifecycle.session import Session
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+
 NAME = "nan.json"
 ASIDE = "request.json"
-"""Its name in the folder of the report, where it asks for nothing any more."""
+"""The name of the request in the folder of the report, where it asks for nothing any more."""
+_FAILED = "failed.txt"
+"""Why the examination failed, in the folder of the report."""
 
-Request = dict[str, Any]
-"""What ``nan.json`` contains."""
+NAN, BROKEN_STATE = "NaN", "state"
+"""Kinds of requests: a hook found a NaN, or an autopsy found that the state was broken before the runs it watched."""
 
-_TYPES = {"step": int, "kind": str, "message": str, "hook": str, "rank": int, "digests": dict, "environment": dict}
-"""Of the entries that are needed."""
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Which program ran, and on what."""
+
+    command: list[str]
+    host: str
+    device: str
+    torch: str
+    device_name: str | None = None
+    device_uuid: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A question to the process that starts next: what made the value NaN at :attr:`step`?"""
+
+    step: int
+    kind: str
+    """:data:`NAN` or :data:`BROKEN_STATE`."""
+    message: str
+    hook: str
+    """The hook that found the NaN, as :func:`hook_name` names it."""
+    rank: int
+    ranks: int
+    checkpoint: int | None
+    """The step of the newest checkpoint."""
+    noticed_at: int
+    """The global step when the hook noticed the NaN: on a device, some runs later."""
+    digests: dict[str, str]
+    environment: Environment
+    time: float
+    attempts: int = 0
+    """How many processes have begun to look at the step, and have not come to an end."""
 
 
 def folder_of(checkpoint_dir: str, step: int) -> str:
@@ -44,55 +87,69 @@ def folder_of(checkpoint_dir: str, step: int) -> str:
 
 
 def shown_path(path: str) -> str:
-    """Return ``path`` as a person would write it: from the current directory, if it is in there."""
-    short = os.path.relpath(path)
+    """Return ``path`` as a person would write it: relative to the current directory, if it is in there."""
+    try:
+        short = os.path.relpath(path)
+    except OSError:  # the script has removed its current directory
+        return path
     return path if short.startswith(os.pardir) else short
 
 
-def name_of(hook: object) -> str:
-    """Return what tells ``hook`` from others, also in another process."""
+def hook_name(hook: object) -> str:
+    """Return what tells ``hook`` from other hooks, also in another process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(hook))
 
 
-def leave(session: Session, step: int, message: str, hook: object, inputs: Mapping[str, Any]) -> None:
+# -- a hook has found a NaN -------------------------------------------------------------------------------------------
+
+_examined: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
+"""By session, the step that was examined in it: the NaN that is found again there asks for nothing."""
+
+
+def note_examined(session: Session, step: int) -> None:
+    """Have no request left about ``step`` in this session, whose autopsy has just been made."""
+    _examined[session] = step
+
+
+def leave(session: Session, step: int, message: str, hook: object, inputs: Mapping[str, object]) -> None:
     """Write ``nan.json``: ``hook`` has found at ``step`` what ``message`` says, in a run with ``inputs``.
 
-    Nothing is written without a ``checkpoint_dir``, or about a step whose autopsy has just been made. Of several ranks,
-    the one with the earliest step is kept. An error is logged: the NaN itself is what the caller has to see.
+    Nothing is written without a ``checkpoint_dir``, or about a step whose autopsy has just been made, or has failed.
+    Of several ranks, the request about the earliest step is kept. An error is logged: the NaN itself is what the caller
+    has to see.
     """
     folder = session.checkpoint_dir
-    if folder is None or session.examined_step == step:
+    if folder is None or _examined.get(session) == step:
+        return
+    failed = os.path.join(folder_of(folder, step), _FAILED)
+    if os.path.exists(failed):
+        logger.info("step %d is not examined again: %s says why. Remove it to try once more", step, shown_path(failed))
         return
     path = os.path.join(folder, NAME)
-    request = {
-        "step": step,
-        "kind": "NaN",
-        "message": message,
-        "hook": name_of(hook),
-        "rank": session.ranks.rank,
-        "ranks": session.ranks.size,
-        "begun_at": session.begun_at,
-        "checkpoint": session.saved_step,
-        "runs_since_checkpoint": None if session.saved_step is None else step - session.saved_step,
-        "noticed_at": session.global_step,
-        "digests": digests(session, step, inputs),
-        "environment": environment(session),
-        "time": time.time(),
-    }
     try:
+        request = Request(
+            step=step,
+            kind=NAN,
+            message=message,
+            hook=hook_name(hook),
+            rank=session.ranks.rank,
+            ranks=session.ranks.size,
+            checkpoint=session.saved_step,
+            noticed_at=session.global_step,
+            digests=digests(session, step, inputs),
+            environment=environment(session),
+            time=time.time(),
+        )
         os.makedirs(folder, exist_ok=True)
-        with alone_at(os.path.join(folder, ".nan.lock")):
+        with alone_in(folder):
             earlier = None
             with contextlib.suppress(ValueError):  # of a damaged one, which is replaced
-                earlier = read(folder)
-            if (
-                earlier is not None
-                and earlier.get("begun_at") == request["begun_at"]
-                and earlier["rank"] != request["rank"]
-            ):
-                request = min(earlier, request, key=lambda each: (each["step"], each["rank"]))
+                earlier = read_request(folder)
+            began = time.time() - session.secs  # a request of before is about another training run
+            if earlier is not None and earlier.rank != request.rank and earlier.time >= began:
+                request = min(earlier, request, key=lambda one: (one.step, one.rank))
             write_json(path, request)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # also of a repr() of the script
         logger.warning(
             "%s was not written, so the next process does not look for the cause: %s", shown_path(path), brief(error)
         )
@@ -100,105 +157,109 @@ def leave(session: Session, step: int, message: str, hook: object, inputs: Mappi
     logger.info("start the script again to find out where it came from: %s says what to look at", shown_path(path))
 
 
-def digests(session: Session, step: int, inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Return digests of what a run of ``step`` depends on. Equal ones say that it was the same run."""
-    found = {f"input {name}": _digest(value) for name, value in inputs.items() if tensors_in(value)}
-    if session.global_step == step:  # otherwise the NaN was noticed some runs later
+def alone_in(folder: str) -> AbstractContextManager[None]:
+    """Wait for the other ranks that share ``folder`` and write there: they find their NaNs at once."""
+    return alone_at(os.path.join(folder, ".nan.lock"))
+
+
+def digests(session: Session, step: int, inputs: Mapping[str, object]) -> dict[str, str]:
+    """Return digests of what a run of ``step`` depends on. Equal digests say that it was the same run."""
+    found = {f"input {name}": digest(values) for name, value in inputs.items() if (values := values_in(value))}
+    if session.global_step == step:  # otherwise the NaN was noticed some runs later, with other random states
         for name, state in random_states().items():
-            values = state if isinstance(state, list) else [state]
-            texts = [repr(each.tolist() if isinstance(each, torch.Tensor) else each) for each in values]
-            found[f"random state of {name}"] = _checksum("".join(texts))
+            found[f"random state of {name}"] = digest(state)
     return found
 
 
-def _digest(value: Any) -> str:
-    return _checksum("".join(fingerprints([part_of(each).detach() for each in tensors_in(value)])))
-
-
-def _checksum(text: str) -> str:
-    return f"{zlib.crc32(text.encode()):08x}"
-
-
-def environment(session: Session) -> dict[str, Any]:
+def environment(session: Session) -> Environment:
     """Return which program runs, and on what."""
     device = session.device
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    found: dict[str, Any] = {
-        "command": [*sys.orig_argv],
-        "folder": os.getcwd(),
-        "script": None if script is None else os.path.abspath(script),
-        "host": platform.node(),
-        "device": str(device),
-        "torch": str(torch.__version__),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found["device_name"] = properties.name
-        found["device_uuid"] = str(getattr(properties, "uuid", ""))
-    return found
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return Environment(
+        command=[*sys.orig_argv],
+        host=platform.node(),
+        device=str(device),
+        torch=str(torch.__version__),
+        device_name=None if gpu is None else gpu.name,
+        device_uuid=None if gpu is None else str(getattr(gpu, "uuid", "")),
+    )
 
 
-def read(folder: str, name: str = NAME) -> Request | None:
-    """Return what ``nan.json`` in ``folder`` contains, ``None`` if there is none.
+# -- the next process -------------------------------------------------------------------------------------------------
+
+
+def read_request(folder: str) -> Request | None:
+    """Return the request in ``folder``; ``None`` if there is none.
 
     Raises:
-        ValueError: it cannot be read, or is not what :func:`leave` writes.
+        ValueError: ``nan.json`` cannot be read, or :func:`leave` of this version would not write it.
     """
-    path = os.path.join(folder, name)
+    path = os.path.join(folder, NAME)
     try:
         with open(path, encoding="utf-8") as file:
-            request = json.load(file)
+            value = json.load(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({brief(error)}): remove it") from error
-    if not isinstance(request, dict) or any(type(request.get(key)) is not kind for key, kind in _TYPES.items()):
-        raise ValueError(f"{path} is not what torchhooks writes: remove it")
-    return request
-
-
-def write_json(path: str, value: Any) -> None:
-    """Write ``value`` to the file at ``path``, all of it or nothing."""
-    temporary = f"{path}.{secrets.token_hex(4)}.tmp"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, default=str)
-            file.write("\n")
-        os.replace(temporary, path)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        request = from_json(Request, value)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what torchhooks writes: remove it") from error
+    if request.kind not in (NAN, BROKEN_STATE):
+        raise ValueError(f"{path} is of the kind {request.kind!r}, of another version of torchhooks: remove it")
+    return request
 
 
 def put_aside(folder: str, request: Request) -> None:
     """Move ``nan.json``, which contains ``request``, into the folder of its report."""
-    aside = folder_of(folder, request["step"])
+    aside = folder_of(folder, request.step)
     os.makedirs(aside, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # another rank was faster
         os.replace(os.path.join(folder, NAME), os.path.join(aside, ASIDE))
 
 
-def checkpoint_before(folder: str, step: int) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint in ``folder`` of a step before ``step``; ``None`` if there is none.
+def give_up(folder: str, request: Request, why: str) -> None:
+    """Put ``nan.json`` aside, because no examination is possible, so that no process tries it again."""
+    try:
+        put_aside(folder, request)
+        write(os.path.join(folder_of(folder, request.step), _FAILED), why.encode())
+    except OSError as error:
+        logger.warning("%s was not put aside: %s", shown_path(os.path.join(folder, NAME)), brief(error))
 
-    One with a model that is not finite comes last: what made it so comes before it.
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: str, record: DataclassInstance) -> None:
+    """Write ``record`` to the file at ``path``, all of it or nothing."""
+    write(path, (json.dumps(dataclasses.asdict(record), indent=1, default=str) + "\n").encode())
+
+
+def write(path: str, data: bytes) -> None:
+    """Write ``data`` to the file at ``path``, all of it or nothing."""
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(data)
+
+
+def from_json(kind: type[T], value: object) -> T:
+    """Return the dataclass ``kind`` with the entries of ``value``. Entries that it does not have are passed over.
+
+    Raises:
+        KeyError: an entry without a default is missing.
+        TypeError: an entry has another type.
     """
-    broken = None
-    for checkpoint in reversed(list_checkpoints(folder)):
-        if checkpoint.step < step:
-            try:
-                verify(checkpoint.path)
-                if _is_finite(checkpoint.path):
-                    return checkpoint
-            except DamagedCheckpointError as error:
-                logger.warning("%s It is skipped.", error)
-            else:
-                broken = broken or checkpoint
-    return broken
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    hints = get_type_hints(kind)
+    needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]  # type: ignore[arg-type]
+    return kind(**{name: _checked(hints[name], value[name]) for name in hints if name in value or name in needed})
 
 
-def _is_finite(path: str) -> bool:
-    """Return whether the model in the checkpoint at ``path`` is finite, as far as it is in one file."""
-    if "model" not in (saved := load_file(path) if os.listdir(path).count(STATE) else {}):
-        return True
-    return all(is_finite(each) for each in tensors_in(saved["model"]) if has_numbers(each))
+def _checked(hint: object, value: object) -> object:
+    if dataclasses.is_dataclass(hint):
+        return from_json(cast(type, hint), value)
+    kind = get_args(hint) if isinstance(hint, UnionType) else get_origin(hint) or hint
+    if not isinstance(value, cast(type, kind)):
+        raise TypeError(f"{value!r} is no {hint}")
+    return value
