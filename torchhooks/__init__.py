@@ -15,7 +15,7 @@ is, without what happens on errors:
         for hook in hooks: hook.after_run(context, values)
     for hook in hooks: hook.end(session)
 
-:mod:`torchhooks.lifecycle.hook` has the whole contract, :mod:`torchhooks.fetches.fetch` what a hook can ask for,
+:mod:`torchhooks.lifecycle.hook` has the whole contract, docs/reference/fetches.md what a hook can ask for, and
 :mod:`torchhooks.testing` what the tests of a hook of one's own need.
 """
 
@@ -52,10 +52,9 @@ from torchhooks.common.timers import (
     OnSignal,
     SecondOrStepTimer,
 )
-from torchhooks.elsewhere.mirror import MirrorHook
-from torchhooks.fetches.accumulated import latest, running_max, running_mean, running_min, running_sum
-from torchhooks.fetches.norms import grad_norm, param_norm
-from torchhooks.fetches.over_ranks import over_ranks
+from torchhooks.data.variables import Variables
+from torchhooks.fetches.over_ranks import grad_norm, over_ranks, param_norm
+from torchhooks.fetches.running import latest, running_max, running_mean, running_min, running_sum
 from torchhooks.hooks.best import BestCheckpointHook
 from torchhooks.hooks.calling import CallFnHook, FeedFnHook
 from torchhooks.hooks.counting import StepCounterHook
@@ -73,6 +72,7 @@ from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.lifecycle.coordinator import Coordinator, LooperThread
 from torchhooks.lifecycle.hook import (
+    PeriodicHook,
     RunMetadata,
     RunOptions,
     SessionRunArgs,
@@ -82,28 +82,33 @@ from torchhooks.lifecycle.hook import (
 )
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.loop.monitored_loop import MonitoredLoop, StepContext
-from torchhooks.position.variables import Variables
+from torchhooks.mirror.hook import MirrorHook
 from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary.json_lines import JsonLinesWriter
-from torchhooks.summary.operations import SummaryWriter, SummaryWriterCache
-from torchhooks.summary.prometheus import PrometheusWriter
-from torchhooks.summary.trackers import MlflowWriter, WandbWriter
+from torchhooks.summary.trackers import MlflowWriter, PrometheusWriter, WandbWriter
+from torchhooks.summary.writers import SummaryWriter, SummaryWriterCache
 from torchhooks.training import MonitoredTrainingLoop
 
 if typing.TYPE_CHECKING:
+    from torchhooks.ledger.hook import LedgerHook
+
     __version__: str
 else:  # not for type checkers, which would let every name pass
 
-    def __getattr__(name: str) -> str:
-        """Return ``__version__``, which is read on request because the metadata of packages is slow to find."""
+    def __getattr__(name: str) -> object:
+        """Return ``LedgerHook``, whose package is imported on request.
+
+        So is ``__version__``, because the metadata of packages is slow to find.
+        """
+        if name == "LedgerHook":
+            from torchhooks.ledger.hook import LedgerHook
+
+            return LedgerHook
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from importlib.metadata import PackageNotFoundError, version
+        from torchhooks.common.text import installed_version
 
-        try:
-            return version(__name__)
-        except PackageNotFoundError:  # a checkout on the path that is not installed
-            return "0+unknown"
+        return installed_version()
 
 
 __all__ = [
@@ -126,6 +131,7 @@ __all__ = [
     "FinalOpsHook",
     "GlobalStepWaiterHook",
     "JsonLinesWriter",
+    "LedgerHook",
     "LifecycleError",
     "LoggingTensorHook",
     "LooperThread",
@@ -139,6 +145,7 @@ __all__ = [
     "NoRunYetError",
     "OnSignal",
     "PeerError",
+    "PeriodicHook",
     "ProfilerHook",
     "ProgressBarHook",
     "PrometheusWriter",

@@ -1,11 +1,12 @@
 """The command ``python -m torchhooks``: what is in a folder of checkpoints, and how the training run there is doing.
 
-``checkpoints`` is here, ``nan`` in ``autopsy.commands``, and ``status`` and ``mirror`` in ``elsewhere.commands``.
+``checkpoints`` and ``nan`` are here, ``status`` and ``mirror`` in ``mirror.commands``, ``diff`` in ``ledger.commands``.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import sys
 import time
@@ -13,17 +14,22 @@ from collections.abc import Sequence
 
 import torch
 
-from torchhooks.autopsy import commands as of_nans
-from torchhooks.checkpoints.files import Checkpoint, inspect, is_checkpoint, verify
+from torchhooks.autopsy import request as requests
+from torchhooks.checkpoints.folder import Checkpoint, inspect, is_checkpoint, verify
 from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
-from torchhooks.checkpoints.sharded import canonical
+from torchhooks.common.checks import check_exists
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
-from torchhooks.elsewhere import commands as of_runs
+from torchhooks.common.files import replacing
+from torchhooks.common.text import installed_version, plain
+from torchhooks.fetches.names import canonical
+from torchhooks.ledger import commands as of_ledgers
+from torchhooks.mirror import commands as of_runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code: 0, or 1 if a checkpoint is damaged or there is none."""
+    """Run the command, and return its exit code: 0, or 1 if something is wrong; the help of a command says what."""
     parser = argparse.ArgumentParser(prog="python -m torchhooks")
+    parser.add_argument("--version", action="version", version=f"torchhooks {installed_version()}")
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("checkpoints", help="list checkpoints, verify them, and export the weights of one")
     command.add_argument("path", help="a folder of checkpoints, or one checkpoint")
@@ -33,19 +39,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="write the state_dict() of the model in the newest undamaged checkpoint, with the names of the bare model",
     )
     command.set_defaults(call=lambda given: _checkpoints(given.path, given.export))
-    of_nans.add_commands(commands)
+    command = commands.add_parser("nan", help="print where a NaN came from, as far as that is known")
+    command.add_argument("path", help="the checkpoint_dir of the training run")
+    command.set_defaults(call=lambda given: _nan(given.path))
     of_runs.add_commands(commands)
-    given = parser.parse_args(arguments)
+    of_ledgers.add_commands(commands)
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:end])
+    given.arguments = words[end + 1 :]  # of the script that is checked
     try:
         return int(given.call(given))
     except (CheckpointError, OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(plain(_said_of(error)), file=sys.stderr)
         return 1
 
 
+def _said_of(error: Exception) -> str:
+    """Return what ``error`` says, without the number of an error of the operating system."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def _checkpoints(path: str, export: str | None) -> int:
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{path} does not exist")
+    check_exists(path)
     is_one = os.path.isfile(path) or is_checkpoint(path)
     found = [inspect(os.path.normpath(path))] if is_one else list_checkpoints(path)
     intact = [checkpoint for checkpoint in found if _show(checkpoint)]
@@ -67,7 +85,8 @@ def _show(checkpoint: Checkpoint) -> bool:
         outcome = str(error)
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.time))
     kept = ", kept for good" if checkpoint.kept else ""
-    print(f"{checkpoint.name}  step {checkpoint.step}  {checkpoint.bytes:,} bytes  {written}  {outcome}{kept}")
+    text = f"{checkpoint.name}  step {checkpoint.step}  {checkpoint.bytes:,} bytes  {written}  {outcome}{kept}"
+    print(plain(text))
     return outcome == "intact"
 
 
@@ -75,14 +94,27 @@ def _export(path: str, file: str) -> None:
     saved = read_checkpoint(path)
     if "model" not in saved:
         raise CheckpointError(f"{path} has no model: nothing is exported")
-    temporary = f"{file}.tmp"
-    try:
+    with replacing(file) as temporary:
         torch.save({canonical(name): value for name, value in saved["model"].items()}, temporary)
-        os.replace(temporary, file)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-    print(f"{file}: the model of {path}")
+    print(plain(f"{file}: the model of {path}"))
+
+
+def _nan(path: str) -> int:
+    """Print the question to the next process in ``path``, and the newest report."""
+    check_exists(path)
+    request = requests.read_request(path)
+    if request is not None:
+        where = os.path.join(path, requests.NAME)
+        print(plain(f"{where}: {request.message}. Start the script again to find out where it came from."))
+    reports = glob.glob(os.path.join(glob.escape(path), "nan-*", "report*.md"))
+    for report in sorted(reports, key=os.path.getmtime)[-1:]:
+        with open(report, encoding="utf-8") as file:
+            print(plain(file.read()), end="")
+    if request is None and not reports:
+        raise CheckpointError(
+            f"{path} has neither {requests.NAME} nor a report: no process that saves there has found a NaN"
+        )
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The tools for testing hooks do what their documentation says."""
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensorboard.compat.proto.event_pb2 import SessionLog
 
 from torchhooks import (
     LoggingTensorHook,
@@ -165,7 +165,7 @@ def test_a_writer_keeps_everything_with_its_kind(kind: str) -> None:
 
 def test_a_writer_keeps_session_logs() -> None:
     writer = RecordingWriter()
-    writer.add_session_log(SessionLog(status=SessionLog.START), 4)
+    writer.add_session_log("START", 4)
     assert (writer.records, writer.scalars) == ([("session_log", "START", 4)], {})
 
 
@@ -216,6 +216,31 @@ def test_trace_returns_losses_that_are_not_numbers_unchanged() -> None:
     hook = RecordingHook("accuracy")
     trace(hook, losses=[{"loss": 0.1, "accuracy": 0.9}])
     assert hook.results == [0.9]
+
+
+def test_trace_gives_activations_without_a_model() -> None:
+    hook = RecordingHook(["fc:output", "fc:grad", "loss"])
+    activations: dict[str, list[Any]] = {"fc:output": [torch.ones(2), torch.zeros(2)], "fc:grad": [0.25, 0.5]}
+    trace(hook, losses=[0.5, {"loss": 0.75}], activations=activations)
+    assert [plain(each) for each in hook.results] == [[[1.0, 1.0], 0.25, 0.5], [[0.0, 0.0], 0.5, 0.75]]
+
+
+def test_a_loss_that_raises_has_its_activations() -> None:
+    hook = RecordingHook("fc:output")
+    trace(hook, losses=[1, KeyError, 2], activations={"fc:output": [1, 2, 3]}, catch=KeyError)
+    assert [plain(each) for each in hook.results] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("activations", "message"),
+    [
+        ({"hidden": [1, 2]}, "activations={'hidden': ...}: name the output"),
+        ({"fc:output": [1]}, "activations={'fc:output': ...} has 1 values, and there are 2 losses"),
+    ],
+)
+def test_trace_refuses_activations_that_fit_no_run(activations: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trace(losses=[1, 2], activations=activations)
 
 
 def test_trace_passes_other_arguments_to_the_loop() -> None:

@@ -1,4 +1,7 @@
-"""Tools for testing hooks: a fake clock, a hook and a writer that record their calls, a small training loop.
+"""Tools for testing hooks, and training scripts.
+
+For hooks: a fake clock, a hook and a writer that record their calls, a small training loop. For scripts:
+:func:`assert_resumes_exactly` and :func:`assert_same_run`.
 
 Three tests of ``StopWhenGood``, the example in :mod:`torchhooks.lifecycle.hook`, that do not sleep and write no files:
 
@@ -21,6 +24,7 @@ step or a clock of your own, create the loop inside ``with FakeClock() as clock,
 Read ``recording`` first.
 """
 
+from torchhooks.testing.proof import assert_resumes_exactly, assert_same_run
 from torchhooks.testing.recording import FakeClock, RecordingHook, RecordingWriter, Trace, log_lines, plain, trace
 
 __all__ = [
@@ -28,6 +32,8 @@ __all__ = [
     "RecordingHook",
     "RecordingWriter",
     "Trace",
+    "assert_resumes_exactly",
+    "assert_same_run",
     "log_lines",
     "plain",
     "trace",

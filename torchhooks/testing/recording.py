@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from torchhooks.common.checks import whole_number
 from torchhooks.common.text import call_repr
-from torchhooks.common.trees import map_leaves
+from torchhooks.common.trees import Tree, map_leaves
+from torchhooks.fetches.evaluation import watched_names
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.loop.monitored_loop import MonitoredLoop
+from torchhooks.summary.writers import SummaryWriter
+
+Call = tuple[Any, ...]
+"""A call of a method: its name, and what it was about."""
 
 _Raisable = BaseException | type[BaseException]
 _Faults = Mapping[str, _Raisable] | Mapping[tuple[str, int], _Raisable]
@@ -115,17 +121,17 @@ class RecordingHook(SessionRunHook):
 
     def __init__(
         self,
-        fetches: Any = None,
+        fetches: object = None,
         *,
-        feed_dict: Mapping[str, Any] | None = None,
+        feed_dict: Mapping[str, object] | None = None,
         stop_at: int | None = None,
         raises: _Faults | None = None,
         name: str | None = None,
-        calls: list[tuple[Any, ...]] | None = None,
+        calls: list[Call] | None = None,
     ) -> None:
-        self.calls: list[tuple[Any, ...]] = [] if calls is None else calls
-        self.results: list[Any] = []
-        self.name = name
+        self.calls: list[Call] = [] if calls is None else calls
+        self.results: list[Tree] = []
+        self.name = "" if name is None else name
         self._fetches, self._feed_dict, self._raises = fetches, feed_dict, raises
         self._stop_at = None if stop_at is None else whole_number(stop_at, "stop_at", 1)
         self._faults = dict(_fault(where, error) for where, error in (raises or {}).items())
@@ -156,8 +162,8 @@ class RecordingHook(SessionRunHook):
     def teardown(self) -> None:
         self._note("teardown")
 
-    def _note(self, method: str, *details: Any) -> None:
-        name = () if self.name is None else (self.name,)
+    def _note(self, method: str, *details: object) -> None:
+        name = (self.name,) if self.name else ()
         self.calls.append((*name, method, *details))
         self._count[method] += 1
         ordinal = self._count["before_run" if method == "after_run" else method]
@@ -168,7 +174,12 @@ class RecordingHook(SessionRunHook):
 
     def __repr__(self) -> str:
         fetches = [] if self._fetches is None else [self._fetches]
-        options = {"feed_dict": self._feed_dict, "stop_at": self._stop_at, "raises": self._raises, "name": self.name}
+        options = {
+            "feed_dict": self._feed_dict,
+            "stop_at": self._stop_at,
+            "raises": self._raises,
+            "name": self.name or None,
+        }
         return call_repr(self, *fetches, **options)
 
 
@@ -179,7 +190,7 @@ def _fault(where: str | tuple[str, int], error: _Raisable) -> tuple[tuple[str, i
     return (method, whole_number(ordinal, f"raises[{where!r}]", 1)), error
 
 
-class RecordingWriter:
+class RecordingWriter(SummaryWriter):
     """A summary writer that keeps what it is given. Pass it to a hook as ``summary_writer``.
 
     >>> from torchhooks.testing import RecordingWriter, trace
@@ -199,37 +210,38 @@ class RecordingWriter:
     """
 
     def __init__(self) -> None:
-        self.records: list[tuple[Any, ...]] = []
+        self.records: list[Call] = []
         self.flushed = self.closed = 0
 
     @property
-    def scalars(self) -> dict[str, list[tuple[int, Any]]]:
+    def scalars(self) -> dict[str, list[tuple[int, Tree]]]:
         """The scalars by tag, as lists of ``(step, value)`` in the order of the calls."""
-        curves: dict[str, list[tuple[int, Any]]] = {}
+        curves: dict[str, list[tuple[int, Tree]]] = {}
         for kind, *record in self.records:
             if kind == "scalar":
                 tag, value, step = record
                 curves.setdefault(tag, []).append((step, value))
         return curves
 
-    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+    def add_scalar(self, tag: str, value: object, step: int) -> None:
         self._record("scalar", tag, value, step)
 
-    def add_histogram(self, tag: str, value: Any, step: int) -> None:
+    def add_histogram(self, tag: str, value: object, step: int) -> None:
         self._record("histogram", tag, value, step)
 
-    def add_image(self, tag: str, value: Any, step: int) -> None:
+    def add_image(self, tag: str, value: object, step: int) -> None:
         self._record("image", tag, value, step)
 
-    def add_text(self, tag: str, value: Any, step: int) -> None:
+    def add_text(self, tag: str, value: object, step: int) -> None:
         self._record("text", tag, value, step)
 
-    def add_figure(self, tag: str, value: Any, step: int) -> None:
+    def add_figure(self, tag: str, value: object, step: int) -> None:
         self._record("figure", tag, value, step)
 
-    def add_session_log(self, session_log: Any, step: int) -> None:
-        statuses = session_log.DESCRIPTOR.fields_by_name["status"].enum_type.values_by_number
-        self.records.append(("session_log", statuses[session_log.status].name, step))
+    def add_session_log(
+        self, status: Literal["START", "CHECKPOINT"], step: int, checkpoint_path: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.records.append(("session_log", status, step))
 
     def flush(self) -> None:
         self.flushed += 1
@@ -237,7 +249,7 @@ class RecordingWriter:
     def close(self) -> None:
         self.closed += 1
 
-    def _record(self, kind: str, tag: str, value: Any, step: int) -> None:
+    def _record(self, kind: str, tag: str, value: object, step: int) -> None:
         self.records.append((kind, tag, plain(value), step))
 
     def __repr__(self) -> str:
@@ -269,10 +281,11 @@ class Trace:
 
 def trace(
     *hooks: SessionRunHook,
-    losses: Iterable[Any] = (0.5, 0.25, 0.125),
+    losses: Iterable[object] = (0.5, 0.25, 0.125),
     secs: float = 1.0,
     start_step: int = 0,
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
+    activations: Mapping[str, Sequence[object]] | None = None,
     **loop_arguments: Any,
 ) -> Trace:
     """Run a MonitoredLoop with ``hooks``, one run for each of ``losses``, until they end or a hook stops the loop.
@@ -292,18 +305,29 @@ def trace(
         secs: how many seconds each step takes, on a :class:`FakeClock`.
         start_step: the global step before the first run.
         catch: exceptions to return in ``Trace.error``. All others are raised.
+        activations: for a hook that fetches what submodules return, receive, or get as a gradient: by its name, such as
+            ``"fc1:output"``, one value in each run. No model is needed.
         loop_arguments: passed to the loop: ``model``, ``optimizer``, ``step_unit`` and so on.
+
+    Raises:
+        ValueError: a name in ``activations`` is none of a submodule, or has not as many values as there are losses.
     """
     pending = deque(losses)
+    of_submodules = _by_run(activations, len(pending))
     steps: list[int] = []
     loop, error = None, None
 
-    def step() -> Any:
+    def step() -> object:
         clock.advance(secs)
-        loss = pending.popleft()
+        loss, of_run = pending.popleft(), of_submodules.popleft()
         if isinstance(loss, BaseException) or (isinstance(loss, type) and issubclass(loss, BaseException)):
             raise loss
-        return torch.tensor(float(loss)) if isinstance(loss, int | float) else loss
+        outputs = _as_tensor(loss)
+        if activations is None:
+            return outputs
+        # What the step returns under the name of an activation comes before what a submodule would give.
+        named = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+        return {**named, **of_run}
 
     def init_fn(scaffold: Scaffold, session: Session) -> None:
         session.global_step = start_step
@@ -321,7 +345,25 @@ def trace(
     return Trace(steps, lines, reason, last, error)
 
 
-def _while_any(pending: deque[Any]) -> Iterator[int]:
+def _by_run(activations: Mapping[str, Sequence[object]] | None, runs: int) -> deque[dict[str, object]]:
+    """Return the activations of each of ``runs`` runs, by name."""
+    given = {} if activations is None else activations
+    for name, values in given.items():
+        if not watched_names(name):
+            raise ValueError(
+                f"activations={{{name!r}: ...}}: name the output, the input or the gradient of a submodule, such as "
+                "'fc1:output', 'fc1:input' or 'fc1:grad'"
+            )
+        if len(values) != runs:
+            raise ValueError(f"activations={{{name!r}: ...}} has {len(values)} values, and there are {runs} losses")
+    return deque({name: _as_tensor(values[run]) for name, values in given.items()} for run in range(runs))
+
+
+def _as_tensor(value: object) -> object:
+    return torch.tensor(float(value)) if isinstance(value, int | float) else value
+
+
+def _while_any(pending: deque[object]) -> Iterator[int]:
     while pending:
         yield len(pending)
 
@@ -359,7 +401,7 @@ class _LineHandler(logging.Handler):
         self._lines.append((record.levelname, record.getMessage()))
 
 
-def plain(values: Any) -> Any:
+def plain(values: object) -> Tree:
     """Return ``values``, of any structure, with numbers and lists in place of tensors and arrays.
 
     >>> from torchhooks.testing import plain

@@ -1,0 +1,306 @@
+"""The lines of a LedgerHook, what a resume says of them, and ``python -m torchhooks diff``."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.accelerators import DEVICE, keep_busy, no_waits
+from support.processes import call
+from support.rank_processes import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchhooks import AbortedError, CheckpointSaverHook, LedgerHook, MonitoredLoop, Saver
+from torchhooks.__main__ import main
+from torchhooks.ledger.lines import Entry, read_ledgers
+from torchhooks.testing import log_lines
+
+EVERYTHING = ("inputs", "random", "outputs", "gradients", "parameters", "optimizers", "state")
+
+
+def train(
+    folder: Path,
+    steps: int = 12,
+    killed_in: int | None = None,
+    flipped: tuple[str, int, int] | None = None,
+    rank: int = 0,
+    **options: Any,
+) -> None:
+    """Train a small model with dropout, with one bit of one quantity ``flipped`` in one run."""
+    torch.manual_seed(rank)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+    if torch.distributed.is_initialized():
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    examples = [torch.randn(2, 3) for _ in range(5)]
+    made = 0
+
+    def step(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        nonlocal made
+        made += 1
+        if made == killed_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        quantity, run, bit = flipped or ("", 0, 0)
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        if made == run and quantity == "gradients":
+            flip(next(iter(model.parameters())).grad, bit)
+        optimizer.step()
+        if made == run and quantity == "parameters":
+            flip(next(iter(model.parameters())), bit)
+        if made == run and quantity == "outputs":
+            loss = loss.detach().clone()
+            flip(loss, bit)
+        return {"loss": loss}
+
+    hooks = [LedgerHook(folder, what=EVERYTHING), CheckpointSaverHook(folder, every_n_steps=4)]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder, **options) as loop:
+        for _ in loop.until_stop(range(steps // 5 + 1)):
+            for number, inputs in loop.enumerate(examples):
+                if loop.session.total_runs == steps:
+                    loop.request_stop()
+                    break
+                if flipped is not None and flipped[0] == "item" and flipped[1] == made + 1:
+                    inputs = inputs.clone()
+                    flip(inputs, flipped[2])
+                assert number == loop.batch
+                loop.run(inputs)
+
+
+def flip(tensor: Any, bit: int) -> None:
+    """Change one bit of the first element."""
+    number = tensor.detach().flatten()[0].item()
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    (changed,) = struct.unpack("<f", struct.pack("<I", bits ^ (1 << bit)))
+    with torch.no_grad():
+        tensor.flatten()[0] = changed
+
+
+def entries(folder: Path, rank: int = 0) -> list[Entry]:
+    return [*read_ledgers(folder)[rank].entries.values()]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main([*map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_run_has_a_line_with_what_was_asked_for(tmp_path: Path) -> None:
+    train(tmp_path, 7)
+    found = entries(tmp_path)
+    assert [(each.run, each.step, each.epoch, each.batch) for each in found] == [
+        *((number + 1, number + 1, 0, number) for number in range(5)),
+        *((6, 6, 1, 0), (7, 7, 1, 1)),
+    ]
+    digests = found[0].digests
+    assert [*digests] == ["item", "arguments", "random", "outputs", "gradients", "parameters", "optimizers", "state"]
+    assert len(digests["parameters"]) == len(digests["gradients"]) == 4 * 8
+    assert found[0].values.keys() == {"loss"}
+    assert [each.drawn for each in found[:2]] == [[], ["torch"]], "the first step has drawn"
+    (environment,) = read_ledgers(tmp_path)[0].environments
+    assert environment["torch"] == torch.__version__
+
+
+def test_a_period_leaves_out_lines(tmp_path: Path) -> None:
+    with MonitoredLoop(lambda: None, hooks=[LedgerHook(tmp_path, 3, what="random")]) as loop:
+        for _ in range(10):
+            loop.run()
+    assert [(each.run, [*each.digests]) for each in entries(tmp_path)] == [(run, ["random"]) for run in (3, 6, 9)]
+
+
+def test_a_generator_that_nobody_draws_from_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, draws in {"one": False, "other": False, "drawn": True}.items():
+        random.seed(name)
+        np.random.seed(len(name))
+        with MonitoredLoop(np.random.random if draws else bool, hooks=[LedgerHook(tmp_path / name)]) as loop:
+            loop.run()
+            loop.run()
+    assert printed(capsys, "diff", tmp_path / "one", tmp_path / "other")[0] == 0
+    code, text = printed(capsys, "diff", tmp_path / "one", tmp_path / "drawn")
+    assert code == 1
+    assert "random DIFFER: numpy" not in text.partition("first differs  step 2")[0]
+
+
+def test_a_torn_line_is_passed_over_and_never_rewritten(tmp_path: Path) -> None:
+    train(tmp_path, 4)
+    path = tmp_path / "ledger" / "rank-0.jsonl"
+    whole = path.read_bytes()
+    torn = whole[:-30]
+    path.write_bytes(torn)
+    assert [each.run for each in entries(tmp_path)] == [1, 2, 3]
+    train(tmp_path, 6)
+    assert path.read_bytes().startswith(torn + b"\n")
+    assert [each.run for each in entries(tmp_path)] == [1, 2, 3, 5, 6]
+
+
+def test_an_argument_that_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
+    class Odd:
+        __slots__ = ("lazy",)
+
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("not loaded")
+
+    with MonitoredLoop(lambda item: None, hooks=[LedgerHook(tmp_path)]) as loop:
+        loop.run(Odd())
+    assert [*entries(tmp_path)[0].digests] == ["random", "outputs"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"what": ["weights"]}, "'weights' is none of"), ({"output_dir": 3}, "must be the path of a folder")],
+)
+def test_a_wrong_argument_is_an_error(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        LedgerHook(**arguments)
+
+
+def test_without_a_folder_it_is_the_one_of_the_loop(tmp_path: Path) -> None:
+    with MonitoredLoop(lambda: None, hooks=[LedgerHook()], checkpoint_dir=tmp_path) as loop:
+        loop.run()
+    assert len(entries(tmp_path)) == 1
+    with pytest.raises(ValueError, match="give LedgerHook"):
+        MonitoredLoop(lambda: None, hooks=[LedgerHook()])
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_says_that_the_runs_made_again_have_the_same_bits(tmp_path: Path) -> None:
+    assert call(train, tmp_path / "killed", 12, 8).code == -signal.SIGKILL
+    with log_lines() as lines:
+        train(tmp_path / "killed", 12)
+    assert "resumed exactly: 3 runs were made again with the same bits" in [text for _, text in lines]
+    train(tmp_path / "whole", 12)
+    killed, whole = entries(tmp_path / "killed"), entries(tmp_path / "whole")
+    for each in (*killed, *whole):
+        each.process, each.drawn = 0, []
+    assert killed == whole, "all but the process is the same, in the last line of each run"
+
+
+def test_a_resume_names_the_first_run_that_is_another_one(tmp_path: Path) -> None:
+    assert call(train, tmp_path, 12, 8).code == -signal.SIGKILL
+    with log_lines() as lines:
+        train(tmp_path, 12, flipped=("parameters", 2, 3))
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert re.match(r"run 6 \(epoch 1, item 0\) is not what it was before the restart: .*parameters DIFFER", warning)
+
+
+def test_runs_that_are_made_again_after_a_recovery_are_compared(tmp_path: Path) -> None:
+    calls = []
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) == 6:
+            raise AbortedError
+
+    hooks = [LedgerHook(tmp_path), CheckpointSaverHook(tmp_path, every_n_steps=3, saver=Saver())]
+    with log_lines() as lines, MonitoredLoop(step, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        while loop.global_step < 8:
+            loop.run()
+    assert [text for _, text in lines if text.startswith("resumed exactly")] == [
+        "resumed exactly: 2 runs were made again with the same bits"
+    ]
+
+
+# -- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_says_where_two_training_runs_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "a", 9)
+    train(tmp_path / "same", 12)
+    train(tmp_path / "b", 9, flipped=("outputs", 7, 4))
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "same")
+    assert (code, text) == (
+        0,
+        "environment    the same\n"
+        "the same bits  9 runs: item, arguments, random, outputs, gradients, parameters, optimizers, state\n"
+        "not in both    0 runs of the first, 3 of the second\n",
+    )
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert "first differs  step 7 (epoch 1, item 1)" in text
+    assert re.search(r"item same · arguments same · random same · outputs DIFFER: loss [\d.]+ / [\d.]+\n", text)
+    assert printed(capsys, "diff", tmp_path / "a", tmp_path / "b", "--rtol", "1e-3")[0] == 0
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b", "--json")
+    found = json.loads(text)
+    assert (code, found["same"], found["difference"]["run"], found["difference"]["quantity"]) == (
+        1,
+        False,
+        7,
+        "outputs",
+    )
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "none")
+    assert (code, "has no ledger" in text) == (2, True)
+
+
+@pytest.mark.parametrize("quantity", ["item", "outputs", "gradients", "parameters"])
+def test_every_flipped_bit_is_located(quantity: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "a", 6)
+    draw = random.Random(0)
+    for number in range(8):
+        run, bit = draw.randint(1, 6), draw.randint(0, 22)
+        train(tmp_path / str(number), 6, flipped=(quantity, run, bit))
+        code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / str(number), "--json")
+        found = json.loads(text)["difference"]
+        expected = "arguments" if quantity == "item" else quantity  # the body gives the step another tensor
+        assert (code, found["run"], found["quantity"]) == (1, run, expected)
+        assert found["parts"] == ({"arguments": [], "outputs": ["loss"]}.get(expected, ["0.weight"]))
+
+
+def _train_rank(rank: int, folder: str, flipped: tuple[str, int, int] | None) -> None:
+    train(Path(folder), 6, flipped=flipped if rank == 1 else None)
+
+
+def test_diff_names_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, flipped in {"a": None, "b": ("outputs", 4, 5)}.items():
+        (tmp_path / f"{name}-files").mkdir()
+        ended = run_ranks(tmp_path / f"{name}-files", 2, _train_rank, str(tmp_path / name), flipped)
+        assert [each.code for each in ended] == [0, 0], ended
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert "first differs  step 4 (epoch 0, item 3), rank 1" in text
+    train(tmp_path / "alone", 6)
+    assert printed(capsys, "diff", tmp_path / "a", tmp_path / "alone")[0] == 2
+
+
+# -- a device ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.accelerator
+def test_digests_of_a_device_are_read_back_without_a_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, last in {"a": 1.0, "same": 1.0, "b": 2.0}.items():
+        model = nn.Linear(3, 1).to(DEVICE)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        values = [torch.full((2, 3), 1.0 if number < 7 else last, device=DEVICE) for number in range(8)]
+
+        def step(inputs: torch.Tensor, model: nn.Module = model) -> dict[str, torch.Tensor]:
+            keep_busy(0.01)
+            return {"loss": model(inputs).sum()}
+
+        hook = LedgerHook(tmp_path / name, what=EVERYTHING)
+        with MonitoredLoop(step, model, hooks=[hook]) as loop:
+            loop.run(values[0])
+            with no_waits():
+                for inputs in values[1:]:
+                    loop.run(inputs)
+    assert printed(capsys, "diff", tmp_path / "a", tmp_path / "same")[0] == 0
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert (code, "first differs  step 8" in text, "arguments DIFFER" in text) == (1, True, True)

@@ -1,0 +1,7 @@
+"""What each run did, as digests: a line for each run, and where two training runs part.
+
+Read ``hook`` first: a LedgerHook writes the lines, and a process that resumes compares the runs that it makes again.
+``lines`` has the format of the file, ``comparing`` finds the first run in which two ledgers differ, and what that may
+come from, and ``commands`` is ``python -m torchhooks diff``. ``check`` runs a script, kills it, and compares it with
+itself, and ``checked`` is its other half, in the processes of the script. The package is imported on request.
+"""

@@ -1,0 +1,142 @@
+"""The script's side of ``python -m torchhooks check``: what a loop gets in a process that ``check`` has started.
+
+``check`` names a file in an environment variable, which the loop looks for when it is created. The script itself is
+unchanged. Each loop gets a :class:`torchhooks.LedgerHook` of everything before its hooks, and a hook after them that
+ends the process after so many runs, or kills it in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+from torchhooks.common.timers import EveryEpochs, EverySteps
+from torchhooks.data import cursor
+from torchhooks.ledger.hook import WHAT, LedgerHook
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunContext, SessionRunHook, SessionRunValues
+from torchhooks.lifecycle.session import Session
+
+
+@dataclass
+class ProcessPlan:
+    """What happens in one process of a script.
+
+    Args:
+        ledger: the folder of the ledger.
+        steps: after how many runs of the whole training run the process ends.
+        kill_after: the number of the run after which a signal is sent to the process; 0 for none.
+        kill_by: the number of the signal.
+        depth, epoch_items: how many items the loops of one depth take at most; 0 for no limit.
+        seen: the file in which the process tells the next ones what it has seen.
+    """
+
+    ledger: str
+    steps: int
+    seen: str
+    kill_after: int = 0
+    kill_by: int = int(signal.SIGKILL)
+    depth: int = 0
+    epoch_items: int = 0
+
+    def write(self, path: str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+
+    @classmethod
+    def read(cls, path: str) -> ProcessPlan:
+        with open(path, encoding="utf-8") as file:
+            return cls(**json.load(file))
+
+
+@dataclass
+class Seen:
+    """What a process has seen of the script.
+
+    Args:
+        loops, runs: how many loops and runs it made.
+        depth: how many loops of ``until_stop`` were open around a run.
+        saves: whether a hook saves checkpoints.
+        restores: whether a loop has a ``checkpoint_dir``.
+        resumed_at: the number of the last run in the checkpoint that the first loop continued from; 0 without one.
+    """
+
+    loops: int = 0
+    runs: int = 0
+    depth: int = 0
+    saves: bool = False
+    restores: bool = False
+    resumed_at: int = 0
+
+    @classmethod
+    def read(cls, path: str) -> Seen:
+        try:
+            with open(path, encoding="utf-8") as file:
+                return cls(**json.load(file))
+        except OSError:  # no loop was made
+            return cls()
+
+
+def watched(hooks: tuple[SessionRunHook, ...], plan_file: str) -> tuple[SessionRunHook, ...]:
+    """Return the hooks of a loop under ``check``, in place of ``hooks``."""
+    plan = ProcessPlan.read(plan_file)
+    if plan.epoch_items:
+        cursor.short_epochs = cursor.ShortEpochs(plan.depth, plan.epoch_items)
+    own = [hook for hook in hooks if not hook.leaves_machine]
+    for hook in own:
+        if hook.saves_checkpoints and isinstance(hook, PeriodicHook) and not isinstance(hook.timer, EveryEpochs):
+            _save_often(hook, max(plan.steps // 10, 1))
+    return (LedgerHook(plan.ledger, what=WHAT), *own, _Cut(plan, own))
+
+
+def _save_often(hook: PeriodicHook, steps: int) -> None:
+    """Have ``hook`` save within the few runs that are made, if its own period is longer."""
+    if hook.timer.every_steps is None or hook.timer.every_steps > steps:
+        hook.set_timer(EverySteps(steps))
+
+
+class _Cut(SessionRunHook):
+    """Ends the process after the last run, as a kill would, so that no code after a stop makes a difference."""
+
+    _seen: ClassVar[Seen] = Seen()
+    _runs_of_earlier_loops: ClassVar[int] = 0
+
+    def __init__(self, plan: ProcessPlan, hooks: list[SessionRunHook]) -> None:
+        self._plan = plan
+        self._seen.loops += 1
+        self._seen.saves = self._seen.saves or any(hook.saves_checkpoints for hook in hooks)
+        self._total = 0
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self._seen.restores = self._seen.restores or session.checkpoint_dir is not None
+        if self._seen.loops == 1:
+            self._seen.resumed_at = session.total_runs
+        self._write()
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        session = run_context.session
+        self._total = session.total_runs
+        made = self._runs_of_earlier_loops + self._total
+        self._seen.runs += 1
+        if session.position is not None:
+            self._seen.depth = max(self._seen.depth, session.position.depth)
+        if made == self._plan.kill_after:
+            self._write()
+            sys.stdout.flush()
+            os.kill(os.getpid(), self._plan.kill_by)
+        if made >= self._plan.steps:
+            self._write()
+            sys.stdout.flush()
+            os._exit(0)
+
+    def teardown(self) -> None:
+        _Cut._runs_of_earlier_loops += self._total
+        self._write()
+
+    def _write(self) -> None:
+        with open(self._plan.seen, "w", encoding="utf-8") as file:
+            json.dump(asdict(self._seen), file)

@@ -1,0 +1,63 @@
+"""The command ``diff`` of ``python -m torchhooks``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from torchhooks.common.text import plain
+from torchhooks.ledger.check import Options, check
+from torchhooks.ledger.comparing import DIFFERENT, NOT_COMPARABLE, SAME, as_plain, compare_ledgers, lines_of
+from torchhooks.ledger.lines import LedgerError, read_ledgers
+
+
+def add_commands(commands: Any) -> None:
+    """Add the command to the subparsers ``commands`` of ``python -m torchhooks``."""
+    command = commands.add_parser("diff", help="say where two training runs with a LedgerHook part")
+    command.add_argument("one", help="the folder of a training run")
+    command.add_argument("other", help="the folder of another one")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
+    command.add_argument(
+        "--rtol",
+        type=float,
+        help="compare the numbers that the step returned, up to this relative difference, instead of bits",
+    )
+    command.set_defaults(call=lambda given: diff(given.one, given.other, given.rtol, given.json))
+    command = commands.add_parser("check", help="say whether a script resumes exactly: run it, kill it, compare")
+    command.add_argument("script", help="the training script; put its own arguments at the end, after --")
+    command.add_argument("--steps", type=int, default=60, help="how many runs to compare (default: %(default)s)")
+    command.add_argument(
+        "--epoch-items",
+        type=int,
+        default=8,
+        help="limit epochs to so many items, if none ends within the steps; 0 for no limit (default: %(default)s)",
+    )
+    command.add_argument("--ignore-output", action="store_true", help="do not compare what the script prints")
+    command.add_argument("--keep", action="store_true", help="keep the scratch folder, and say where it is")
+    command.add_argument("--json", action="store_true", help="print it as JSON")
+    command.set_defaults(call=_check)
+
+
+def _check(given: argparse.Namespace) -> int:
+    options = Options(given.steps, given.epoch_items, given.ignore_output)
+    return check(given.script, given.arguments, options, given.json, given.keep)
+
+
+def diff(one: str, other: str, rtol: float | None = None, as_json: bool = False) -> int:
+    """Print where two training runs part. Return 0 if they are the same, 1 if not, 2 if they cannot be compared."""
+    try:
+        found = compare_ledgers(read_ledgers(one), read_ledgers(other), rtol)
+    except (LedgerError, OSError) as error:
+        print(
+            json.dumps({"error": str(error)}) if as_json else plain(str(error)),
+            file=sys.stdout if as_json else sys.stderr,
+        )
+        return NOT_COMPARABLE
+    if as_json:
+        print(json.dumps(as_plain(found), indent=2))
+    else:
+        for name, text in lines_of(found):
+            print(plain(f"{name:15}{text}"))
+    return SAME if found.difference is None else DIFFERENT
