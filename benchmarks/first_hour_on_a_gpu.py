@@ -36,6 +36,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ from torchhooks import (
     list_checkpoints,
     summary,
 )
-from torchhooks.device.accelerator import WAITED_FOR
+from torchhooks.device.accelerator import WAITED_FOR, host
 from torchhooks.device.readback import MAX_BYTES, Readback
 from torchhooks.lifecycle.recovery import is_device_error
 from torchhooks.testing import RecordingWriter
@@ -69,7 +70,7 @@ from common import RESULTS, describe, machine, table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import accelerators, simulated
 from support.accelerators import BUSY, Reader
-from support.devices import FakeDevice, sync_audit
+from support.devices import FakeDevice
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.cuda.is_available()
@@ -119,6 +120,28 @@ def fake_device_without_accelerator(lag: int) -> Iterator[str]:
     """Have the CPU stand for a device if there is no other, and return how to call it in the report."""
     with nullcontext() if ACCELERATOR else FakeDevice(lag):
         yield f"on {DEVICE}" if ACCELERATOR else f"on a FakeDevice(lag={lag}), because there is no accelerator"
+
+
+def waits_of(call: Callable[[], object]) -> list[str]:
+    """Return what this thread waits for in ``call``, as far as the device tells."""
+    if DEVICE == simulated.NAME:
+        simulated.forget_waits()
+        call()
+        return simulated.waits()
+    if CUDA:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                call()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return [str(each.message) for each in caught if "called a synchronizing" in str(each.message)]
+    fake: Any = host.copier("cpu")
+    waited = fake.waits if fake else 0
+    call()
+    return ["a wait for the FakeDevice"] * (fake.waits - waited) if fake else []
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
@@ -216,7 +239,7 @@ def saving(options: Options) -> str:
     busy, rows = 40 * BUSY, []
     for async_save in (True, False):
         weight, saver = torch.nn.Linear(1000, 1000).to(DEVICE), Saver(async_save=async_save)
-        with TemporaryDirectory() as folder, fake_device_without_accelerator(lag=1000) as where, sync_audit() as syncs:
+        with TemporaryDirectory() as folder, fake_device_without_accelerator(lag=1000) as where:
             hooks = [
                 NanTensorHook("loss"),
                 Reader(),
@@ -229,11 +252,10 @@ def saving(options: Options) -> str:
                     loop.run()
                 saver.wait()
                 synchronize()
-                syncs.clear()
                 keep_busy(busy)
                 started = time.perf_counter()
-                loop.run()
-                secs, waits = time.perf_counter() - started, [str(sync) for sync in syncs]
+                waits = waits_of(loop.run)
+                secs = time.perf_counter() - started
                 began = time.perf_counter()
                 synchronize()
                 rest = time.perf_counter() - began

@@ -78,7 +78,8 @@ def tick_cost(secs: float) -> float:
     """Return the microseconds of CPU time that a tick takes, in its thread and in gloo's threads."""
     figures: list[float] = []
     with MonitoredLoop(empty_step, ranks=Ranks(tick_secs=0.02)) as loop:
-        peers: Any = loop._parts.peers  # noqa: SLF001 - no public attribute counts ticks
+        rank_sync: Any = loop._runner.rank_sync  # noqa: SLF001 - no public attribute counts ticks
+        peers = rank_sync.peers
         loop.session.ranks.gather(None)
         for _ in range(5):
             before = time.process_time(), peers._ticks  # noqa: SLF001 - as above

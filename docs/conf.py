@@ -39,8 +39,12 @@ python_use_unqualified_type_names = True
 # of signatures make references too, to libraries that have no page here and to classes that are not public.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"(collections|contextlib|os|signal|threading|torch|types|typing|typing_extensions)\..*"),
+    (
+        "py:class",
+        r"(collections|contextlib|numpy|os|pathlib|signal|threading|torch|types|typing|typing_extensions)\..*",
+    ),
     ("py:class", r"torchhooks(\.\w+)+\.[A-Z]\w*"),
+    ("py:class", r"Fetch|Value"),  # names for what a hook may fetch, and for what it gets
 ]
 
 

@@ -79,7 +79,7 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def held_out_accuracy(model: nn.Module, test_images: Tensor, test_labels: Tensor) -> float:
     """Return the fraction of the test images that is classified correctly."""
-    return accuracy(model.eval()(test_images), test_labels).item()
+    return accuracy(model(test_images), test_labels).item()
 
 
 def make_hooks(steps: int, logdir: str) -> list[SessionRunHook]:

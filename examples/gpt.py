@@ -75,7 +75,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(inputs[:split], targets[:split]), TensorDataset(inputs[split:], targets[split:])
 
 
-def train(steps: int, every: int, folder: str, peak_flops: float | None) -> None:
+def train(steps: int, every: int, folder: str) -> None:
     torch.manual_seed(0)
     model = GPT().to(DEVICE)
     parallel = nn.parallel.DistributedDataParallel(model, None if GPU is None else [GPU]) if RANKS > 1 else None
@@ -107,7 +107,7 @@ def train(steps: int, every: int, folder: str, peak_flops: float | None) -> None
         log_step_count_steps=None,  # the StepCounterHook below replaces the default one
         hooks=[
             ProgressBarHook(steps, ["loss", "lr"]),
-            StepCounterHook(20, None, folder, tokens_per_step=tokens, flops_per_step="measure", peak_flops=peak_flops),
+            StepCounterHook(20, None, folder, tokens_per_step=tokens),
             evaluation,
             StopIfNoDecreaseHook(evaluation["validation_loss"], max_steps_without_decrease=3 * every),
             BestCheckpointHook(folder, evaluation["validation_loss"], save_steps=every, mode="min"),
@@ -137,7 +137,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer (default: %(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between evaluations (default: %(default)s)")
     parser.add_argument("--folder", default="runs/gpt", help="for checkpoints and curves (default: %(default)s)")
-    parser.add_argument("--peak-flops", type=float, help="of the device, for MFU; known for common GPUs")
     options = parser.parse_args(argv)
     if RANKS > 1:
         torch.distributed.init_process_group("gloo" if GPU is None else "nccl")

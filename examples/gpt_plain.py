@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.tensorboard import SummaryWriter
 from tqdm.auto import tqdm
 
@@ -95,7 +94,7 @@ def on_any_rank(condition: bool) -> bool:
     return bool(answer > 0)
 
 
-def train(steps: int, every: int, folder: str, peak_flops: float | None) -> None:
+def train(steps: int, every: int, folder: str) -> None:
     torch.manual_seed(0)
     model = GPT().to(DEVICE)
     parallel = nn.parallel.DistributedDataParallel(model, None if GPU is None else [GPU]) if RANKS > 1 else None
@@ -147,7 +146,6 @@ def train(steps: int, every: int, folder: str, peak_flops: float | None) -> None
     # Curves are purged beyond the restored step, because the interrupted process may have written those points already.
     writer = SummaryWriter(folder, purge_step=progress["step"] + 1) if RANK == 0 else None
     bar = tqdm(total=steps, initial=progress["step"], unit="step", disable=None if RANK == 0 else True)
-    flops: float | None = None
     since, counted, paused, stop_reason = time.monotonic(), -1, 0.0, "data ended"
     stopping = progress["step"] >= steps
     while progress["epoch"] < steps and not stopping:
@@ -162,20 +160,16 @@ def train(steps: int, every: int, folder: str, peak_flops: float | None) -> None
             set_random_state(random)  # after it has drawn it
             random = None
         for batch in batches:
-            counter = FlopCounterMode(display=False) if flops is None else contextlib.nullcontext()
-            with counter:
-                optimizer.zero_grad()
-                step_loss = torch.zeros((), device=DEVICE)
-                for i, part in enumerate(zip(*(tensor.chunk(ACCUMULATE) for tensor in batch), strict=True)):
-                    with contextlib.nullcontext() if not parallel or i == ACCUMULATE - 1 else parallel.no_sync():
-                        loss = (parallel or model)(*part) / ACCUMULATE
-                        loss.backward()
-                    step_loss += loss.detach()
-                grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-            if isinstance(counter, FlopCounterMode):
-                flops = float(counter.get_total_flops())
+            optimizer.zero_grad()
+            step_loss = torch.zeros((), device=DEVICE)
+            for i, part in enumerate(zip(*(tensor.chunk(ACCUMULATE) for tensor in batch), strict=True)):
+                with contextlib.nullcontext() if not parallel or i == ACCUMULATE - 1 else parallel.no_sync():
+                    loss = (parallel or model)(*part) / ACCUMULATE
+                    loss.backward()
+                step_loss += loss.detach()
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
 
             progress["step"] += 1
             progress["batch"] += 1
@@ -203,10 +197,6 @@ def train(steps: int, every: int, folder: str, peak_flops: float | None) -> None
                 if counted >= 0 and writer is not None:
                     steps_per_sec = (step - counted) / (now - since - paused)
                     rates = {"global_step/sec": steps_per_sec, "tokens/sec": tokens * steps_per_sec}
-                    if flops is not None:
-                        rates["flops/sec"] = flops * steps_per_sec
-                        if peak_flops is not None:
-                            rates["mfu"] = flops * steps_per_sec / peak_flops
                     for tag, value in rates.items():
                         writer.add_scalar(tag, value, step)
                     tqdm.write(f"step {step}: " + ", ".join(f"{tag} {value:.4g}" for tag, value in rates.items()))
@@ -257,7 +247,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps of the optimizer (default: %(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between evaluations (default: %(default)s)")
     parser.add_argument("--folder", default="runs/gpt-plain", help="for checkpoints and curves (default: %(default)s)")
-    parser.add_argument("--peak-flops", type=float, help="of the device, for MFU")
     options = parser.parse_args(argv)
     if RANKS > 1:
         torch.distributed.init_process_group("gloo" if GPU is None else "nccl")

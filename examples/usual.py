@@ -60,7 +60,7 @@ def main(folder: str) -> nn.Module:
             every_n_epochs=1,
             formatter="epoch {epoch}: loss {loss:.4f}, validation loss {val_loss:.4f}, lr {lr:g}".format_map,
         ),
-        StopIfNoDecreaseHook(val_loss, max_steps_without_decrease=PATIENCE * len(train_loader)),
+        StopIfNoDecreaseHook(val_loss, max_epochs_without_decrease=PATIENCE),
         CheckpointSaverHook(folder, every_n_epochs=1),
         BestCheckpointHook(folder, val_loss, mode="min"),
     ]

@@ -128,8 +128,12 @@ def clock() -> Iterator[FakeClock]:
 
 
 @pytest.fixture
-def lines() -> Iterator[list[tuple[str, str]]]:
-    """The lines logged to ``"torchhooks"``, as ``(level, text)``."""
+def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """The lines logged to ``"torchhooks"``, as ``(level, text)``.
+
+    Most tests train a function without a model: tests/loop/test_missing_parts.py has the warning of that.
+    """
+    monkeypatch.setattr("torchhooks.loop.monitored_loop.warn_of_missing_parts", lambda arguments: None)
     with log_lines() as lines:
         yield lines
 

@@ -14,6 +14,8 @@ In README.md, CONTRIBUTING.md and the pages in docs/:
 * A relative link leads to a file that exists, and to one of its headings.
 * The rows of the tables under "What it costs" in README.md and docs/cost.md are rows of benchmarks/RESULTS.md, word for
   word.
+* A command ``python -m torchhooks ...`` exists, and so does what the code in a line of text names: a file, a module of
+  the package or a name in it.
 * In a table whose first column is called "message", that column quotes strings of the package, with ``...`` for values.
   The headings of docs/troubleshooting.md that are code do so too.
 """
@@ -24,6 +26,7 @@ import ast
 import functools
 import importlib.util
 import itertools
+import pkgutil
 import re
 import subprocess
 import tempfile
@@ -34,6 +37,9 @@ from typing import NamedTuple
 import pytest
 from support import scripts
 from support.paths import ROOT
+
+from torchhooks import MonitoredLoop
+from torchhooks.__main__ import main as command_line
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Too large to be installed for the tests.
@@ -211,6 +217,41 @@ def test_every_message_that_a_page_explains_is_one_of_the_package() -> None:
     gone = [message for message, pattern in patterns.items() if not any(map(pattern.search, known))]
     assert quoted
     assert not gone
+
+
+def named(text: str) -> Iterator[str]:
+    """Yield what code within the lines of ``text`` names: a Python file with its folder, or a dotted name."""
+    for code in re.findall(r"`([^`\n]+)`", BLOCK.sub("", text)):
+        yield from re.findall(r"(?<![\w/.])\w+/[\w/]+\.py\b", code)
+        yield from re.findall(rf"(?<![\w./])(?:torchhooks|{'|'.join(PACKAGES)})(?:\.(?!py\b|json\b)\w+)+", code)
+
+
+PACKAGES = [file.parent.name for file in (ROOT / "torchhooks").glob("*/__init__.py")]
+
+
+def exists(name: str) -> bool:
+    if name.endswith(".py"):
+        return any((folder / name).exists() for folder in (ROOT, ROOT / "torchhooks"))
+    if name.startswith("loop.") and hasattr(MonitoredLoop, name.split(".")[1]):
+        return True  # the variable of the examples, and not the package
+    try:
+        pkgutil.resolve_name(name if name.startswith("torchhooks.") else f"torchhooks.{name}")
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda document: document.name)
+def test_what_the_code_in_a_document_names_exists(document: Path) -> None:
+    assert [name for name in named(document.read_text(encoding="utf-8")) if not exists(name)] == []
+
+
+def test_every_command_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line(["--help"])
+    (commands,) = re.findall(r"\{([\w,]+)\}\n", capsys.readouterr().out)[:1]
+    documents = [document.read_text(encoding="utf-8") for document in (*DOCUMENTS, ROOT / "CHANGELOG.md")]
+    assert set(re.findall(r"python -m torchhooks (\w+)", "".join(documents))) == set(commands.split(","))
 
 
 DOCUMENT = """\

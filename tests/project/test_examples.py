@@ -83,6 +83,7 @@ def test_digits_writes_a_picture_of_16_digits(digits: Digits) -> None:
     assert {(picture.width, picture.height) for picture in digits.events.Images("images")} == {(8 * 8, 2 * 8)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the order of a sum is not fixed")
 def test_digits_gives_the_same_curve_twice(digits: Digits, tmp_path: Path) -> None:
     # As many steps as the fixture: the learning rate schedule depends on the number of steps.
@@ -292,7 +293,10 @@ def test_resume_is_ended_by_sigterm_and_started_again(printed_by_resume: str) ->
 
 @pytest.mark.slow
 def test_resume_ends_with_the_same_bits_as_an_uninterrupted_run(printed_by_resume: str) -> None:
-    assert "Bit-identical: classes, global_step, model, optimizer, position, random, scheduler.\n" in printed_by_resume
+    assert (
+        "Bit-identical: classes, global_step, model, optimizer, position, random, runs, scheduler.\n"
+        in printed_by_resume
+    )
 
 
 @pytest.mark.slow
@@ -325,7 +329,7 @@ def train_gpt(module: ModuleType, folder: Path, *, every: int = 10) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, several threads take 30 times as long for such small operations
     try:
-        module.main(["--folder", str(folder), "--steps", "30", "--every", str(every), "--peak-flops", "1e12"])
+        module.main(["--folder", str(folder), "--steps", "30", "--every", str(every)])
     finally:
         torch.set_num_threads(threads)
 
@@ -424,7 +428,7 @@ def test_gpt_writes_curves_of_training(name: str, tag: str, gpts: dict[str, Path
 
 
 @each_gpt
-@pytest.mark.parametrize("tag", ["tokens/sec", "flops/sec", "mfu"])
+@pytest.mark.parametrize("tag", ["tokens/sec"])
 def test_gpt_writes_curves_of_its_throughput(name: str, tag: str, gpts: dict[str, Path]) -> None:
     assert [point.step for point in read(gpts[name]).Scalars(tag)] == [21]
 

@@ -66,18 +66,19 @@ def test_a_package_says_which_file_to_read_first(package: Path) -> None:
     assert (package.parent / f"{first}.py").exists()
 
 
-def test_only_the_transport_dtensors_and_sharded_checkpoints_know_torch_distributed() -> None:
+def test_only_the_ranks_their_transport_and_sharded_checkpoints_know_torch_distributed() -> None:
     knows = {module for module in modules() if within("torch.distributed", names_reached(source(module)))}
-    assert knows == {"torchhooks.checkpoints.sharded", "torchhooks.ranks.dtensors", "torchhooks.ranks.transport"}
+    assert knows == {"torchhooks.checkpoints.sharded", "torchhooks.ranks.ranks", "torchhooks.ranks.transport"}
 
 
-def test_the_roof_is_names_and_no_code_but_that_of_the_version() -> None:
+def test_the_roof_is_names_and_no_code_but_that_of_what_is_read_on_request() -> None:
     docstring, typing, *statements, version, exported = ast.parse(source("torchhooks")).body
     assert isinstance(docstring, ast.Expr)
     assert ast.unparse(typing) == "import typing"
     assert all(isinstance(statement, ast.ImportFrom) for statement in statements)
     assert isinstance(version, ast.If)
-    [annotation], [function] = version.body, version.orelse
+    [on_request, annotation], [function] = version.body, version.orelse
+    assert ast.unparse(on_request) == "from torchhooks.ledger.hook import LedgerHook"
     assert ast.unparse(version.test) == "typing.TYPE_CHECKING"
     assert ast.unparse(annotation) == "__version__: str"
     assert isinstance(function, ast.FunctionDef)
@@ -143,7 +144,17 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "heavy", ["tensorboard", "torch.utils.tensorboard", "torch.distributed", "matplotlib", "mlflow", "tqdm", "wandb"]
+    "heavy",
+    [
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "torch.distributed",
+        "matplotlib",
+        "mlflow",
+        "numpy.random",
+        "tqdm",
+        "wandb",
+    ],
 )
 def test_an_import_leaves_out_what_only_some_need(imported: dict[str, Any], heavy: str) -> None:
     assert within(heavy, imported["loaded"]) == set()

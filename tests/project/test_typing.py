@@ -11,6 +11,7 @@ from support.paths import ROOT
 import torchhooks
 
 pytest.importorskip("mypy", reason="mypy comes with the extra 'dev'")
+pytestmark = pytest.mark.slow
 
 
 CONFIG = f"""
@@ -107,7 +108,7 @@ def newest(folder: Path) -> str | None:
         return None
 
 
-class Curves:
+class Curves(SummaryWriter):
     """A writer of one's own."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> None: ...
@@ -124,7 +125,7 @@ curves = JsonLinesWriter(Path("curves.jsonl"))
 wandb_writer: SummaryWriter = WandbWriter(Path("run"), project="mnist")
 prometheus_writer: SummaryWriter = PrometheusWriter(9400, run="mnist", addr="127.0.0.1")
 mlflow_writer: SummaryWriter = MlflowWriter("run", tracking_uri="sqlite:///mlflow.db", experiment="mnist")
-norms = StepCounterHook(tokens_per_step="tokens", flops_per_step="measure", summary_writer=[wandb_writer, curves])
+norms = StepCounterHook(tokens_per_step="tokens", memory=True, summary_writer=[wandb_writer, curves])
 norm_ops = {"grad": grad_norm(), "param": param_norm()}
 variables: Stateful = Variables(best=0.5, hidden=None, pickled=["envs"])
 
@@ -177,6 +178,8 @@ def hooks(folder: Path) -> Iterator[SessionRunHook]:
     yield MirrorHook(Path("run"), "s3://bucket/run-17", keep_remote=20, storage_options={"anon": False})
     yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
     yield BestCheckpointHook(folder, lambda accuracy: accuracy, save_steps=5, mode="max", keep=3)
+    yield LedgerHook(folder, what=["inputs", "parameters"], timer=EverySteps(10))
+    yield PeriodicHook(every_n_epochs=2)
     yield from (Watching(), Narrowed(), Silent(), RecordingHook("loss"))
 
 
@@ -213,7 +216,7 @@ def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, 
                 assert_type(loop.run(inputs, targets=targets).accuracy, float)
         with loop.step() as outputs:
             outputs["loss"] = torch.ones(())
-            assert_type(outputs, dict[str, Any])
+            assert_type(outputs, dict[str, object])
         assert_type(loop.run_step_fn(step_fn), int)
         assert_type(loop.run_step_fn(lambda context: context.run_with_hooks()), Outputs)
         assert_type(loop.should_stop(), bool)

@@ -265,20 +265,6 @@ def guard_before_the_end_of_the_body(job: Job) -> None:
     guarded(job, inner=True, outer=True)
 
 
-@defect("A break out of the outermost loop does not end the training run for good.", steps=(2, 3, 4), last=5)
-def own_break_out_of_both(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-                if loop.global_step == 5:
-                    break
-            if loop.global_step == 5:
-                break
-        job.saw("broke out") if loop.global_step == 5 else None
-
-
 @defect("The loops are not the same in every process.", steps=(6,), last=STEPS)
 def phase_skipped_by_hand(job: Job) -> None:
     """The script skips the first phase itself, so the second one counts as the first."""
@@ -334,16 +320,6 @@ def run_after_an_epoch_of_a_plain_for(job: Job) -> None:
                 loop.run(batch)
             if not loop.should_stop():
                 loop.run(torch.randn(2, 1))
-
-
-@defect("An item with several runs is yielded again, so its runs are made twice.", steps=(1, 2, 3, 5, 6, 7), last=10)
-def run_before_the_inner_loop(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-    with job.loop() as loop:
-        for _ in loop.until_stop(range(EPOCHS)):
-            loop.run(torch.randn(2, 1))
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
 
 
 @defect("An item with several runs is yielded again, so its runs are made twice.")
@@ -609,22 +585,6 @@ def growing_epochs_counted_by_the_sampler(job: Job) -> None:
             for batch in loop.until_stop(loader):
                 loop.run(batch)
             job.validate()
-
-
-@defect("A break out of the outermost loop does not end the training run for good.", steps=(2, 3, 4), last=5)
-def returned_from_the_training_run(job: Job) -> None:
-    loader = job.loader(shuffle=True)
-
-    def train(loop: Loop) -> None:
-        for _ in loop.until_stop(range(EPOCHS)):
-            for batch in loop.until_stop(loader):
-                loop.run(batch)
-                if loop.global_step == 5:
-                    job.saw("returned")
-                    return
-
-    with job.loop() as loop:
-        train(loop)
 
 
 @defect("A variable of the script starts over.")

@@ -74,5 +74,11 @@ class _File:
             raise OSError(errno.EIO, "Input/output error")
         return int(self._file.truncate(size))
 
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)

@@ -22,7 +22,7 @@ context.set_forkserver_preload(
         "torch.distributed",
         "torch._dynamo",  # imported by the first optimizer
         "torchhooks",
-        "torchhooks.summary.event_files",  # imported by the first event file
+        "torchhooks.summary.tensorboard",  # imported by the first event file
         # Imported by files of tests, of which a process calls a function.
         "hypothesis",
         "pytest",

@@ -15,7 +15,7 @@ import torch
 
 from support.processes import begin, context
 
-DEADLINE_SECS = 40.0
+DEADLINE_SECS = 90.0
 
 
 class Ended(NamedTuple):

@@ -68,7 +68,7 @@ class Hub:
                 self._changed.wait(0.05)
         return [rows[rank] for rank in range(self.size)]
 
-    def missing(self, rank: int) -> list[int]:
+    def find_missing(self, rank: int) -> list[int]:
         """Return the ranks that do not call this."""
         with self._changed:
             self.here.add(rank)
@@ -99,23 +99,24 @@ class ThreadTransport:
         *,
         rank: int,
         failure: Callable[[], TorchHooksError | None],
+        lost_after_secs: float,
         **_: float,
     ) -> None:
         self._hub, self._rank, self._rng, self._delay_secs = hub, rank, rng, delay_secs
-        self._failure = failure
+        self._failure, self._lost_after_secs = failure, lost_after_secs
         hub.loops[rank] += 1
         self._loop = hub.loops[rank]  # those of all ranks that have the same number reach each other
         self._channel = f"training {self._loop}"
         self.aborts = False
         hub.gather("connect", rank, None)
 
-    def exchange(self, numbers: list[int]) -> list[list[int]]:
+    def exchange(self, numbers: list[int], purpose: str = "") -> list[list[int]]:
         pause(self._rng, self._delay_secs)
         if self._rank in self._hub.killed:
             raise ContactLostError("this rank was killed")
         return self._gather(numbers)
 
-    def exchange_text(self, text: str) -> list[str]:
+    def exchange_text(self, text: str, purpose: str) -> list[str]:
         return self._gather(text)
 
     def _gather(self, value: Any) -> list[Any]:
@@ -133,15 +134,22 @@ class ThreadTransport:
         try:
             return self._hub.gather(self._channel, self._rank, value, stop)
         except RuntimeError as error:
-            raise error if isinstance(error, TorchHooksError) else PeerError(str(error)) from error
+            if isinstance(error, TorchHooksError):
+                raise
+            # As the real one does: the thread of the ticks finds out which rank it was.
+            end = time.monotonic() + self._lost_after_secs
+            while time.monotonic() < end:
+                stop()
+                time.sleep(0.001)
+            raise PeerError(str(error)) from error
 
     def for_saving(self) -> ThreadTransport:
         another = copy.copy(self)
         another._channel = f"saving {self._loop}"  # noqa: SLF001 - its own class
         return another
 
-    def missing(self) -> list[int]:
-        return [] if self._rank in self._hub.killed else self._hub.missing(self._rank)
+    def find_missing(self) -> list[int]:
+        return [] if self._rank in self._hub.killed else self._hub.find_missing(self._rank)
 
     def abort(self) -> bool:
         return self.aborts
@@ -212,8 +220,8 @@ class Recorder(SessionRunHook):
     def end(self, session: Any) -> None:
         self.calls.append("end")
         position = session.position.state_dict()
-        names = ("number", "taken", "state", "runs", "last")
-        self.position = position and [[place[name] for name in names] for place in position["path"]]
+        names = ("order", "taken", "state", "runs", "last")
+        self.position = position and [[cursor[name] for name in names] for cursor in position["path"]]
 
     def teardown(self) -> None:
         self.calls.append("teardown")
@@ -244,7 +252,7 @@ class Periodic(SessionRunHook):
         self.steps: list[int] = []
         self._triggered = False
 
-    def trigger(self) -> None:
+    def force_due(self) -> None:
         self._triggered = True
 
     def after_run(self, run_context: SessionRunContext, run_values: Any) -> None:
@@ -406,9 +414,9 @@ def _train(schedule: Schedule, hub: Hub, rank: int, result: Result) -> None:
 
 def _delay(loop: Any) -> None:
     """Let the training thread sleep for some ticks where it is about to look at what the thread of the ticks found."""
-    peers = loop._parts.peers  # noqa: SLF001 - no public call is between the two threads
-    changed = peers._changed  # noqa: SLF001 - as above
-    wait, end_run = changed.wait, peers.end_run
+    rank_sync = loop._runner.rank_sync  # noqa: SLF001 - no public call is between the two threads
+    changed = rank_sync.peers._changed  # noqa: SLF001 - as above
+    wait, end_run = changed.wait, rank_sync.end_run
 
     def wait_longer() -> None:
         wait()
@@ -420,7 +428,7 @@ def _delay(loop: Any) -> None:
         time.sleep(0.005)
         end_run()
 
-    changed.wait, peers.end_run = wait_longer, end_run_later
+    changed.wait, rank_sync.end_run = wait_longer, end_run_later
 
 
 def _items(schedule: Schedule, loop: MonitoredLoop[float], rank: int) -> Iterator[int]:

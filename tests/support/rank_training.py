@@ -22,7 +22,7 @@ from torchhooks.common.files import Disk
 EPOCHS, ITEMS = 3, 12
 
 
-class Seen:
+class FolderCache:
     """The items that this rank trained on."""
 
     per_rank = True
@@ -120,7 +120,7 @@ def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sh
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     data: Any = range(rank * 100, rank * 100 + ITEMS)
     loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
-    seen, attempt = Seen(), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    seen, attempt = FolderCache(), os.environ.get("TORCHELASTIC_RESTART_COUNT")
 
     def step(batch: torch.Tensor) -> Any:
         number = loop.global_step % 3
@@ -176,6 +176,7 @@ def train_until_a_signal(rank: int, folder: str) -> dict[str, Any]:
         torch.distributed.all_reduce(torch.ones(1))
         time.sleep(0.005 * (1 + rank))
 
+    torch.manual_seed(0)
     model = nn.Linear(1, 1)
     hook = CheckpointSaverHook(f"{folder}/run", save_secs=600)
     with MonitoredLoop(step, model, hooks=[hook], checkpoint_dir=f"{folder}/run", signals=["SIGTERM"]) as loop:

@@ -9,6 +9,8 @@ from typing import Any
 class Box:
     """An object whose state is one value, and which may raise after it has loaded one."""
 
+    state_is_optional = False  # as of a hook
+
     def __init__(self, value: Any = None, raises: BaseException | None = None) -> None:
         self.value, self.raises = value, raises
 

@@ -1,0 +1,120 @@
+"""``python -m torchhooks``: what its commands say of wrong paths, and of files that another program has written."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchhooks
+from torchhooks.__main__ import main
+from torchhooks.lifecycle.run_record import NAME
+
+RED = "\x1b[31mred\x07\r\u202e\n"
+HUGE = 10**400
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert (raised.value.code, capsys.readouterr().out) == (0, f"torchhooks {torchhooks.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "command", [["checkpoints", "gone"], ["nan", "gone"], ["status", "gone"], ["mirror", "gone", "file:///copy"]]
+)
+def test_a_path_that_does_not_exist(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 1
+    assert capsys.readouterr().err == "gone does not exist\n"
+
+
+def test_the_status_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.pt"
+    file.touch()
+    assert main(["status", str(file)]) == 1
+    assert capsys.readouterr().err == f"{file}: {os.strerror(20)}\n"
+
+
+def test_a_copy_in_a_folder_of_this_machine_needs_an_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mirror", str(tmp_path), "/copies/run"]) == 1
+    assert "begins with file://" in capsys.readouterr().err
+    assert main(["mirror", "s3://KEY:SECRET@bucket/run", "s3://other/run"]) == 1
+    assert "SECRET" not in capsys.readouterr().err
+
+
+def record(**changed: Any) -> dict[str, Any]:
+    now = time.time()
+    made = {"pid": os.getpid(), "host": socket.gethostname(), "world_size": 1, "began": now, "began_at": 0, "time": now}
+    return made | {"step": 7, "steps_per_sec": 1.5, "last_step": 9, "stopped": None, "failed": False} | changed
+
+
+def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """Return the status as JSON, after checking what is printed without that."""
+    main(["status", str(folder)])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert all(char.isprintable() or char == "\n" for char in printed.out)
+    printed.out.encode()
+    main(["status", str(folder), "--json"])
+    status: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return status
+
+
+HOSTILE: list[Any] = [None, True, -1, HUGE, -HUGE, 1e308, float("nan"), float("-inf"), "", [], {}, RED, "\ud800"]
+
+
+@pytest.mark.parametrize("name", record())
+@pytest.mark.parametrize("value", HOSTILE, ids=[repr(value)[:12] for value in HOSTILE])
+def test_no_value_in_a_record_is_a_traceback_or_controls_the_terminal(
+    name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / NAME).write_text(json.dumps(record(**{name: value})))
+    found = status_of(tmp_path, capsys)["record"]
+    assert found is None or found[name] == value
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000, b"[]", b"null", b'{"pid": 1', b"\0" * 50])
+def test_a_damaged_record_is_none(data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / NAME).write_bytes(data)
+    assert status_of(tmp_path, capsys)["record"] is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b"{}",
+        b'{"step": 1, "time": 1e999, "loss": 1}',
+        b'{"step": 1, "time": NaN, "loss": 1}',
+        b'{"step": 1e999, "time": 1, "loss": 1}',
+        b'{"step": 1, "time": "now", "loss": 1}',
+        b'{"step": 1, "time": 1, "loss": ' + str(HUGE).encode() + b"}",
+        b"\xff",
+    ],
+    ids=range(8),
+)
+def test_a_damaged_line_of_json_is_no_point(line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "curves.jsonl").write_bytes(b'{"step": 1, "time": 1.0, "loss": 2}\n' + line + b"\n")
+    assert status_of(tmp_path, capsys)["values"] == {"loss": {"step": 1, "time": 1.0, "value": 2.0}}
+
+
+@pytest.mark.parametrize("tag", [RED, "\ud800"])
+def test_the_tag_of_a_curve_controls_no_terminal(tag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "curves.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, tag: 2}))
+    assert list(status_of(tmp_path, capsys)["values"]) == [tag]
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000, b"[]", b"null", b"{}"])
+def test_a_damaged_request_for_an_autopsy_is_said(
+    data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nan.json").write_bytes(data)
+    assert main(["nan", str(tmp_path)]) == 1
+    assert "remove it" in capsys.readouterr().err
