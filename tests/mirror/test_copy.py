@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import json
 import os
@@ -14,6 +15,7 @@ import traceback
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec.config
 import pytest
@@ -24,7 +26,7 @@ import torchhooks.mirror.copy
 import torchhooks.mirror.layout
 from torchhooks import CheckpointError, list_checkpoints
 from torchhooks.__main__ import main
-from torchhooks.checkpoints.folder import Folder, Retention, encoded
+from torchhooks.checkpoints.folder import Folder, Retention, encoded, file_sums
 from torchhooks.common.files import Disk
 from torchhooks.lifecycle.run_record import Record
 from torchhooks.mirror.copy import OtherJobError
@@ -106,6 +108,7 @@ def test_a_list_that_lacks_what_was_just_written_is_an_error(s3: S3Place, tmp_pa
         ("manifest.json", lambda data: data[: len(data) // 2]),
         ("manifest.json", lambda data: b"<html>"),
         ("manifest.json", lambda data: encoded({**json.loads(data), "format": 99})),
+        ("manifest.json", lambda data: encoded({**json.loads(data), "name": "model.ckpt-9"})),
         ("state.pt", lambda data: data[: len(data) // 2]),
         ("state.pt", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
     ],
@@ -192,6 +195,18 @@ def test_what_a_killed_process_left_of_an_upload_is_removed_later(place: FolderP
     save(2)
     copy.push_checkpoints()
     assert not any("0000abcd" in name for name in place.names())
+
+
+def test_what_another_job_has_completed_meanwhile_is_not_removed(place: FolderPlace, tmp_path: Path) -> None:
+    new_copy(tmp_path / "run", place)
+    place.write("model.ckpt-1~1-0000abcd/state.pt", b"a part")
+    copy = new_copy(tmp_path / "run", place)
+    place.write("model.ckpt-1~1-0000abcd/manifest.json", b"{}")
+    save = saving(tmp_path / "run")
+    for step in (1, 2):
+        save(step)
+        copy.push_checkpoints()
+    assert "model.ckpt-1~1-0000abcd/state.pt" in place.names()
 
 
 # -- 3: an upload that began ------------------------------------------------------------------------------------------
@@ -337,6 +352,26 @@ def test_a_file_that_fails_costs_itself_alone_and_the_warning_has_the_reason(
     assert len(warnings_in(lines)) == 1
 
 
+def test_a_file_that_the_disk_does_not_read_costs_itself_alone(
+    tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(folder: str, names: list[str]) -> Any:
+        if names == ["b.txt"]:
+            raise OSError(errno.EIO, "Input/output error")
+        return file_sums(folder, names)
+
+    run, place = tmp_path / "run", FolderPlace(tmp_path / "store")
+    run.mkdir()
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (run / name).write_text(name)
+    copy = new_copy(run, place)
+    monkeypatch.setattr(torchhooks.mirror.copy, "file_sums", read)
+    assert copy.push_files() == ["b.txt"]
+    assert {"a.txt", "c.txt"} < set(place.names())
+    [warning] = warnings_in(lines)
+    assert warning == "b.txt is not copied ([Errno 5] Input/output error); it is tried again"
+
+
 def test_a_file_that_became_a_folder_and_the_reverse_come_back_as_they_are_now(
     place: FolderPlace, tmp_path: Path
 ) -> None:
@@ -466,6 +501,10 @@ def test_a_store_that_is_a_folder_never_has_a_part_of_a_file(tmp_path: Path) -> 
         assert (reading.read(), store.read("name"), store.list()) == (b"old", b"new", {"name": 3})
     (tmp_path / "store/.name.0000.tmp").write_bytes(b"pa")  # of a killed process
     assert store.list() == {"name": 3}
+    shutil.rmtree(tmp_path / "store")  # such as a disk that is not mounted any more
+    with pytest.raises(StoreError, match="is gone"):
+        store.write("name", b"new")
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("name", ["a//b", "a@b", "a?b=c", "a b", "a#b", "a%20b", "a[b]*"])
@@ -483,6 +522,12 @@ def test_an_address_is_shown_as_it_is_and_every_name_works(place: FolderPlace, t
 
 
 # -- 8: status --------------------------------------------------------------------------------------------------------
+
+
+def test_an_address_without_a_copy_has_no_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "store").mkdir()
+    assert main(["status", (tmp_path / "store").as_uri()]) == 1
+    assert "has no mirror.json, so it is no copy of a training run" in capsys.readouterr().err
 
 
 def test_the_status_of_a_copy_is_read_from_a_small_part_of_it(

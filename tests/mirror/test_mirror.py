@@ -424,6 +424,15 @@ def test_wrong_arguments_say_what_to_give(tmp_path: Path) -> None:
         MonitoredLoop(print, hooks=[MirrorHook(url="memory://bucket")])
 
 
+def test_a_hook_that_did_not_begin_or_has_ended_has_nothing_to_tear_down(tmp_path: Path) -> None:
+    hook = MirrorHook(tmp_path / "run", (tmp_path / "store").as_uri())
+    hook.teardown()
+    with MonitoredLoop(lambda: 0, torch.nn.Linear(2, 1), hooks=[CheckpointSaverHook(tmp_path / "run", 9), hook]):
+        pass
+    hook.teardown()
+    wait_for_threads()
+
+
 def test_without_a_folder_that_of_the_loop_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     place = FolderPlace(tmp_path / "store")

@@ -13,15 +13,21 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import processes
 from support.waiting import wait_until
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util.tensor_util import make_tensor_proto
 
 from torchhooks import (
     CheckpointSaverHook,
     JsonLinesWriter,
     MonitoredLoop,
+    Session,
     StopAtStepHook,
     SummarySaverHook,
     list_checkpoints,
@@ -32,8 +38,10 @@ from torchhooks.checkpoints.folder import inspect
 from torchhooks.lifecycle import run_record
 from torchhooks.lifecycle.run_record import NAME, Record, read_record
 from torchhooks.mirror import status
+from torchhooks.mirror.curves import read_curves
 from torchhooks.mirror.status import read_status, span, state_of
 from torchhooks.summary import histogram
+from torchhooks.summary.tensorboard import DirectSummaryWriter
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +152,60 @@ def test_a_step_that_was_made_again_has_one_point(tmp_path: Path) -> None:
     train(str(tmp_path), 15)
     train(str(tmp_path), 40)
     assert [point.step for point in read_status(str(tmp_path)).curves["loss"]] == [1, 11, 16, 26, 36]
+
+
+def test_the_newest_points_of_an_event_file_are_read_also_while_it_is_written(tmp_path: Path) -> None:
+    writer = DirectSummaryWriter(str(tmp_path))
+    ends = []
+    for step in (1, 2, 3):
+        writer.add_scalar("loss", 0.5, step)
+        writer.flush()
+        (path,) = tmp_path.iterdir()
+        ends.append(path.stat().st_size)
+    writer.close()
+    whole = path.read_bytes()
+
+    def steps(data: bytes) -> list[int]:
+        found = read_curves({"a.tfevents": len(data)}, lambda name, start, end: data[start:end])
+        return [point.step for point in found.get("loss", [])]
+
+    assert steps(whole) == [1, 2, 3]
+    assert steps(whole[:-1]) == [1, 2], "the last record is being written"
+    for place in (ends[0], ends[0] + 20, ends[1] - 1):  # the length of the second record, what it is of, its checksum
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        assert steps(bytes(damaged)) == [1], "TensorBoard stops at a damaged record too"
+
+
+def test_a_value_that_tensorflow_writes_as_a_tensor_is_a_point_too(tmp_path: Path) -> None:
+    writer = EventFileWriter(str(tmp_path))
+    for number, array in enumerate([np.float32(0.5), np.zeros(2, "f"), np.asarray("text"), np.int64(3)]):
+        value = Summary.Value(tag=f"of {number}", tensor=make_tensor_proto(array))
+        writer.add_event(Event(step=7, summary=Summary(value=[value])))
+    writer.close()
+    (path,) = tmp_path.iterdir()
+    found = read_curves({path.name: path.stat().st_size}, lambda name, start, end: path.read_bytes()[start:end])
+    assert {tag: (points[0].step, points[0].value) for tag, points in found.items()} == {
+        "of 0": (7, 0.5),
+        "of 3": (7, 3.0),
+    }
+
+
+def test_of_a_step_that_was_made_twice_the_later_point_counts() -> None:
+    lines = [{"step": step, "time": 0.0, "loss": value} for step, value in [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4)]]
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    found = read_curves({"c.jsonl": len(data)}, lambda name, start, end: data[start:end])
+    assert [(point.step, point.value) for point in found["loss"]] == [(1, 0.1), (2, 0.4)]
+
+
+def test_the_thread_that_writes_the_record_ends_with_a_loop_that_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_record, "PERIOD_SECS", 0.02)
+    record = run_record.RunRecord(str(tmp_path), 1, Session)
+    record.start()
+    del record
+    wait_until(lambda: all(thread.name != "torchhooks run record" for thread in threading.enumerate()))
 
 
 def test_the_thread_that_writes_the_record_ends_with_the_loop(tmp_path: Path) -> None:

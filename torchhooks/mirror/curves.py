@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 _END_BYTES = 1 << 18  # of each file; thousands of points
-_LONGEST = 1 << 32  # a record of an event file is never this long, so these bytes are no length
 _HEADER = struct.Struct("<QI")
 
 
@@ -68,16 +67,17 @@ def _records_in(data: bytes, is_cut: bool) -> Iterator[bytes]:
     position = 0
     while position + _HEADER.size <= len(data):
         length, checksum = _HEADER.unpack_from(data, position)
-        end = position + _HEADER.size + length
-        if length < _LONGEST and checksum == masked_crc32c(data[position : position + 8]):
-            if end + 4 > len(data):
-                return  # it is being written
-            yield data[position + _HEADER.size : end]
-            position, is_cut = end + 4, False
-        elif is_cut:
+        if checksum != masked_crc32c(data[position : position + 8]):
+            if not is_cut:
+                return  # damaged: TensorBoard stops here too
             position += 1
-        else:
-            return  # damaged; TensorBoard stops here too
+            continue
+        end = position + _HEADER.size + length
+        record = data[position + _HEADER.size : end]
+        if data[end : end + 4] != struct.pack("<I", masked_crc32c(record)):
+            return  # being written, or damaged
+        yield record
+        position, is_cut = end + 4, False
 
 
 def _lines_in(data: bytes, is_cut: bool) -> Iterator[tuple[str, Point]]:
