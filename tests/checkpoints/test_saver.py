@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -18,6 +19,7 @@ import weakref
 import zlib
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -36,6 +38,7 @@ from support.states import Box
 from torch import nn
 
 from torchhooks.checkpoints import folder as checkpoint_files
+from torchhooks.checkpoints import saver as saver_module
 from torchhooks.checkpoints.folder import Folder, Retention, encoded, process_name
 from torchhooks.checkpoints.saver import Saver, latest_checkpoint, list_checkpoints
 from torchhooks.checkpoints.saving import Contents, save_with_torch, write_checkpoint
@@ -892,6 +895,7 @@ ODD_ENTRIES: list[dict[str, Any]] = [
     {"step": 1.0},
     {"time": None},
     {"time": 10**400},
+    {"time": 1e300},
     {"score": "good"},
     {"files": None},
     {"files": ["state.pt"]},
@@ -995,6 +999,23 @@ def test_a_temporary_folder_of_another_machine_is_removed_unless_somebody_has_lo
     os.close(file)
     save_steps(tmp_path, 2)
     assert not path.exists()
+
+
+def test_without_proc_a_process_is_looked_up_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+
+    def refuse(path: str, *_: Any) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(checkpoint_files, "open", refuse, raising=False)
+    assert process_name(os.getpid()).endswith("--1"), "its folder is gone, though there is /proc"
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert process_name(os.getpid()).endswith(f"-{os.getpid()}-0")
+    assert process_name(os.getppid()).endswith("-0")
+    assert process_name(ended.pid).endswith("--1")
+    monkeypatch.setattr(checkpoint_files, "fcntl", None)  # as on Windows
+    assert process_name(os.getppid()).endswith("--1")
 
 
 def test_a_folder_that_ranks_of_this_process_write_into_is_left_alone(tmp_path: Path) -> None:
@@ -1128,6 +1149,44 @@ def test_of_two_errors_in_a_row_both_are_reported(tmp_path: Path) -> None:
         saver.save(boxed(int), tmp_path / "model.ckpt", 2)
     assert "model.ckpt-1 was not written" in caught.value.__notes__[0]
     saver.close()
+
+
+@pytest.mark.parametrize("is_taken_up", [False, True])
+def test_an_interrupt_while_a_write_is_handed_over_writes_it_as_a_whole_or_not_at_all(
+    is_taken_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **options: Any) -> Any:
+            if is_taken_up:
+                super().submit(*arguments, **options).result()
+            else:
+                handed_over.append((self, arguments))
+            raise KeyboardInterrupt
+
+    handed_over: list[Any] = []
+    written: list[int] = []
+    monkeypatch.setattr(saver_module, "ThreadPoolExecutor", Interrupted)
+    writer = saver_module.BackgroundWriter()
+    with pytest.raises(KeyboardInterrupt):
+        writer.start(lambda: written.append(1))
+    for executor, arguments in handed_over:  # the thread comes to it after all
+        ThreadPoolExecutor.submit(executor, *arguments).result()
+    assert (written, writer.is_busy, writer.wait()) == ([1] if is_taken_up else [], False, None)
+    writer.end()
+
+
+def test_an_error_of_the_background_is_forgotten_by_whom_it_was_raised_to() -> None:
+    writer, error = saver_module.BackgroundWriter(), KeyError("of the write")
+
+    def fail() -> None:
+        raise error
+
+    writer.start(fail)
+    assert writer.wait() is error
+    writer.forget(None)
+    assert writer.wait() is error
+    writer.forget(error)
+    assert writer.wait() is None
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -1619,6 +1678,14 @@ def test_each_part_is_on_disk_before_the_next_is_begun(tmp_path: Path) -> None:
 def shown_name(path: str) -> str:
     """Return the name of a file or folder, without the random part of a temporary one."""
     return re.sub(rf"\.{process_name(os.getpid())}-[0-9a-f]{{8}}\.", ".", Path(path).name)
+
+
+def test_an_interrupt_in_a_write_that_torch_called_is_raised_as_it_is(tmp_path: Path) -> None:
+    saver = Saver()
+    saver.disk = FaultyDisk(4, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        save_steps(tmp_path, 1, saver=saver)
+    assert names(tmp_path) == []
 
 
 def test_nothing_is_written_after_an_error(tmp_path: Path) -> None:

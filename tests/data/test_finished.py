@@ -265,6 +265,7 @@ def test_marking_a_checkpoint_as_finished_that_somebody_has_removed_does_nothing
     with MonitoredLoop(lambda: None) as loop:
         shutil.rmtree(saver.save(loop.session, path, 0))
         assert loop.session.position is not None
+        saver.mark_finished(loop.session, path, 0)  # it is not finished
         loop.session.position.finish("data ended")
         saver.mark_finished(loop.session, path, 0)
     assert os.listdir(tmp_path) == []

@@ -472,6 +472,11 @@ def test_a_loop_does_not_restore_from_the_best(tmp_path: Path) -> None:
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 2, 3]
 
 
+def test_a_metric_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="BestCheckpointHook has no metric: give it one"):
+        BestCheckpointHook(tmp_path, save_steps=1, mode="min")
+
+
 def test_two_hooks_keep_their_own(tmp_path: Path) -> None:
     least = BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="min", name="least")
     keep_best(tmp_path, [0.5, 0.9, 0.1], least)

@@ -178,7 +178,8 @@ def test_the_end_waits_for_a_saver_of_the_script_that_can_only_wait(tmp_path: Pa
 
     saver: Any = OwnSaver()
     with MonitoredLoop(lambda: None, hooks=[CheckpointSaverHook(tmp_path, save_steps=5, saver=saver)]) as loop:
-        loop.run()
+        for _ in loop.until_stop(range(1)):  # once the data have ended, a saver of ours says so in its checkpoint
+            loop.run()
     assert saver.calls == ["save 0", "save 1", "wait"]
 
 
@@ -462,6 +463,26 @@ def test_at_creation_and_at_the_end_that_is_ignored(tmp_path: Path) -> None:
     hook = CheckpointSaverHook(tmp_path, save_steps=9, listeners=[listener])
     traced = trace(hook, losses=[0.1] * 3, checkpoint_dir=tmp_path)
     assert (saves(listener), traced.steps, traced.stop_reason) == ([0, 3], [1, 2, 3], "data ended")
+
+
+def test_a_listener_that_stops_the_loop_at_its_end_leaves_the_checkpoint(tmp_path: Path, lines: Lines) -> None:
+    class Stopping(Listener):
+        def after_save(self, session: Session, step: int) -> bool:
+            if step == 3:
+                raise StopIteration("enough")
+            return super().after_save(session, step)
+
+    listener = Stopping()
+    hook = CheckpointSaverHook(tmp_path, save_steps=9, listeners=[listener])
+    traced = trace(hook, losses=[0.1] * 3, checkpoint_dir=tmp_path)
+    assert (steps(tmp_path), traced.error, warnings_in(lines)) == ([0, 3], None, [])
+    assert listener.calls[-1] == ("l", "end", 3)
+
+
+@pytest.mark.parametrize("listeners", [5, Listener(), [Listener], [5]])
+def test_listeners_are_a_list_of_instances(listeners: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="give a list of instances of CheckpointSaverListener"):
+        CheckpointSaverHook(tmp_path, save_steps=9, listeners=listeners)
 
 
 def test_every_listener_is_called_also_after_one_asked_to_stop(tmp_path: Path) -> None:
@@ -856,6 +877,17 @@ def test_a_second_saver_of_a_folder_saves_a_step_again_only_for_its_listeners(tm
         assert len([text for _, text in lines if text.startswith("saving a checkpoint")]) == saves
     around = ["before_save", "after_save"]
     assert [call[1] for call in listener.calls] == ["begin", *around, *around, "end"]
+
+
+def test_at_a_stop_two_savers_of_a_folder_save_once(tmp_path: Path, lines: Lines) -> None:
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=9) for _ in range(2)]
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(8)):
+            loop.run()
+            if loop.global_step == 3:
+                loop.request_stop()
+    assert len([text for _, text in lines if text.startswith("saving a checkpoint of step 3")]) == 1
+    assert steps(tmp_path) == [0, 3]
 
 
 # -- saving in the background -----------------------------------------------------------------------------------------

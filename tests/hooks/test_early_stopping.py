@@ -248,6 +248,18 @@ def test_a_training_run_that_it_ended_makes_no_run_when_it_is_started_again(tmp_
     assert ends == [30, 30, 30]
 
 
+def test_in_a_loop_that_asks_should_stop_it_ends_in_the_first_run_when_it_is_started_again(tmp_path: Path) -> None:
+    runs = []
+    for _ in range(2):
+        hooks = [StopIfNoDecreaseHook("loss", 2), CheckpointSaverHook(tmp_path, save_steps=10)]
+        with MonitoredLoop(lambda: {"loss": 0.5}, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+            while not loop.should_stop():
+                loop.run()
+        runs.append(loop.global_step)
+        assert str(loop.stop_reason).startswith('StopIfNoDecreaseHook: No decrease in metric "loss" for 2 steps')
+    assert runs == [3, 4]
+
+
 def resumed(
     tmp_path: Path, create: Callable[[int], SessionRunHook], first: list[float], second: list[float]
 ) -> tuple[int, list[str]]:

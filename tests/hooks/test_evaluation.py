@@ -505,6 +505,8 @@ def test_refuses_invalid_arguments_and_shows_them(arguments: dict[str, Any], mes
 def test_refuses_what_is_not_a_function_or_a_timer() -> None:
     with pytest.raises(TypeError, match="evaluate=3: must be a function"):
         EvaluationHook(3, 5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"<lambda>.*: it would be called without arguments"):
+        EvaluationHook(lambda *args: 0.5, 5)
     with pytest.raises(TypeError, match="timer=5: must be an EverySteps"):
         EvaluationHook(measure, timer=5)  # type: ignore[arg-type]
 

@@ -183,6 +183,18 @@ def test_log_lines_do_not_tear_the_bar(terminal: Terminal) -> None:
     assert "3/9" in bar
 
 
+def test_a_line_between_two_epochs_finds_no_bar_to_remove(terminal: Terminal) -> None:
+    hook = ProgressBarHook(per="epoch", file=terminal)
+    with MonitoredLoop(lambda item: None, hooks=[hook]) as loop:
+        for epoch in loop.until_stop(range(2)):
+            logging.getLogger("mine").warning("epoch %d begins", epoch)
+            for item in loop.until_stop(range(3)):
+                loop.run(item)
+    rows = [row for row in terminal.rows if row]
+    assert [row for row in rows if "begins" in row] == ["epoch 0 begins", "epoch 1 begins"]
+    assert len([row for row in rows if "3/3" in row]) == 2
+
+
 def test_lines_do_not_tear_the_bar_where_no_logging_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.devices import FakeDevice
 from support.dtensors import from_local, mesh_of_two
 
 from torchhooks import (
+    CheckpointSaverHook,
     Coordinator,
     EvaluationHook,
     FeedFnHook,
@@ -51,6 +53,16 @@ def test_makes_a_number_of_steps_from_the_step_of_the_first_session() -> None:
 @pytest.mark.parametrize("last_step", [0, 4, 5])
 def test_a_loop_that_starts_at_or_after_its_last_step_makes_one_run(last_step: int) -> None:
     assert trace(StopAtStepHook(last_step=last_step), losses=[0.1] * 9, start_step=5).steps == [6]
+
+
+def test_a_loop_that_is_restored_at_its_last_step_makes_no_run_with_until_stop(tmp_path: Path) -> None:
+    runs = []
+    for _ in range(2):
+        hooks = [CheckpointSaverHook(tmp_path, save_steps=5), StopAtStepHook(last_step=2)]
+        with MonitoredLoop(lambda: runs.append(1), hooks=hooks, checkpoint_dir=tmp_path) as loop:
+            for _ in loop.until_stop(range(8)):
+                loop.run()
+    assert (len(runs), loop.global_step) == (2, 2)
 
 
 def test_the_stop_reason_names_the_hook_and_the_step() -> None:

@@ -6,8 +6,11 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchhooks import AbortedError, CheckpointSaverHook, LedgerHook, MonitoredLoop, Saver
 from torchhooks.__main__ import main
-from torchhooks.ledger.lines import Entry, read_ledgers
+from torchhooks.ledger.hook import environment
+from torchhooks.ledger.lines import NO_GRADIENT, Entry, read_ledgers
 from torchhooks.testing import log_lines
 
 EVERYTHING = ("inputs", "random", "outputs", "gradients", "parameters", "optimizers", "state")
@@ -148,17 +152,83 @@ def test_a_torn_line_is_passed_over_and_never_rewritten(tmp_path: Path) -> None:
     assert [each.run for each in entries(tmp_path)] == [1, 2, 3, 5, 6]
 
 
+class Unreadable:
+    """An object of which no digest can be made."""
+
+    __slots__ = ("lazy",)
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not loaded")
+
+
 def test_an_argument_that_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
-    class Odd:
-        __slots__ = ("lazy",)
-
-        @property
-        def __dict__(self) -> Any:  # type: ignore[override]
-            raise RuntimeError("not loaded")
-
     with MonitoredLoop(lambda item: None, hooks=[LedgerHook(tmp_path)]) as loop:
-        loop.run(Odd())
+        loop.run(Unreadable())
     assert [*entries(tmp_path)[0].digests] == ["random", "outputs"]
+
+
+class OddState:
+    """A part of the loop's state that no digest can be made of."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lazy": Unreadable()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Loader(OddState):
+    """A loader, which may start its workers to tell its state."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def test_each_part_has_what_can_be_read_of_it(tmp_path: Path) -> None:
+    head = nn.Linear(2, 1)
+    head.requires_grad_(False)
+    head.weight.requires_grad_(True)
+    optimizer = torch.optim.SGD(head.parameters(), 0.1)
+
+    def step(inputs: torch.Tensor, scale: float = 1.0) -> dict[str, Any]:
+        optimizer.zero_grad()
+        loss = head(inputs).sum() * scale
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss, "each": inputs, "name": "a", "done": True}
+
+    hooks = [LedgerHook(tmp_path, what=EVERYTHING)]
+    state = {"head": head, "sgd": optimizer, "odd": OddState(), "loader": Loader()}
+    with MonitoredLoop(step, hooks=hooks, state=state) as loop:
+        loop.run(torch.ones(1, 2), scale=2.0)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})  # which has no name yet
+        loop.run(torch.ones(1, 2))
+    first, second = entries(tmp_path)
+    assert first.values == {"loss": pytest.approx(first.values["loss"])}
+    assert first.digests["arguments"] != second.digests["arguments"]
+    assert [*first.digests["optimizers"]] == ["sgd"]
+    assert [*first.digests["state"]] == ["head"]
+    assert first.digests["gradients"].endswith(NO_GRADIENT)
+    assert not first.digests["gradients"].startswith(NO_GRADIENT)
+    assert read_ledgers(tmp_path)[0].names["gradients"] == ["head.weight", "head.bias"]
+
+
+def test_another_generator_of_numpy_is_read_too(tmp_path: Path) -> None:
+    ours = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+    try:
+        with MonitoredLoop(np.random.random, hooks=[LedgerHook(tmp_path, what="random")]) as loop:
+            loop.run()
+            loop.run()
+    finally:
+        np.random.set_bit_generator(ours)  # type: ignore[attr-defined]
+    assert [each.drawn for each in entries(tmp_path)] == [[], ["numpy"]]
+
+
+def test_a_script_in_no_folder_is_of_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/nowhere/<stdin>"])
+    found = environment(torch.device("cpu"))
+    assert (found["commit"], found["dirty"]) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +261,13 @@ def test_a_resume_says_that_the_runs_made_again_have_the_same_bits(tmp_path: Pat
     for each in (*killed, *whole):
         each.process, each.drawn = 0, []
     assert killed == whole, "all but the process is the same, in the last line of each run"
+
+
+def test_a_resume_that_ends_before_it_has_made_all_of_them_again_says_how_many_it_has(tmp_path: Path) -> None:
+    assert call(train, tmp_path, 12, 8).code == -signal.SIGKILL
+    with log_lines() as lines:
+        train(tmp_path, 6)
+    assert "resumed exactly: 2 runs were made again with the same bits" in [text for _, text in lines]
 
 
 def test_a_resume_names_the_first_run_that_is_another_one(tmp_path: Path) -> None:
@@ -232,6 +309,9 @@ def test_diff_says_where_two_training_runs_part(tmp_path: Path, capsys: pytest.C
         "the same bits  9 runs: item, arguments, random, outputs, gradients, parameters, optimizers, state\n"
         "not in both    0 runs of the first, 3 of the second\n",
     )
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "same", "--json")
+    found = json.loads(text)
+    assert (code, found["same"], found["difference"], found["only_in_other"]) == (0, True, None, 3)
     code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
     assert code == 1
     assert "first differs  step 7 (epoch 1, item 1)" in text
@@ -277,6 +357,40 @@ def test_diff_names_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "first differs  step 4 (epoch 0, item 3), rank 1" in text
     train(tmp_path / "alone", 6)
     assert printed(capsys, "diff", tmp_path / "a", tmp_path / "alone")[0] == 2
+
+
+def test_of_several_ranks_the_one_that_differs_first_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledgers = {}
+    for run in (0, 2, 4):
+        train(tmp_path / "training", 6, flipped=("outputs", run, 5))
+        ledgers[run] = (tmp_path / "training/ledger/rank-0.jsonl").read_bytes()
+        shutil.rmtree(tmp_path / "training")
+    for name, runs in {"same": (0, 0), "b": (4, 2), "c": (2, 4)}.items():
+        (tmp_path / name).mkdir()
+        for rank, run in enumerate(runs):
+            (tmp_path / name / f"rank-{rank}.jsonl").write_bytes(ledgers[run])
+    for name, rank in {"b": 1, "c": 0}.items():
+        code, text = printed(capsys, "diff", tmp_path / "same", tmp_path / name)
+        assert (code, f"first differs  step 2 (epoch 0, item 1), rank {rank}" in text) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("of_other", "message"),
+    [
+        ('{"ledger": 2}', "has format 2, and this version of torchhooks reads 1"),
+        ('{"ledger": 1}\n{"run": 1, "of_a_later_version": true}', "have no run in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(
+    of_other: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"a": '{"ledger": 1}', "b": of_other}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.jsonl").write_text(text + "\n")
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert (code, message in text) == (2, True)
 
 
 # -- a device ---------------------------------------------------------------------------------------------------------

@@ -123,6 +123,15 @@ def test_the_signal_reaches_its_old_handler_before_and_after_the_loop_only(kille
     assert killed_by == ["SIGUSR1"]
 
 
+def test_a_handler_on_top_of_that_of_a_closed_loop_passes_the_signal_on(killed_by: list[str]) -> None:
+    loop = MonitoredLoop(lambda: 0, hooks=[CallFnHook(lambda global_step: None, timer=OnSignal("SIGUSR1"))])
+    ours: Any = signal.getsignal(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, lambda *arguments: ours(*arguments))
+    loop.close()
+    signal.raise_signal(signal.SIGUSR1)
+    assert killed_by == ["SIGUSR1"]
+
+
 def test_a_forked_process_ignores_the_signal() -> None:
     with MonitoredLoop(lambda: 0, hooks=[CallFnHook(lambda global_step: None, timer=OnSignal("SIGUSR1"))]):
         child = os.fork()

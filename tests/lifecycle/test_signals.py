@@ -39,7 +39,7 @@ from torchhooks import (
     latest_checkpoint,
 )
 from torchhooks.common.files import Disk
-from torchhooks.lifecycle.signals import SignalWatch
+from torchhooks.lifecycle.signals import SignalWatch, print_no_traceback_of
 from torchhooks.testing import RecordingHook
 
 MODEL = torch.nn.Linear(1, 1)
@@ -434,6 +434,16 @@ def test_a_ctrl_c_that_nothing_catches_prints_no_traceback() -> None:
     assert ran.stderr.splitlines() == [
         "INFO:torchhooks:stopped by signal SIGINT at step 1: no checkpoint was saved",
     ]
+
+
+def test_only_the_traceback_of_that_ctrl_c_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, tb: printed.append(error))
+    silent, others = KeyboardInterrupt(), [KeyboardInterrupt(), KeyError()]
+    print_no_traceback_of(silent)
+    for error in (silent, *others):
+        sys.excepthook(type(error), error, None)
+    assert printed == others
 
 
 def test_an_error_after_a_ctrl_c_was_caught_prints_its_traceback() -> None:

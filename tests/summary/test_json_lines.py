@@ -139,6 +139,11 @@ def test_the_folder_is_created(tmp_path: Path) -> None:
     assert steps(tmp_path / "a" / "b" / "curves.jsonl") == [1]
 
 
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"this is a folder: give a file, such as '.*curves\.jsonl'"):
+        JsonLinesWriter(tmp_path)
+
+
 def test_lines_are_appended_to_an_existing_file(path: Path) -> None:
     path.write_bytes(LINE)
     filled(path, 2)

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import fsspec
 import pytest
+import torch
 from support.events import curve, steps
 
 from torchhooks import MonitoredLoop, SessionRunHook, StepCounterHook, SummarySaverHook, SummaryWriterCache
+from torchhooks.summary import histogram
 from torchhooks.summary.writers import WriterTarget
 from torchhooks.testing import RecordingWriter, trace
 
@@ -144,6 +146,29 @@ def test_a_hook_whose_first_point_comes_later_voids_no_point_of_another() -> Non
 def test_refuses_two_places_and_shows_them() -> None:
     with pytest.raises(ValueError, match=r"output_dir='d', summary_writer=5: give one, not both"):
         WriterTarget("d", 5)
+
+
+def test_a_folder_in_place_of_a_writer_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"summary_writer='runs': must be a writer.*: for the folder .*, give output_dir="
+    ):
+        WriterTarget(None, "runs")
+
+
+def test_a_writer_that_passes_every_call_on_gets_histograms_with_all_their_values() -> None:
+    class Proxy:
+        def __init__(self, writer: object) -> None:
+            self.inner = writer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    writer = RecordingWriter()
+    model = torch.nn.Linear(2, 1)
+    hook = SummarySaverHook(1, summary_writer=Proxy(writer), summary_op=histogram("weights", "weight"))
+    with MonitoredLoop(lambda: None, model, hooks=[hook]) as loop:
+        loop.run()
+    assert [kind for kind, *_ in writer.records][-1] == "histogram"
 
 
 # -- one folder, several loops ----------------------------------------------------------------------------------------

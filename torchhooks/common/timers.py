@@ -497,8 +497,6 @@ class _SharedTimer(Timer):
         self._timer.force_due()
 
     def should_trigger_for_step(self, step: int) -> bool:
-        if step == self._last_step:
-            return False
         return self._missed_a_trigger() or self._timer.should_trigger_for_step(step)
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:

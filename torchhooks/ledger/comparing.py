@@ -179,9 +179,7 @@ def compare_ledgers(one: Sequence[Ledger], other: Sequence[Ledger], rtol: float 
 
 
 def _differing_environment(one: Sequence[Environment], other: Sequence[Environment]) -> list[str]:
-    if not one or not other:
-        return []
-    mine, theirs = one[0], other[0]
+    mine, theirs = next(iter(one), {}), next(iter(other), {})  # none if the first line is torn
     return [f"{name} {mine.get(name)} / {theirs.get(name)}" for name in _COMPARED if mine.get(name) != theirs.get(name)]
 
 
