@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.programs import run_program
+from support.programs import fork_program, run_program
 
 from torchhooks import (
     CheckpointSaverHook,
@@ -182,7 +182,7 @@ with MonitoredLoop(lambda: 0.5, hooks=[LoggingTensorHook(["loss"], every_n_iter=
 )
 def test_lines_appear_once_in_a_new_process(configured: str, out: str, err: str) -> None:
     code = PROGRAM.format(configured)
-    ran = run_program(code)
+    ran = fork_program(code)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, out, err)
 
 
@@ -367,5 +367,5 @@ def test_an_error_that_a_handler_raises_on_purpose_is_not_hidden() -> None:
 @pytest.mark.parametrize("configured", ["", "logging.basicConfig(level='INFO')"])
 def test_a_process_whose_stderr_is_closed_trains_to_the_end(configured: str) -> None:
     code = PROGRAM.format(f"{configured}\nsys.stderr.close()") + "print(loop.global_step)"
-    ran = run_program(code)
+    ran = fork_program(code)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "1\n", "")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.devices import FakeDevice
-from support.programs import run_program
+from support.programs import fork_program
 
 from torchhooks import (
     AbortedError,
@@ -609,7 +609,7 @@ with MonitoredLoop(lambda: 0.5, hooks=[ProgressBarHook(2, ["loss"])]) as loop:
 
 
 def test_a_notebook_without_ipywidgets_gets_lines_and_no_warning() -> None:
-    program = run_program(NOTEBOOK_WITHOUT_WIDGETS)
+    program = fork_program(NOTEBOOK_WITHOUT_WIDGETS)
     assert program.returncode == 0
     first, last = program.stderr.splitlines()
     assert first.startswith("INFO:torchhooks:50% 1/2 [")

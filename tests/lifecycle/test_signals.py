@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from support.programs import run_program
+from support.programs import fork_program
 
 import torchhooks.lifecycle.loop_state
 import torchhooks.lifecycle.signals
@@ -243,7 +243,7 @@ PROGRAM = """
 
 
 def test_the_process_ends_by_the_signal_and_loses_neither_errors_nor_output() -> None:
-    ran = run_program(PROGRAM)
+    ran = fork_program(PROGRAM)
     assert ran.returncode == -signal.SIGTERM
     assert ran.stdout == "printed 0\n"
     assert "ValueError: the end failed" in ran.stderr
@@ -422,7 +422,7 @@ def test_an_error_of_the_end_is_the_cause_of_a_ctrl_c() -> None:
 
 
 def test_a_ctrl_c_that_nothing_catches_prints_no_traceback() -> None:
-    ran = run_program("""
+    ran = fork_program("""
         import signal
         from torchhooks import MonitoredLoop
         with MonitoredLoop(lambda: signal.raise_signal(signal.SIGINT), signals=["SIGINT"]) as loop:
@@ -447,7 +447,7 @@ def test_only_the_traceback_of_that_ctrl_c_is_not_printed(monkeypatch: pytest.Mo
 
 
 def test_an_error_after_a_ctrl_c_was_caught_prints_its_traceback() -> None:
-    ran = run_program("""
+    ran = fork_program("""
         import signal
         from torchhooks import MonitoredLoop
         try:
@@ -547,7 +547,7 @@ def test_a_second_sigterm_ends_the_process_by_default() -> None:
         signal.raise_signal(signal.SIGTERM)
         print("not reached")
     """
-    ran = run_program(program)
+    ran = fork_program(program)
     assert (ran.returncode, ran.stdout) == (-signal.SIGTERM, "recorded\n")
 
 
@@ -723,7 +723,7 @@ FAILING = """
 
 
 def test_an_error_in_the_step_after_a_signal_is_shown_before_the_signal_ends_the_process() -> None:
-    ran = run_program(FAILING)
+    ran = fork_program(FAILING)
     assert ran.returncode == -signal.SIGTERM
     assert re.search(r"in step\n(    .*\n)?ValueError: the step failed", ran.stderr)  # Python 3.13 shows the line
 
@@ -754,7 +754,7 @@ EXIT = """
 
 
 def exit_code(*arguments: str) -> int:
-    return run_program(EXIT, *arguments).returncode
+    return fork_program(EXIT, *arguments).returncode
 
 
 def test_sigterm_and_ctrl_c_end_the_process_by_the_signal() -> None:

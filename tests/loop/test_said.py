@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.programs import run_program
+from support.programs import fork_program
 from torch import nn
 
 from torchhooks import (
@@ -468,7 +468,7 @@ except ZeroDivisionError:
 
 
 def test_loops_that_are_never_closed_are_warned_of_at_the_end_of_the_process() -> None:
-    printed = run_program(NEVER_CLOSED).stderr
+    printed = fork_program(NEVER_CLOSED).stderr
     assert printed.count("WARNING") == 1
     assert "2 loops were never closed, so end() of the hooks was not called" in printed
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.disks import FailingDisk, no_space_after
 from support.events import read
-from support.programs import run_program
+from support.programs import fork_program
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
 from torchhooks.summary import tensorboard
@@ -79,7 +79,7 @@ for step in range(3):
     writer.add_scalar("loss", 0.5, step)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert run_program(code).returncode == -signal.SIGKILL
+    assert fork_program(code).returncode == -signal.SIGKILL
     assert (texts(tmp_path), points(tmp_path, "loss")) == ([0, 1, 2], [0, 1, 2])
 
 

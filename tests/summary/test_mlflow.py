@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from torchhooks import MlflowWriter, MonitoredLoop, SummarySaverHook, summary
 
-mlflow = pytest.importorskip("mlflow")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of its own dependencies
+mlflow: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mlflow() -> None:
+    """Import MLflow for the tests only, because it takes seconds, and each process of xdist collects this file."""
+    global mlflow
+    mlflow = pytest.importorskip("mlflow")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +103,7 @@ def test_mlflow_gets_images_texts_and_figures_and_a_failed_run_says_so(store: st
             writer.add_image("i", np.zeros((3, 4, 5), np.uint8), 7)
             writer.add_image("grey", np.zeros((1, 4, 5), np.uint8), 7)
             writer.add_text("a/note", "hello", 7)
-            writer.add_figure("figure", Figure(figsize=(1, 1)), 7)
+            writer.add_figure("figure", pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1)), 7)
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -14,15 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from torchhooks import MonitoredLoop, SummarySaverHook, WandbWriter, summary
 from torchhooks.summary.histograms import as_histogram, count
 
 NEEDED_SECS = 60  # on a machine that does other things as well
 
-wandb = pytest.importorskip("wandb")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+wandb: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wandb() -> None:
+    """Import wandb for the tests only, because it takes seconds, and each process of xdist collects this file."""
+    global wandb
+    wandb = pytest.importorskip("wandb")
 
 
 class RecordingRun:
@@ -116,7 +122,7 @@ def test_wandb_gets_nan_text_and_figures_and_a_failed_run_says_so(tmp_path: Path
         with WandbWriter(tmp_path, project="p") as writer:
             writer.add_scalar("loss", math.nan, 1)
             writer.add_text("note", "a < b", 1)
-            writer.add_figure("figure", Figure(figsize=(1, 1)), 1)
+            writer.add_figure("figure", pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1)), 1)
             raise KeyError
 
     with pytest.raises(KeyError):
