@@ -12,11 +12,16 @@ import os
 import signal
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import ClassVar
 
+import torch
+
+from torchhooks.common.digests import digests
 from torchhooks.common.timers import EveryEpochs, EverySteps
 from torchhooks.data import cursor
 from torchhooks.ledger.hook import WHAT, LedgerHook
+from torchhooks.ledger.probe import Found, Probed, reachable
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.lifecycle.session import Session
@@ -33,11 +38,15 @@ class ProcessPlan:
         kill_by: the number of the signal.
         depth, epoch_items: how many items the loops of one depth take at most; 0 for no limit.
         seen: the file in which the process tells the next ones what it has seen.
+        probe: the file of what the script has beside its checkpoints, to which each process appends.
+        probe_at: the run before which the script is probed, next to the first run of the process; 0 for each run.
     """
 
     ledger: str
     steps: int
     seen: str
+    probe: str
+    probe_at: int = 0
     kill_after: int = 0
     kill_by: int = int(signal.SIGKILL)
     depth: int = 0
@@ -90,7 +99,7 @@ def watched(hooks: tuple[SessionRunHook, ...], plan_file: str) -> tuple[SessionR
     for hook in own:
         if hook.saves_checkpoints and isinstance(hook, PeriodicHook) and not isinstance(hook.timer, EveryEpochs):
             _save_often(hook, max(plan.steps // 10, 1))
-    return (LedgerHook(plan.ledger, what=WHAT), *own, _Cut(plan, own))
+    return (LedgerHook(plan.ledger, what=WHAT), *own, Cut(plan, own))
 
 
 def _save_often(hook: PeriodicHook, steps: int) -> None:
@@ -99,8 +108,11 @@ def _save_often(hook: PeriodicHook, steps: int) -> None:
         hook.set_timer(EverySteps(steps))
 
 
-class _Cut(SessionRunHook):
-    """Ends the process after the last run, as a kill would, so that no code after a stop makes a difference."""
+class Cut(SessionRunHook):
+    """Ends the process after the last run, as a kill would, so that no code after a stop makes a difference.
+
+    With several ranks, each makes its runs and ends, and the first one writes what was seen.
+    """
 
     _seen: ClassVar[Seen] = Seen()
     _runs_of_earlier_loops: ClassVar[int] = 0
@@ -115,7 +127,16 @@ class _Cut(SessionRunHook):
         self._seen.restores = self._seen.restores or session.checkpoint_dir is not None
         if self._seen.loops == 1:
             self._seen.resumed_at = session.total_runs
+        self._is_chief = session.ranks.rank == 0
         self._write()
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        session, plan = run_context.session, self._plan
+        if session.training_state.is_repeating or not self._is_chief:
+            return
+        run = self._runs_of_earlier_loops + session.total_runs + 1
+        if plan.probe_at in (0, run) or not self._seen.runs:
+            append_probed(plan.probe, probed(session, run, is_first=not self._seen.runs))
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
@@ -124,19 +145,43 @@ class _Cut(SessionRunHook):
         self._seen.runs += 1
         if session.position is not None:
             self._seen.depth = max(self._seen.depth, session.position.depth)
+        if made != self._plan.kill_after and made < self._plan.steps:
+            return
+        self._write()
+        sys.stdout.flush()
+        if session.ranks.size > 1:
+            torch.distributed.barrier()  # a rank that still waits for this one in the run would miss it
         if made == self._plan.kill_after:
-            self._write()
-            sys.stdout.flush()
             os.kill(os.getpid(), self._plan.kill_by)
         if made >= self._plan.steps:
-            self._write()
-            sys.stdout.flush()
             os._exit(0)
 
     def teardown(self) -> None:
-        _Cut._runs_of_earlier_loops += self._total
+        Cut._runs_of_earlier_loops += self._total
         self._write()
 
     def _write(self) -> None:
-        with open(self._plan.seen, "w", encoding="utf-8") as file:
-            json.dump(asdict(self._seen), file)
+        if self._is_chief:
+            with open(self._plan.seen, "w", encoding="utf-8") as file:
+                json.dump(asdict(self._seen), file)
+
+
+def probed(session: Session, run: int, is_first: bool) -> Probed:
+    """Return what the script has before a run, from a hook's ``before_run``."""
+    training = session.training_state
+    parts = {"model": training.model, "optimizer": training.optimizer, **training.state}
+    saved = {name: part for name, part in parts.items() if part is not None}
+    beside = reachable(sys._getframe(), saved.values())  # noqa: SLF001 - as logging does
+    return Probed(run, is_first, beside, dict(zip(saved, digests(p.state_dict() for p in saved.values()), strict=True)))
+
+
+def append_probed(path: str, found: Probed) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(found) + "\n")
+
+
+def read_probed(path: str) -> list[Probed]:
+    """Return what the processes of a training run have found, in the order of time."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if os.path.exists(path) else []
+    every = [Probed(*json.loads(line)) for line in lines]
+    return [each._replace(beside={name: Found(*one) for name, one in each.beside.items()}) for each in every]

@@ -34,6 +34,10 @@ def add_commands(commands: Any) -> None:
         default=8,
         help="limit epochs to so many items, if none ends within the steps; 0 for no limit (default: %(default)s)",
     )
+    command.add_argument("--kills", type=int, default=0, help="kill it in so many more runs (default: %(default)s)")
+    command.add_argument(
+        "--nproc-per-node", type=int, default=1, metavar="N", help="run it in N processes, as torchrun would"
+    )
     command.add_argument("--ignore-output", action="store_true", help="do not compare what the script prints")
     command.add_argument("--keep", action="store_true", help="keep the scratch folder, and say where it is")
     command.add_argument("--json", action="store_true", help="print it as JSON")
@@ -41,7 +45,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _check(given: argparse.Namespace) -> int:
-    options = Options(given.steps, given.epoch_items, given.ignore_output)
+    options = Options(given.steps, given.epoch_items, given.kills, given.nproc_per_node, given.ignore_output)
     return check(given.script, given.arguments, options, given.json, given.keep)
 
 

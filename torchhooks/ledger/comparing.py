@@ -17,7 +17,8 @@ SAME, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 CAUSES = {
     "item": "The data come in another order: look for a list that is shuffled in place, a sampler or a cache with a "
     "state, or an iterator that starts over",
-    "arguments": "The item is the same, so a variable of the loop's body has another value: keep it in Variables",
+    "arguments": "The item of until_stop is the same: look for a variable of the loop's body that starts over, or for "
+    "data that do not go through until_stop",
     "random": "The data are the same: look for a DataLoader or a next() outside of until_stop, which draws numbers",
     "outputs": "All that the step was given is the same: look for a variable, an iterator, a generator or a second "
     "model that the step uses and no checkpoint has, or an operator that is not deterministic",
@@ -145,6 +146,11 @@ class Comparison(NamedTuple):
     only_other: int
     """How many runs only one of them has."""
     difference: Difference | None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both have the same runs, with the same bits."""
+        return self.difference is None and not self.only_one and not self.only_other
 
 
 def compare_ledgers(one: Sequence[Ledger], other: Sequence[Ledger], rtol: float | None = None) -> Comparison:

@@ -103,7 +103,7 @@ def assert_resumes_exactly(
         stopped.start(steps)
         resumed_at.append(stopped.resumed_at())
         found = _compared(whole, stopped)
-        if found.difference is not None or found.only_one or found.only_other:
+        if not found.is_same:
             raise AssertionError(
                 f"interrupted after run {stop} and resumed after run {resumed_at[-1]}, the training run is not what it "
                 f"is without an interruption.\n{_report(found)}"
@@ -137,7 +137,7 @@ def assert_same_run(folder: _Path, golden: _Path, rtol: float | None = None) -> 
         found = compare_ledgers(read_ledgers(golden), read_ledgers(folder), rtol)
     except LedgerError as error:
         raise AssertionError(f"{error}. Set {UPDATE}=1 to write {os.fspath(golden)}") from error
-    if found.difference is not None or found.only_one or found.only_other:
+    if not found.is_same:
         raise AssertionError(f"the training run is not the one in {os.fspath(golden)}.\n{_report(found)}")
 
 

@@ -1,0 +1,226 @@
+"""The processes of a script that ``check`` runs: new ones, forks of this one, or one for each rank."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from torchhooks.common.files import CHECK_PLAN, PLACES
+from torchhooks.ledger.checked import ProcessPlan, Seen, read_probed
+from torchhooks.ledger.probe import Probed
+
+_GRACE_SECS = 60.0  # how long the other ranks may take to end after one has ended
+_WRITES = os.O_WRONLY | os.O_RDWR
+
+
+class Ended(NamedTuple):
+    """A process of the script that is over, or the processes of all ranks.
+
+    Args:
+        code: the exit status, negative for a signal; of several ranks, of the first that did not end with 0.
+        printed: the lines that the first rank printed.
+        errors: what that process wrote to the standard error.
+        seen: what the first rank has seen of the script.
+        steps: after how many runs it had to end.
+    """
+
+    code: int
+    printed: list[str]
+    errors: str
+    seen: Seen
+    steps: int
+
+
+@dataclass
+class Training:
+    """One training run of the script, in one process or several, in a scratch folder of its own."""
+
+    command: list[str]
+    folder: str
+    ranks: int = 1
+    hash_seed: str | None = None
+    """``PYTHONHASHSEED`` of a process of its own; without it, a fork of this process."""
+    depth: int = 0
+    epoch_items: int = 0
+    """How many items a loop of ``until_stop`` with this depth takes at most; 0 for no limit."""
+    printed: list[str] = field(default_factory=list)
+    processes: list[Ended] = field(default_factory=list)
+
+    @property
+    def places(self) -> str:
+        return os.path.join(self.folder, "places")
+
+    @property
+    def ledger(self) -> str:
+        return os.path.join(self.places, "ledger-of-check")
+
+    def probed(self) -> list[Probed]:
+        """Return what the script had beside its checkpoints before its runs."""
+        return read_probed(os.path.join(self.folder, "probe.jsonl"))
+
+    def written(self) -> list[str]:
+        """Return the files that the script itself has opened for writing, in the processes that were forks."""
+        path = Path(self.folder, "written")
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [file for file in dict.fromkeys(lines) if not file.startswith(os.path.join(self.folder, ""))]
+
+    def start(
+        self, steps: int, probe_at: int = 0, kill_after: int = 0, kill_by: signal.Signals = signal.SIGKILL
+    ) -> Ended:
+        """Run the script until the run number ``steps``, or until it is killed after another one."""
+        os.makedirs(self.ledger, exist_ok=True)
+        plan, seen, probe = (os.path.join(self.folder, name) for name in ("plan.json", "seen.json", "probe.jsonl"))
+        if os.path.exists(seen):
+            os.remove(seen)
+        ProcessPlan(
+            self.ledger, steps, seen, probe, probe_at, kill_after, int(kill_by), self.depth, self.epoch_items
+        ).write(plan)
+        variables = {CHECK_PLAN: plan, PLACES: self.places, "PYTHONUNBUFFERED": "1", "WANDB_MODE": "disabled"}
+        if self.hash_seed is not None:
+            variables["PYTHONHASHSEED"] = self.hash_seed
+        if self.ranks == 1 and self.hash_seed is None and can_fork():
+            code, failed = _fork(self.command, variables, self.folder), 0
+        else:
+            code, failed = _spawn(self.command, variables, self.folder, self.ranks)
+        output, errors = (
+            Path(path).read_text(encoding="utf-8", errors="replace")
+            for path in (_output(self.folder, 0), _errors(self.folder, failed))
+        )
+        ended = Ended(code, output.splitlines(), errors, Seen.read(seen), steps)
+        self.printed += ended.printed
+        self.processes.append(ended)
+        return ended
+
+
+def can_fork() -> bool:
+    """Return whether the script may run in forks of this process: not after it has seen a device."""
+    return hasattr(os, "fork") and not torch.accelerator.is_available()
+
+
+def _output(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"stdout-{rank}")
+
+
+def _errors(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"stderr-{rank}")
+
+
+def _spawn(command: list[str], variables: dict[str, str], folder: str, ranks: int) -> tuple[int, int]:
+    """Run ``command`` in a new process for each rank. Return how it ended, and the rank that ended so."""
+    environment = {**os.environ, **variables}
+    if ranks > 1:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+        environment |= {"LOCAL_WORLD_SIZE": str(ranks)}
+        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    with ExitStack() as stack:
+        processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(ranks):
+            out, errors = (stack.enter_context(open(name(folder, rank), "wb")) for name in (_output, _errors))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            processes.append(subprocess.Popen(command, env=environment | own, stdout=out, stderr=errors))
+            stack.callback(processes[-1].kill)  # after a Ctrl-C
+        deadline = None
+        while any(each.poll() is None for each in processes):
+            time.sleep(0.01)
+            if deadline is None and any(each.poll() is not None for each in processes):
+                deadline = time.monotonic() + _GRACE_SECS
+            if deadline is not None and time.monotonic() > deadline:
+                for each in processes:
+                    each.kill()
+    codes = [each.wait() for each in processes]
+    failed = next((rank for rank, code in enumerate(codes) if code), 0)
+    return codes[failed], failed
+
+
+def _fork(command: list[str], variables: dict[str, str], folder: str) -> int:
+    """Run the script of ``command`` in a fork of this process, which has imported torch already. Return how it ended.
+
+    Ten times as fast as :func:`_spawn`. This process must not have used a device, or started threads of torch.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        _become(command, variables, folder)
+    try:
+        _, status = os.waitpid(child, 0)
+    except BaseException:  # a Ctrl-C
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    return os.waitstatus_to_exitcode(status)
+
+
+def _become(command: list[str], variables: dict[str, str], folder: str) -> NoReturn:
+    """Run the script of ``command`` in this process, which is a new fork, as Python would, and exit."""
+    code = 1
+    try:
+        os.environ.update(variables)
+        for number, path in enumerate((_output(folder, 0), _errors(folder, 0)), start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, "utf-8", closefd=False) for number in (1, 2))
+        sys.argv = command[1:]
+        sys.path[0] = os.path.dirname(os.path.abspath(command[1]))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # As in a new process, the operating system seeds what the script does not seed.
+        random.seed()
+        np.random.seed()
+        torch.seed()
+        for handler in logging.getLogger().handlers[:]:
+            logging.getLogger().removeHandler(handler)
+        _note_files(folder)
+        code = _run(command[1])
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def _note_files(folder: str) -> None:
+    """Have this process note the files in the current folder that it opens for writing."""
+    noted = os.open(os.path.join(folder, "written"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    here = os.path.join(os.getcwd(), "")
+
+    def note(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], str) and isinstance(args[2], int) and args[2] & _WRITES:
+            path = os.path.abspath(args[0])
+            if path.startswith(here) and "__pycache__" not in path:
+                os.write(noted, f"{path}\n".encode())
+
+    sys.addaudithook(note)
+
+
+def _run(script: str) -> int:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        atexit._run_exitfuncs()  # noqa: SLF001 - the fork ends without the end of the interpreter, which would call it
+    return 0
