@@ -1,9 +1,11 @@
-"""A training run that is resumed in another process continues with the next batch, whatever its data are."""
+"""A loop that is resumed continues with the next item, whatever it iterates over and however its loops are nested.
+
+Whole training runs are resumed in other processes in test_patterns.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import re
@@ -14,15 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.processes import call
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from torchhooks import (
@@ -40,14 +38,13 @@ from torchhooks import (
 )
 from torchhooks.common.files import Disk
 from torchhooks.data.resuming import rest_of_range
-from torchhooks.testing import RecordingHook, plain
+from torchhooks.testing import RecordingHook
 
 Lines = list[tuple[str, str]]
 
-# -- a training run in which everything draws random numbers, stopped at every step and resumed in another process ----
+# -- loops over data --------------------------------------------------------------------------------------------------
 
-EPOCHS, BATCHES, BATCH = 2, 4, 3
-STEPS = EPOCHS * BATCHES
+BATCHES, BATCH = 4, 3
 
 
 class Points(Dataset[torch.Tensor]):
@@ -64,166 +61,11 @@ class Points(Dataset[torch.Tensor]):
         return self.points[index] + (0.01 * torch.rand(1) if self.noisy else 0.0)
 
 
-def stateful(workers: int, noisy: bool) -> Iterable[torch.Tensor]:
+def stateful(noisy: bool) -> Iterable[torch.Tensor]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    loader: Iterable[torch.Tensor] = StatefulDataLoader(Points(noisy), BATCH, shuffle=True, num_workers=workers)
+    loader: Iterable[torch.Tensor] = StatefulDataLoader(Points(noisy), BATCH, shuffle=True)
     return loader
-
-
-def data(kind: str) -> Iterable[torch.Tensor]:
-    match kind:
-        case "list":
-            return list(DataLoader(Points(noisy=False), BATCH))
-        case "generator":
-            return DataLoader(Points(noisy=True), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
-        case "stateful":
-            return stateful(0, noisy=True)
-        case "stateful-workers":  # without noise, because its state does not contain the random states of workers
-            return stateful(2, noisy=False)
-    return DataLoader(Points(noisy=True), BATCH, shuffle=True, num_workers=2 if kind == "workers" else 0)
-
-
-class Training:
-    """Dropout, batch norm, Adam, a schedule by epochs, and three sources of noise; ``seen`` are the batches by step."""
-
-    def __init__(self, kind: str, seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        layers = nn.Linear(1, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1)
-        self.model = nn.Sequential(*layers)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
-        self.data = data(kind)
-        self.seen: dict[str, Any] = {}
-
-    def step(self, inputs: torch.Tensor) -> torch.Tensor:
-        noise = 0.01 * torch.randn_like(inputs) + 0.01 * random.random() + 0.01 * np.random.rand()
-        self.optimizer.zero_grad()
-        loss = F.mse_loss(self.model(inputs + noise), inputs.sin())
-        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        self.optimizer.step()
-        return loss
-
-    def run(
-        self, directory: Path, *hooks: SessionRunHook, every: int = 100, signals: Iterable[str] = ()
-    ) -> dict[str, Any]:
-        """Resume from the folder, and train to the end of the data or until a hook stops the loop."""
-        with MonitoredLoop(
-            self.step,
-            self.model,
-            self.optimizer,
-            hooks=[*hooks, CheckpointSaverHook(directory, save_steps=every)],
-            scaffold=Scaffold(saver=Saver(max_to_keep=None)),
-            state={"schedule": self.schedule},
-            checkpoint_dir=directory,
-            signals=signals,
-        ) as loop:
-            for _ in loop.until_stop(range(EPOCHS)):
-                for inputs in loop.until_stop(self.data):
-                    loop.run(inputs)
-                    self.seen[str(loop.global_step)] = inputs.tolist()
-                if loop.should_stop():
-                    break
-                self.schedule.step()
-        return {"end": self.outcome(loop.global_step), "seen": self.seen}
-
-    def outcome(self, step: int) -> str:
-        parts = self.model, self.optimizer, self.schedule
-        drawn = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
-        return repr(plain([step, *[part.state_dict() for part in parts], *drawn]))
-
-
-FULL = [(kind, k) for kind in ("plain", "generator", "list", "stateful") for k in range(1, STEPS + 1)]
-CASES = [*FULL, *[(kind, k) for kind in ("workers", "stateful-workers") for k in (2, BATCHES, 7)]]
-KINDS = list(dict.fromkeys(kind for kind, _ in CASES))
-
-
-def train(directory: Path) -> None:
-    """Train without interruption, with a checkpoint of every step, and with a stop at each step of CASES."""
-    outcomes: dict[str, Any] = {}
-    for kind in KINDS:
-        outcomes[kind] = Training(kind, seed=1).run(directory / kind, every=1)
-    for kind, k in CASES:
-        outcomes[f"{kind}-stopped-{k}"] = Training(kind, 1).run(
-            directory / f"{kind}-stopped-{k}", StopAtStepHook(None, k)
-        )
-        killed = directory / f"{kind}-killed-{k}"
-        killed.mkdir()
-        shutil.copytree(directory / kind / f"model.ckpt-{k}", killed / f"model.ckpt-{k}")
-    (directory / "train.json").write_text(json.dumps(outcomes))
-
-
-def resume(directory: Path) -> None:
-    outcomes = {}
-    for kind, k in CASES:
-        for way in ("stopped", "killed"):
-            name = f"{kind}-{way}-{k}"
-            outcomes[name] = Training(kind, seed=100 + k).run(directory / name)
-    (directory / "resume.json").write_text(json.dumps(outcomes))
-
-
-class Preempted(SessionRunHook):
-    """A hook that sends SIGTERM to this process in the run that makes step ``at``."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def before_run(self, run_context: Any) -> None:
-        if run_context.session.global_step + 1 == self.at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def preempted(directory: Path) -> None:
-    Training("plain", seed=1).run(directory, Preempted(6), signals=["SIGTERM"])
-
-
-def start_again(directory: Path) -> None:
-    (directory / "again.json").write_text(json.dumps(Training("plain", seed=7).run(directory)))
-
-
-def in_a_process(part: Callable[[Path], None], directory: Path) -> int | None:
-    # torchdata calls a function that torch deprecates, and a schedule that was loaded may step before the optimizer.
-    ended = call(part, directory, ignored=("'set_vital' is deprecated", "Detected call of"))
-    assert ended.code is not None
-    assert ended.code <= 0, ended.output
-    return ended.code
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outcome of each training run, by its kind, and of each that another process resumed."""
-    directory = tmp_path_factory.mktemp("position")
-    assert [in_a_process(part, directory) for part in (train, resume)] == [0, 0]
-    parts = [json.loads((directory / name).read_text()) for name in ("train.json", "resume.json")]
-    return {**parts[0], **parts[1]}
-
-
-@pytest.mark.parametrize("way", ["stopped", "killed"])
-@pytest.mark.parametrize(("kind", "k"), CASES)
-def test_a_training_run_continues_in_another_process_with_the_next_batch_and_ends_the_same(
-    kind: str, k: int, way: str, outcomes: dict[str, Any]
-) -> None:
-    resumed, whole = outcomes[f"{kind}-{way}-{k}"], outcomes[kind]
-    assert resumed["seen"] == {step: batch for step, batch in whole["seen"].items() if int(step) > k}
-    assert resumed["end"] == whole["end"]
-
-
-def test_a_training_run_that_got_a_signal_continues_with_the_next_batch(
-    outcomes: dict[str, Any], tmp_path: Path
-) -> None:
-    assert [in_a_process(part, tmp_path) for part in (preempted, start_again)] == [-signal.SIGTERM, 0]
-    resumed, whole = json.loads((tmp_path / "again.json").read_text()), outcomes["plain"]
-    assert resumed["seen"] == {step: whole["seen"][step] for step in ("7", "8")}
-    assert resumed["end"] == whole["end"]
-
-
-def test_each_kind_of_data_has_another_outcome(outcomes: dict[str, Any]) -> None:
-    assert len({outcomes[kind]["end"] for kind in KINDS}) == len(KINDS)
-
-
-# -- the same within one process and without tensors ------------------------------------------------------------------
 
 
 class QuickDisk(Disk):
@@ -1151,7 +993,7 @@ def test_a_stream_cannot_yield_the_item_in_progress_again_which_is_warned_of(tmp
 
 @ignore_set_vital
 def test_a_stateful_loader_that_is_iterated_is_not_set_back_by_a_recovery(tmp_path: Path) -> None:
-    loader, calls = stateful(0, noisy=False), itertools.count()
+    loader, calls = stateful(noisy=False), itertools.count()
 
     def step() -> None:
         if next(calls) == BATCHES + 1:
@@ -1172,7 +1014,7 @@ def test_a_stateful_loader_that_is_iterated_is_not_set_back_by_a_recovery(tmp_pa
 def test_more_epochs_of_a_stateful_loader_are_those_that_would_have_come(tmp_path: Path) -> None:
     def train(name: str, epochs: int, seed: int) -> list[Any]:
         torch.manual_seed(seed)
-        loader, seen = stateful(0, noisy=True), []
+        loader, seen = stateful(noisy=True), []
         with looped(tmp_path / name) as loop:
             for _ in loop.until_stop(range(epochs)):
                 for batch in loop.until_stop(loader):
@@ -1185,7 +1027,7 @@ def test_more_epochs_of_a_stateful_loader_are_those_that_would_have_come(tmp_pat
 
 @ignore_set_vital
 def test_a_loader_that_has_no_state_any_more_skips(tmp_path: Path, lines: Lines) -> None:
-    over(looped(tmp_path, 2), stateful(0, noisy=False))
+    over(looped(tmp_path, 2), stateful(noisy=False))
     assert len(over(looped(tmp_path), DataLoader(Points(False), BATCH))) == BATCHES - 2
     assert logged(lines) == [
         ("WARNING", f"item 2 of until_stop's DataLoader {OTHER_ITEMS}"),  # which is not shuffled
@@ -1197,7 +1039,7 @@ def test_a_loader_that_has_no_state_any_more_skips(tmp_path: Path, lines: Lines)
 def test_a_stateful_loader_yields_a_batch_that_was_not_done_again(tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None], enough: int) -> list[list[float]]:
         torch.manual_seed(4)
-        loader, seen = stateful(0, noisy=False), []
+        loader, seen = stateful(noisy=False), []
         with loop:
             for _ in loop.until_stop(range(1)):
                 for batch in loop.until_stop(loader):

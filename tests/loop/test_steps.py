@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import math
 import operator
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from support.torch_state import hooks_on_optimizer, is_profiling
+from support.torch_state import is_profiling
 from torch import nn
 from torch.profiler import profile
 
@@ -79,41 +77,6 @@ def all_hooks(writer: RecordingWriter, last_step: int = 3) -> list[SessionRunHoo
 
 
 # -- what a step returns comes back untouched -----------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    loss: float
-    logits: int
-
-
-@dataclasses.dataclass
-class Output:
-    loss: float
-
-
-RETURNED = [
-    None,
-    0.5,
-    torch.ones(2),
-    (1, 2),
-    [1],
-    {"loss": 1},
-    OrderedDict(loss=1),
-    Pair(0.5, 1),
-    Output(0.5),
-    object(),
-]
-
-
-@pytest.mark.parametrize(
-    "hooks",
-    [[], [RecordingHook()], [RecordingHook(lambda outputs: outputs)]],
-    ids=["no hook", "nothing fetched", "outputs fetched"],
-)
-@pytest.mark.parametrize("returned", RETURNED, ids=lambda returned: type(returned).__name__)
-def test_what_the_step_returns_is_what_run_returns(returned: Any, hooks: list[SessionRunHook]) -> None:
-    with MonitoredLoop(lambda: returned, hooks=hooks) as loop:
-        assert loop.run() is returned
 
 
 def test_the_graph_of_what_the_step_returns_is_whole_after_all_hooks_saw_it(lines: list[Any]) -> None:
@@ -190,54 +153,6 @@ def test_the_outputs_of_a_run_are_gone_when_the_loop_is() -> None:
     assert reference() is None
 
 
-# -- a step that raises ---------------------------------------------------------------------------------------------
-
-
-class PulledPlugError(Exception):
-    pass
-
-
-def step_that_raises(training: Training, where: str) -> Callable[[], Any]:
-    def fail(*_: Any) -> None:
-        raise PulledPlugError
-
-    def step() -> None:
-        if where == "before":
-            fail()
-        training.loss().backward()
-        if where == "in":
-            training.optimizer.register_step_pre_hook(fail)
-        training.optimizer.step()
-        if where == "after":
-            fail()
-
-    return step
-
-
-@pytest.mark.parametrize("hooks", [[], [RecordingHook("loss")]], ids=["idle", "asked"])
-@pytest.mark.parametrize(
-    ("where", "step_unit", "counted"),
-    [
-        ("before", "run", 0),
-        ("in", "run", 0),
-        ("after", "run", 0),
-        ("before", "optimizer_step", 0),
-        ("in", "optimizer_step", 0),
-        ("after", "optimizer_step", 1),
-    ],
-)
-def test_a_step_that_raises_counts_only_what_the_optimizer_completed(
-    where: str, step_unit: str, counted: int, hooks: list[SessionRunHook]
-) -> None:
-    training = Training()
-    loop = MonitoredLoop(
-        step_that_raises(training, where), training.model, training.optimizer, hooks=hooks, step_unit=step_unit
-    )
-    with pytest.raises(PulledPlugError), loop:
-        loop.run()
-    assert loop.global_step == counted
-
-
 # -- what counts as a step ------------------------------------------------------------------------------------------
 
 
@@ -249,41 +164,6 @@ def steps_of(loop: MonitoredLoop[Any], runs: int) -> list[int]:
             loop.run(run)
             steps.append(loop.global_step)
     return steps
-
-
-def test_accumulation_counts_a_step_where_the_optimizer_makes_one() -> None:
-    training = Training()
-
-    def step(run: int) -> None:
-        training.loss().backward()
-        if run % 3 == 2:
-            training.optimizer.step()
-
-    loop = MonitoredLoop(step, training.model, training.optimizer, step_unit="optimizer_step")
-    assert steps_of(loop, 7) == [0, 0, 1, 1, 1, 2, 2]
-
-
-def test_a_run_may_count_several_steps() -> None:
-    training = Training()
-    loop = MonitoredLoop(
-        lambda run: [training.step() for _ in range(run)], None, training.optimizer, step_unit="optimizer_step"
-    )
-    assert steps_of(loop, 4) == [0, 1, 3, 6]
-
-
-def test_a_step_that_the_grad_scaler_skips_is_not_counted() -> None:
-    training = Training()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    def step(run: int) -> None:
-        training.optimizer.zero_grad()
-        loss = training.loss() * (math.inf if run == 1 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(training.optimizer)
-        scaler.update()
-
-    loop = MonitoredLoop(step, training.model, training.optimizer, state={"scaler": scaler}, step_unit="optimizer_step")
-    assert steps_of(loop, 4) == [1, 1, 2, 3]
 
 
 def test_grad_scaler_and_accumulation_together() -> None:
@@ -316,15 +196,6 @@ def test_hooks_see_the_count_of_the_run_and_stop_at_it() -> None:
     assert hook.results == [0, 1, 1, 2]
 
 
-def test_nothing_is_left_on_the_optimizer() -> None:
-    training = Training()
-    loop = MonitoredLoop(training.step, None, training.optimizer, step_unit="optimizer_step")
-    with loop:
-        loop.run()
-    training.step()
-    assert (loop.global_step, hooks_on_optimizer(training.optimizer)) == (1, 0)
-
-
 def test_of_two_optimizers_the_first_counts_and_gives_the_rate() -> None:
     first, second = Training(), Training()
     second.optimizer.param_groups[0]["lr"] = 0.5
@@ -339,12 +210,6 @@ def test_of_two_optimizers_the_first_counts_and_gives_the_rate() -> None:
     loop = MonitoredLoop(step, first.model, first.optimizer, hooks=[hook], state=state, step_unit="optimizer_step")
     steps_of(loop, 4)
     assert hook.results == [[0.01, 0], [0.01, 1], [0.01, 1], [0.01, 2]]
-
-
-def test_a_second_optimizer_is_found_in_the_sessions_state() -> None:
-    first, second = Training(), Training()
-    with MonitoredLoop(first.step, first.model, first.optimizer, state={"critic": second.optimizer}) as loop:
-        assert loop.session.state["critic"] is second.optimizer
 
 
 def test_the_rate_is_that_after_the_schedulers_step() -> None:
@@ -713,8 +578,8 @@ def test_a_traced_step_that_raises_leaves_no_profiler_running() -> None:
 
     def step() -> None:
         running.append(is_profiling())
-        raise PulledPlugError
+        raise ZeroDivisionError
 
-    with pytest.raises(PulledPlugError), MonitoredLoop(step, hooks=[Asks(TRACE)]) as loop:
+    with pytest.raises(ZeroDivisionError), MonitoredLoop(step, hooks=[Asks(TRACE)]) as loop:
         loop.run()
     assert (running, is_profiling()) == ([True], False)

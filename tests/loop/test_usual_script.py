@@ -201,16 +201,14 @@ def test_the_usual_script_that_is_killed_a_few_times(tmp_path: Path, saves: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaves", [False, True])
-@pytest.mark.parametrize("saves", SAVERS)
+@pytest.mark.parametrize(("saves", "leaves"), [("epochs", True), ("steps", True), ("both", False)])
 def test_the_usual_script_that_is_killed_at_random_moments(tmp_path: Path, saves: str, leaves: bool) -> None:
     check(tmp_path, saves, leaves, kills=10, seed=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saves", SAVERS)
-def test_the_usual_script_that_is_killed_at_random_times(tmp_path: Path, saves: str) -> None:
-    check(tmp_path, saves, leaves=False, kills=10, seed=3, by_clock=True)
+def test_the_usual_script_that_is_killed_at_random_times(tmp_path: Path) -> None:
+    check(tmp_path, "both", leaves=False, kills=10, seed=3, by_clock=True)
 
 
 # -- examples/usual.py ------------------------------------------------------------------------------------------------
@@ -327,11 +325,11 @@ def test_the_example_that_gets_a_few_signals(tmp_path: Path, whole: Example, pla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_the_example_that_is_killed_at_50_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
-    check_example(tmp_path, whole, place, signal.SIGKILL, times=50, seed=2)
+def test_the_example_that_is_killed_at_15_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
+    check_example(tmp_path, whole, place, signal.SIGKILL, times=15, seed=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_the_example_that_is_terminated_at_13_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
-    check_example(tmp_path, whole, place, signal.SIGTERM, times=13, seed=3)
+def test_the_example_that_is_terminated_at_8_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
+    check_example(tmp_path, whole, place, signal.SIGTERM, times=8, seed=3)

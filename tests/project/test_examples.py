@@ -21,7 +21,7 @@ import torch
 from support import paths
 from support.events import read
 from support.paths import ROOT
-from support.rank_processes import run_ranks
+from support.rank_processes import Ended, run_ranks
 from support.scripts import example
 
 from torchhooks import latest_checkpoint
@@ -206,50 +206,46 @@ def both_scripts(rank: int) -> list[bytes]:
     return [b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()) for model in models]
 
 
-def test_the_wrapped_script_for_several_ranks_ends_with_the_same_bits(tmp_path: Path) -> None:
-    ended = run_ranks(tmp_path, 2, both_scripts)
-    assert [each.code for each in ended] == [0, 0], ended
-    plain, wrapped = ended[0].value
+@pytest.fixture(scope="module")
+def both_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    return run_ranks(tmp_path_factory.mktemp("ranks"), 2, both_scripts)
+
+
+def test_the_wrapped_script_for_several_ranks_ends_with_the_same_bits(both_on_two_ranks: list[Ended]) -> None:
+    assert [each.code for each in both_on_two_ranks] == [0, 0], both_on_two_ranks
+    plain, wrapped = both_on_two_ranks[0].value
     assert plain == wrapped
-    assert ended[1].value == ended[0].value
+    assert both_on_two_ranks[1].value == both_on_two_ranks[0].value
+
+
+def test_the_wrapped_script_for_several_ranks_logs_the_loss_of_all_ranks_once(both_on_two_ranks: list[Ended]) -> None:
+    chief, other = (re.findall(r"^INFO:torchhooks:loss = (\S+)", each.output, re.M) for each in both_on_two_ranks)
+    assert (len(chief), other) == (4, [])
+    assert float(chief[-1]) < float(chief[0])
 
 
 @pytest.fixture(scope="module")
-def printed_by_torchrun() -> dict[str, str]:
-    """What the examples print on two ranks, with the command that their docstrings show."""
+def printed_by_torchrun() -> str:
+    """What fsdp2.py prints on two ranks, with the command that its docstring shows."""
     environment = paths.environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    processes = {}
-    for name in ("ddp", "fsdp2"):
-        (shown,) = re.findall(r"^ +torchrun (.*)$", source(name), re.MULTILINE)
-        command = [sys.executable, "-m", "torch.distributed.run", *shown.split()]
-        processes[name] = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-    printed = {name: process.communicate(timeout=120)[0] for name, process in processes.items()}
-    assert {name: printed[name] for name, process in processes.items() if process.returncode} == {}
-    return printed
+    (shown,) = re.findall(r"^ +torchrun (.*)$", source("fsdp2"), re.MULTILINE)
+    command = [sys.executable, "-m", "torch.distributed.run", *shown.split()]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout + ran.stderr
 
 
 @pytest.mark.ranks
-def test_ddp_logs_the_loss_of_all_ranks_once(printed_by_torchrun: dict[str, str]) -> None:
-    losses = re.findall(r"^INFO:torchhooks:loss = (\S+)", printed_by_torchrun["ddp"], re.MULTILINE)
-    assert len(losses) == 4
-    assert float(losses[-1]) < float(losses[0])
-
-
-@pytest.mark.ranks
-def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: dict[str, str]) -> None:
-    logged = re.findall(r"gradient norm = (\S+), loss = (\S+)", printed_by_torchrun["fsdp2"])
+def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: str) -> None:
+    logged = re.findall(r"gradient norm = (\S+), loss = (\S+)", printed_by_torchrun)
     assert len(logged) == 3
     assert float(logged[-1][1]) < float(logged[0][1])
 
 
 @pytest.mark.ranks
-def test_fsdp2_has_the_same_final_values_on_all_ranks(printed_by_torchrun: dict[str, str]) -> None:
+def test_fsdp2_has_the_same_final_values_on_all_ranks(printed_by_torchrun: str) -> None:
     # Not line by line: where output is not buffered, print() writes the newline by itself, and ranks print at once.
-    final = re.findall(
-        r"rank (\d): (loss \S+, the first weights have the shape \[64, 1\])", printed_by_torchrun["fsdp2"]
-    )
+    final = re.findall(r"rank (\d): (loss \S+, the first weights have the shape \[64, 1\])", printed_by_torchrun)
     assert sorted(rank for rank, _ in final) == ["0", "1"]
     assert len({text for _, text in final}) == 1
 
