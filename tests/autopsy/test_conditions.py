@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.devices import FakeDevice
@@ -31,6 +32,7 @@ from torchhooks import (
     NanLossDuringTrainingError,
     NanTensorHook,
     PeerError,
+    SessionRunHook,
     StopAtStepHook,
     grad_norm,
     list_checkpoints,
@@ -225,12 +227,44 @@ def test_a_request_that_cannot_be_followed_is_said(damage: Any, message: str) ->
     assert message in "\n".join(text for level, text in lines if level == "WARNING")
 
 
-def test_a_loop_that_ends_before_the_step_says_that_there_was_no_autopsy() -> None:
+@pytest.mark.parametrize(("begin", "end"), [(8, 9), (0, 2)], ids=["watched", "before it is watched"])
+def test_a_loop_that_ends_before_the_step_says_that_there_was_no_autopsy(begin: int, end: int) -> None:
     train(new_model(), 10)
+    request = Path("run/nan.json").read_text()
     with log_lines() as lines:
-        train(new_model(), 10, last_step=9)
-    assert ("WARNING", "no autopsy was made: the loop ended at step 9, before step 10") in lines
-    assert Path("run", "nan.json").exists()
+        train(new_model(), 10, last_step=end, loop_arguments={"checkpoint_dir": f"run/model.ckpt-{begin}"})
+    assert ("WARNING", f"no autopsy was made: the loop ended at step {end}, before step 10") in lines
+    assert json.loads(Path("run/nan.json").read_text()) == json.loads(request)
+
+
+def test_a_loop_that_is_not_created_leaves_the_request_as_it_is() -> None:
+    class Failing(SessionRunHook):
+        def begin(self) -> None:
+            raise KeyError("of the hook")
+
+    train(new_model(), 10)
+    request = Path("run/nan.json").read_text()
+    with pytest.raises(KeyError, match="of the hook"):
+        train(new_model(), 10, hooks=[NanTensorHook("loss"), Failing()])
+    assert Path("run/nan.json").read_text() == request
+
+
+def test_a_batch_that_cannot_be_saved_is_said() -> None:
+    def script() -> None:
+        def step(number: int, counts: Any, augment: Any) -> torch.Tensor:
+            return augment(torch.tensor(5.0 - number + counts.sum())).log()  # type: ignore[no-any-return]
+
+        hooks = [NanTensorHook("loss"), CheckpointSaverHook("run", save_steps=2)]
+        with MonitoredLoop(step, hooks=hooks, checkpoint_dir="run") as loop:
+            for number in loop.until_stop(range(10)):
+                loop.run(number, np.zeros(2, "int64"), lambda value: value)
+
+    for _ in range(2):
+        with pytest.raises(NanLossDuringTrainingError):
+            script()
+    assert report(7)["origin"]["operation"] == "aten.log.default"
+    assert report(7)["batch_file"]["missing"].startswith("it cannot be saved: ")
+    assert not Path("run/nan-7/batch.pt").exists()
 
 
 def test_an_error_of_the_step_itself_is_looked_at() -> None:
@@ -360,7 +394,7 @@ def test_a_step_without_a_model_and_an_optimizer_that_the_loop_knows_is_watched_
     def script() -> None:
         def step(number: int) -> dict[str, Any]:
             loss = torch.tensor(5.0 - number).log()
-            return {"loss": loss, "parts": [loss, torch.arange(3.0)], "name": "log"}
+            return {"loss": loss, "parts": [loss, torch.arange(3.0)], "name": "log", "more": {1: 0.5}}
 
         hooks = [NanTensorHook("loss"), CheckpointSaverHook("run", save_steps=2)]
         with MonitoredLoop(step, hooks=hooks, checkpoint_dir="run") as loop:
@@ -374,7 +408,7 @@ def test_a_step_without_a_model_and_an_optimizer_that_the_loop_knows_is_watched_
     assert found["restored_step"] == 6
     assert (found["origin"]["operation"], found["origin"].get("module")) == ("aten.log.default", None)
     assert (found["runs"][-1]["gradient_norm"], found["runs"][-1]["optimizer_steps"]) == (None, 0)
-    assert found["outputs"]["name"] == "log"
+    assert (found["outputs"]["name"], found["outputs"]["more"]) == ("log", {"1": 0.5})
     assert [isinstance(found["outputs"]["parts"][0], float), found["outputs"]["parts"][1]["max"]] == [True, 2.0]
 
 

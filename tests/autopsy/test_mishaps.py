@@ -186,6 +186,51 @@ class Refusing(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
+class WrappedTensor(torch.Tensor):
+    """A tensor without memory of its own, which can be multiplied and nothing else."""
+
+    whole: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        make: Any = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
+        wrapped = make(cls, inner.shape, dtype=inner.dtype)
+        wrapped.whole = inner
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.mul.Tensor:
+            return cls(func(args[0].whole, args[1]))
+        raise NotImplementedError(f"{func} of a wrapper")
+
+
+class Unprintable:
+    """What a step returns, and cannot be printed once there is a request for an autopsy."""
+
+    def __repr__(self) -> str:
+        raise KeyError("not printed")
+
+
+def test_an_examination_that_fails_at_its_end_is_said_and_not_made_again() -> None:
+    def script() -> None:
+        def step(number: int) -> dict[str, Any]:
+            return {"loss": torch.tensor(5.0 - number).log(), "odd": Unprintable()}
+
+        hooks = [NanTensorHook("loss"), CheckpointSaverHook("run", save_steps=2)]
+        with MonitoredLoop(step, hooks=hooks, checkpoint_dir="run") as loop:
+            for number in loop.until_stop(range(10)):
+                loop.run(number)
+
+    with log_lines() as lines:
+        for _ in range(2):
+            with pytest.raises(NanLossDuringTrainingError):
+                script()
+    (warning,) = [text for level, text in lines if level == "WARNING" and "has failed" in text]
+    assert warning.startswith("the autopsy of step 7 has failed. The training run goes on")
+    assert "KeyError: 'not printed'" in Path("run/nan-7/failed.txt").read_text()
+
+
 class Refused(Masked):
     def __init__(self) -> None:
         super().__init__()
@@ -275,16 +320,22 @@ class Wrapped(Masked):
             self.inner(x.detach().to_sparse() * 2)
         elif self.kind == "masked":
             self.inner(torch.masked.masked_tensor(x.detach(), x > 0))
+        elif self.kind == "wrapper":
+            WrappedTensor(x.detach()) * 2
         elif self.kind == "refusing":
             self.inner(x.detach().as_subclass(Refusing))
         return self.inner(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of")
-@pytest.mark.parametrize("kind", ["vmap", "jvp", "nested", "jagged", "sparse", "masked", "script", "refusing"])
+@pytest.mark.parametrize(
+    "kind", ["vmap", "jvp", "nested", "jagged", "sparse", "masked", "script", "refusing", "wrapper"]
+)
 def test_tensors_of_odd_kinds_do_not_end_an_examination(kind: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
             train(model=lambda: Wrapped(kind))
     assert operation() == "aten.sqrt.default"
+    notes = json.loads(Path("run", f"nan-{NAN_AT}", "report.json").read_text())["notes"]
+    assert any("operators could not be looked at" in note for note in notes) == (kind == "wrapper")

@@ -82,6 +82,12 @@ def report_of(rank: int = 0, **found: Any) -> Report:
             "Not as at the first time: host node7 -> node8.",
         ),
         (
+            {**GONE, "environment": None},
+            "The digests are the same (loss a then, a now; input x b then, b now), and the result is not: an operator "
+            "that is not deterministic, noise or a variable of the script that a checkpoint does not contain, or a "
+            "fault of the hardware: node7, cpu.",
+        ),
+        (
             GONE | {"digests": {}},
             "an operator that is not deterministic, noise or a variable of the script that a checkpoint does not "
             "contain, or a fault of the hardware: node7, cpu.",

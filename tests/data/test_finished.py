@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import call
+from support.rank_threads import Hub, ThreadRanks, in_threads
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchhooks import (
@@ -26,6 +27,7 @@ from torchhooks import (
     Variables,
     list_checkpoints,
 )
+from torchhooks.testing import log_lines
 
 Lines = list[tuple[str, str]]
 BATCHES = 2
@@ -269,6 +271,20 @@ def test_marking_a_checkpoint_as_finished_that_somebody_has_removed_does_nothing
         loop.session.position.finish("data ended")
         saver.mark_finished(loop.session, path, 0)
     assert os.listdir(tmp_path) == []
+
+
+def test_of_several_ranks_the_chief_says_that_the_training_run_is_finished(tmp_path: Path) -> None:
+    def train(ranks: ThreadRanks, hub: Hub) -> int:
+        hooks = [CheckpointSaverHook(tmp_path, save_steps=10)]
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for _ in loop.until_stop(range(3)):
+                loop.run()
+        return loop.session.total_runs
+
+    assert in_threads(2, train) == [3, 3]
+    with log_lines() as lines:
+        assert in_threads(2, train) == [3, 3]
+    assert len([text for _, text in lines if text.startswith("this training run is finished: the data ended")]) == 1
 
 
 # -- what a finished training run reports -----------------------------------------------------------------------------

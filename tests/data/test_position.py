@@ -37,6 +37,7 @@ from torchhooks import (
     latest_checkpoint,
 )
 from torchhooks.common.files import Disk
+from torchhooks.data.position import outer_position
 from torchhooks.data.resuming import rest_of_range
 from torchhooks.testing import RecordingHook
 
@@ -893,6 +894,29 @@ def test_nothing_is_saved_before_the_loop_of_the_checkpoint_has_begun(tmp_path: 
     assert not (tmp_path / "between").exists()
     with looped(tmp_path) as loop:
         assert execute(loop, program)[0] == (0, 1, 1, 2)
+
+
+def test_of_ranks_that_had_begun_no_loop_there_is_no_outer_position() -> None:
+    assert outer_position([None, {"path": []}]) is None
+    assert outer_position([{"path": []}, {"path": []}]) is None
+
+
+def test_an_error_of_the_data_while_items_are_passed_over_is_raised(tmp_path: Path) -> None:
+    class Failing:
+        def __init__(self, fails_at: int) -> None:
+            self.fails_at = fails_at
+
+        def __iter__(self) -> Iterator[int]:
+            for number in range(6):
+                if number == self.fails_at:
+                    raise OSError("not there")
+                yield number
+
+    with looped(tmp_path, 4) as loop:
+        for _ in loop.until_stop(Failing(9)):
+            loop.run()
+    with pytest.raises(OSError, match="not there"), looped(tmp_path) as loop:
+        list(loop.until_stop(Failing(2)))
 
 
 def test_data_iterated_side_by_side_are_warned_of_once(tmp_path: Path, lines: Lines) -> None:

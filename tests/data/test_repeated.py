@@ -331,6 +331,49 @@ def test_a_finished_loop_that_the_script_skips_by_hand_is_reported(nested: bool,
     ]
 
 
+def test_a_run_on_the_way_to_the_loop_of_the_checkpoint_saves_nothing_until_that_is_passed_over(
+    tmp_path: Path, lines: Lines
+) -> None:
+    job = Job(tmp_path, stop=3)
+    with job.loop() as loop:
+        epochs(job, loop, lambda: None)
+    before = sorted(path.name for path in tmp_path.glob("model.ckpt-*"))
+    lines.clear()
+    with Job(tmp_path).loop() as loop:
+        for _ in loop.until_stop(range(3)):
+            break
+        loop.run(1.0)
+        assert sorted(path.name for path in tmp_path.glob("model.ckpt-*")) == before
+        for value in loop.until_stop([4.0, 5.0]):
+            loop.run(value)
+    unsaved = "no checkpoint of step 4: the loop in which the restored one was saved has not begun"
+    assert ("INFO", unsaved) in lines
+    assert [text for level, text in lines if level == "WARNING" and "has passed over the until_stop" in text]
+    assert (tmp_path / "model.ckpt-6").exists()
+
+
+def test_an_outer_loop_with_fewer_items_than_before_passes_over_the_loop_of_the_checkpoint(
+    tmp_path: Path, lines: Lines
+) -> None:
+    class Epochs:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.number))
+
+    with Job(tmp_path, stop=3).loop() as loop:
+        for _ in loop.until_stop(Epochs(3)):
+            for value in loop.until_stop([1.0, 2.0]):
+                loop.run(value)
+    lines.clear()
+    with Job(tmp_path).loop() as loop:
+        assert list(loop.until_stop(Epochs(1))) == []
+        assert loop.session.position is not None
+        assert not loop.session.position.is_repeating
+    assert [text for level, text in lines if level == "WARNING" and "has passed over the until_stop" in text]
+
+
 def test_a_stop_before_the_loop_that_is_to_be_resumed_is_not_reported(tmp_path: Path, lines: Lines) -> None:
     for stops_between in (False, True):
         job = Job(tmp_path, stop=9 if stops_between else 4)

@@ -20,6 +20,7 @@ import torch
 from support.accelerators import DEVICE, keep_busy, no_waits
 from support.processes import call
 from support.rank_processes import run_ranks
+from support.rank_threads import Hub, ThreadRanks, in_threads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -198,7 +199,7 @@ def test_each_part_has_what_can_be_read_of_it(tmp_path: Path) -> None:
         return {"loss": loss, "each": inputs, "name": "a", "done": True}
 
     hooks = [LedgerHook(tmp_path, what=EVERYTHING)]
-    state = {"head": head, "sgd": optimizer, "odd": OddState(), "loader": Loader()}
+    state: dict[str, Any] = {"head": head, "sgd": optimizer, "odd": OddState(), "loader": Loader()}
     with MonitoredLoop(step, hooks=hooks, state=state) as loop:
         loop.run(torch.ones(1, 2), scale=2.0)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})  # which has no name yet
@@ -293,6 +294,25 @@ def test_runs_that_are_made_again_after_a_recovery_are_compared(tmp_path: Path) 
     assert [text for _, text in lines if text.startswith("resumed exactly")] == [
         "resumed exactly: 2 runs were made again with the same bits"
     ]
+
+
+def test_of_several_ranks_the_chief_says_that_the_runs_have_the_same_bits(tmp_path: Path) -> None:
+    def train(ranks: ThreadRanks, hub: Hub) -> int:
+        hooks = [LedgerHook(tmp_path, what="outputs"), CheckpointSaverHook(tmp_path, every_n_steps=4)]
+        with MonitoredLoop(float, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for number in loop.until_stop(range(8)):
+                loop.run(number)
+                if number == fails_in[0]:
+                    raise KeyError("of the script")
+        return loop.global_step
+
+    fails_in = [5]
+    in_threads(2, train)
+    fails_in[0] = 9
+    with log_lines() as lines:
+        assert in_threads(2, train) == [8, 8]
+    same = [text for _, text in lines if text.startswith("resumed exactly")]
+    assert same == ["resumed exactly: 2 runs were made again with the same bits"]
 
 
 # -- diff -------------------------------------------------------------------------------------------------------------

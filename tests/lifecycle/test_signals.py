@@ -332,6 +332,20 @@ def test_a_run_in_a_plain_loop_after_a_signal_saves_and_leaves(
     assert said[0].startswith("the last item of until_stop's range had 2 runs when the checkpoint was saved")
 
 
+def test_a_run_after_should_stop_has_said_so_leaves_too(delivered: list[str], tmp_path: Path) -> None:
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=100)]
+    with MonitoredLoop(lambda: None, MODEL, hooks=hooks, checkpoint_dir=tmp_path, signals=["SIGTERM"]) as loop:
+        for _ in loop.until_stop(range(5)):
+            loop.run()
+            if loop.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+                assert loop.should_stop()
+                loop.run()
+                raise AssertionError("the block was left")
+    assert (loop.global_step, delivered) == (2, ["SIGTERM"])
+    assert latest_checkpoint(tmp_path) == f"{tmp_path}/model.ckpt-2"
+
+
 def test_the_first_of_several_runs_of_an_item_does_not_make_the_item_done(tmp_path: Path, delivered: list[str]) -> None:
     def train(stops: bool) -> list[int]:
         hooks, items = [CheckpointSaverHook(tmp_path, save_steps=100)], []
@@ -851,6 +865,17 @@ def test_an_error_while_finished_items_are_skipped_is_part_of_the_stop(tmp_path:
     assert (second.stop_reason, delivered) == ("signal SIGTERM", ["SIGTERM"])
     with loop() as third:
         assert list(third.until_stop(Items())) == [5, 6, 7, 8]
+
+
+def test_an_error_of_iter_after_a_signal_is_part_of_the_stop(delivered: list[str]) -> None:
+    class Interrupted:
+        def __iter__(self) -> Iterator[int]:
+            signal.raise_signal(signal.SIGTERM)
+            raise RuntimeError("a worker was lost")
+
+    with MonitoredLoop(lambda: 0.5, signals=["SIGTERM"]) as loop:
+        assert list(loop.until_stop(Interrupted())) == []
+    assert (loop.stop_reason, delivered) == ("signal SIGTERM", ["SIGTERM"])
 
 
 class Items:

@@ -79,12 +79,13 @@ def plan(
     except ValueError as error:
         logger.warning("no autopsy: %s", error)
         return None
+    if request is None:
+        return None
     try:
-        return None if request is None else _plan(request, folder, checkpoint, hooks, counts_runs)
+        return _plan(request, folder, checkpoint, hooks, counts_runs)
     except Exception as error:
         logger.warning("no autopsy: %s, which is put aside, cannot be followed", requests.NAME, exc_info=error)
-        if request is not None:
-            requests.give_up(folder, request, brief(error))
+        requests.give_up(folder, request, brief(error))
         return None
 
 
@@ -223,13 +224,13 @@ class Examination(SessionRunHook):
 
     def _attempt(self, call: Callable[..., T], *args: object) -> T | None:
         """Return the result of ``call``; ``None`` after an error, after which no other call is made."""
+        assert self._watch is not None
         if self._error is None:
             try:
                 return call(*args)
             except Exception as error:
                 self._error = error
-                if self._watch is not None:
-                    self._watch.operations.is_paused = True
+                self._watch.operations.is_paused = True
         return None
 
     # -- the runs -----------------------------------------------------------------------------------------------------
@@ -324,8 +325,8 @@ class Examination(SessionRunHook):
         """Return what is wrong after the step that is made, whose value is ``raw``."""
         value = to_host(raw)
         assert self._watch is not None
-        if self._watch.run is not None:
-            self._watch.run.value = plain(value)
+        assert self._watch.run is not None  # before_run began it, or this is not called
+        self._watch.run.value = plain(value)
         if self._request.kind == requests.NAN:
             return None if raw is None else self._finder.why_examined(session.global_step, value)
         self._note_state()

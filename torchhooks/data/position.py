@@ -200,8 +200,8 @@ class DataPosition:
         # These look at what was there before this loop: it may be the first, or the first of another outermost loop.
         if self.repeats_code:
             self.is_repeating = True
-            if self.second_load is not None:
-                self.second_load.note_changes()
+            assert self.second_load is not None  # whoever restored the position has set it
+            self.second_load.note_changes()
         if outer is self._root:
             self._trained = self.trained_loop
         cursor = Cursor(None if is_plain_iterator(iterable) else iterable, outer, self._counter.runs)
@@ -263,10 +263,9 @@ class DataPosition:
         iterator = iter(()) if is_fresh else remaining(plan, cursor, iterable, notice_stop)
         self._loaders.restore(iterable, saved, again=not is_fresh)
         if self.is_repeating and is_reached:
-            self.is_repeating = False
-            if self.second_load is not None:
-                self.second_load.load(self._counter.runs > 0)
-                self.second_load = None
+            assert self.second_load is not None
+            self.second_load.load(self._counter.runs > 0)
+            self.is_repeating, self.second_load = False, None
         # The random states of the process are set once, after all of the above, which may draw from them. Only the
         # iter() of a fresh loop comes later: it draws from these states, as it did the first time.
         if plan.random is not None:
@@ -275,8 +274,6 @@ class DataPosition:
 
     def close(self, cursor: Cursor) -> None:
         """Record that a loop is over: its data ended, the loop stops, or the body left it."""
-        if cursor not in self._open:
-            return
         self._open.remove(cursor)
         if cursor.several_runs or self._counter.runs - cursor.runs > 1:
             self._several_runs.add(cursor.key)
@@ -312,10 +309,9 @@ class DataPosition:
 
     def drop(self, cursor: Cursor) -> None:
         """Warn that ``cursor`` is iterated side by side with the loop around it, and forget its position."""
-        outer, cursor.outer = cursor.outer, None
-        cursor.may_nest = cursor.is_side_by_side = False
-        if outer is not None:
-            outer.drop(cursor)
+        assert cursor.outer is not None
+        cursor.outer.drop(cursor)
+        cursor.outer, cursor.may_nest, cursor.is_side_by_side = None, False, False
         logger.warning(_SIDE_BY_SIDE, name_of(cursor.iterable))
 
     def run_is_made_again(self) -> None:
@@ -360,20 +356,19 @@ class DataPosition:
         return self._stop is not None
 
     def stop_here(self, at_should_stop: bool = False, in_item: bool = False) -> None:
-        """Keep the position as it is now.
+        """Keep the position as it is now, the first time that a stop is noticed.
 
         The loop stops between two items or, ``at_should_stop``, at ``should_stop()`` or, ``in_item``, at a further run
         of an item, which is then not done.
         """
-        if self._stop is None:
-            self._stop = _StopPosition(*self._current(at_should_stop, in_item), self._is_in_epoch, self._is_at_end)
+        self._stop = _StopPosition(*self._current(at_should_stop, in_item), self._is_in_epoch, self._is_at_end)
 
     def stop_before_loop(self) -> None:
         """Keep the position before the first item of a loop that a stop keeps from beginning."""
         outer = self._innermost
         if self._root.inner is None or self.is_repeating:
             self.stop_here()
-        elif self._stop is None:
+        else:
             order = 0 if outer.inner is None else outer.inner.order + 1
             path = [cursor.saved(IN_ITEM, self._counter.runs) for cursor in self._open]
             path.append(SavedCursor(order, 0, BETWEEN_ITEMS, random_between=outer.random_after_inner))
