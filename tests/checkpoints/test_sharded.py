@@ -497,6 +497,10 @@ def test_a_sharded_module_belongs_to_all_ranks() -> None:
     assert not belongs_to_rank("it", fully_shard(module))
 
 
+def test_what_wraps_the_model_or_the_optimizer_belongs_to_all_ranks_and_a_loader_to_one() -> None:
+    assert [belongs_to_rank(name, [1]) for name in ("model", "optimizer", "loader")] == [False, False, True]
+
+
 class Averages:
     """Averages of a sharded model: of its DTensors, or of this rank's shards."""
 

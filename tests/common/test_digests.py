@@ -77,6 +77,13 @@ def test_odd_items_have_a_digest(item: Any) -> None:
     assert not differ(item_digest(item), item_digest(item))
 
 
+def test_noise_does_not_count_where_the_item_draws_it() -> None:
+    one, other = {"x": torch.zeros(3), "label": 1}, {"x": torch.ones(3), "label": 1}
+    assert differ(item_digest(one), item_digest(other))
+    assert not differ(item_digest(one), item_digest(other), noisy=True)
+    assert differ(item_digest(one), item_digest({**other, "label": 2}), noisy=True)
+
+
 def test_a_generator_is_not_iterated() -> None:
     numbers = iter([1, 2, 3])
     assert item_digest([numbers, (number for number in numbers)]) is not None
@@ -152,6 +159,23 @@ def test_a_sum_of_a_large_tensor_is_made_in_chunks_that_know_their_place() -> No
     one, other = tensor.clone(), tensor.clone()
     one[2], other[(1 << 22) + 2] = 1, 1
     assert mixed_sum(one) != mixed_sum(other)
+
+
+def test_a_parameter_has_the_digest_of_its_tensor() -> None:
+    assert digest(torch.nn.Parameter(torch.ones(3))) == digest(torch.ones(3))
+
+
+def test_rows_of_complex_numbers_that_are_not_contiguous_are_read() -> None:
+    tensor = torch.arange(6).to(torch.complex64).reshape(2, 3).T
+    first, same, other = digests([tensor, tensor.contiguous(), tensor + 1])
+    assert first == same != other
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+def test_of_a_layout_that_is_not_read_the_shape_counts() -> None:
+    rows = [torch.eye(size).to_sparse_csr() for size in (2, 2, 3)]
+    first, same, other = digests(rows)
+    assert first == same != other
 
 
 def test_every_bit_of_an_element_counts() -> None:

@@ -875,6 +875,13 @@ def test_another_error_propagates_with_the_name_of_the_hook(
     assert loop.global_step == 4
 
 
+def test_stop_iteration_at_the_end_of_an_epoch_that_is_left_ends_the_loop_cleanly() -> None:
+    with MonitoredLoop(same, hooks=[Fails(StopIteration("enough"), "after_run")]) as loop:
+        for _ in loop.until_stop(range(3)):
+            left_by_break(loop)
+    assert loop.stop_reason == "StopIteration: enough"
+
+
 def test_stop_iteration_at_the_end_of_an_epoch_ends_the_loop_cleanly() -> None:
     behind: list[Any] = []
     with MonitoredLoop(same, hooks=[Fails(StopIteration("enough"), "after_run")]) as loop:

@@ -212,12 +212,13 @@ def test_hooks_are_copied() -> None:
     [
         ([RecordingHook(), "loss"], r"hooks\[1\]='loss' is not a hook: .*instance of SessionRunHook"),
         ([half], r"hooks\[0\]=<function half.*is not a hook"),
+        ([[RecordingHook()]], r"hooks\[0\]=.* is not a hook: pass one list, and put a star before a list in it"),
         ([RecordingHook], r"hooks\[0\] is the class RecordingHook: pass an instance, RecordingHook\(\.\.\.\)"),
         (RecordingHook(), r"pass a list of hooks, such as \[RecordingHook\(\)\]"),
         (None, "hooks=None"),
         (RecordingHook, "hooks=.*RecordingHook"),
     ],
-    ids=["a name", "a function", "a class", "one hook alone", "None", "a class alone"],
+    ids=["a name", "a function", "a list", "a class", "one hook alone", "None", "a class alone"],
 )
 def test_what_is_no_hook_is_refused_by_name(hooks: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
@@ -292,8 +293,10 @@ def test_a_hook_of_a_loop_that_failed_or_was_dropped_can_be_used_again() -> None
         ({"step": 3}, "step=3: must be a function"),
         ({"model": "net"}, "model='net': must be a torch.nn.Module"),
         ({"optimizer": [1]}, r"optimizer=\[1\]: must be a torch.optim.Optimizer"),
+        ({"optimizer": torch.optim.SGD}, r"Pass an instance, SGD\(model.parameters\(\), lr=...\)"),
         ({"scaffold": half}, "scaffold=<function half.*: must be a Scaffold"),
         ({"state": {"best": 3}}, r"state\['best'\]=3: must have state_dict"),
+        ({"state": {"head": torch.nn.Linear}}, r"state\['head'\] is the class Linear: pass an instance"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -789,6 +792,27 @@ def test_what_such_a_hook_asks_for_is_evaluated_although_it_is_asked_behind_the_
     hook = NoticingEarly(2, 5)
     run_times(7, hook, step=counting())
     assert (hook.took_part, hook.missed, hook.given) == ([2, 5], [1, 2, 2], [[2, 2], [5, 5]])
+
+
+@pytest.mark.function_only
+def test_a_hook_may_ask_for_the_same_at_a_step_and_behind_one() -> None:
+    class Both(Sitting):
+        request = SessionRunArgs("loss")
+
+        def __init__(self) -> None:
+            super().__init__(lambda step: Due(step=2 if step < 2 else None, when=lambda outputs: outputs == 5))
+            self.given: list[Any] = []
+
+        def before_run(self, run_context: SessionRunContext) -> Any:
+            return self.request
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            super().after_run(run_context, run_values)
+            self.given.append(run_values.results)
+
+    hook = Both()
+    run_times(7, hook, step=counting())
+    assert hook.given == [2, 5]
 
 
 @pytest.mark.function_only

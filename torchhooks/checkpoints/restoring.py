@@ -237,10 +237,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: Entries) -> None:
     """Load ``state`` into the dicts of ``param_groups`` that exist: the script may have references to them."""
     groups = [*optimizer.param_groups]
     optimizer.load_state_dict(state)
-    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-        if group is not loaded:
-            group.clear()
-            group.update(loaded)
+    for group, loaded in zip(groups, [dict(each) for each in optimizer.param_groups], strict=True):
+        group.clear()
+        group.update(loaded)
     optimizer.param_groups[:] = groups
 
 
