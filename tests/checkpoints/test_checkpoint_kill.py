@@ -215,8 +215,8 @@ def test_what_was_reported_as_saved_survives_every_kill(
 def test_what_kills_leave_in_the_folder_does_not_pile_up(
     tmp_path: Path, how: str, server: Server, lines: list[tuple[str, str]]
 ) -> None:
-    for life in range(12):
-        server.train_and_kill(how, tmp_path, life % 4, life / 12 * MOST_SECS)
+    for life in range(6):
+        server.train_and_kill(how, tmp_path, life % 4, life / 6 * MOST_SECS)
     session, *_ = make_training()
     saver = Saver(MAX_TO_KEEP)
     saver.restore_latest(session, tmp_path)

@@ -90,8 +90,8 @@ def test_files_that_are_not_named_like_checkpoints_are_not_logged(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["log", "model.ckpt"])
-def test_ten_thousand_files_of_others_do_not_fill_the_log(tmp_path: Path, name: str, lines: Lines) -> None:
-    for number in range(10_000):
+def test_a_thousand_files_of_others_do_not_fill_the_log(tmp_path: Path, name: str, lines: Lines) -> None:
+    for number in range(1_000):
         (tmp_path / f"{name}-{number}").write_bytes(b"not a checkpoint" * 4)
     assert Saver().restore_latest(Session(), tmp_path) is None
     assert len(warnings_in(lines)) == {"log": 0, "model.ckpt": 2}[name]

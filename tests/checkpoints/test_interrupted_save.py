@@ -157,7 +157,7 @@ def own_code() -> list[Callable[..., Any]]:
 # Tracing also stops at the end of a "with", before it closes the file. A signal does not.
 @pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_ctrl_c_at_any_line_of_a_save_comes_out_as_it_is_and_leaves_the_folder_readable(
     tmp_path: Path, async_save: bool, lines: Lines
 ) -> None:

@@ -240,73 +240,48 @@ def steps_after_somebody_asked(diary: Diary) -> int:
     return methods[methods.index("asks") :].count("step") if "asks" in methods else 0
 
 
-hooks_and_faults = given(plans=st.lists(plans, max_size=4), body=bodies)
-
-
-@hooks_and_faults
+@given(plans=st.lists(plans, max_size=4), body=bodies)
 @examples(300)
-def test_every_hook_sees_a_whole_life_and_only_one(plans: list[Plan], body: Body) -> None:
+def test_whatever_hooks_and_steps_raise_the_lifecycle_is_kept(plans: list[Plan], body: Body) -> None:
     diary = live(plans, body)
+    every_hook_sees_a_whole_life_and_only_one(plans, diary)
+    end_is_called_for_everybody_if_nothing_failed_and_for_nobody_else(plans, diary)
+    assert [error for error, where in diary.raised.items() if not heard_of(error, where, diary)] == []  # none is lost
+    assert {*came_out(diary), *diary.logged} <= set(diary.raised)  # and none was raised by nobody
+    assert diary.stops == sorted(diary.stops)  # a loop that stopped never goes on
+    assert steps_after_somebody_asked(diary) <= 1
+    the_hooks_are_called_in_the_order_of_the_list(diary)
+    if diary.loop is not None:
+        assert diary.loop.global_step == diary.calls.count(("step", "counted"))
+        a_loop_that_is_over_stays_so_and_says_why(diary.loop, diary)
+
+
+def every_hook_sees_a_whole_life_and_only_one(plans: list[Plan], diary: Diary) -> None:
     for index, plan in enumerate(plans):
         assert (EARLY if plan.early else LATE).fullmatch(seen_by(f"hook {index}", diary))
 
 
-@hooks_and_faults
-@examples(300)
-def test_end_is_called_for_everybody_if_nothing_failed_and_for_nobody_else(plans: list[Plan], body: Body) -> None:
-    diary = live(plans, body)
+def end_is_called_for_everybody_if_nothing_failed_and_for_nobody_else(plans: list[Plan], diary: Diary) -> None:
     ends = [name for name, method in diary.calls if method == "end"]
     assert ends == ([] if failed(diary) else [f"hook {index}" for index in range(len(plans))])
 
 
-@hooks_and_faults
-@examples(300)
-def test_no_error_is_lost(plans: list[Plan], body: Body) -> None:
-    diary = live(plans, body)
-    assert [error for error, where in diary.raised.items() if not heard_of(error, where, diary)] == []
-
-
-@hooks_and_faults
-@examples(300)
-def test_nothing_comes_out_that_nobody_raised(plans: list[Plan], body: Body) -> None:
-    diary = live(plans, body)
-    assert {*came_out(diary), *diary.logged} <= set(diary.raised)
-
-
-@hooks_and_faults
-def test_a_loop_that_stopped_makes_no_other_step_and_never_goes_on(plans: list[Plan], body: Body) -> None:
-    diary = live(plans, body)
-    assert diary.stops == sorted(diary.stops)
-    assert steps_after_somebody_asked(diary) <= 1
-
-
-@hooks_and_faults
-def test_the_global_step_is_the_number_of_steps_that_returned(plans: list[Plan], body: Body) -> None:
-    diary = live(plans, body)
-    if diary.loop is not None:
-        assert diary.loop.global_step == diary.calls.count(("step", "counted"))
-
-
-@hooks_and_faults
-def test_a_loop_that_is_over_stays_so_and_says_why(plans: list[Plan], body: Body) -> None:
-    diary = live(plans, body)
-    if diary.loop is not None:
-        calls = list(diary.calls)
-        with pytest.raises(LifecycleError):
-            diary.loop.run()
-        diary.loop.close()
-        assert diary.calls == calls
-        assert diary.loop.should_stop()
-        assert diary.loop.stop_reason
-
-
-@hooks_and_faults
-def test_the_hooks_are_called_in_the_order_of_the_list(plans: list[Plan], body: Body) -> None:
+def the_hooks_are_called_in_the_order_of_the_list(diary: Diary) -> None:
     phases: list[list[str]] = []
     last = ""
-    for who, method in live(plans, body).calls:
+    for who, method in diary.calls:
         if method in LETTERS:
             phases += [] if method == last else [[]]
             phases[-1].append(who)
         last = last if method == "asks" else method
     assert all(phase == sorted(phase) for phase in phases)
+
+
+def a_loop_that_is_over_stays_so_and_says_why(loop: MonitoredLoop[None], diary: Diary) -> None:
+    calls = list(diary.calls)
+    with pytest.raises(LifecycleError):
+        loop.run()
+    loop.close()
+    assert diary.calls == calls
+    assert loop.should_stop()
+    assert loop.stop_reason

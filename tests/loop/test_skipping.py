@@ -384,7 +384,7 @@ def test_a_hook_that_is_not_due_is_not_called(distance: Distance, called: int) -
 
 
 @pytest.mark.no_cover
-@examples(400)
+@examples(150)
 @given(
     cookbook=hook_lists,
     to_come=st.lists(turns, max_size=25),
