@@ -142,7 +142,9 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
 def _seeds() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.accelerator.is_available():  # else torch.manual_seed() keeps the stack for when a device is initialized
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -49,9 +49,8 @@ def gradients_in(directory: Path) -> Any:
     return torch.load(f"{latest_checkpoint(directory)}/state.pt", weights_only=True).get("gradients")
 
 
-@pytest.mark.parametrize("zero_first", [False, True])
-@pytest.mark.parametrize("stop", [1, 3, 4, 5, 6, 8, 11])
-def test_an_accumulation_continues_in_the_next_process(zero_first: bool, stop: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stop", "zero_first"), [(1, True), (3, False), (4, True), (5, False), (11, True)])
+def test_an_accumulation_continues_in_the_next_process(stop: int, zero_first: bool, tmp_path: Path) -> None:
     whole = Training(zero_first).run(tmp_path / "whole", 16)
     Training(zero_first).run(tmp_path / "resumed", stop)
     resumed = Training(zero_first).run(tmp_path / "resumed", 16)
@@ -59,7 +58,7 @@ def test_an_accumulation_continues_in_the_next_process(zero_first: bool, stop: i
 
 
 @pytest.mark.parametrize("zero_first", [False, True])
-@pytest.mark.parametrize(("stop", "accumulates"), [(3, True), (4, False), (5, True), (8, False)])
+@pytest.mark.parametrize(("stop", "accumulates"), [(3, True), (4, False)])
 def test_a_checkpoint_has_gradients_only_while_they_accumulate(
     stop: int, accumulates: bool, zero_first: bool, tmp_path: Path
 ) -> None:

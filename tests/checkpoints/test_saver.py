@@ -823,7 +823,7 @@ def flip(path: str, place: int) -> None:
 
 def test_a_changed_byte_is_found_wherever_it_is(tmp_path: Path) -> None:
     path = Saver().save(boxed(torch.arange(50)), tmp_path / "model.ckpt", 1)
-    for name, every in [("state.pt", 7), ("manifest.json", 1)]:
+    for name, every in [("state.pt", 29), ("manifest.json", 3)]:
         for place in range(0, os.path.getsize(f"{path}/{name}"), every):
             flip(f"{path}/{name}", place)
             with pytest.raises(DamagedCheckpointError, match=re.escape(path)):
@@ -1311,7 +1311,7 @@ def test_the_copies_are_freed_when_close_returns(tmp_path: Path) -> None:
     sys.setswitchinterval(1e-5)  # the thread is stopped at as many places as possible
     try:
         before = tensors()
-        for _ in range(50):
+        for _ in range(15):
             saver = Saver(async_save=True)
             saver.save(session, tmp_path / "model.ckpt", 1)
             saver.close()
@@ -1380,7 +1380,7 @@ def test_temporary_tensors_of_a_state_dict_are_not_mistaken_for_one_another(tmp_
 
 def test_everything_is_copied_when_the_call_returns(tmp_path: Path) -> None:
     saver, tensor = Saver(async_save=True), torch.zeros(8_000_000)
-    for step in range(1, 6):
+    for step in range(1, 4):
         tensor.fill_(step)
         path = saver.save(boxed(tensor), tmp_path / "model.ckpt", step)
         tensor[-1_000_000:] = -1

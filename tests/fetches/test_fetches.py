@@ -736,14 +736,15 @@ def test_a_named_tuple_with_a_constructor_of_its_own() -> None:
     assert fetch(Polar(), 3) == (3, 1)
 
 
+names = st.text("ab ", max_size=3)
 leaves = st.sampled_from(["loss", "global_step"]) | st.integers().map(lambda value: Counted(value))
 structures = st.recursive(
     leaves,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
-        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
+        st.dictionaries(names | st.integers(), inner, max_size=3),
+        st.dictionaries(names, inner, max_size=3).map(OrderedDict),
         st.builds(Point, inner, inner),
         st.builds(Box, inner, inner),
         st.builds(FrozenBox, inner, inner),

@@ -71,13 +71,13 @@ HOSTILE: list[Any] = [None, True, -1, HUGE, -HUGE, 1e308, float("nan"), float("-
 
 
 @pytest.mark.parametrize("name", record())
-@pytest.mark.parametrize("value", HOSTILE, ids=[repr(value)[:12] for value in HOSTILE])
 def test_no_value_in_a_record_is_a_traceback_or_controls_the_terminal(
-    name: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / NAME).write_text(json.dumps(record(**{name: value})))
-    found = status_of(tmp_path, capsys)["record"]
-    assert found is None or found[name] == value
+    for value in HOSTILE:
+        (tmp_path / NAME).write_text(json.dumps(record(**{name: value})))
+        found = status_of(tmp_path, capsys)["record"]
+        assert found is None or found[name] == value, value
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[" * 100_000, b"[]", b"null", b'{"pid": 1', b"\0" * 50])

@@ -45,7 +45,6 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 # Too large to be installed for the tests.
 LIBRARIES = ("accelerate", "ignite", "keras", "lightning", "tensorflow", "transformers")
 DEADLINE_SECS = 300
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 
 BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 LEAD_IN = re.compile(r"\s*([^\n]*:\n\s*)?")
@@ -91,7 +90,6 @@ class Ran(NamedTuple):
     output: str
 
 
-@functools.cache
 def run(document: Path) -> Ran:
     """Run the blocks of a document in a new process."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as outputs:
@@ -122,15 +120,11 @@ def outputs(text: str) -> list[tuple[int, Block]]:
     return [(index, after) for index, after in numbered if after.language == "text" and after.lead_in]
 
 
-@each_document
-def test_every_python_block_runs(document: Path) -> None:
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_every_python_block_runs_and_prints_the_output_shown(document: Path) -> None:
     ran = run(document)
     assert ran.code == 0, ran.output
-
-
-@each_document
-def test_every_block_prints_the_output_shown(document: Path) -> None:
-    printed = run(document).output.split(f"{END_OF_BLOCK}\n")
+    printed = ran.output.split(f"{END_OF_BLOCK}\n")
     for index, block in outputs(document.read_text(encoding="utf-8")):
         assert matches(block.body, printed[index]), f"{document.name}:{block.line} prints\n{printed[index]}"
 
@@ -142,9 +136,8 @@ DIFFS = {  # by a word that only this diff has
 }
 
 
-@each_document
-def test_every_diff_shown_is_the_real_one(document: Path) -> None:
-    for block in blocks(document.read_text(encoding="utf-8")):
+def test_every_diff_shown_is_the_real_one() -> None:
+    for document, block in every_block():
         if block.language == "diff":
             files = next(files for word, files in DIFFS.items() if word in block.body)
             command = ["diff", "-u", *(f"examples/{file}" for file in files)]
@@ -152,14 +145,20 @@ def test_every_diff_shown_is_the_real_one(document: Path) -> None:
             assert block.body.splitlines() == real.splitlines()[2:], f"{document.name}:{block.line}"
 
 
-@each_document
-def test_every_block_is_checked(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    assert {block.language for block in blocks(text)} <= {"python", "text", "diff", "sh", "{eval-rst}"}
-    assert len(re.findall("^ *```", text, re.MULTILINE)) == 2 * len(blocks(text)), "a fence is indented or not closed"
-    assert "<!-- not run" not in text
+def every_block() -> Iterator[tuple[Path, Block]]:
+    return ((document, block) for document in DOCUMENTS for block in blocks(document.read_text(encoding="utf-8")))
 
 
+def test_every_block_is_checked() -> None:
+    assert {block.language for _, block in every_block()} <= {"python", "text", "diff", "sh", "{eval-rst}"}
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        fences = len(re.findall("^ *```", text, re.MULTILINE))
+        assert fences == 2 * len(blocks(text)), f"a fence in {document} is indented or not closed"
+        assert "<!-- not run" not in text, document
+
+
+@functools.cache
 def anchors(document: Path) -> set[str]:
     """Return the anchors of the headings of a Markdown file, as GitHub and MyST make them."""
     text = BLOCK.sub("", document.read_text(encoding="utf-8"))
@@ -167,14 +166,14 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, *sorted(ROOT.glob("*.md"))], ids=lambda document: document.name)
-def test_every_relative_link_leads_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", document.read_text(encoding="utf-8"))):
-        if not re.match(r"\w+:", target):
-            name, _, anchor = target.partition("#")
-            file = document.parent / name if name else document
-            assert file.exists(), f"{document.name} links to {target}"
-            assert not anchor or anchor in anchors(file), f"{document.name} links to {target}"
+def test_every_relative_link_leads_somewhere() -> None:
+    for document in {*DOCUMENTS, *ROOT.glob("*.md")}:
+        for target in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", document.read_text(encoding="utf-8"))):
+            if not re.match(r"\w+:", target):
+                name, _, anchor = target.partition("#")
+                file = document.parent / name if name else document
+                assert file.exists(), f"{document.name} links to {target}"
+                assert not anchor or anchor in anchors(file), f"{document.name} links to {target}"
 
 
 def rows(text: str) -> set[str]:
@@ -241,9 +240,10 @@ def exists(name: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda document: document.name)
-def test_what_the_code_in_a_document_names_exists(document: Path) -> None:
-    assert [name for name in named(document.read_text(encoding="utf-8")) if not exists(name)] == []
+def test_what_the_code_in_a_document_names_exists() -> None:
+    documents = [*DOCUMENTS, ROOT / "CHANGELOG.md"]
+    names = [(document.name, name) for document in documents for name in named(document.read_text(encoding="utf-8"))]
+    assert [(document, name) for document, name in names if not exists(name)] == []
 
 
 def test_every_command_in_a_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
