@@ -82,8 +82,9 @@ def rows() -> list[tuple[list[str], str]]:
     return [(names[1].split(), line.split(" | ")[1].strip()) for names, line in named if names]
 
 
-# A plain pytest tries a pattern of every third row: each takes five processes, and all of them a third of its time.
-QUICK = {names[0] for names, outcome in rows()[::3] if outcome == "exact"}
+# A plain pytest tries a pattern of every fifth row, and a few more kinds of data: each takes five processes.
+QUICK = {names[0] for names, outcome in rows()[::5] if outcome == "exact"}
+QUICK |= {"async_save", "infinite_in_state", "stateful_loader", "workers"}
 CASES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.exhaustive]) for name in PATTERNS]
 
 

@@ -149,9 +149,8 @@ def place_for(kind: str, is_slow: bool, server: S3Server, folder: Path) -> Itera
     proxy.stop()
 
 
-def kill_many(number: int, at_once: int = 1) -> Counter[str]:
+def kill_many(number: int, server: S3Server, at_once: int = 1) -> Counter[str]:
     """Make trials until there were ``number`` kills; return how many trials and kills there were of each kind."""
-    server = S3Server()
     counted: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(at_once) as pool:
         whole = Path(temporary, "whole")
@@ -172,17 +171,18 @@ def kill_many(number: int, at_once: int = 1) -> Counter[str]:
             shutil.rmtree(folder)
 
         index = 0
-        try:
-            while counted["kills"] < number:
-                list(pool.map(make, range(index, index + at_once)))
-                index += at_once
-        finally:
-            server.stop()
+        while counted["kills"] < number:
+            list(pool.map(make, range(index, index + at_once)))
+            index += at_once
     return counted
 
 
 if __name__ == "__main__":
     began = time.monotonic()
-    for name, count in sorted(kill_many(int(sys.argv[1]), at_once=2).items()):
-        print(f"{name}: {count}")
+    s3 = S3Server()
+    try:
+        for name, count in sorted(kill_many(int(sys.argv[1]), s3, at_once=2).items()):
+            print(f"{name}: {count}")
+    finally:
+        s3.stop()
     print(f"same bits in all trials, and no whole checkpoint was lost; {time.monotonic() - began:.0f} s")

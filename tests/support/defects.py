@@ -56,8 +56,8 @@ def defect(wrong: str, *, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | No
 
 
 def try_defect(directory: Path, name: str) -> None:
-    """Train as :func:`support.patterns.try_pattern` does, in a process that has the defects too."""
-    try_pattern(directory, name)
+    """Train as :func:`support.patterns.try_pattern` does, but several times only where a signal is what goes wrong."""
+    try_pattern(directory, name, with_often="signal" in name)
 
 
 @defect("An iterator cannot be iterated again.")

@@ -2145,8 +2145,8 @@ def often(folder: Path, name: str) -> dict[str, Any]:
     return {"outcome": json.loads((folder / "outcome").read_text()), "logged": logged}
 
 
-def try_pattern(directory: Path, name: str) -> None:
-    """Train in all the ways, and write the results into a file."""
+def try_pattern(directory: Path, name: str, with_often: bool = True) -> None:
+    """Train in all the ways, the last of which is :func:`often`, and write the results into a file."""
     folder = directory / name
     folder.mkdir()
     for part in (make_originals, resume_all):
@@ -2161,6 +2161,8 @@ def try_pattern(directory: Path, name: str) -> None:
             for each in ("saving", "saving epochs")
             if each in originals
         }
-        results = {"whole": originals["whole"], **saving, **resumed, "often": often(folder / "often", name)}
+        results = {"whole": originals["whole"], **saving, **resumed}
+        if with_often:
+            results["often"] = often(folder / "often", name)
     shutil.rmtree(folder)
     (directory / f"{name}.json").write_text(json.dumps(results))
