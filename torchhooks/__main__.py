@@ -1,6 +1,7 @@
 """The command ``python -m torchhooks``: what is in a folder of checkpoints, and how the training run there is doing.
 
-``checkpoints`` and ``nan`` are here, ``status`` and ``mirror`` in ``mirror.commands``, ``diff`` in ``ledger.commands``.
+``checkpoints`` and ``nan`` are here, ``status`` and ``mirror`` in ``mirror.commands``, ``diff`` in ``ledger.commands``,
+``stacks`` in ``watch.commands``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torchhooks.common.text import installed_version, plain
 from torchhooks.fetches.names import canonical
 from torchhooks.ledger import commands as of_ledgers
 from torchhooks.mirror import commands as of_runs
+from torchhooks.watch import commands as of_watches
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.set_defaults(call=lambda given: _nan(given.path))
     of_runs.add_commands(commands)
     of_ledgers.add_commands(commands)
+    of_watches.add_commands(commands)
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     end = words.index("--") if "--" in words else len(words)
     given = parser.parse_args(words[:end])

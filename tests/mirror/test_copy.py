@@ -563,7 +563,12 @@ def test_the_status_of_a_copy_is_read_from_a_small_part_of_it(
     ("age", "changes", "state", "code"),
     [
         (20, {}, "running, process 1 on another, since 10 min ago", 0),
-        (20, {"step_time": 7.0}, "stands still: process 1 on another is alive, and at step 7 for 9 min", 1),
+        (
+            20,
+            {"run_time": 7.0, "stalled": "in run 8 (in a save)"},
+            "stalled for 9 min in run 8 (in a save), process 1 on another",
+            1,
+        ),
         (200, {}, "no sign of life of process 1 on another since 3 min ago: killed, or out of reach", 1),
         (200, {"stopped": "data ended"}, "ended 3 min ago: data ended", 0),
         (200, {"stopped": "OSError: x", "failed": True}, "failed 3 min ago: OSError: x", 1),
@@ -574,7 +579,7 @@ def test_the_status_of_a_copy_goes_by_the_age_of_the_object_and_not_by_the_clock
 ) -> None:
     place = FolderPlace(tmp_path / "store")
     copy = new_copy(tmp_path / "run", place)
-    record = Record(1, "another", 1, began=0.0, began_at=0, time=600.0, step=7, step_time=590.0)._asdict()
+    record = Record(1, "another", 1, began=0.0, began_at=0, time=600.0, step=7, run_time=590.0)._asdict()
     (tmp_path / "run/.run.json").write_text(json.dumps(record | changes))
     copy.push_record()
     written = time.time() - age

@@ -292,8 +292,8 @@ def test_a_silent_process_of_another_machine_is_out_of_reach() -> None:
     assert text == "no sign of life of process 1 on another since 100 s ago: killed, or out of reach"
     assert not is_alive
     assert state_of(record._replace(time=now))[1]
-    text, is_alive = state_of(record._replace(time=now, step_time=now - 400))
-    assert text == "stands still: process 1 on another is alive, and at step 7 for 6 min"
+    text, is_alive = state_of(record._replace(time=now, run_time=now - 400, stalled="in run 8 (waits for data)"))
+    assert text == "stalled for 6 min in run 8 (waits for data), process 1 on another"
     assert not is_alive
 
 

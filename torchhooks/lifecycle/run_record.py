@@ -1,21 +1,25 @@
 """The file in the folder of a training run that says how far it is, for other processes: ``.run.json``.
 
     {"pid": 4711, "host": "node7", "world_size": 1, "began": 1752000000.0, "began_at": 0, "time": 1752000600.0,
-     "step": 700, "step_time": 1752000598.0, "steps_per_sec": 1.2, "last_step": 1000, "stopped": null, "failed": false}
+     "run_time": 1752000598.0, "step": 700, "steps_per_sec": 1.2, "last_step": 1000, "stalled": null, "report": null,
+     "stopped": null, "failed": false}
 
 A thread writes it every ten seconds, and the loop once more when it ends. So the training thread does nothing for it.
+The same thread looks for ``.stacks``, by which ``python -m torchhooks stacks`` asks where all threads are.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, get_type_hints
 
@@ -24,9 +28,27 @@ from torchhooks.common.log import logger
 from torchhooks.lifecycle.session import Session
 
 NAME = ".run.json"
+REQUEST = ".stacks"
 PERIOD_SECS = 10.0
+_LOOK_SECS = 2.0  # for a request
 _RATE_SAMPLES = 7  # so that the speed is about the last minute
+REQUEST_NAME = re.compile(r"stacks-[0-9a-f]{8}")
+"""The name of the folder for the answer: the contents of the file."""
 _MOST = 2**53  # no number in a record is beyond it, nor beyond what a float holds exactly
+
+
+class Watched(NamedTuple):
+    """What a watch knows of a loop.
+
+    Args:
+        run_time: when the last completed run was first seen, or when the loop began, in seconds since 1970.
+        stalled: where the loop stands still, in a few words; ``None`` if it does not.
+        report: the first line of the report about that.
+    """
+
+    run_time: float
+    stalled: str | None = None
+    report: str | None = None
 
 
 class Record(NamedTuple):
@@ -36,7 +58,7 @@ class Record(NamedTuple):
         pid, host, world_size: the process of the first rank, and how many ranks there are.
         began, began_at: when the loop began, in seconds since 1970, and at which step.
         time, step, steps_per_sec: how far it was at that time, and how fast; the speed is ``None`` at first.
-        step_time: when it was first seen at that step; long before ``time`` if the training thread stands still.
+        run_time, stalled, report: see :class:`Watched`.
         last_step: where it is expected to end, if that is known.
         stopped: why it has ended; ``None`` while it runs, or if its process was killed.
         failed: whether that is an error.
@@ -49,9 +71,11 @@ class Record(NamedTuple):
     began_at: int
     time: float
     step: int
-    step_time: float
+    run_time: float
     steps_per_sec: float | None = None
     last_step: int | None = None
+    stalled: str | None = None
+    report: str | None = None
     stopped: str | None = None
     failed: bool = False
 
@@ -91,11 +115,20 @@ class RunRecord:
         folder: the folder of checkpoints.
         world_size: how many ranks there are.
         session: returns the current session.
+        watched: returns what a watch knows of the loop.
+        on_request: called with the name of the folder for which somebody wants the stacks of all threads.
     """
 
-    def __init__(self, folder: str, world_size: int, session: Callable[[], Session]) -> None:
-        self._path = os.path.join(folder, NAME)
-        self._session = session
+    def __init__(
+        self,
+        folder: str,
+        world_size: int,
+        session: Callable[[], Session],
+        watched: Callable[[], Watched],
+        on_request: Callable[[str], object],
+    ) -> None:
+        self._path, self._request_path = os.path.join(folder, NAME), os.path.join(folder, REQUEST)
+        self._session, self._watched, self._on_request = session, watched, on_request
         began, step = time.time(), session().global_step
         self._samples: deque[tuple[float, int]] = deque(maxlen=_RATE_SAMPLES)
         self._record = Record(os.getpid(), socket.gethostname(), world_size, began, step, began, step, began)
@@ -113,6 +146,15 @@ class RunRecord:
         """End the thread."""
         self._closed.set()
 
+    def look_for_request(self) -> None:
+        """Pass on what ``python -m torchhooks stacks`` asks for."""
+        with suppress(OSError, ValueError):  # usually, there is no such file
+            with open(self._request_path, encoding="utf-8") as file:
+                name = file.read()
+            os.remove(self._request_path)
+            if REQUEST_NAME.fullmatch(name):
+                self._on_request(name)
+
     def write(self, stopped: str | None = None, failed: bool = False) -> None:
         """Write the record: ``stopped`` is why the loop has ended, if it has."""
         with self._lock:
@@ -126,14 +168,16 @@ class RunRecord:
         first_time, first_step = self._samples[0]
         passed = now - first_time
         rate = (step - first_step) / passed if passed > 0 and step >= first_step else self._record.steps_per_sec
-        step_time = now if step != self._record.step else self._record.step_time
+        run_time, stalled, report = self._watched()
         last_step = session.expected_last_step if stopped is None else self._record.last_step
         self._record = self._record._replace(
             time=now,
             step=step,
-            step_time=step_time,
+            run_time=run_time,
             steps_per_sec=rate,
             last_step=last_step,
+            stalled=stalled,
+            report=report,
             stopped=stopped,
             failed=failed,
         )
@@ -151,8 +195,13 @@ class RunRecord:
 
 
 def _write_again(record: weakref.ref[RunRecord], closed: threading.Event) -> None:
-    while not closed.wait(PERIOD_SECS):
+    pauses, pause = 0, min(PERIOD_SECS, _LOOK_SECS)
+    while not closed.wait(pause):
         if (found := record()) is None:
             return
-        found.write()
+        found.look_for_request()
+        pauses += 1
+        if pauses * pause >= PERIOD_SECS:
+            pauses = 0
+            found.write()
         del found

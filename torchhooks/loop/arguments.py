@@ -54,6 +54,8 @@ class LoopArguments:
         stop_grace_period_secs: float,
         metadata: Mapping[str, Any] | None,
         ranks: Ranks | Literal[False] | None,
+        stall_secs: float | None,
+        stall_action: str,
     ) -> None:
         check_model(model)
         check_optimizer(optimizer, step_unit)
@@ -87,6 +89,10 @@ class LoopArguments:
         self.max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
         self.signals = checked_signals(signals)
         self.stop_grace_period_secs = seconds(stop_grace_period_secs, "stop_grace_period_secs")
+        self.stall_secs = None if stall_secs is None else seconds(stall_secs, "stall_secs")
+        if stall_action not in ("report", "abort"):
+            raise ValueError(f'stall_action={shown(stall_action)}: must be "report" or "abort"')
+        self.stall_action = stall_action
         self.has_saver = any(hook.saves_checkpoints for hook in self.hooks)
         """Whether a hook saves checkpoints."""
         folders = (hook.checkpoint_dir for hook in self.hooks if hook.saves_checkpoints)

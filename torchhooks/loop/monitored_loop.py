@@ -43,6 +43,7 @@ from torchhooks.loop.runner import Runner
 from torchhooks.loop.schedule import claim_hooks
 from torchhooks.loop.until_stop import DataLoops
 from torchhooks.ranks.ranks import Ranks
+from torchhooks.watch.stalls import Watch
 
 R = TypeVar("R", default=Any)  # the default is for a loop without a step function
 T = TypeVar("T")
@@ -85,6 +86,10 @@ class MonitoredLoop(Generic[R]):
         ranks: the processes that train together. ``None`` means the ranks of ``torch.distributed``, if it is
             initialized; False means this process alone. A :class:`torchhooks.Ranks` sets periods. With several ranks,
             each creates the same loop, all make the same last run, and if one fails, the others raise a PeerError.
+        stall_secs: after how many seconds without a completed run or item :doc:`a report </troubleshooting>` says where
+            the loop stands still. ``None`` means 30 times the slowest run, at least 300; ``math.inf`` means never. The
+            first run, evaluations, saves, hooks and code of the script get five times as long.
+        stall_action: ``"report"``, or ``"abort"`` to end the process with exit code 70 after the report, on all ranks.
 
     Raises:
         TypeError, ValueError: an item of ``hooks`` is not a hook, or another argument is not valid.
@@ -112,6 +117,8 @@ class MonitoredLoop(Generic[R]):
         stop_grace_period_secs: float = 120,
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
+        stall_secs: float | None = None,
+        stall_action: Literal["report", "abort"] = "report",
     ) -> None:
         arguments = LoopArguments(
             step=step,
@@ -129,6 +136,8 @@ class MonitoredLoop(Generic[R]):
             stop_grace_period_secs=stop_grace_period_secs,
             metadata=metadata,
             ranks=ranks,
+            stall_secs=stall_secs,
+            stall_action=stall_action,
         )
         self._runner = runner = Runner(arguments)
         self._data = data = DataLoops(runner)
@@ -138,6 +147,7 @@ class MonitoredLoop(Generic[R]):
             self.run = arguments.step.function  # type: ignore[method-assign]
         self._step_counter: Any = None
         self._record: RunRecord | None = None
+        self._watch: Watch | None = None
         self._begun = 0
         try:
             self._start(arguments)
@@ -475,9 +485,22 @@ class MonitoredLoop(Generic[R]):
         if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
             warn_of_missing_parts(arguments)
             warn_of_another_folder(arguments)
+        sessions = runner.sessions
+        self._watch = watch = Watch(
+            self._state,
+            sessions.position,
+            arguments.ranks,
+            None if runner.rank_sync is None else runner.rank_sync.peers,
+            arguments.saved_to or arguments.checkpoint_dir,
+            arguments.stall_secs,
+            arguments.stall_action == "abort",
+        )
+        watch.start()
         if arguments.saved_to is not None and arguments.ranks.is_chief:
-            sessions = self._runner.sessions
-            self._record = RunRecord(arguments.saved_to, arguments.ranks.size, lambda: sessions.session)
+            size = arguments.ranks.size
+            self._record = RunRecord(
+                arguments.saved_to, size, lambda: sessions.session, lambda: watch.watched, watch.request
+            )
             self._record.start()
         self._state.set_pending()  # the end of the first run looks up what hooks will ask for
 
@@ -510,6 +533,8 @@ class MonitoredLoop(Generic[R]):
             if self._record is not None:
                 attempt(self._record.write, state.reason, state.failure is not None)
                 self._record.close()
+            if self._watch is not None:
+                self._watch.close()
             attempt(state.signals.restore)
         if error is None:
             attempt.raise_errors("several errors while the loop was closed")

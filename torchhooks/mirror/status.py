@@ -21,7 +21,6 @@ from torchhooks.mirror.store import Store
 
 _SILENT_SECS = 3 * PERIOD_SECS
 _COPY_SECS = 120.0  # how late the record may be in a copy: RECORD_SECS of the hook, and an upload
-_STILL_SECS = 300.0  # a shorter time may be the first run, an evaluation or a save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +129,8 @@ def _status(
     ahead = 0.0
     if record is not None and age is not None:
         ahead = time.time() - age - record.time
-        times = (record.began + ahead, record.time + ahead, record.step_time + ahead)
-        record = record._replace(began=times[0], time=times[1], step_time=times[2])
+        times = (record.began + ahead, record.time + ahead, record.run_time + ahead)
+        record = record._replace(began=times[0], time=times[1], run_time=times[2])
     curves = {tag: [point._replace(time=point.time + ahead) for point in points] for tag, points in curves.items()}
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.order, default=None)
     known = [(point.step, point.time) for points in curves.values() for point in points[-1:]]
@@ -139,7 +138,7 @@ def _status(
         newest = replace(newest, time=newest.time + ahead)
         known.append((newest.step, newest.time))
     if record is not None:  # it may have gone back, to a restored step
-        known = [(record.step, record.step_time), *(each for each in known if each[1] > record.time)]
+        known = [(record.step, record.run_time), *(each for each in known if each[1] > record.time)]
     step, moment = max(known, key=lambda each: each[1], default=(None, None))
     state, is_alive = state_of(record, silent_secs)
     return Status(
@@ -196,8 +195,8 @@ def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> tuple[
     if time.time() - record.time > silent_secs:
         return f"no sign of life of {process} since {ago(record.time)}: killed, or out of reach", False
     ranks = f", {record.world_size} ranks" if record.world_size > 1 else ""
-    if (still_secs := record.time - record.step_time) > _STILL_SECS:
-        return f"stands still: {process}{ranks} is alive, and at step {record.step} for {span(still_secs)}", False
+    if record.stalled is not None:  # both times are by one clock
+        return f"stalled for {span(record.time - record.run_time)} {record.stalled}, {process}{ranks}", False
     return f"running, {process}{ranks}, since {ago(record.began)}", True
 
 
@@ -215,6 +214,8 @@ def lines_of(status: Status) -> Iterator[tuple[str, str]]:
     """Yield what to print of ``status``, as a name and a text."""
     record = status.record
     yield "state", status.state
+    if record is not None and record.report is not None:
+        yield "report", record.report
     if status.step is not None and status.time is not None:
         last = None if record is None else record.last_step
         of = f" of {last} ({status.step / last:.0%})" if last else ""

@@ -46,6 +46,7 @@ class Row(NamedTuple):
         meeting: at how many meetings the rank has arrived.
         kind: the kind of the last of them.
         value: at ENTER, the number of items, or UNKNOWN_LENGTH.
+        states: how many times the ranks have told each other where they are; one more if this rank asks for it.
     """
 
     status: int = LIVE
@@ -56,6 +57,7 @@ class Row(NamedTuple):
     meeting: int = 0
     kind: int = 0
     value: int = UNKNOWN_LENGTH
+    states: int = 0
 
 
 class CallForPromises(NamedTuple):

@@ -88,7 +88,7 @@ class _RunNumbers(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """The last meeting at which this rank has arrived: the last three numbers of its row."""
+    """The last meeting at which this rank has arrived: three numbers of its row."""
 
     meeting: int = 0
     kind: int = 0
@@ -164,6 +164,13 @@ class Peers:
         """
         self._failure_is_seen = threading.Event()  # so the training thread hangs in no call
 
+        # What a watch of the loop asks for: see ask_for_states().
+        self.state_text: Callable[[], str] = str
+        """Returns what this rank says of itself, in at most 1,000 bytes. The tick thread calls it."""
+        self.on_states: Callable[[list[str]], object] = bool
+        """Takes what all ranks said, on all ranks. The tick thread calls it, so it must not wait for anything."""
+        self._states_wanted = self._states_told = 0  # the number of the exchange: equal on all ranks once it is made
+
         # The tick thread.
         self._transport: GlooTransport | None = None
         self._thread: threading.Thread | None = None
@@ -224,6 +231,14 @@ class Peers:
                 self._round.asked_in = run
         self._wake()
         self._tick_now.set()
+
+    def ask_for_states(self) -> bool:
+        """Have every rank say where it is, to all of them; return whether they can. Any thread may call this."""
+        if not self.is_connected or self._ticks_ended.is_set():
+            return False
+        self._states_wanted = self._states_told + 1
+        self._tick_now.set()
+        return True
 
     def end_run(self) -> list[Round]:
         """Hold here if this rank promised to; return the rounds whose last run this is."""
@@ -418,6 +433,9 @@ class Peers:
                 reasons = transport.exchange_text(self._outcome.reason, "the reason of a failure")
             elif isinstance(event, Decision) and event.bits & STOP:
                 reasons = transport.exchange_text(self._round.why, "the reason of a stop")
+        if any(row.states > self._states_told for row in table):
+            self._states_told = self._states_wanted = self._states_told + 1
+            self.on_states(transport.exchange_text(self.state_text(), "where each rank is"))
         with self._changed:
             self._ticks += 1
             is_last = False
@@ -437,7 +455,7 @@ class Peers:
             outcome = self._outcome
             if outcome.status >= FAILED:
                 made, begun = outcome.run - outcome.in_run, outcome.run
-            return Row(outcome.status, self._round.bits, promise, made, begun, *self._arrival)
+            return Row(outcome.status, self._round.bits, promise, made, begun, *self._arrival, self._states_wanted)
 
     def _run_numbers(self) -> _RunNumbers:
         """Return how far this rank tells the others it is.
@@ -467,7 +485,7 @@ class Peers:
                 if bits & STOP:
                     first = reasons[askers[0]]
                     same = [rank for rank in askers if _reason_alone(reasons[rank]) == _reason_alone(first)]
-                    why = f"{first} ({_rank_names(same, self._ranks.size)})"
+                    why = f"{first} ({rank_names(same, self._ranks.size)})"
                 over, self._round = self._round, self._round.decide(event, why)
                 self._decided = (*self._decided, over)
                 self._wake()
@@ -502,7 +520,7 @@ class Peers:
         if any(row.status == LEFT for rank, row in enumerate(self._table) if rank != self._ranks.rank):
             return  # that rank made the agreed last run, and its process has ended well
         missing = [] if self._agreement.stopped else transport.find_missing()
-        names = "another rank" if not missing else _rank_names(missing, math.inf)
+        names = "another rank" if not missing else rank_names(missing, math.inf)
         with self._changed:
             self._fail(
                 missing[0] if missing else None,
@@ -547,7 +565,8 @@ def _reason_alone(why: str) -> str:
     return why.partition(" ")[2]
 
 
-def _rank_names(ranks: Iterable[int], size: float) -> str:
+def rank_names(ranks: Iterable[int], size: float) -> str:
+    """Return ``"rank 1"``, ``"ranks 0, 2"``, or ``"all ranks"`` if there are ``size`` of them."""
     names = [str(rank) for rank in ranks]
     if len(names) == size:
         return "all ranks"

@@ -258,6 +258,19 @@ class GlooTransport:
             raise failure
 
 
+def flight_record() -> bytes:
+    """Return what torch.distributed has recorded of its collectives, as JSON; nothing if it records nothing.
+
+    It records them with the environment variable ``TORCH_FR_BUFFER_SIZE``.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return b""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # noqa: SLF001 - newer than torch 2.7
+    record: bytes = b"" if dump is None else dump()
+    return record if b'"entries"' in record else b""
+
+
 def is_communication_error(error: BaseException) -> bool:
     """Return whether ``error`` is of a kind that torch.distributed raises when another rank is gone."""
     distributed = sys.modules.get("torch.distributed")

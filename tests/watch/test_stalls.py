@@ -1,0 +1,609 @@
+"""A loop that stands still, watched by calls in place of a thread that looks once a second."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import processes
+from support.waiting import wait_until
+
+from torchhooks import AtSteps, CheckpointSaverHook, EvaluationHook, MonitoredLoop, SessionRunHook
+from torchhooks.__main__ import main
+from torchhooks.lifecycle import run_record
+from torchhooks.lifecycle.loop_state import LoopState
+from torchhooks.lifecycle.run_record import Record, read_record
+from torchhooks.testing import log_lines
+from torchhooks.watch import commands, stalls
+from torchhooks.watch.places import AT_MEETING, IN_COLLECTIVE, NOT_WAITING, _child, children, locate
+from torchhooks.watch.report import RankState, first_line, report, short_line
+from torchhooks.watch.stalls import Watch
+
+SECS = 100.0  # each look counts as so many
+
+
+class Gate:
+    """Where the training thread stands still, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._here, self._open = threading.Event(), threading.Event()
+
+    def stand_still(self) -> None:
+        self._here.set()
+        assert self._open.wait(60)
+
+    def wait(self) -> None:
+        assert self._here.wait(60)
+
+    def open(self) -> None:
+        self._open.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+
+class Job:
+    """A loop in a thread of its own, and its watch, which looks only when it is told to."""
+
+    def __init__(self, folder: Path, main: Callable[[Gate, dict[str, Any]], object], **arguments: Any) -> None:
+        self.folder, self.gate = folder, Gate()
+        self._watches: list[Watch] = []
+        self._arguments = {"checkpoint_dir": str(folder), **arguments}
+        self._main = main
+        self._thread = threading.Thread(target=lambda: main(self.gate, self._arguments))
+
+    def __enter__(self) -> Job:
+        self._thread.start()
+        self.gate.wait()
+        (self.watch,) = watches
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.gate.open()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def look(self, times: int) -> None:
+        for _ in range(times):
+            self.watch.look()
+
+    def report(self) -> str:
+        file = self.folder / "stall-3/report.md"
+        wait_until(file.exists)
+        return file.read_text()
+
+
+watches: list[Watch] = []
+
+
+@pytest.fixture(autouse=True)
+def _watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Note each watch, and keep its thread from looking."""
+
+    def make(*arguments: Any) -> Watch:
+        watches.append(Watch(*arguments))
+        return watches[-1]
+
+    monkeypatch.setattr("torchhooks.loop.monitored_loop.Watch", make)
+    monkeypatch.setattr(stalls, "LOOK_SECS", SECS)
+    monkeypatch.setattr("torchhooks.loop.monitored_loop.warn_of_missing_parts", lambda arguments: None)
+    yield
+    watches.clear()
+
+
+# -- where a loop stands still: in its third run, or after two --------------------------------------------------------
+
+
+def in_the_step(gate: Gate, arguments: dict[str, Any]) -> None:
+    def step(number: int) -> None:
+        if number == 2:
+            gate.stand_still()
+
+    with MonitoredLoop(step, **arguments) as loop:
+        for number in loop.until_stop(range(4)):
+            loop.run(number)
+
+
+def in_the_body(gate: Gate, arguments: dict[str, Any]) -> None:
+    with MonitoredLoop(**arguments) as loop:
+        for number in loop.until_stop(range(4)):
+            with loop.step():
+                if number == 2:
+                    gate.stand_still()
+
+
+def waiting_for_data(gate: Gate, arguments: dict[str, Any]) -> None:
+    def items() -> Iterator[int]:
+        yield from range(2)
+        gate.stand_still()
+        yield 2
+
+    with MonitoredLoop(bool, **arguments) as loop:
+        for _ in loop.until_stop(range(1)):
+            for number in loop.until_stop(items()):
+                loop.run(number)
+
+
+def in_the_script(gate: Gate, arguments: dict[str, Any]) -> None:
+    with MonitoredLoop(bool, **arguments) as loop:
+        for number in loop.until_stop(range(4)):
+            if number == 2:
+                gate.stand_still()
+            loop.run(number)
+
+
+class Stands(SessionRunHook):
+    """Stands still in one method, once two runs are over."""
+
+    def __init__(self, gate: Gate, method: str) -> None:
+        self._gate, self._method, self._runs = gate, method, 0
+
+    def before_run(self, run_context: Any) -> None:
+        if self._runs == 2 and self._method == "before_run" and not self._gate.is_open:
+            self._gate.stand_still()
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        if self._runs == 2 and self._method == "after_run" and not self._gate.is_open:
+            self._gate.stand_still()
+        self._runs += 1
+
+    def end(self, session: Any) -> None:
+        if self._method == "end":
+            self._gate.stand_still()
+
+
+def in_a_hook(method: str) -> Callable[[Gate, dict[str, Any]], None]:
+    def run(gate: Gate, arguments: dict[str, Any]) -> None:
+        with MonitoredLoop(bool, hooks=[Stands(gate, method)], **arguments) as loop:
+            for number in loop.until_stop(range(2 if method == "end" else 4)):
+                loop.run(number)
+
+    return run
+
+
+def in_an_evaluation(gate: Gate, arguments: dict[str, Any]) -> None:
+    def evaluate() -> dict[str, float]:
+        if len(made) == 3:
+            gate.stand_still()
+        return {"accuracy": 0.5}
+
+    made: list[int] = []
+    hooks = [EvaluationHook(evaluate, timer=AtSteps([3]))]
+    with MonitoredLoop(made.append, hooks=hooks, **arguments) as loop:
+        for number in loop.until_stop(range(3)):
+            loop.run(number)
+
+
+def in_a_save(gate: Gate, arguments: dict[str, Any]) -> None:
+    class Slow:
+        def state_dict(self) -> dict[str, int]:
+            if len(made) == 2:
+                gate.stand_still()
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            """Nothing is restored."""
+
+    made: list[int] = []
+    hooks = [CheckpointSaverHook(arguments["checkpoint_dir"], every_n_steps=2)]
+    with MonitoredLoop(made.append, hooks=hooks, state={"slow": Slow()}, **arguments) as loop:
+        for number in loop.until_stop(range(3)):
+            loop.run(number)
+
+
+@pytest.mark.parametrize(
+    ("main", "phase", "looks"),
+    [
+        (in_the_step, "in the step, Event.wait, test_stalls.py:", 5),
+        (in_the_body, "in the step, Event.wait, test_stalls.py:", 5),
+        (waiting_for_data, "waits for data at depth 2, Event.wait, test_stalls.py:", 5),
+        (in_the_script, "in code of the script, Event.wait, test_stalls.py:", 17),
+        (in_a_hook("before_run"), "in before_run of Stands, Event.wait, test_stalls.py:", 17),
+        (in_a_hook("after_run"), "in after_run of Stands, Event.wait, test_stalls.py:", 17),
+        (in_a_hook("end"), "closes the loop, Event.wait, test_stalls.py:", 17),
+        (in_an_evaluation, "in an evaluation, Event.wait, test_stalls.py:", 17),
+        (in_a_save, "in a save, Event.wait, test_stalls.py:", 17),
+    ],
+)
+def test_the_report_names_the_place(
+    main: Callable[[Gate, dict[str, Any]], None], phase: str, looks: int, tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    with Job(tmp_path, main) as job:
+        job.look(looks - 1)
+        assert not list(tmp_path.glob("stall-*"))
+        job.look(3)  # one report for one stall
+        line = f"no run was completed for {(looks - 2) * 100} s. It is in run 3: {phase}"
+        assert job.report().startswith(line)
+        assert "(stand_still)" in job.report().splitlines()[0]
+        assert "gate.stand_still()" in (tmp_path / "stall-3/rank-0.txt").read_text()
+        assert [text[: len(line)] for level, text in lines if level == "CRITICAL"] == [line]
+    assert not list(tmp_path.glob(".stall*"))
+
+
+def test_a_loop_that_goes_on_says_so(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    with Job(tmp_path, in_the_step) as job:
+        job.look(5)
+        assert job.watch.watched.stalled == "in run 3 (in the step)"
+        job.gate.open()
+        wait_until(lambda: job.watch._state.runs == 4)  # noqa: SLF001
+        job.look(1)
+        assert job.watch.watched.stalled is None
+        assert ("WARNING", "the loop goes on, after it stood still for 300 s") in lines
+
+
+# -- no alarm ---------------------------------------------------------------------------------------------------------
+
+
+def is_quiet(job: Job, looks: int, lines: list[tuple[str, str]]) -> bool:
+    job.look(looks)
+    return not [text for level, text in lines if level == "CRITICAL"]
+
+
+def test_a_first_run_may_take_five_times_as_long(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    def run(gate: Gate, arguments: dict[str, Any]) -> None:
+        with MonitoredLoop(gate.stand_still, **arguments) as loop:
+            loop.run()
+
+    with Job(tmp_path, run) as job:
+        assert is_quiet(job, 16, lines)
+        job.look(1)
+        wait_until(lambda: not is_quiet(job, 0, lines))
+
+
+def test_a_long_evaluation_is_none_and_makes_the_next_one_free_to_take_as_long(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    with Job(tmp_path, in_an_evaluation) as job:
+        assert is_quiet(job, 14, lines)
+        assert job.watch._limit(True) == 1500  # noqa: SLF001
+        job.gate.open()
+        wait_until(lambda: job.watch._state.runs == 3 and not job._thread.is_alive())  # noqa: SLF001
+        job.look(1)
+        assert job.watch._limit(True) == 6000  # noqa: SLF001
+
+
+def test_a_step_that_is_slow_but_alive_is_none(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    looked = []
+
+    def run(gate: Gate, arguments: dict[str, Any]) -> None:
+        def step(number: int) -> None:
+            (watch,) = watches
+            for _ in range(3):
+                watch.look()
+            looked.append(watch._limit(False))  # noqa: SLF001
+
+        with MonitoredLoop(step, **arguments) as loop:
+            for number in loop.until_stop(range(6)):
+                loop.run(number)
+            gate.stand_still()
+
+    with Job(tmp_path, run):
+        assert looked == [300, 300, 3000, 3000, 3000, 3000]
+        assert not [text for level, text in lines if level == "CRITICAL"]
+
+
+def test_a_breakpoint_is_none(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    def run(gate: Gate, arguments: dict[str, Any]) -> None:
+        at_breakpoint = eval("lambda: gate.stand_still()", {"__name__": "bdb", "gate": gate})
+
+        def step(number: int) -> None:
+            if number == 2:
+                at_breakpoint()
+
+        with MonitoredLoop(step, **arguments) as loop:
+            for number in loop.until_stop(range(4)):
+                loop.run(number)
+
+    with Job(tmp_path, run) as job:
+        assert is_quiet(job, 30, lines)
+
+
+def test_a_pause_at_an_interactive_prompt_is_none(
+    tmp_path: Path, lines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with Job(tmp_path, in_the_script) as job:
+        assert is_quiet(job, 30, lines)
+
+
+def test_a_limit_without_end_is_none(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    with Job(tmp_path, in_the_step, stall_secs=math.inf) as job:
+        assert is_quiet(job, 100, lines)
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_outer_loop_does_not_stand_still_while_an_inner_one_trains(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    with Job(tmp_path, in_the_step) as job, MonitoredLoop(bool) as other:
+        for _ in range(10):
+            assert is_quiet(job, 1, lines)
+            other.run()
+
+
+def test_a_thread_that_is_gone_is_none(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    kept = []
+
+    def run(gate: Gate, arguments: dict[str, Any]) -> None:
+        kept.append(MonitoredLoop(bool, **arguments))
+        gate.stand_still()
+
+    with Job(tmp_path, run) as job:
+        pass
+    assert is_quiet(job, 100, lines)
+    kept.pop().close()
+
+
+# -- what else --------------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_ends_the_process_after_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[list[str]] = []
+    monkeypatch.setattr(stalls, "end_process", lambda reason: ended.append(os.listdir(tmp_path / "stall-3")))
+    with Job(tmp_path, in_the_step, stall_secs=100, stall_action="abort") as job:
+        job.look(3)
+        wait_until(lambda: bool(ended))
+    assert sorted(ended[0]) == ["rank-0.txt", "report.md"]
+
+
+def test_arguments_that_are_not_valid() -> None:
+    with pytest.raises(ValueError, match='stall_action=\'ends\': must be "report" or "abort"'):
+        MonitoredLoop(bool, stall_action="ends")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stall_secs=-1: a period is a number of seconds, 0 or more"):
+        MonitoredLoop(bool, stall_secs=-1)
+
+
+def test_without_a_folder_the_stacks_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]]
+) -> None:
+    file = (tmp_path / "stderr").open("w+")
+    monkeypatch.setattr(sys, "__stderr__", file)
+    with file, Job(tmp_path, in_the_step, checkpoint_dir=None) as job:
+        job.look(5)
+        wait_until(lambda: "stand_still" in (tmp_path / "stderr").read_text())
+    assert "CRITICAL" in dict(lines)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    (tmp_path / "stall-3").touch()
+    with Job(tmp_path, in_the_step) as job:
+        job.look(5)
+        wait_until(lambda: any("cannot be written" in text for level, text in lines if level == "WARNING"))
+
+
+def test_a_call_that_kept_the_lock_is_reported_once(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    with Job(tmp_path, in_the_step) as job:
+        job.look(1)
+        (tmp_path / ".stall-rank-0.txt").write_text("stacks")  # as faulthandler does
+        job.look(2)
+        assert (tmp_path / "stall-3/rank-0.lock.txt").read_text() == "stacks"
+        said = [text for level, text in lines if level == "CRITICAL"]
+        assert [text.partition(":")[0] for text in said] == [
+            "a call kept Python's global lock for more than 300 s, so no other thread could run"
+        ]
+    assert not list(tmp_path.glob(".stall*"))
+
+
+def test_a_look_after_the_end_leaves_no_file(tmp_path: Path) -> None:
+    with Job(tmp_path, in_the_step) as job:
+        job.look(1)
+    job.look(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_watch_that_fails_ends_and_the_loop_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(watch: Watch) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(stalls, "LOOK_SECS", 0.001)
+    monkeypatch.setattr(Watch, "look", fail)
+    with log_lines() as lines, MonitoredLoop(bool) as loop:
+        wait_until(lambda: ("WARNING", "the loop is not watched any more for standing still") in lines)
+        loop.run()
+
+
+def test_the_thread_of_a_loop_that_was_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "LOOK_SECS", 0.001)
+    loop = MonitoredLoop(bool)
+    watches.clear()
+    threads = [each for each in threading.enumerate() if each.name == "torchhooks watch"]
+    del loop
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
+
+
+def test_a_state_that_cannot_be_found_out_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("changed")
+
+    with Job(tmp_path, in_the_step) as job:
+        monkeypatch.setattr(job.watch, "_rank_state", fail)
+        job.look(5)
+        wait_until(lambda: any(level == "CRITICAL" for level, _ in lines))
+        (line,) = [text for level, text in lines if level == "CRITICAL"]
+        assert line == "no run was completed for 0 s. It is in run 0: unknown (RuntimeError: changed)."
+
+
+def test_the_status_of_a_loop_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_record, "PERIOD_SECS", 0.02)
+    with Job(tmp_path, in_a_save) as job:
+        job.look(17)
+
+        def is_written() -> bool:
+            record = read_record(str(tmp_path))
+            return record is not None and record.stalled is not None
+
+        wait_until(is_written)
+        capsys.readouterr()
+        assert main(["status", str(tmp_path)]) == 1
+        printed = capsys.readouterr().out
+        assert re.search(r"state +stalled for \d+ s in run 3 \(in a save\), process \d+ on ", printed)
+        assert re.search(r"report +no run was completed for 1500 s. It is in run 3: in a save, ", printed)
+        assert main(["status", "--json", str(tmp_path)]) == 1
+        assert json.loads(capsys.readouterr().out)["record"]["stalled"] == "in run 3 (in a save)"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_stacks_asks_a_live_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: list[tuple[str, str]]
+) -> None:
+    monkeypatch.setattr(run_record, "PERIOD_SECS", 0.02)
+    with Job(tmp_path, in_a_save):
+        wait_until(lambda: read_record(str(tmp_path)) is not None)
+        capsys.readouterr()
+        assert main(["stacks", str(tmp_path)]) == 0
+        printed = capsys.readouterr().out
+        (folder,) = tmp_path.glob("stacks-*")
+        assert printed.startswith("It is in run 3: in a save, Event.wait, test_stalls.py:")
+        assert printed.endswith(f"{folder} has the stacks\n")
+        assert "gate.stand_still()" in (folder / "rank-0.txt").read_text()
+    assert not (tmp_path / ".stacks").exists()
+    assert not [text for level, text in lines if level == "CRITICAL"]
+
+
+def test_the_command_stacks_without_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stacks", str(tmp_path)]) == 1
+    assert "names no loop that trains here" in capsys.readouterr().err
+
+
+def test_the_command_stacks_without_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Record(1, "another", 1, 1.0, 0, 1.0, 7, 1.0)
+    (tmp_path / ".run.json").write_text(json.dumps(record._asdict()))
+    monkeypatch.setattr(commands, "_WAIT_SECS", 0.2)
+    assert main(["stacks", str(tmp_path)]) == 1
+    assert "process 1 on another has not answered for 0.2 s" in capsys.readouterr().err
+    assert not (tmp_path / ".stacks").exists()
+
+
+def test_a_request_for_a_folder_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_record, "PERIOD_SECS", 0.02)
+    with Job(tmp_path, in_a_save):
+        (tmp_path / ".stacks").write_text("../stacks-12345678")
+        wait_until(lambda: not (tmp_path / ".stacks").exists())
+    assert not list(tmp_path.parent.glob("stacks*"))
+
+
+# -- child processes --------------------------------------------------------------------------------------------------
+
+
+def wait_long() -> None:
+    time.sleep(60)
+
+
+def test_child_processes_that_are_gone_or_stopped(tmp_path: Path) -> None:
+    process = processes.start(tmp_path / "output", wait_long)
+    name = f"worker {process.name} (pid {process.pid})"
+
+    def said() -> tuple[str, bool] | None:
+        return next(((each.text, each.is_well) for each in children() if each.text.startswith(name)), None)
+
+    try:
+        wait_until(lambda: said() in [(f"{name} is in state {state}", True) for state in "SRD"])
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: said() == (f"{name} is stopped", False))
+    finally:
+        process.kill()
+    wait_until(lambda: said() == (f"{name} was killed by signal 9", False))
+    process.join()
+    assert said() is None
+
+
+def test_a_child_that_has_ended_is_not_collected() -> None:
+    child = subprocess.Popen(["sh", "-c", "exit 3"])
+    process: Any = SimpleNamespace(name="Process-1", pid=child.pid)
+    wait_until(lambda: _child(process).text == f"worker Process-1 (pid {child.pid}) ended with exit code 3")
+    assert child.wait() == 3
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_the_others_wait_for_is_named_first() -> None:
+    waits = RankState(81234, 300, "in the step", "all_reduce, train.py:88 (step)", IN_COLLECTIVE)
+    missing = RankState(
+        81234, 300, "waits for data at depth 1", "Queue.get, loader.py:40 (get)", NOT_WAITING, "w is gone"
+    )
+    states = [waits, missing, waits, waits]
+    assert first_line(states) == (
+        "Rank 1 is not there: it is in run 81234: waits for data at depth 1, Queue.get, loader.py:40 (get); w is gone. "
+        "Ranks 0, 2, 3 wait in run 81234: all_reduce, train.py:88 (step)."
+    )
+    assert short_line(states) == "in run 81234 (rank 1: waits for data at depth 1)"
+    assert "| 3 | 81234 | 300 s | in the step | all_reduce, train.py:88 (step) | - |" in report(states, "line", "files")
+
+
+def test_ranks_that_all_wait_or_do_not_are_named_the_fewest_first() -> None:
+    one = RankState(7, 9, "in the step", "all_reduce, a.py:1 (step)", IN_COLLECTIVE)
+    other = RankState(7, 9, "in the step", "broadcast, a.py:2 (step)", IN_COLLECTIVE)
+    assert first_line([one, one, other]) == (
+        "Rank 2 waits in run 7: broadcast, a.py:2 (step). Ranks 0, 1 wait in run 7: all_reduce, a.py:1 (step)."
+    )
+    idle = [each._replace(waits=NOT_WAITING) for each in (other, one, one)]
+    assert first_line(idle).startswith("Rank 0 is in run 7: in the step, broadcast")
+    assert first_line([one, one]) == "All ranks wait in run 7: all_reduce, a.py:1 (step)."
+    meeting = RankState(8, 9, "waits for the other ranks", "", AT_MEETING)
+    assert first_line([meeting, one]).startswith(
+        "Rank 0 is not there: it is in run 8: waits for the other ranks. Rank 1"
+    )
+    states = [meeting, meeting, one]
+    assert first_line(states).startswith(
+        "Ranks 0, 1 are not there: they are in run 8: waits for the other ranks. Rank 2"
+    )
+
+
+def test_a_state_survives_its_way_as_text() -> None:
+    state = RankState(7, 9, "p" * 500, "wö" * 300, IN_COLLECTIVE, "c" * 500, True, "stacks-1")
+    text = state.to_text()
+    assert len(text.encode()) < 1000
+    assert RankState.from_text(text) == state._replace(phase="p" * 240, where="w?" * 120, children="c" * 240)
+
+
+def collective(module: str, name: str, file: str) -> Any:
+    """Return a function that another library would have, which calls what it is given."""
+    found: dict[str, Any] = {"__name__": module}
+    exec(compile(f"def {name}(call): return call()", file, "exec"), found)
+    return found[name]
+
+
+def test_what_a_rank_waits_for_is_known_by_its_frames() -> None:
+    place = locate(sys._getframe(), LoopState(), 0)  # noqa: SLF001
+    assert (place.phase, place.waits) == ("in code of the script", NOT_WAITING)
+    frames: list[Any] = []
+
+    def note() -> None:
+        frame = sys._getframe()  # noqa: SLF001
+        assert frame.f_back is not None
+        frames.append(locate(frame.f_back, LoopState(), 0))
+
+    library = torch.__file__
+    wrapper = collective("torch.distributed.c10d_logger", "wrapper", library)
+    wrapper(lambda: None)
+    all_reduce = collective("torch.distributed.distributed_c10d", "all_reduce", library)
+    wrapper(lambda: all_reduce(note))
+    collective("torch.autograd.graph", "_engine_run_backward", library)(note)
+    collective("torchhooks.ranks.peers", "_wait", stalls.__file__)(note)
+    assert [place.waits for place in frames] == [IN_COLLECTIVE, IN_COLLECTIVE, AT_MEETING]
+    assert frames[0].where.startswith("all_reduce, test_stalls.py:")
+    assert frames[2].phase == "waits for the other ranks"

@@ -1,0 +1,53 @@
+"""The command ``stacks`` of ``python -m torchhooks``: where all threads of a live training run are."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from torchhooks.common.checks import check_exists
+from torchhooks.common.errors import CheckpointError
+from torchhooks.common.files import replacing
+from torchhooks.common.text import plain
+from torchhooks.lifecycle.run_record import NAME, REQUEST, read_record
+
+_WAIT_SECS = 30.0
+_POLL_SECS = 0.1
+
+
+def add_commands(commands: Any) -> None:
+    """Add the command to the subparsers ``commands`` of ``python -m torchhooks``."""
+    command = commands.add_parser("stacks", help="write the stacks of all threads of a live training run, on all ranks")
+    command.add_argument("path", help="the folder of the training run")
+    command.set_defaults(call=lambda given: stacks(given.path))
+
+
+def stacks(path: str) -> int:
+    """Ask the training run in ``path`` for its stacks, print its report and where they are, and return 0.
+
+    Raises:
+        CheckpointError: no loop trains there, or it does not answer.
+    """
+    check_exists(path)
+    record = read_record(path)
+    if record is None or record.stopped is not None:
+        raise CheckpointError(f"{os.path.join(path, NAME)} names no loop that trains here, so nobody can answer")
+    name = f"stacks-{uuid.uuid4().hex[:8]}"
+    request, report = os.path.join(path, REQUEST), Path(path, name, "report.md")
+    with replacing(request) as temporary:
+        Path(temporary).write_text(name, encoding="utf-8")
+    end = time.monotonic() + _WAIT_SECS
+    while not report.exists():
+        if time.monotonic() > end:
+            Path(request).unlink(missing_ok=True)
+            raise CheckpointError(
+                f"process {record.pid} on {record.host} has not answered for {_WAIT_SECS:g} s: it is gone, or stopped, "
+                "or in a call that keeps Python's global lock"
+            )
+        time.sleep(_POLL_SECS)
+    print(plain(report.read_text(encoding="utf-8")), end="")
+    print(plain(f"\n{report.parent} has the stacks"))
+    return 0

@@ -1,0 +1,296 @@
+"""The watch of a loop: a thread that looks once a second whether anything was completed, and reports a stall.
+
+A loop stands still if no run, item, evaluation or save was completed for long. The thread reads counters that exist,
+and only if they have not changed, the stack of the training thread. It counts its looks and not the clock, so a process
+that was stopped for an hour does not seem to stand still when it goes on.
+
+With several ranks, the rank that notices it first asks all of them where they are, through the tick threads, which go
+on while the training threads hang: see :meth:`torchhooks.ranks.peers.Peers.ask_for_states`. Each rank writes the stacks
+of its own threads, and the chief logs the line and writes the report.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO
+
+from torchhooks.common.errors import brief
+from torchhooks.common.files import replacing
+from torchhooks.common.log import logger
+from torchhooks.data.position import DataPosition
+from torchhooks.lifecycle.loop_state import LoopState
+from torchhooks.lifecycle.run_record import Watched
+from torchhooks.ranks.peers import Peers, end_process
+from torchhooks.ranks.ranks import LoopRanks
+from torchhooks.ranks.transport import flight_record
+from torchhooks.watch.places import IN_SCRIPT, NOT_WAITING, Place, children, locate, stacks
+from torchhooks.watch.report import RankState, first_line, report, short_line
+
+LOOK_SECS = 1.0
+LEAST_SECS = 300.0  # without stall_secs: no alarm before that
+_TIMES_SLOWEST = 30
+_TIMES_SLOW = 5  # the limit for what may take long, relative to the limit for a step
+_ASK_AGAIN = 1.25  # relative to the time at which another rank was excused
+_WRITE_SECS = 10.0  # how long an abort waits for files on a disk that may be what blocks
+
+_open: weakref.WeakSet[Watch]  # of this process: an outer loop does not stand still while an inner one trains
+
+
+class Watch:
+    """Watches one loop. Created in the training thread.
+
+    Args:
+        state: the state of the loop.
+        position: how far it is in its data.
+        ranks, peers: which rank this is, and the way to the others; ``peers`` is ``None`` in a process that is alone.
+        folder: the folder of the training run, for reports; without one, stacks are printed to stderr.
+        stall_secs: after how many seconds the loop stands still; ``None`` for 30 times the slowest run, at least 300.
+        aborts: whether to end the process after the report.
+    """
+
+    def __init__(
+        self,
+        state: LoopState,
+        position: DataPosition,
+        ranks: LoopRanks,
+        peers: Peers | None,
+        folder: str | None,
+        stall_secs: float | None,
+        aborts: bool,
+    ) -> None:
+        self._state, self._position, self._ranks, self._peers = state, position, ranks, peers
+        self._folder = None if folder is None else os.path.abspath(folder)
+        self._stall_secs, self._aborts = stall_secs, aborts
+        self._training_thread = threading.get_ident()
+        self._closed = threading.Event()
+        self._runs = 0
+        self._counts: tuple[tuple[int, int], ...] = ()
+        self._phase = ""  # at the last look; "" if something was completed since the one before it
+        self._is_slow = True
+        self._quiet = 0  # how many looks ago something was completed
+        self._longest = {False: 0.0, True: 0.0}  # in seconds, by is_slow
+        self._next = 0  # the look at which to ask the other ranks again
+        self._request = ""
+        self._stall: tuple[str, str] | None = None  # in short, and the line
+        self._run_time = time.time()
+        self._file_lock = threading.Lock()
+        self._lock_file: IO[bytes] | None = None  # where faulthandler writes if a call keeps Python's lock
+
+    def start(self) -> None:
+        """Look once a second, in a thread that does not keep a loop that is dropped."""
+        if self._peers is not None:
+            self._peers.state_text, self._peers.on_states = self._state_text, self._take_states
+        _open.add(self)
+        looking = (weakref.ref(self), self._closed)
+        threading.Thread(target=_look_again, args=looking, name="torchhooks watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        _open.discard(self)
+        with self._file_lock:
+            if self._lock_file is not None:
+                faulthandler.cancel_dump_traceback_later()
+                self._lock_file.close()
+                with suppress(OSError):
+                    os.remove(self._lock_file.name)
+
+    @property
+    def watched(self) -> Watched:
+        """What the record of the run says of it."""
+        self._note_runs()
+        return Watched(self._run_time, *(self._stall or (None, None)))
+
+    def request(self, folder: str) -> None:
+        """Write the stacks of all ranks into ``folder`` in the folder of the training run. Any thread may call this."""
+        self._request = folder
+        self._ask()
+
+    # -- a look -------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Notice what was completed since the last look, or that nothing was for too long."""
+        self._watch_the_lock()
+        self._note_runs()
+        counts = tuple((each._state.runs, each._items) for each in _open)  # noqa: SLF001 - its own class
+        place = None if counts != self._counts else self._place()
+        if place is None or place.phase != self._phase:  # an evaluation that is over, too
+            self._went_on(place)
+            self._counts = counts
+            return
+        self._quiet += 1
+        is_excused = place.is_in_debugger or (place.phase == IN_SCRIPT and _is_interactive())
+        if self._quiet >= self._next and self._secs >= self._limit(self._is_slow) and not (self._stall or is_excused):
+            self._ask()
+
+    def _note_runs(self) -> None:
+        """Note when a run was last seen to be completed. The thread that writes the record calls this too."""
+        if self._state.runs != self._runs:
+            self._runs, self._run_time = self._state.runs, time.time()
+
+    @property
+    def _items(self) -> int:
+        return sum(cursor.taken for cursor in self._position.open_loops)
+
+    @property
+    def _secs(self) -> float:
+        return self._quiet * LOOK_SECS
+
+    def _place(self) -> Place | None:
+        frame = sys._current_frames().get(self._training_thread)  # noqa: SLF001 - CPython's
+        return None if frame is None else locate(frame, self._state, len(self._position.open_loops))
+
+    def _went_on(self, place: Place | None) -> None:
+        self._longest[self._is_slow] = max(self._longest[self._is_slow], self._secs)
+        if self._stall is not None and self._quiet and self._ranks.is_chief:
+            logger.warning("the loop goes on, after it stood still for %d s", self._secs)
+        self._stall, self._quiet, self._next = None, 0, 0
+        self._phase = "" if place is None else place.phase
+        self._is_slow = not self._state.runs or (place is not None and place.is_slow)
+
+    def _limit(self, is_slow: bool) -> float:
+        """Return after how many seconds the loop stands still; the first run is slow, too: it may compile."""
+        if self._stall_secs is not None:
+            return self._stall_secs * (_TIMES_SLOW if is_slow else 1)
+        usual = max(LEAST_SECS, _TIMES_SLOWEST * self._longest[False])
+        return _TIMES_SLOW * max(usual, self._longest[True]) if is_slow else usual
+
+    # -- a stall ------------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Have all ranks say where they are. If they cannot, because one is lost, its PeerError is the report."""
+        if self._peers is None:
+            self._take_states([self._state_text()])
+        elif not self._peers.ask_for_states():
+            self._next = sys.maxsize
+
+    def _state_text(self) -> str:
+        """Return what this rank says of itself. It reads no file: the tick thread must not wait for a disk."""
+        try:
+            return self._rank_state().to_text()
+        except Exception as error:  # the tick thread ends the training run if this raises
+            return RankState(phase=f"unknown ({brief(error)})", request=self._request).to_text()
+
+    def _rank_state(self) -> RankState:
+        place = self._place() or Place("its thread has ended", "", NOT_WAITING, False, False)
+        is_slow = place.is_slow or not self._state.runs
+        return RankState(
+            run=self._state.total_runs + (not place.run_counts),
+            secs=int(self._secs),
+            phase=place.phase,
+            where=place.where,
+            waits=place.waits,
+            children="; ".join(each.text for each in children() if not each.is_well),
+            is_excused=place.is_in_debugger or (is_slow and self._secs < self._limit(True)),
+            request=self._request,
+        )
+
+    def _take_states(self, texts: list[str]) -> None:
+        """Report what the ranks said, in a thread of its own: this one must not wait for a disk."""
+        states = [RankState.from_text(text) for text in texts]
+        request = next((state.request for state in states if state.request), "")
+        self._request = ""
+        if not request and any(state.is_excused for state in states):
+            self._next = math.ceil(self._quiet * _ASK_AGAIN) + 1
+            return
+        line = first_line(states)
+        if not request:
+            secs = max(state.secs for state in states)
+            line = f"no run was completed for {secs} s. {line}"
+            self._stall = (short_line(states), line)
+        threading.Thread(
+            target=self._report, args=(states, request, line), name="torchhooks report", daemon=True
+        ).start()
+
+    def _report(self, states: Sequence[RankState], request: str, line: str) -> None:
+        if self._ranks.is_chief and not request:
+            logger.critical("%s", line)
+        folder = request or f"stall-{max(state.run for state in states)}"
+        writing = threading.Thread(
+            target=self._write, args=(states, folder, line), name="torchhooks report", daemon=True
+        )
+        writing.start()
+        if self._aborts and not request:
+            writing.join(_WRITE_SECS)
+            end_process('the loop stands still, and stall_action is "abort"')
+
+    def _write(self, states: Sequence[RankState], name: str, line: str) -> None:
+        """Write the stacks of this rank, and on the chief the report."""
+        rank, own = self._ranks.rank, states[self._ranks.rank]
+        if self._folder is None:
+            faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
+            return
+        folder = os.path.join(self._folder, name)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            listed = "\n".join(each.text for each in children())
+            text = f"rank {rank}: {own.phase}, run {own.run}, {own.where}\n{listed}\n\n{stacks()}"
+            _write_file(os.path.join(folder, f"rank-{rank}.txt"), text.encode(errors="replace"))
+            if record := flight_record():
+                _write_file(os.path.join(folder, f"rank-{rank}.flight.json"), record)
+            if self._ranks.is_chief:  # last: whoever waits for it finds this rank's stacks too
+                files = "The stacks of rank N are in rank-N.txt, next to this file, or in that folder of its machine."
+                _write_file(os.path.join(folder, "report.md"), report(states, line, files).encode(errors="replace"))
+        except OSError as error:
+            logger.warning("%s cannot be written (%s)", folder, error.strerror or error)
+
+    # -- a call that keeps Python's lock, so that no thread can look --------------------------------------------------
+
+    def _watch_the_lock(self) -> None:
+        """Have faulthandler write the stacks unless this is called again in time, and report what it has written."""
+        secs, rank = self._limit(self._is_slow), self._ranks.rank
+        if self._folder is None or secs == math.inf or not os.path.isdir(self._folder):
+            return
+        with self._file_lock:
+            if self._closed.is_set():
+                return
+            if self._lock_file is None:
+                path = os.path.join(self._folder, f".stall-rank-{rank}.txt")
+                self._lock_file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in close()
+            elif os.fstat(self._lock_file.fileno()).st_size:
+                folder = os.path.join(self._folder, f"stall-{self._state.total_runs + 1}")
+                os.makedirs(folder, exist_ok=True)
+                path = os.path.join(folder, f"rank-{rank}.lock.txt")
+                os.replace(self._lock_file.name, path)
+                self._lock_file.close()
+                self._lock_file = None
+                logger.critical(
+                    "a call kept Python's global lock for more than %g s, so no other thread could run: %s has the "
+                    "stacks",
+                    *(secs, path),
+                )
+                return
+            faulthandler.dump_traceback_later(secs + LOOK_SECS, file=self._lock_file)
+
+
+_open = weakref.WeakSet()
+
+
+def _look_again(watch: weakref.ref[Watch], closed: threading.Event) -> None:
+    while not closed.wait(LOOK_SECS):
+        if (found := watch()) is None:
+            return
+        try:
+            found.look()
+        except Exception as error:  # a disk that is full, for example: the training run goes on without a watch
+            logger.warning("the loop is not watched any more for standing still", exc_info=error)
+            return
+        del found
+
+
+def _is_interactive() -> bool:
+    """Return whether the script is typed by a person, who may think between two runs."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+def _write_file(path: str, data: bytes) -> None:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(data)
