@@ -202,7 +202,7 @@ def test_the_thread_that_writes_the_record_ends_with_a_loop_that_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_record, "PERIOD_SECS", 0.02)
-    record = run_record.RunRecord(str(tmp_path), 1, Session)
+    record = run_record.RunRecord(str(tmp_path), 1, Session, lambda: run_record.Watched(0.0), list)
     record.start()
     del record
     wait_until(lambda: all(thread.name != "torchhooks run record" for thread in threading.enumerate()))
