@@ -195,9 +195,7 @@ def fast_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize(
-    "first", [0, 50, *(pytest.param(first, marks=pytest.mark.exhaustive) for first in range(100, 300, 50))]
-)
+@pytest.mark.parametrize("first", [0, 50, *(pytest.param(first, marks=pytest.mark.exhaustive) for first in (100, 150))])
 def test_random_schedules_end_the_same_on_all_ranks(first: int, fast_switches: None) -> None:
     ends = {check(Schedule.drawn(seed)) for seed in range(first, first + 50)}
     assert ends == {"stopped", "failed"}

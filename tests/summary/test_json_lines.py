@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import paths
+from support import processes
 from support.disks import FailingDisk, no_space_after
+from support.waiting import wait_until
 
 from torchhooks import CheckpointSaverHook, JsonLinesWriter, MonitoredLoop, StepCounterHook, SummarySaverHook, summary
 from torchhooks.summary import json_lines
@@ -509,40 +508,38 @@ def test_hooks_write_every_scalar_through_the_add_points_of_a_subclass(path: Pat
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def process(code: str, path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run ``code`` on the file in another process, which is killed at the end of the block."""
-    start = "import os, sys\nfrom torchhooks import JsonLinesWriter\n"
-    start += "path = sys.argv[1]\n"
-    environment = paths.environment()
-    with subprocess.Popen([sys.executable, "-c", start + code, str(path)], env=environment, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+def write_for_ever(path: Path) -> None:
+    writer = JsonLinesWriter(path)
+    for step in itertools.count():
+        writer.add_points([(f"tag{i}", 0.5) for i in range(50)], step)
+
+
+def purge_and_be_killed(path: Path) -> None:
+    writer: Any = filled(path, *range(5))
+    os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+    writer.purge_from(2)
+
+
+def write_and_be_killed(path: Path, size: int) -> None:
+    """Let another process write until the file has ``size`` bytes, and kill it."""
+    output = path.with_name("output")
+    writing = processes.start(output, write_for_ever, path)
+    try:
+        wait_until(lambda: path.exists() and path.stat().st_size >= size, output.read_text)
+    finally:
+        writing.kill()
+        writing.join()
 
 
 def test_a_kill_at_any_moment_leaves_whole_lines_and_at_most_one_incomplete_line(path: Path) -> None:
-    path.touch()
-    code = (
-        "writer, step = JsonLinesWriter(path), 0\n"
-        'while True:\n    writer.add_points([(f"tag{i}", 0.5) for i in range(50)], step)\n    step += 1\n'
-    )
     for life in range(3):
-        with process(code, path) as writing:
-            while path.stat().st_size < (life + 1) * 100_000:
-                assert writing.poll() is None
+        write_and_be_killed(path, (life + 1) * 100_000)
         JsonLinesWriter(path)
         assert all(len(line) == 52 for line in read(path))
 
 
 def test_a_kill_before_the_new_file_replaces_the_old_one_leaves_the_old_one(path: Path) -> None:
-    code = (
-        "os.replace = lambda *paths: os.kill(os.getpid(), 9)\nwriter = JsonLinesWriter(path)\n"
-        'for step in range(5):\n    writer.add_scalar("loss", 0.5, step)\nwriter.purge_from(2)\n'
-    )
-    with process(code, path) as purging:
-        assert purging.wait(60) == -signal.SIGKILL
+    assert processes.call(purge_and_be_killed, path).code == -signal.SIGKILL
     assert other_files(path) == {f"{path.name}.tmp"}
     assert steps(path) == [0, 1, 2, 3, 4]
     filled(path, 5).purge_from(2)  # the next process is restored at the same step

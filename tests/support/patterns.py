@@ -314,12 +314,12 @@ class Pattern:
         return [f"stop {step}" for step in self.stops] + [f"kill {step}" for step in self.kills]
 
     @property
-    def often(self) -> tuple[int, ...]:
-        """The steps at which one training run is stopped, killed, and stopped by a signal, one after the other."""
-        return self.steps if len(self.steps) < 4 else (self.steps[0], self.steps[len(self.steps) // 2], self.steps[-1])
+    def often(self) -> tuple[int, int]:
+        """The steps at which one training run is killed, and then stopped by a signal."""
+        return self.kills[0], self.kills[-1]
 
 
-STEPS_OF_MOST = 2, BATCHES, BATCHES + 1
+STEPS_OF_MOST = BATCHES, BATCHES + 1
 PATTERNS: dict[str, Pattern] = {}
 """The ways that resume exactly, by name."""
 EVERY: dict[str, Pattern] = {}
@@ -2135,9 +2135,9 @@ def attempt(folder: Path, name: str, seed: int, interruption: Interruption, save
 def often(folder: Path, name: str) -> dict[str, Any]:
     """Train, interrupted several times, each attempt in a process of its own. Return the outcome, or an error."""
     logged = ""
-    ways = zip(("stop", "kill", "signal"), EVERY[name].often, strict=False)
+    ways = zip(("kill", "signal"), EVERY[name].often, strict=True)
     for number, interruption in enumerate([*(Interruption(way, step) for way, step in ways), END]):
-        save_steps = NEVER if interruption.way in ("stop", "signal") else 1
+        save_steps = NEVER if interruption.way == "signal" else 1
         code, errors = in_a_process(attempt, folder, name, 1 + 100 * number, interruption, save_steps)
         if code != interruption.exit_code:
             return {"error": f"attempt {number}, {interruption}: exit code {code}\n{errors}"}
