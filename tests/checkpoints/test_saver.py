@@ -1828,11 +1828,3 @@ def test_refuses_an_invalid_step(tmp_path: Path, step: Any) -> None:
 def test_refuses_a_path_without_a_name(path: str) -> None:
     with pytest.raises(ValueError, match=r"must end in a name"):
         Saver().save(boxed(1), path, 1)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["Saver()", "Saver(max_to_keep=None)", "Saver(keep_checkpoint_every_n_hours=2, async_save=True, strict=False)"],
-)
-def test_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text

@@ -236,14 +236,6 @@ def test_the_longest_periods_do_not_trigger_again(period: dict[str, Any], clock:
     assert timer.next_due() not in (NOW, NEVER)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["SecondOrStepTimer(every_steps=10)", "SecondOrStepTimer(every_secs=0.5)", "NeverTriggerTimer()"],
-)
-def test_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text
-
-
 @pytest.mark.parametrize("op", ["should", "update", "last", "reset"])
 def test_never_trigger_timer_answers_false_or_none(op: str) -> None:
     assert apply(NeverTriggerTimer(), op, 1) in (False, None, [None, None])
@@ -288,10 +280,6 @@ def test_at_steps_does_not_trigger_again_after_a_resume_and_does_after_a_recover
 def test_at_steps_refuses_what_is_not_a_list_of_steps(steps: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         AtSteps(steps)
-
-
-def test_timers_of_steps_and_epochs_can_be_pasted_back() -> None:
-    assert [repr(timer) for timer in (AtSteps([5, 2]), EveryEpochs(3))] == ["AtSteps([2, 5])", "EveryEpochs(3)"]
 
 
 def test_a_timer_of_epochs_measures_from_one_trigger_to_the_next(clock: FakeClock) -> None:

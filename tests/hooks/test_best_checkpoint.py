@@ -719,14 +719,3 @@ def test_the_best_is_saved_before_the_checkpoint_from_which_a_killed_process_res
 def test_refuses_invalid_arguments_and_shows_them(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         BestCheckpointHook("run", "accuracy", **arguments)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "BestCheckpointHook('run', 'accuracy', save_steps=100, mode='max')",
-        "BestCheckpointHook('run', 'loss', save_secs=2.5, mode='min', keep=3, name='least', async_save=True)",
-    ],
-)
-def test_a_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text

@@ -277,14 +277,6 @@ def test_refuses_an_invalid_number_of_steps(save_steps: Any, tmp_path: Path) -> 
         CheckpointSaverHook(tmp_path, save_steps=save_steps)
 
 
-def test_a_repr_could_be_pasted_back() -> None:
-    hook = CheckpointSaverHook("run", save_steps=5, saver=Saver(3), checkpoint_basename="net")
-    assert (
-        repr(hook) == "CheckpointSaverHook('run', save_steps=5, saver=Saver(max_to_keep=3), checkpoint_basename='net')"
-    )
-    assert repr(eval(repr(hook))) == repr(hook)
-
-
 # -- where, and with which saver --------------------------------------------------------------------------------------
 
 

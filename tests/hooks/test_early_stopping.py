@@ -367,16 +367,3 @@ def test_refuses_invalid_arguments_and_shows_them(create: Callable[[], object], 
 def test_a_metric_that_is_not_one_number_is_an_error_of_the_run() -> None:
     with pytest.raises(TypeError, match=r"loss is a tensor of shape \(3,\): the metric of a StopIfHigherHook"):
         trace(StopIfHigherHook("loss", 0.5), losses=[torch.ones(3)])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "StopIfHigherHook('loss', threshold=0.5)",
-        "StopIfLowerHook('loss', threshold=0.5, min_steps=3, every_n_steps=2)",
-        "StopIfNoDecreaseHook('loss', max_steps_without_decrease=5)",
-        "StopIfNoIncreaseHook('loss', max_steps_without_increase=5, timer=EverySteps(3), name='loss', min_delta=0.5)",
-    ],
-)
-def test_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text

@@ -88,10 +88,6 @@ def test_refuses_an_invalid_period(n: Any) -> None:
         EverySteps(n)
 
 
-def test_repr_can_be_pasted_back() -> None:
-    assert repr(EverySteps(10)) == "EverySteps(10)"
-
-
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 

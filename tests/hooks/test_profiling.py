@@ -331,8 +331,3 @@ def test_nothing_waits_for_a_device_but_the_profiler(tmp_path: Path) -> None:
 def test_refuses_invalid_arguments_and_shows_them(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ProfilerHook(**arguments)
-
-
-@pytest.mark.parametrize("text", ["ProfilerHook(save_steps=5)", "ProfilerHook(save_secs=2.5, output_dir='a', runs=3)"])
-def test_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text

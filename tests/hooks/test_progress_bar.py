@@ -581,13 +581,6 @@ def test_refuses_invalid_arguments_and_shows_them(
         create()
 
 
-@pytest.mark.parametrize(
-    "text", ["ProgressBarHook()", "ProgressBarHook(total=9, values=['loss'])", "ProgressBarHook(per='epoch')"]
-)
-def test_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text
-
-
 def test_lines_are_not_logged_while_there_is_a_bar() -> None:
     with log_lines() as lines:
         shown(0.1, 0.1)

@@ -578,22 +578,6 @@ def test_a_counter_rejects_two_places_to_write_to(tmp_path: Path) -> None:
         StepCounterHook(output_dir="d", summary_writer=RecordingWriter())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "StepCounterHook()",
-        "StepCounterHook(every_n_steps=10, output_dir='runs')",
-        "StepCounterHook(every_n_steps=None, every_n_secs=2.5)",
-        "LoggingTensorHook(['loss', 'lr'], every_n_iter=10)",
-        "LoggingTensorHook({'a': 'loss'}, every_n_secs=0.5, at_end=True)",
-        "FinalOpsHook({'a': 'loss'})",
-        "FinalOpsHook('loss', final_ops_feed_dict={'x': 1})",
-    ],
-)
-def test_a_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text
-
-
 # -- learning rates and outputs that were not asked for ---------------------------------------------------------------
 
 

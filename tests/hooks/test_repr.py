@@ -1,4 +1,4 @@
-"""A hook keeps the arguments it was created with, and shows them."""
+"""What can be created from arguments keeps them, and shows them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,50 @@ from typing import Any
 
 import pytest
 
+import torchhooks
 from torchhooks import CheckpointSaverHook, LoggingTensorHook, StopAtStepHook, SummarySaverHook
+
+REPRS = [
+    "AtSteps([2, 5])",
+    "BestCheckpointHook('run', 'accuracy', save_steps=100, mode='max')",
+    "BestCheckpointHook('run', 'loss', save_secs=2.5, mode='min', keep=3, name='least', async_save=True)",
+    "CheckpointSaverHook('run', save_steps=5, saver=Saver(max_to_keep=3), checkpoint_basename='net')",
+    "EveryEpochs(3)",
+    "EverySteps(10)",
+    "FinalOpsHook('loss', final_ops_feed_dict={'x': 1})",
+    "FinalOpsHook({'a': 'loss'})",
+    "GlobalStepWaiterHook(10)",
+    "LoggingTensorHook(['loss', 'lr'], every_n_iter=10)",
+    "LoggingTensorHook({'a': 'loss'}, every_n_secs=0.5, at_end=True)",
+    "NanTensorHook('loss')",
+    "NanTensorHook(['loss', 'fc.weight'], fail_on_nan_loss=False, also_inf=True)",
+    "NeverTriggerTimer()",
+    "ProfilerHook(save_secs=2.5, output_dir='a', runs=3)",
+    "ProfilerHook(save_steps=5)",
+    "ProgressBarHook()",
+    "ProgressBarHook(per='epoch')",
+    "ProgressBarHook(total=9, values=['loss'])",
+    "Saver()",
+    "Saver(keep_checkpoint_every_n_hours=2, async_save=True, strict=False)",
+    "Saver(max_to_keep=None)",
+    "SecondOrStepTimer(every_secs=0.5)",
+    "SecondOrStepTimer(every_steps=10)",
+    "StepCounterHook()",
+    "StepCounterHook(every_n_steps=10, output_dir='runs')",
+    "StepCounterHook(every_n_steps=None, every_n_secs=2.5)",
+    "StopAtStepHook(last_step=0)",
+    "StopAtStepHook(num_steps=5)",
+    "StopIfHigherHook('loss', threshold=0.5)",
+    "StopIfLowerHook('loss', threshold=0.5, min_steps=3, every_n_steps=2)",
+    "StopIfNoDecreaseHook('loss', max_steps_without_decrease=5)",
+    "StopIfNoIncreaseHook('loss', max_steps_without_increase=5, timer=EverySteps(3), name='loss', min_delta=0.5)",
+    "SummarySaverHook(save_secs=2.5, summary_op='loss')",
+    "SummarySaverHook(save_steps=10, output_dir='runs', summary_op={'loss': 'loss'})",
+]
+
+
+def test_a_repr_of_a_hook_a_timer_or_a_saver_can_be_pasted_back() -> None:
+    assert [repr(eval(text, vars(torchhooks).copy())) for text in REPRS] == REPRS
 
 
 class LogLoss(LoggingTensorHook):

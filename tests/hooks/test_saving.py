@@ -397,17 +397,6 @@ def test_refuses_two_ops_with_one_tag_at_construction() -> None:
         SummarySaverHook(1, summary_op=["loss", summary.text("loss", "note")])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "SummarySaverHook(save_steps=10, output_dir='runs', summary_op={'loss': 'loss'})",
-        "SummarySaverHook(save_secs=2.5, summary_op='loss')",
-    ],
-)
-def test_a_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text
-
-
 @pytest.mark.parametrize("given", [0.5, -1, float("nan"), "two", torch.tensor([1, 2])])
 def test_what_is_on_the_x_axis_has_to_be_a_whole_number(given: Any, tmp_path: Path) -> None:
     hook = SummarySaverHook(every_n_steps=1, output_dir=tmp_path, summary_op={"loss": "loss"}, step="x")

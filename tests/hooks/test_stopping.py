@@ -516,20 +516,6 @@ def test_rejects_an_invalid_step_to_wait_for(step: Any) -> None:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "StopAtStepHook(num_steps=5)",
-        "StopAtStepHook(last_step=0)",
-        "NanTensorHook('loss')",
-        "NanTensorHook(['loss', 'fc.weight'], fail_on_nan_loss=False, also_inf=True)",
-        "GlobalStepWaiterHook(10)",
-    ],
-)
-def test_a_repr_can_be_pasted_back(text: str) -> None:
-    assert repr(eval(text)) == text
-
-
 def test_the_repr_shows_the_given_arguments_after_a_loop_too() -> None:
     hook = StopAtStepHook(num_steps=2)
     trace(hook, losses=[0.1] * 9)
