@@ -1156,6 +1156,7 @@ def alone(rank: int, folder: str, wrapped: str, last_step: int) -> dict[str, Any
     return train_as(rank, folder, wrapped, last_step)
 
 
+@pytest.mark.ranks
 def test_a_state_is_resharded_between_fsdp2_ddp_and_a_bare_model(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     before = None
@@ -1195,6 +1196,7 @@ def train_unreduced(rank: int, folder: str, fails_at: int | None) -> list[Any]:
     return [[each.step for each in list_checkpoints(folder)], contents(model, optimizer)]
 
 
+@pytest.mark.ranks
 def test_all_ranks_let_a_save_wait_until_fsdp2_has_reduced_the_gradients(tmp_path: Path) -> None:
     whole = run_ranks(in_folder(tmp_path, "a"), 2, train_unreduced, str(tmp_path / "whole"), None)
     assert [each.code for each in whole] == [0, 0], whole

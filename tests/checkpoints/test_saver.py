@@ -1310,6 +1310,7 @@ def test_the_copies_are_freed_when_close_returns(tmp_path: Path) -> None:
     session, interval = boxed([torch.ones(1000)]), sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # the thread is stopped at as many places as possible
     try:
+        gc.collect()  # or what earlier tests have left is collected meanwhile
         before = tensors()
         for _ in range(15):
             saver = Saver(async_save=True)

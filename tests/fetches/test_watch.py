@@ -707,8 +707,7 @@ def test_the_inside_of_a_compiled_model_cannot_be_watched(make: Callable[[], nn.
 
 
 @compiled
-@pytest.mark.parametrize("runs_before", [0, 1, 3])
-@pytest.mark.parametrize("kind", ["output", "input", "grad"])
+@pytest.mark.parametrize(("kind", "runs_before"), [("output", 0), ("input", 1), ("grad", 3)])
 def test_in_a_compiled_step_nothing_can_be_watched_before_or_after_compilation(kind: str, runs_before: int) -> None:
     model = Net()
     step = eager(backward(model))

@@ -31,6 +31,7 @@ def s3(server: S3Server, proxy: Proxy) -> S3Place:
     return S3Place(server, proxy)
 
 
-@pytest.fixture(params=["file", "s3"])
+# The tests of what only a store can do, such as failing, have the fixture "s3" itself.
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.exhaustive)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> FolderPlace:
     return FolderPlace(tmp_path / "store") if request.param == "file" else request.getfixturevalue("s3")
