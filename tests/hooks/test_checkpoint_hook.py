@@ -95,18 +95,6 @@ def saves(listener: Listener) -> list[int]:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_saves_at_creation_every_n_steps_and_at_the_end(tmp_path: Path) -> None:
-    trace(CheckpointSaverHook(tmp_path, save_steps=4), losses=[0.1] * 10, checkpoint_dir=tmp_path)
-    assert steps(tmp_path) == [0, 4, 8, 10]
-
-
-def test_the_end_saves_nothing_that_is_saved_already(tmp_path: Path) -> None:
-    listener = Listener()
-    hooks = [StopAtStepHook(last_step=8), CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])]
-    trace(*hooks, losses=[0.1] * 9, checkpoint_dir=tmp_path)
-    assert saves(listener) == [0, 4, 8]
-
-
 class _StoppingGuard(SessionRunHook):
     """Raises StopIteration from a guard of checkpoints, each time it is asked for which ``stops(count)`` is true."""
 
@@ -189,11 +177,6 @@ def test_a_loop_without_a_run_saves_once(tmp_path: Path) -> None:
     assert saves(listener) == [0]
 
 
-def test_saves_every_n_seconds(tmp_path: Path) -> None:
-    trace(CheckpointSaverHook(tmp_path, save_secs=2.5), losses=[0.1] * 7, checkpoint_dir=tmp_path)
-    assert steps(tmp_path) == [0, 3, 6, 7]
-
-
 def test_a_period_begins_at_the_step_that_was_saved_last(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
 
@@ -215,12 +198,6 @@ def test_saves_again_what_it_restored(tmp_path: Path) -> None:
         hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])
         trace(StopAtStepHook(num_steps=5), hook, losses=[0.1] * 9, checkpoint_dir=tmp_path)
     assert saves(listener) == [5, 9, 10]
-
-
-def test_a_loop_that_failed_saves_nothing_at_its_end(tmp_path: Path) -> None:
-    hook = CheckpointSaverHook(tmp_path, save_steps=4)
-    trace(hook, losses=[0.1, 0.1, ValueError], catch=ValueError, checkpoint_dir=tmp_path)
-    assert steps(tmp_path) == [0]
 
 
 @pytest.mark.parametrize("in_an_item", [False, True])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchhooks import FeedError, FeedFnHook, FinalOpsHook, MonitoredLoop
+from torchhooks import FeedFnHook, FinalOpsHook, MonitoredLoop
 from torchhooks.testing import RecordingHook
 
 
@@ -31,12 +31,6 @@ def test_other_hooks_can_fetch_what_was_fed() -> None:
     assert hook.results == [5]
 
 
-def test_exhausted_data_ends_the_loop_cleanly() -> None:
-    numbers, after = iter([1, 2]), RecordingHook()
-    run(FeedFnHook(lambda: {"x": next(numbers)}), after, times=9)
-    assert ("end", 2) in after.calls
-
-
 def test_an_error_in_the_function_is_raised_with_a_note_that_names_the_hook() -> None:
     def reads() -> dict[str, Any]:
         raise OSError("disk")
@@ -44,16 +38,6 @@ def test_an_error_in_the_function_is_raised_with_a_note_that_names_the_hook() ->
     with pytest.raises(OSError, match="disk") as caught:
         run(FeedFnHook(reads))
     assert "in before_run of FeedFnHook(" in caught.value.__notes__[0]
-
-
-def test_an_empty_mapping_feeds_nothing() -> None:
-    with MonitoredLoop(lambda x=7: x, hooks=[FeedFnHook(dict)]) as loop:
-        assert loop.run() == 7
-
-
-def test_two_hooks_cannot_feed_one_parameter() -> None:
-    with pytest.raises(FeedError, match=r"FeedFnHook\(.* feeds 'x', which FeedFnHook\(.* feeds too"):
-        run(FeedFnHook(lambda: {"x": 1}), FeedFnHook(lambda: {"x": 2}))
 
 
 @pytest.mark.parametrize("fed", [5, [("x", 1)], "x"])

@@ -64,16 +64,6 @@ def warnings(lines: list[tuple[str, str]]) -> list[str]:
     return [text for level, text in lines if level == "WARNING"]
 
 
-def test_the_first_run_starts_the_clock_and_every_full_period_reports() -> None:
-    writer = RecordingWriter()
-    trace(StepCounterHook(10, summary_writer=writer), losses=[0.1] * 35, secs=0.5)
-    assert writer.scalars == {RATE: [(11, 2.0), (21, 2.0), (31, 2.0)]}
-
-
-def test_a_period_of_seconds_reports_by_the_clock() -> None:
-    assert lines_of(StepCounterHook(None, 2.0), *[0.1] * 6, secs=0.75) == [f"{RATE}: 1.33333"]
-
-
 @pytest.mark.parametrize(
     ("moves", "reported"),
     [
@@ -244,11 +234,6 @@ def error(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def test_logs_the_first_run_and_then_once_per_period() -> None:
-    lines = lines_of(LoggingTensorHook(["global_step"], every_n_iter=4), *[0.1] * 9)
-    assert lines == ["global_step = 1", "global_step = 5 (4.000 sec)", "global_step = 9 (4.000 sec)"]
-
-
 def test_counts_runs_and_not_global_steps() -> None:
     lines = lines_of(LoggingTensorHook(["global_step"], every_n_iter=2), *[0.1] * 3, start_step=50)
     assert lines == ["global_step = 51", "global_step = 53 (2.000 sec)"]
@@ -271,11 +256,6 @@ def test_with_periods_that_are_not_tensorflows_a_dict_is_logged_in_its_order(giv
         for batch in loop.until_stop([1]):
             loop.run(batch)
     assert lines == [("INFO", "b = 2, a = 1")]
-
-
-def test_a_dict_is_logged_sorted_by_tag() -> None:
-    hook = LoggingTensorHook({"step": "global_step", "acc": accuracy}, every_n_iter=1)
-    assert lines_of(hook, 0.25) == ["acc = 0.75, step = 1"]
 
 
 def test_a_list_with_two_fetches_of_one_name_is_rejected_with_the_way_out() -> None:
@@ -334,14 +314,6 @@ def test_printing_does_not_change_the_options_of_numpy() -> None:
     assert np.get_printoptions() == before
 
 
-def test_a_formatter_makes_the_whole_line() -> None:
-    def formatter(values: Mapping[str, Any]) -> str:
-        return " | ".join(f"{tag}: {value:.2f}" for tag, value in values.items())
-
-    hook = LoggingTensorHook(["loss", accuracy], every_n_iter=1, formatter=formatter)
-    assert lines_of(hook, 0.25, 0.25) == ["loss: 0.25 | accuracy: 0.75"] * 2
-
-
 def test_a_formatter_gets_numbers_and_arrays() -> None:
     def types(values: Mapping[str, Any]) -> str:
         return " ".join(type(value).__name__ for value in values.values())
@@ -353,15 +325,6 @@ def test_a_formatter_gets_numbers_and_arrays() -> None:
 
 def test_a_percent_sign_in_a_line_is_just_a_character() -> None:
     assert lines_of(LoggingTensorHook({"100 %d": "loss"}, every_n_iter=1), 0.5) == ["100 %d = 0.5"]
-
-
-def test_at_end_alone_logs_once_at_the_end() -> None:
-    assert lines_of(LoggingTensorHook(["global_step"], at_end=True), *[0.1] * 5) == ["global_step = 5"]
-
-
-def test_at_end_logs_in_addition_to_a_period() -> None:
-    lines = lines_of(LoggingTensorHook(["global_step"], every_n_iter=2, at_end=True), *[0.1] * 4)
-    assert lines == ["global_step = 1", "global_step = 3 (2.000 sec)", "global_step = 4 (1.000 sec)"]
 
 
 def test_at_end_does_not_log_after_an_error() -> None:

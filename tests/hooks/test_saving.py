@@ -109,18 +109,6 @@ def test_tensorboard_reads_a_curve_for_each_group(tmp_path: Path) -> None:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
-def test_writes_in_the_first_run_and_a_period_after_each() -> None:
-    assert steps(written([0.5] * 18, save_steps=8)) == [1, 9, 17]
-
-
-def test_continues_from_a_later_step() -> None:
-    assert steps(written([0.5] * 10, save_steps=4, start_step=50)) == [51, 55, 59]
-
-
-def test_a_period_of_seconds_goes_by_the_clock_at_the_beginning_of_a_run() -> None:
-    assert steps(written([0.5] * 6, save_secs=2.0, secs=0.75)) == [1, 5]
-
-
 def saved_with(moves: list[int | None], save_steps: int) -> list[int]:
     """Return the steps of the summaries in a loop whose runs advance the step by ``moves``, or set it to 0 for None."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.0)
