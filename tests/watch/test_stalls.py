@@ -565,7 +565,7 @@ def test_ranks_that_all_wait_or_do_not_are_named_the_fewest_first() -> None:
     assert first_line([one, one]) == "All ranks wait in run 7: all_reduce, a.py:1 (step)."
     meeting = RankState(8, 9, "waits for the other ranks", "", AT_MEETING)
     assert first_line([meeting, one]).startswith(
-        "Rank 0 is not there: it is in run 8: waits for the other ranks. Rank 1"
+        "Rank 0 is not there: it is in run 8: waits for the other ranks. Rank 1 waits"
     )
     states = [meeting, meeting, one]
     assert first_line(states).startswith(

@@ -467,6 +467,18 @@ class MonitoredLoop(Generic[R]):
             runner.rank_sync.start(arguments.step_unit, arguments.checkpoint_dir)
         elif arguments.ranks.may_be_late:
             self._state.set_pending()  # so that the end of the first run looks for a newer process group
+        # Before the hooks, which may save, restore and wait for other ranks.
+        sessions = runner.sessions
+        self._watch = watch = Watch(
+            self._state,
+            sessions.position,
+            arguments.ranks,
+            None if runner.rank_sync is None else runner.rank_sync.peers,
+            arguments.saved_to or arguments.checkpoint_dir,
+            arguments.stall_secs,
+            arguments.stall_action == "abort",
+        )
+        watch.start()
         for slot in self._schedule.all_hooks:
             schedule.signals.wait_for(slot.signals)
         for slot in self._schedule.all_hooks:
@@ -485,17 +497,6 @@ class MonitoredLoop(Generic[R]):
         if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
             warn_of_missing_parts(arguments)
             warn_of_another_folder(arguments)
-        sessions = runner.sessions
-        self._watch = watch = Watch(
-            self._state,
-            sessions.position,
-            arguments.ranks,
-            None if runner.rank_sync is None else runner.rank_sync.peers,
-            arguments.saved_to or arguments.checkpoint_dir,
-            arguments.stall_secs,
-            arguments.stall_action == "abort",
-        )
-        watch.start()
         if arguments.saved_to is not None and arguments.ranks.is_chief:
             size = arguments.ranks.size
             self._record = RunRecord(

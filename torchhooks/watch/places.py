@@ -110,6 +110,8 @@ def _phase_at(module: str, name: str, qualname: str, state: LoopState, depth: in
             return f"{WAITS_FOR_DATA} at depth {depth}"
         case "loop.runner", _ if name in _HOOK_METHODS and isinstance(state.context, SessionRunContext):
             return f"in {_HOOK_METHODS[name]} of {type(state.context.caller.hook).__name__}"
+        case "loop.monitored_loop", "_start":
+            return "creates the loop"
         case "loop.monitored_loop", "_close_everything":
             return "closes the loop"
     return ""
@@ -138,9 +140,20 @@ class Child(NamedTuple):
 
 def children() -> list[Child]:
     """Return the child processes that multiprocessing knows, also those that have ended and nobody has noticed."""
+    return [_child(each) for each in _known_children()]
+
+
+def kill_workers() -> None:
+    """Kill the daemonic child processes: one that is stopped would not notice that this process has ended."""
+    for each in _known_children():
+        if each.daemon and _exit_code(each) is None:
+            each.kill()
+
+
+def _known_children() -> list[BaseProcess]:
     # active_children() would collect what has ended, and torch would not find out any more why its worker has.
     known: set[BaseProcess] = getattr(multiprocessing.process, "_children", set())
-    return [_child(each) for each in sorted([*known], key=lambda child: child.name)]
+    return sorted([*known], key=lambda child: child.name)
 
 
 def _child(process: BaseProcess) -> Child:

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from torchhooks.ranks.peers import rank_names
-from torchhooks.watch.places import IN_STEP, NOT_WAITING
+from torchhooks.watch.places import IN_COLLECTIVE, IN_STEP, NOT_WAITING
 
 
 class RankState(NamedTuple):
@@ -89,7 +89,7 @@ def _of_group(ranks: Iterable[int], states: Sequence[RankState]) -> RankState:
 def _sentence(ranks: list[int], state: RankState, is_missing: bool, size: int) -> str:
     name, one = rank_names(ranks, size), len(ranks) == 1
     does = ("is not there: it is" if one else "are not there: they are") if is_missing else "is" if one else "are"
-    if not is_missing and state.waits:
+    if not is_missing and state.waits == IN_COLLECTIVE:
         does = "waits" if one else "wait"
     return f"{name[0].upper()}{name[1:]} {does} in run {state.run}: {_place(state)}."
 

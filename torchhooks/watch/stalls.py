@@ -31,7 +31,7 @@ from torchhooks.lifecycle.run_record import Watched
 from torchhooks.ranks.peers import Peers, end_process
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.transport import flight_record
-from torchhooks.watch.places import IN_SCRIPT, NOT_WAITING, Place, children, locate, stacks
+from torchhooks.watch.places import IN_SCRIPT, NOT_WAITING, Place, children, kill_workers, locate, stacks
 from torchhooks.watch.report import RankState, first_line, report, short_line
 
 LOOK_SECS = 1.0
@@ -220,6 +220,7 @@ class Watch:
         writing.start()
         if self._aborts and not request:
             writing.join(_WRITE_SECS)
+            kill_workers()
             end_process('the loop stands still, and stall_action is "abort"')
 
     def _write(self, states: Sequence[RankState], name: str, line: str) -> None:
