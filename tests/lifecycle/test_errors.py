@@ -110,9 +110,10 @@ def failing_at(method: str, position: int, error: BaseException, kind: type[Reco
 
 
 PLACES = [(method, position) for method in dict.fromkeys(PHASES) for position in range(1 if method == "step" else 3)]
-MATRIX = [
+MATRIX = [  # the rules tell only StopIteration from the other kinds, which are tried in one place of the list
     pytest.param(method, position, kind, id=f"{method}-{NAMES[position]}-{kind.__name__}")
     for (method, position), kind in itertools.product(PLACES, KINDS)
+    if kind in (StopIteration, ValueError) or position == 1 or method == "step"
 ]
 
 
@@ -139,9 +140,9 @@ def test_an_exception_gets_one_note_with_the_hook_the_method_and_the_step(method
     assert note.endswith(f"name={NAMES[position]!r}) (hook {position}), at global step {STEP_AT[method]}")
 
 
-@pytest.mark.parametrize(("method", "position"), PLACES)
-def test_an_exception_keeps_its_traceback_down_to_where_it_was_raised(method: str, position: int) -> None:
-    _, out = failing_at(method, position, ValueError("the reason"), RecordingHook)
+@pytest.mark.parametrize("method", dict.fromkeys(PHASES))
+def test_an_exception_keeps_its_traceback_down_to_where_it_was_raised(method: str) -> None:
+    _, out = failing_at(method, 0, ValueError("the reason"), RecordingHook)
     names = [frame.name for frame in traceback.extract_tb(out.__traceback__)]
     assert names[0] == "failing_at"
     assert names[-1] == ("step" if method == "step" else "_note")

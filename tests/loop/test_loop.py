@@ -4,11 +4,9 @@ The order of calls, stops, what a hook is given, nested use, threads, what count
 """
 
 import contextlib
-import gc
 import itertools
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -326,27 +324,6 @@ def test_what_run_returns_still_has_its_graph() -> None:
     with MonitoredLoop(lambda: weight * 3, hooks=[RecordingHook("loss")]) as loop:
         loop.run().backward()
     assert weight.grad == torch.tensor(3.0)
-
-
-@pytest.mark.parametrize("hooks", [[], [RecordingHook("loss")]], ids=["idle", "asked"])
-def test_no_graph_is_kept_alive_into_the_next_step(hooks: list[RecordingHook]) -> None:
-    alive: list[bool] = []
-    outputs: list[weakref.ref[torch.Tensor]] = []
-
-    def step() -> torch.Tensor:
-        alive.extend(ref() is not None for ref in outputs)
-        loss = torch.ones((), requires_grad=True) * 2
-        outputs[:] = [weakref.ref(loss)]
-        return loss
-
-    gc.disable()
-    try:
-        with MonitoredLoop(step, hooks=hooks) as loop:
-            for _ in range(4):
-                loop.run()
-    finally:
-        gc.enable()
-    assert alive == [False, False, False]
 
 
 @pytest.mark.function_only
@@ -1126,7 +1103,7 @@ def test_a_run_counts_what_the_step_unit_says(step_unit: str, steps: list[int]) 
     assert hook.results == steps
 
 
-@pytest.mark.parametrize("hooks", [(), (RecordingHook(),), (RecordingHook("loss"),)], ids=["idle", "told", "asked"])
+@pytest.mark.parametrize("hooks", [(), (RecordingHook("loss"),)], ids=["idle", "asked"])
 @pytest.mark.parametrize(
     ("step_unit", "raises", "steps"),
     [("run", "before", 0), ("run", "after", 0), ("optimizer_step", "before", 0), ("optimizer_step", "after", 2)],
