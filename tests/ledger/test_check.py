@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.forks import use_forks
 from torch import nn
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop
@@ -15,6 +18,7 @@ from torchhooks.__main__ import main
 from torchhooks.common.files import CHECK_PLAN, PLACES
 from torchhooks.data import cursor
 from torchhooks.ledger import checked
+from torchhooks.ledger.check import CheckError, Options, Verdict, prove, text_of
 from torchhooks.ledger.lines import read_ledgers
 
 SCRIPT = """
@@ -28,150 +32,175 @@ options.add_argument("--defect", default="")
 options.add_argument("--epochs", type=int, default=3)
 options.add_argument("--items", type=int, default=6)
 chosen = options.parse_args()
-if chosen.defect != "no seed":
-    torch.manual_seed(0)
+rank = int(os.environ.get("RANK", 0))
+if "RANK" in os.environ:
+    torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
 optimizer = torch.optim.Adam(model.parameters(), 0.01)
 examples = list(torch.randn(chosen.items, 2, 4))
+if chosen.defect == "no run":
+    examples = []
 scale, total, variables = 1.0, 0.0, Variables(total=0.0)
 
 def step(inputs):
     global scale
-    if chosen.defect == "scale":
+    if chosen.defect == "scale" or (chosen.defect == "on rank 1" and rank == 1):
         scale *= 0.99
     optimizer.zero_grad()
     loss = (model(inputs) * scale - inputs.sum(1, keepdim=True)).square().mean()
     loss.backward()
+    for parameter in model.parameters():
+        if "RANK" in os.environ:
+            torch.distributed.all_reduce(parameter.grad)
     optimizer.step()
+    if chosen.defect == "once" and loop.global_step == 5 and os.path.basename(os.path.dirname(os.environ[
+        "TORCHHOOKS_PLACES"])) == "interrupted":
+        loss = loss + 1
     return {"loss": loss}
 
 hooks = [SummarySaverHook(100, output_dir="run", summary_op="loss")]
 if chosen.defect != "no saver":
-    hooks.append(CheckpointSaverHook("run", every_n_steps=1000))
+    period = {"every_n_epochs": 5} if chosen.defect == "saves late" else {"every_n_steps": 1000}
+    hooks.append(CheckpointSaverHook("run", **period))
 if chosen.defect == "no loop":
     raise SystemExit("no data")
 if chosen.defect == "fails" and latest_checkpoint("run"):
     raise RuntimeError("no second start")
-with MonitoredLoop(
-    step, model, optimizer, hooks=hooks, state={"variables": variables}, checkpoint_dir="run", signals=["SIGTERM"]
-) as loop:
+if chosen.defect == "writes":
+    open("log.csv", "a").close()
+folder = None if chosen.defect == "no folder" else "run"
+with MonitoredLoop(step, model, optimizer, hooks=hooks, state={"variables": variables}, checkpoint_dir=folder) as loop:
     for epoch in loop.until_stop(range(chosen.epochs)):
-        variables.total = total = 0.0
-        order = examples if chosen.defect == "plain order" else loop.until_stop(examples)
-        for inputs in order:
-            loss = loop.run(inputs)["loss"].item()
-            variables.total += loss
-            total += loss
-        print(f"epoch {epoch}: {total if chosen.defect == 'sum' else variables.total:.6f}")
+        variables.total = 0.0
+        for inputs in loop.until_stop(examples):
+            variables.total += loop.run(inputs)["loss"].item()
+        print(f"epoch {epoch}: {variables.total:.6f}")
+        if chosen.defect == "raises":
+            raise RuntimeError("no more")
 """
-
-
-class Checked(NamedTuple):
-    code: int
-    found: dict[str, Any]
-
-
-class Checker:
-    """Checks a script in a folder of its own, which this process is in."""
-
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self._folder, self._capsys = folder, capsys
-        (folder / "train.py").write_text(SCRIPT)
-
-    def printed(self, *words: str) -> tuple[int, str, str]:
-        """Return the exit status of the command with these words, its output, and its errors."""
-        code = main(["check", "train.py", *words])
-        assert [path.name for path in self._folder.iterdir()] == ["train.py"], "all was written to the scratch folder"
-        return code, *self._capsys.readouterr()
-
-    def __call__(self, defect: str = "", steps: int = 14, *words: str, **script: int) -> Checked:
-        of_script = ["--defect", defect, *(f"--{name}={value}" for name, value in script.items())]
-        code, output, errors = self.printed("--steps", str(steps), "--json", *words, "--", *of_script)
-        assert not errors
-        return Checked(code, json.loads(output))
-
-
-@pytest.fixture
-def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Checker:
-    monkeypatch.chdir(tmp_path)
-    return Checker(tmp_path, capsys)
 
 
 pytestmark = pytest.mark.slow
 
 
-def test_an_exact_script_passes_and_is_resumed_in_four_places(check: Checker) -> None:
-    code, found = check(steps=14)
-    assert (code, found["exact"]) == (0, True)
-    assert found["comparison"]["runs"] == 14
-    assert found["resumed_at"] == sorted(set(found["resumed_at"]))
-    assert all(found["resumed_at"])
+@pytest.fixture
+def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_forks(monkeypatch)
+    monkeypatch.chdir(tmp_path)
 
 
-def test_a_script_that_ends_within_the_steps_makes_no_run_when_it_is_started_once_more(check: Checker) -> None:
-    code, found = check(steps=30, epochs=3, items=5)
-    assert (code, found["comparison"]["runs"], found["runs_after_end"]) == (0, 15, 0)
-    assert len(found["resumed_at"]) == 5
+def verdict_of(
+    folder: Path,
+    defect: str = "",
+    steps: int = 14,
+    epoch_items: int = 8,
+    kills: int = 0,
+    ranks: int = 1,
+    **options: int,
+) -> Verdict:
+    """Return the verdict on the script with a defect, and with options such as the number of its epochs."""
+    (folder / "train.py").write_text(SCRIPT)
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    of_script = ["--defect", defect, *(f"--{name}={value}" for name, value in options.items())]
+    command = [sys.executable, "train.py", *of_script]
+    verdict = prove(command, str(scratch), Options(steps, epoch_items, kills, ranks))
+    assert {path.name for path in folder.iterdir()} <= {"train.py", "scratch", "log.csv"}, "nothing of the loop is here"
+    return verdict
 
 
-def test_epochs_are_shortened_if_none_ends_within_the_steps(check: Checker) -> None:
-    code, found = check("", 12, "--epoch-items", "5", items=50)
-    assert (code, found["epoch_items"]) == (0, 5)
-    assert check("", 12, "--epoch-items", "0", items=50).found["epoch_items"] == 0
+def printed(verdict: Verdict) -> str:
+    return "\n".join(text_of(verdict))
 
 
-@pytest.mark.parametrize("defect", ["scale", "plain order", "sum"])
-def test_a_defect_is_found_reproduced_and_named(defect: str, check: Checker) -> None:
-    code, found = check(defect, steps=16)
-    assert (code, found["exact"], found["deterministic"], found["reproduced"]) == (1, False, True, True)
-    difference = found["comparison"]["difference"]
-    if defect == "scale":
-        assert difference["quantity"] == "outputs"
-    elif defect == "sum":
-        assert difference is None
-        assert found["lines_lost"], "the means of the epochs that were interrupted"
+@pytest.mark.usefixtures("forks")
+def test_an_exact_script_passes_and_is_resumed_in_several_places(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, steps=14, kills=2)
+    assert verdict.is_exact
+    assert verdict.comparison.runs == 14
+    assert [kill.by.name for kill in verdict.kills].count("SIGTERM") == 2
+    assert len(verdict.kills) == len({*verdict.resumed_at}) == 6
+    assert all(verdict.resumed_at)
+    assert printed(verdict).splitlines()[-1].startswith("resumes exactly: 14 runs: item, arguments, random, outputs")
 
 
-@pytest.mark.parametrize(
-    ("defect", "text"),
-    [
-        ("", "resumes exactly: "),
-        ("scale", "look at        scale starts over: 1.0 after the resume, 0."),
-        ("sum", "look at        total starts over: "),
-        ("no seed", "two training runs without an interruption differ"),
-    ],
-)
-def test_the_verdict_is_printed_for_people(defect: str, text: str, check: Checker) -> None:
-    code, output, errors = check.printed("--steps", "12", "--", "--defect", defect)
-    assert (code, errors) == (int(bool(defect)), "")
-    assert text in output
+@pytest.mark.usefixtures("forks")
+def test_a_script_that_ends_within_the_steps_makes_no_run_when_it_is_started_once_more(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, steps=30, epochs=3, items=5)
+    assert (verdict.is_exact, verdict.comparison.runs, verdict.runs_after_end) == (True, 15, 0)
+    assert verdict.resumed_at[-1] == 15
 
 
-def test_a_script_without_a_seed_is_not_blamed_for_its_resume(check: Checker) -> None:
-    code, found = check("no seed", steps=10)
-    assert (code, found["deterministic"]) == (1, False)
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("items", [5, 0])
+def test_epochs_are_shortened_if_none_ends_within_the_steps(items: int, tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, steps=12, items=50, epoch_items=items)
+    assert (verdict.is_exact, verdict.epoch_items) == (True, items)
+    assert ("(epochs of 5 items)" in printed(verdict)) == bool(items)
 
 
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("defect", ["", "on rank 1"])
+def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, defect, steps=10, ranks=2)
+    assert verdict.comparison.ranks == 2
+    assert verdict.is_exact == (not defect), printed(verdict)
+    if verdict.comparison.difference is not None:
+        assert verdict.comparison.difference.rank == 1
+
+
+@pytest.mark.usefixtures("forks")
+def test_files_that_the_script_writes_itself_are_named(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, "writes", steps=10)
+    assert verdict.is_exact
+    assert list(verdict.written) == [str(tmp_path / "log.csv")]
+    assert "log.csv" in printed(verdict)
+
+
+@pytest.mark.usefixtures("forks")
+def test_what_does_not_come_again_is_said_to_be_not_deterministic(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, "once", steps=10)
+    assert (verdict.is_exact, verdict.was_reproduced) == (False, False)
+    assert "did not come again, so the script is not deterministic" in printed(verdict)
+
+
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(
     ("defect", "steps", "message"),
     [
         ("no saver", 10, "saves no checkpoints"),
-        ("", 3, "must be 10 or more"),
-        ("fails", 10, "RuntimeError: no second start"),
+        ("no folder", 10, "restores no checkpoints"),
+        ("no run", 10, "made no run, and ended with status 0"),
         ("no loop", 10, "made no loop of torchhooks, and ended with status 1:\nno data"),
+        ("raises", 10, "ended with status 1 without a kill"),
+        ("saves late", 10, "no process continued from a checkpoint, so nothing is proved"),
+        ("fails", 10, "RuntimeError: no second start"),
+        ("", 3, "must be 10 or more"),
     ],
 )
-def test_what_cannot_be_checked_is_said(defect: str, steps: int, message: str, check: Checker) -> None:
-    code, found = check(defect, steps)
-    assert code == 2
-    assert message in found["error"]
+def test_what_cannot_be_checked_is_said(defect: str, steps: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckError, match=re.escape(message)):
+        verdict_of(tmp_path, defect, steps)
 
 
-def test_keep_leaves_what_the_processes_have_written(check: Checker) -> None:
-    code, _, errors = check.printed("--steps", "10", "--keep")
-    folder = Path(errors.split()[-1])
-    assert code == 0
-    assert (folder / "interrupted" / "places").is_dir()
+def test_the_command_prints_a_verdict_for_people_or_for_a_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "train.py", "--steps", "12", "--keep", "--", "--defect", "scale"]) == 1
+    output, errors = capsys.readouterr()
+    assert "does NOT resume exactly, and again when repeated:" in output
+    assert "look at        scale starts over: 1.0 after the resume, 0." in output
+    kept = Path(errors.split()[-1])
+    assert (kept / "interrupted" / "places").is_dir()
+    shutil.rmtree(kept)
+    assert main(["check", "train.py", "--steps", "12", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exact"] is True
+    assert main(["check", "train.py", "--steps", "1", "--json"]) == 2
+    assert "must be 10 or more" in json.loads(capsys.readouterr().out)["error"]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -636,3 +637,7 @@ def environment_in_the_step(job: Job) -> None:
     with job.loop(lambda: job.step(environment.move(0.0))) as loop:
         for _ in loop.until_stop(range(STEPS)):
             loop.run()
+
+
+if __name__ == "__main__":  # for ``check``
+    EVERY[sys.argv[1]].train(Job(Path("run"), save_steps=3))

@@ -32,6 +32,7 @@ from torchhooks.ledger.probe import Suspect, forgotten, suspects
 from torchhooks.ledger.processes import Ended, Training, can_fork
 
 _LEAST_STEPS = 10
+_IMPORTED_LATE = ("torch._dynamo", "torch.utils.tensorboard")  # by optimizers, and by hooks that write curves
 _NO_SEED = (
     "look for a missing seed (torch.manual_seed, and those of random and NumPy), for the order of a set, or for an "
     "operator that is not deterministic"
@@ -141,6 +142,7 @@ def prove(command: list[str], scratch: str, options: Options, say: Callable[[str
         scratch: an empty folder.
         options: how many runs are compared, and how.
         say: what is called with a line for people before each process.
+        reproduce: whether a difference is reproduced.
 
     Raises:
         CheckError: it makes no loop, no run or no checkpoint, it fails, or no process continued from a checkpoint.
@@ -149,7 +151,8 @@ def prove(command: list[str], scratch: str, options: Options, say: Callable[[str
     if steps < _LEAST_STEPS:
         raise CheckError(f"--steps {steps}: must be {_LEAST_STEPS} or more, to kill the script in different places")
     if can_fork():
-        importlib.import_module("torch._dynamo")  # as every optimizer does; once here instead of in each fork
+        for name in _IMPORTED_LATE:  # once here instead of in each fork
+            importlib.import_module(name)
     training = partial(Training, command, ranks=options.ranks)
     say(f"{steps} runs without an interruption")
     one = training(os.path.join(scratch, "one"))
@@ -180,8 +183,10 @@ def prove(command: list[str], scratch: str, options: Options, say: Callable[[str
 
     verdict = interrupted("interrupted")
     if not verdict.is_exact:
-        say("once more, since there is a difference")
-        return verdict._replace(was_reproduced=_place(interrupted("repeated")) == _place(verdict))
+        if reproduce:
+            say("once more, since there is a difference")
+            verdict = verdict._replace(was_reproduced=_place(interrupted("repeated")) == _place(verdict))
+        return verdict
     if not any(verdict.resumed_at):
         raise CheckError(
             "no process continued from a checkpoint, so nothing is proved: save more often than every "
@@ -221,8 +226,8 @@ def _kills(made: int, epochs: Mapping[tuple[int, int], int | None], more: int) -
         max(made * 6 // 11, 2): signal.SIGTERM,
         max(made * 10 // 11, 3): signal.SIGKILL,
     }
-    for run in sorted(ends, key=lambda run: abs(run - made * 8 // 11))[:1]:
-        places.setdefault(run, signal.SIGTERM)
+    ends = [run for run in ends if run not in places]
+    places |= dict.fromkeys(sorted(ends, key=lambda run: abs(run - made * 8 // 11))[:1], signal.SIGTERM)
     free = [run for run in range(1, made) if run not in places]
     places |= dict.fromkeys(random.Random(made).sample(free, min(more, len(free))), signal.SIGKILL)
     return [Kill(run, by) for run, by in sorted(places.items())]
@@ -314,16 +319,15 @@ def _report(verdict: Verdict) -> list[str]:
     if not found.is_same:
         lines += [_line(name, text) for name, text in lines_of(found) if name != "environment"]
     if verdict.runs_after_end:
-        lines.append(
-            _line("after its end", f"{verdict.runs_after_end} runs were made by a process that was started once more")
-        )
+        runs = "1 run was" if verdict.runs_after_end == 1 else f"{verdict.runs_after_end} runs were"
+        lines.append(_line("after its end", f"{runs} made by a process that was started once more"))
     lines += [_line("not printed", line) for line in verdict.lost[:3]]
     lines += [_line("but", line) for line in verdict.added[:3]]
     if verdict.lost and found.difference is None and not verdict.suspects:
         lines.append(_line("likely cause", "A variable that starts over, such as a sum over an epoch"))
     lines += [_line("" if number else "look at", str(each)) for number, each in enumerate(verdict.suspects[:4])]
     lines += [
-        _line("in no checkpoint", f"{each.name}, which is another one at the end: put it into state={{...}}")
+        _line("not saved", f"{each.name}, which is another one before the last run: put it into state={{...}}")
         for each in verdict.forgotten[:4]
     ]
     if verdict.suspects:

@@ -169,19 +169,24 @@ def compare_ledgers(one: Sequence[Ledger], other: Sequence[Ledger], rtol: float 
     quantities: dict[str, None] = {}
     for rank, (mine, theirs) in enumerate(pairs):
         for key in sorted(mine.entries.keys() & theirs.entries.keys()):
-            if first is not None and key >= (first.one.loop, first.one.run):
+            if first is not None and key > (first.one.loop, first.one.run):
                 break  # another rank differs before that
             entry, opposite = mine.entries[key], theirs.entries[key]
             quantities |= dict.fromkeys(entry.digests.keys() & opposite.digests.keys())
             names = mine.names if mine.names == theirs.names else {}
             found = compare_entries(entry, opposite, rank, names, rtol)
             if found is not None:
-                first = found
+                first = found if first is None else min(first, found, key=_place_in_time)
                 break
     sizes = [sum(len(each.entries) for each in ledgers) - len(both) for ledgers in (one, other)]
     environment = _differing_environment(one[0].environments, other[0].environments)
     in_order = [each for each in QUANTITIES if each in quantities]
     return Comparison(len(both), len(pairs), in_order, environment, sizes[0], sizes[1], first)
+
+
+def _place_in_time(difference: Difference) -> tuple[int, int, int]:
+    """Return what orders differences of ranks: in the same run, the earlier quantity is the cause."""
+    return difference.one.loop, difference.one.run, QUANTITIES.index(difference.quantity)
 
 
 def _differing_environment(one: Sequence[Environment], other: Sequence[Environment]) -> list[str]:

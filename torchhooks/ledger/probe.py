@@ -33,14 +33,11 @@ _MOST_OBJECTS = 5000
 _MOST_MEMBERS = 256  # of a container: enough for an order that is another one
 _MOST_DEPTH = 8
 _MOST_ELEMENTS = 1 << 16  # of a tensor or an array
+_HERE = os.path.dirname(os.path.dirname(__file__))
 _OTHERS = tuple(
-    os.path.join(os.path.realpath(path), "")
-    for path in {
-        sys.prefix,
-        sys.base_prefix,
-        sysconfig.get_paths()["purelib"],
-        os.path.dirname(os.path.dirname(__file__)),
-    }
+    os.path.join(form(path), "")
+    for path in (sys.prefix, sys.base_prefix, sysconfig.get_paths()["purelib"], _HERE)
+    for form in (os.path.abspath, os.path.realpath)
 )
 """The folders of Python, of installed packages and of torchhooks."""
 
@@ -95,7 +92,7 @@ def reachable(frame: types.FrameType | None, saved: Iterable[object]) -> dict[st
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith("<") and not os.path.realpath(file).startswith(_OTHERS)
+    return not file.startswith(("<", *_OTHERS))
 
 
 class _Walk:
@@ -114,10 +111,10 @@ class _Walk:
         """Look through what a module that checkpoints contain has beside its parameters and buffers."""
         for name, each in module.named_modules():
             self._seen[id(each)] = each
-            own = {key: value for key, value in vars(each).items() if key not in _OF_MODULES}
             if _is_of_user(type(each)):
-                for key, value in own.items():
-                    self.add(".".join(filter(None, [type(module).__name__, name, key])), value)
+                for key, value in _members(each):
+                    if key not in _OF_MODULES:
+                        self.add(".".join(filter(None, [type(module).__name__, name, key])), value)
 
     def add(self, name: str, value: Any, depth: int = 0) -> None:
         """Add ``value``, or what is in it."""
@@ -212,7 +209,13 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _members(value: object) -> Iterator[tuple[str, object]]:
-    yield from getattr(value, "__dict__", {}).items()
+    """Yield the attributes of an object by name, and the numbers that its classes have for those that it lacks."""
+    own = getattr(value, "__dict__", {})
+    yield from own.items()
+    for base in filter(_is_of_user, type(value).__mro__):
+        for name, each in vars(base).items():
+            if isinstance(each, _NUMBERS) and name not in own and not name.startswith("__"):
+                yield name, each
     for base in type(value).__mro__:
         slots = getattr(base, "__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):

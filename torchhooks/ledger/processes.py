@@ -70,13 +70,17 @@ class Training:
     def ledger(self) -> str:
         return os.path.join(self.places, "ledger-of-check")
 
+    @property
+    def _written(self) -> str:
+        return os.path.join(self.folder, "written")
+
     def probed(self) -> list[Probed]:
         """Return what the script had beside its checkpoints before its runs."""
         return read_probed(os.path.join(self.folder, "probe.jsonl"))
 
     def written(self) -> list[str]:
         """Return the files that the script itself has opened for writing, in the processes that were forks."""
-        path = Path(self.folder, "written")
+        path = Path(self._written)
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [file for file in dict.fromkeys(lines) if not file.startswith(os.path.join(self.folder, ""))]
 
@@ -94,15 +98,17 @@ class Training:
         variables = {CHECK_PLAN: plan, PLACES: self.places, "PYTHONUNBUFFERED": "1", "WANDB_MODE": "disabled"}
         if self.hash_seed is not None:
             variables["PYTHONHASHSEED"] = self.hash_seed
+        # The files of what the processes print: by the number of the process, and the rank.
+        outputs = os.path.join(self.folder, f"{len(self.processes) + 1}-")
         if self.ranks == 1 and self.hash_seed is None and can_fork():
-            code, failed = _fork(self.command, variables, self.folder), 0
+            code, failed = run_in_fork(self.command, variables, f"{outputs}0", self._written), 0
         else:
-            code, failed = _spawn(self.command, variables, self.folder, self.ranks)
-        output, errors = (
+            code, failed = run_in_new_processes(self.command, variables, outputs, self.ranks)
+        printed, errors = (
             Path(path).read_text(encoding="utf-8", errors="replace")
-            for path in (_output(self.folder, 0), _errors(self.folder, failed))
+            for path in (f"{outputs}0.out", f"{outputs}{failed}.err")
         )
-        ended = Ended(code, output.splitlines(), errors, Seen.read(seen), steps)
+        ended = Ended(code, printed.splitlines(), errors, Seen.read(seen), steps)
         self.printed += ended.printed
         self.processes.append(ended)
         return ended
@@ -113,30 +119,17 @@ def can_fork() -> bool:
     return hasattr(os, "fork") and not torch.accelerator.is_available()
 
 
-def _output(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"stdout-{rank}")
+def run_in_new_processes(command: list[str], variables: dict[str, str], outputs: str, ranks: int) -> tuple[int, int]:
+    """Run ``command`` in a new process for each rank. Return how it ended, and the rank that ended so.
 
-
-def _errors(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"stderr-{rank}")
-
-
-def _spawn(command: list[str], variables: dict[str, str], folder: str, ranks: int) -> tuple[int, int]:
-    """Run ``command`` in a new process for each rank. Return how it ended, and the rank that ended so."""
-    environment = {**os.environ, **variables}
-    if ranks > 1:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = str(found.getsockname()[1])
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-        environment |= {"LOCAL_WORLD_SIZE": str(ranks)}
-        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    What a rank prints goes to the files ``outputs``, which is the beginning of a path, ``RANK.out`` and ``RANK.err``.
+    """
+    environments = [{**os.environ, **variables, **each} for each in environments_of_ranks(ranks)]
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(ranks):
-            out, errors = (stack.enter_context(open(name(folder, rank), "wb")) for name in (_output, _errors))
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            processes.append(subprocess.Popen(command, env=environment | own, stdout=out, stderr=errors))
+        for rank, environment in enumerate(environments):
+            out, errors = (stack.enter_context(open(f"{outputs}{rank}.{kind}", "wb")) for kind in ("out", "err"))
+            processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=errors))
             stack.callback(processes[-1].kill)  # after a Ctrl-C
         deadline = None
         while any(each.poll() is None for each in processes):
@@ -151,16 +144,29 @@ def _spawn(command: list[str], variables: dict[str, str], folder: str, ranks: in
     return codes[failed], failed
 
 
-def _fork(command: list[str], variables: dict[str, str], folder: str) -> int:
+def environments_of_ranks(ranks: int) -> list[dict[str, str]]:
+    """Return what the environment of each rank has as torchrun would set it: nothing, if there is only one."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def run_in_fork(command: list[str], variables: dict[str, str], outputs: str, written: str) -> int:
     """Run the script of ``command`` in a fork of this process, which has imported torch already. Return how it ended.
 
-    Ten times as fast as :func:`_spawn`. This process must not have used a device, or started threads of torch.
+    Ten times as fast as :func:`run_in_new_processes`. This process must not have used a device, or started threads of
+    torch.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
     if not child:
-        _become(command, variables, folder)
+        _become(command, variables, outputs, written)
     try:
         _, status = os.waitpid(child, 0)
     except BaseException:  # a Ctrl-C
@@ -170,12 +176,12 @@ def _fork(command: list[str], variables: dict[str, str], folder: str) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _become(command: list[str], variables: dict[str, str], folder: str) -> NoReturn:
+def _become(command: list[str], variables: dict[str, str], outputs: str, written: str) -> NoReturn:
     """Run the script of ``command`` in this process, which is a new fork, as Python would, and exit."""
     code = 1
     try:
         os.environ.update(variables)
-        for number, path in enumerate((_output(folder, 0), _errors(folder, 0)), start=1):
+        for number, path in enumerate((f"{outputs}.out", f"{outputs}.err"), start=1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, "utf-8", closefd=False) for number in (1, 2))
         sys.argv = command[1:]
@@ -188,7 +194,8 @@ def _become(command: list[str], variables: dict[str, str], folder: str) -> NoRet
         torch.seed()
         for handler in logging.getLogger().handlers[:]:
             logging.getLogger().removeHandler(handler)
-        _note_files(folder)
+        atexit._clear()  # noqa: SLF001 - the functions of this process, which clean up what its parent still needs
+        _note_files(written)
         code = _run(command[1])
     finally:
         with suppress(Exception):
@@ -196,9 +203,9 @@ def _become(command: list[str], variables: dict[str, str], folder: str) -> NoRet
         os._exit(code)
 
 
-def _note_files(folder: str) -> None:
-    """Have this process note the files in the current folder that it opens for writing."""
-    noted = os.open(os.path.join(folder, "written"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def _note_files(written: str) -> None:
+    """Have this process note in ``written`` the files in the current folder that it opens for writing."""
+    noted = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     here = os.path.join(os.getcwd(), "")
 
     def note(event: str, args: tuple[Any, ...]) -> None:
