@@ -134,7 +134,13 @@ def _say_nothing(text: str) -> None:
     pass
 
 
-def prove(command: list[str], scratch: str, options: Options, say: Callable[[str], None] = _say_nothing) -> Verdict:
+def prove(
+    command: list[str],
+    scratch: str,
+    options: Options,
+    say: Callable[[str], None] = _say_nothing,
+    reproduce: bool = True,
+) -> Verdict:
     """Run the script of ``command`` in processes of its own, and return what was found.
 
     Args:
