@@ -133,6 +133,7 @@ def _forgets_compilations() -> Iterator[None]:
     sys.modules["torch._dynamo.utils"].counters.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_forgets_compilations")
 def test_compiled_code_is_run_in_eager_mode_and_the_report_says_so() -> None:
     for _ in range(2):
@@ -495,6 +496,7 @@ def test_the_command_prints_the_request_and_then_the_report(capsys: pytest.Captu
     assert capsys.readouterr().out == Path("run/nan-10/report.md").read_text()
 
 
+@pytest.mark.slow
 def test_nothing_of_the_autopsy_is_imported_without_a_nan() -> None:
     program = """
 import sys, torch

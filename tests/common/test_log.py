@@ -193,6 +193,7 @@ def test_a_line_names_the_place_that_logged_it() -> None:
     assert seen.out == ["reporting._log: a = 0.5"]
 
 
+@pytest.mark.slow
 def test_importing_the_library_leaves_logging_alone() -> None:
     code = """
 import logging

@@ -176,6 +176,7 @@ def test_an_import_prints_nothing(imported: dict[str, Any]) -> None:
     assert imported["printed"] == ""
 
 
+@pytest.mark.slow
 def test_an_import_takes_at_most_50_ms_where_torch_takes_a_second_and_a_half(tmp_path: Path) -> None:
     # The best of several, one after the other until one is good: others may be using this machine, and its caches.
     shares = (import_in_a_new_process(tmp_path)["share"] for _ in range(5))

@@ -210,7 +210,9 @@ def steps(curve: Curve) -> list[int]:
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [pytest.param(each, marks=[pytest.mark.exhaustive] if index else []) for index, each in enumerate(ORDERS)]
+)
 def test_the_curve_of_a_killed_training_run_has_each_step_once_in_any_order_of_hooks(
     order: str, reader: str, trained: Path
 ) -> None:

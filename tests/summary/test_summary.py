@@ -737,6 +737,7 @@ def python(code: str) -> str:
     return ran.stdout.strip()
 
 
+@pytest.mark.slow
 def test_importing_summary_loads_neither_tensorboard_nor_matplotlib() -> None:
     code = "import sys, torch; before = set(sys.modules); import torchhooks.summary; print(*set(sys.modules) - before)"
     loaded = {name.split(".")[0] for name in python(code).split()}
@@ -751,6 +752,7 @@ def test_without_tensorboard_the_error_says_how_to_install_it(monkeypatch: pytes
         SummaryWriterCache.get(tmp_path)
 
 
+@pytest.mark.slow
 def test_without_tensorboard_a_users_writer_works() -> None:
     code = """
 import sys
