@@ -7,11 +7,13 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from support import processes
+from support.rank_threads import Hub, ThreadRanks, in_threads
 from support.waiting import wait_until
 
 from torchhooks import AtSteps, CheckpointSaverHook, EvaluationHook, MonitoredLoop, SessionRunHook
@@ -26,9 +29,10 @@ from torchhooks.__main__ import main
 from torchhooks.lifecycle import run_record
 from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.run_record import Record, read_record
+from torchhooks.mirror.status import read_status
 from torchhooks.testing import log_lines
 from torchhooks.watch import commands, stalls
-from torchhooks.watch.places import AT_MEETING, IN_COLLECTIVE, NOT_WAITING, _child, children, locate
+from torchhooks.watch.places import AT_MEETING, IN_COLLECTIVE, NOT_WAITING, _child, children, kill_workers, locate
 from torchhooks.watch.report import RankState, first_line, report, short_line
 from torchhooks.watch.stalls import Watch
 
@@ -367,6 +371,27 @@ def test_arguments_that_are_not_valid() -> None:
         MonitoredLoop(bool, stall_secs=-1)
 
 
+def test_what_torch_has_recorded_is_next_to_the_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "flight_record", lambda: b'{"entries": []}')
+    with Job(tmp_path, in_the_step) as job:
+        job.look(5)
+        job.report()
+    assert (tmp_path / "stall-3/rank-0.flight.json").read_bytes() == b'{"entries": []}'
+
+
+def test_a_hook_that_stands_still_where_the_loop_is_created(tmp_path: Path) -> None:
+    def run(gate: Gate, arguments: dict[str, Any]) -> None:
+        class Begins(SessionRunHook):
+            def begin(self) -> None:
+                gate.stand_still()
+
+        MonitoredLoop(bool, hooks=[Begins()], **arguments).close()
+
+    with Job(tmp_path, run) as job:
+        job.look(17)
+        assert job.watch.watched.stalled == "in run 1 (creates the loop)"
+
+
 def test_without_a_folder_the_stacks_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[tuple[str, str]]
 ) -> None:
@@ -388,7 +413,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, lines: list[tuple[str, 
 def test_a_call_that_kept_the_lock_is_reported_once(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
     with Job(tmp_path, in_the_step) as job:
         job.look(1)
-        (tmp_path / ".stall-rank-0.txt").write_text("stacks")  # as faulthandler does
+        stacks = tmp_path / ".stall-rank-0.txt"
+        stacks.write_text("stacks")  # as faulthandler does
+        own = Record(os.getpid(), socket.gethostname(), 1, 0.0, 0, 0.0, 7, 0.0)
+        (tmp_path / ".run.json").write_text(json.dumps(own._asdict()))
+        status = read_status(str(tmp_path))
+        assert not status.is_alive
+        assert status.state == (
+            f"stalled: a call keeps Python's global lock in process {os.getpid()}, {stacks} has its stacks"
+        )
         job.look(2)
         assert (tmp_path / "stall-3/rank-0.lock.txt").read_text() == "stacks"
         said = [text for level, text in lines if level == "CRITICAL"]
@@ -601,9 +634,92 @@ def test_what_a_rank_waits_for_is_known_by_its_frames() -> None:
     wrapper = collective("torch.distributed.c10d_logger", "wrapper", library)
     wrapper(lambda: None)
     all_reduce = collective("torch.distributed.distributed_c10d", "all_reduce", library)
-    wrapper(lambda: all_reduce(note))
+    wrapper(partial(all_reduce, note))
     collective("torch.autograd.graph", "_engine_run_backward", library)(note)
     collective("torchhooks.ranks.peers", "_wait", stalls.__file__)(note)
     assert [place.waits for place in frames] == [IN_COLLECTIVE, IN_COLLECTIVE, AT_MEETING]
     assert frames[0].where.startswith("all_reduce, test_stalls.py:")
     assert frames[2].phase == "waits for the other ranks"
+
+
+def after_a_look(watch: Watch, is_so: bool) -> bool:
+    watch.look()
+    return is_so
+
+
+def with_ranks(folder: Path, fault: Callable[[Watch, list[Watch]], None], at: int = 1) -> None:
+    """Make four runs on three ranks that are threads. Rank ``at`` calls ``fault`` in its third run.
+
+    Meanwhile the others wait for it there; rank 0 waits in code of the script if ``at`` is 2.
+    """
+    folder.mkdir(exist_ok=True)
+    is_there, go_on = threading.Event(), threading.Event()
+
+    def run(ranks: ThreadRanks, hub: Hub) -> None:
+        def step(number: int) -> None:
+            if number == 2 and ranks.rank == at:
+                mine = next(watch for watch in watches if watch._ranks.rank == at)  # noqa: SLF001
+                assert at == 1 or is_there.wait(60)
+                fault(mine, watches)
+                go_on.set()
+            hub.gather("step", ranks.rank, None)
+
+        with MonitoredLoop(step, checkpoint_dir=str(folder), ranks=ranks) as loop:
+            for number in loop.until_stop(range(4)):
+                if number == 2 and ranks.rank == 0 and at == 2:
+                    is_there.set()
+                    go_on.wait(60)
+                loop.run(number)
+
+    assert in_threads(3, run) == [None] * 3
+
+
+def test_ranks_tell_each_other_where_they_are(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    def stand_still(mine: Watch, all_watches: list[Watch]) -> None:
+        # Not a number of looks: the others may still be on their way.
+        wait_until(lambda: after_a_look(mine, len(list((tmp_path / "run").glob("stall-3/*"))) == 4))
+        wait_until(lambda: all(watch.watched.stalled for watch in all_watches))
+
+    with_ranks(tmp_path / "run", stand_still)
+    assert {file.name for file in (tmp_path / "run/stall-3").iterdir()} == {
+        *("report.md", "rank-0.txt", "rank-1.txt", "rank-2.txt"),
+    }
+    (line,) = [text for level, text in lines if level == "CRITICAL"]
+    assert re.match(r"no run was completed for \d+ s\. Rank 1 is in run 3: in the step, ", line)
+    assert ". Ranks 0, 2 are in run 3: in the step, " in line
+
+
+def test_a_rank_that_may_take_long_excuses_the_others_until_its_own_time_is_over(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    said: list[bool] = []
+
+    def stand_still(mine: Watch, all_watches: list[Watch]) -> None:
+        in_script = next(watch for watch in all_watches if watch._ranks.is_chief)  # noqa: SLF001
+        wait_until(lambda: after_a_look(mine, mine._next > 3))  # noqa: SLF001 - the others have answered
+        said.append(any(level == "CRITICAL" for level, _ in lines))
+        for _ in range(17):
+            in_script.look()
+        wait_until(lambda: (tmp_path / "run/stall-3/report.md").exists())
+
+    with_ranks(tmp_path / "run", stand_still, at=2)
+    assert said == [False]
+    (line,) = [text for level, text in lines if level == "CRITICAL"]
+    assert "Rank 0 is in run 3: in code of the script" in line
+
+
+def test_a_rank_that_lost_the_others_asks_no_more(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    peers: Any = SimpleNamespace(ask_for_states=lambda: False)
+    with Job(tmp_path, in_the_step) as job:
+        job.watch._peers = peers  # noqa: SLF001
+        assert is_quiet(job, 50, lines)
+
+
+def test_workers_are_killed(tmp_path: Path) -> None:
+    process = processes.start(tmp_path / "output", wait_long)
+    kill_workers()
+    assert process.is_alive()  # it is no daemon
+    process._config["daemon"] = True  # type: ignore[attr-defined]  # noqa: SLF001 - not possible once it runs
+    kill_workers()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL

@@ -29,6 +29,8 @@ from torchhooks.lifecycle.session import Session
 
 NAME = ".run.json"
 REQUEST = ".stacks"
+LOCK_STACKS = ".stall-rank-%d.txt"
+"""The file of each rank that is empty unless a call keeps Python's global lock: it then has the stacks."""
 PERIOD_SECS = 10.0
 _LOOK_SECS = 2.0  # for a request
 _RATE_SAMPLES = 7  # so that the speed is about the last minute

@@ -13,8 +13,8 @@ from typing import Any
 
 from torchhooks.checkpoints.folder import Checkpoint, has_manifest, inspect, is_checkpoint
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
+from torchhooks.lifecycle.run_record import LOCK_STACKS, PERIOD_SECS, Record, decoded_record, read_record
 from torchhooks.lifecycle.run_record import NAME as RECORD
-from torchhooks.lifecycle.run_record import PERIOD_SECS, Record, decoded_record, read_record
 from torchhooks.mirror.curves import Point, read_curves
 from torchhooks.mirror.layout import MARKER, CopyContents, is_copied, read_marker
 from torchhooks.mirror.store import Store
@@ -91,7 +91,13 @@ def read_status(folder: str) -> Status:
     record, age = read_record(folder), None
     with suppress(OSError):  # the time of the file, as the clock of the machine that trains may differ
         age = time.time() - os.stat(os.path.join(folder, RECORD)).st_mtime
-    return _status(record, age, _SILENT_SECS, checkpoints, damaged, read_curves(_sizes_in(folder), read))
+    status = _status(record, age, _SILENT_SECS, checkpoints, damaged, read_curves(_sizes_in(folder), read))
+    stacks = os.path.join(folder, LOCK_STACKS % 0)
+    with suppress(OSError):  # there is none
+        if record is not None and record.stopped is None and os.path.getsize(stacks) and _exists_here(record):
+            text = f"stalled: a call keeps Python's global lock in process {record.pid}, {stacks} has its stacks"
+            return replace(status, state=text, is_alive=False)
+    return status
 
 
 def read_status_of_copy(store: Store) -> Status:
@@ -190,7 +196,7 @@ def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> tuple[
     if record.stopped is not None:
         kind = "failed" if record.failed else "ended"
         return f"{kind} {ago(record.time)}: {record.stopped}", False
-    if record.host == socket.gethostname() and not _exists(record.pid):
+    if record.host == socket.gethostname() and not _exists_here(record):
         return f"killed: {process} is gone, {ago(record.time)} or later", False
     if time.time() - record.time > silent_secs:
         return f"no sign of life of {process} since {ago(record.time)}: killed, or out of reach", False
@@ -200,9 +206,10 @@ def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> tuple[
     return f"running, {process}{ranks}, since {ago(record.began)}", True
 
 
-def _exists(pid: int) -> bool:
+def _exists_here(record: Record) -> bool:
+    """Return whether the process of ``record``, if it is one of this machine, is there."""
     try:
-        os.kill(pid, 0)
+        os.kill(record.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:

@@ -27,7 +27,7 @@ from torchhooks.common.files import replacing
 from torchhooks.common.log import logger
 from torchhooks.data.position import DataPosition
 from torchhooks.lifecycle.loop_state import LoopState
-from torchhooks.lifecycle.run_record import Watched
+from torchhooks.lifecycle.run_record import LOCK_STACKS, Watched
 from torchhooks.ranks.peers import Peers, end_process
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.transport import flight_record
@@ -201,6 +201,8 @@ class Watch:
         if not request and any(state.is_excused for state in states):
             self._next = math.ceil(self._quiet * _ASK_AGAIN) + 1
             return
+        if not request and self._stall is not None:
+            return  # asked twice, because the answer took longer than a look
         line = first_line(states)
         if not request:
             secs = max(state.secs for state in states)
@@ -254,7 +256,7 @@ class Watch:
             if self._closed.is_set():
                 return
             if self._lock_file is None:
-                path = os.path.join(self._folder, f".stall-rank-{rank}.txt")
+                path = os.path.join(self._folder, LOCK_STACKS % rank)
                 self._lock_file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in close()
             elif os.fstat(self._lock_file.fileno()).st_size:
                 folder = os.path.join(self._folder, f"stall-{self._state.total_runs + 1}")
