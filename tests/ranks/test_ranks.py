@@ -1296,6 +1296,39 @@ def test_when_one_rank_goes_the_others_end_with_a_peer_error(tmp_path: Path, way
         assert each.value.startswith(seen), each
 
 
+def leaves_a_child(rank: int, folder: str) -> tuple[float, str]:
+    """Make runs until rank 1 is killed, whose child keeps its connections open; return when and what the others see."""
+
+    def step() -> None:
+        time.sleep(0.01)
+        if rank == 1 and loop.global_step == 3:
+            child = os.fork()
+            if not child:
+                time.sleep(120)
+                os._exit(0)
+            Path(folder, "child").write_text(f"{child} {time.time()}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with MonitoredLoop(step, ranks=Ranks(tick_secs=0.02, lost_after_secs=4.0)) as loop:
+            for _ in loop.until_stop(itertools.count()):
+                loop.run()
+    except PeerError as error:
+        return time.time(), str(error)
+    return time.time(), "ended"
+
+
+@pytest.mark.ranks
+def test_a_killed_rank_whose_child_keeps_its_connections_open_is_lost_in_time(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 3, leaves_a_child, str(tmp_path))
+    child, killed = (tmp_path / "child").read_text().split()
+    os.kill(int(child), signal.SIGKILL)
+    for seen, text in (ended[0].value, ended[2].value):
+        assert "contact with rank 1 was lost after run" in text
+        assert "no answer for 4 s to a tick" in text
+        assert seen - float(killed) < 4 + 5
+
+
 def freeze(rank: int, pids: Any) -> str:
     ranks = Ranks(tick_secs=0.02, lost_after_secs=4.0, stuck_secs=4.0)
     (Path(pids) / f"pid-{rank}").write_text(str(os.getpid()))

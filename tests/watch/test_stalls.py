@@ -451,9 +451,10 @@ def test_a_watch_that_fails_ends_and_the_loop_goes_on(tmp_path: Path, monkeypatc
 
 def test_the_thread_of_a_loop_that_was_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls, "LOOK_SECS", 0.001)
+    before = threading.enumerate()
     loop = MonitoredLoop(bool)
     watches.clear()
-    threads = [each for each in threading.enumerate() if each.name == "torchhooks watch"]
+    threads = [each for each in threading.enumerate() if each not in before]
     del loop
     wait_until(lambda: not any(thread.is_alive() for thread in threads))
 
