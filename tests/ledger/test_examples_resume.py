@@ -1,0 +1,64 @@
+"""``check`` finds nothing in the examples and recipes that resume, nor in scripts of parts that a number chooses."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support import random_scripts
+from support.forks import use_forks
+from support.paths import ROOT
+
+from torchhooks.ledger.check import Options, prove, text_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forks")]
+
+RECIPES = ROOT / "docs" / "recipes.md"
+CALLS = {
+    "ReduceLROnPlateau": "",
+    "Reinforcement learning": "",
+    "Pass over a batch": "train_without('runs/whole')",
+    "Twenty training runs in one process": "",
+}
+"""The recipes that resume, and what calls their function."""
+
+NUMBERS = range(int(os.environ.get("TORCHHOOKS_RANDOM_SCRIPTS", "6")))
+
+
+@pytest.fixture
+def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_forks(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+
+
+def assert_exact(folder: Path, *command: str, steps: int) -> None:
+    verdict = prove([sys.executable, *command], str(folder), Options(steps), reproduce=False)
+    assert verdict.is_exact, "\n".join(text_of(verdict))
+
+
+def test_every_recipe_that_resumes_is_checked() -> None:
+    sections = RECIPES.read_text(encoding="utf-8").split("\n## ")
+    resumed = [each for each in sections if "CheckpointSaverHook(" in each and "checkpoint_dir=" in each]
+    assert {each.partition("\n")[0] for each in resumed} == {*CALLS}
+
+
+@pytest.mark.parametrize("heading", CALLS)
+def test_a_recipe_resumes_exactly(heading: str, tmp_path: Path) -> None:
+    text = RECIPES.read_text(encoding="utf-8")
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    common, code = (re.findall(r"```python\n(.*?)```", each, re.DOTALL)[0] for each in (text, section))
+    (tmp_path / "recipe.py").write_text(f"{common}\n{code}\n{CALLS[heading]}\n")
+    assert_exact(tmp_path, "recipe.py", steps=30)
+
+
+@pytest.mark.parametrize("name", ["usual", "gpt"])
+def test_an_example_resumes_exactly(name: str, tmp_path: Path) -> None:
+    assert_exact(tmp_path, str(ROOT / "examples" / f"{name}.py"), steps=10)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_script_of_random_parts_resumes_exactly(number: int, tmp_path: Path) -> None:
+    assert_exact(tmp_path, random_scripts.__file__, str(number), steps=24)
