@@ -41,7 +41,7 @@ def assert_exact(folder: Path, *command: str, steps: int) -> None:
 
 def test_every_recipe_that_resumes_is_checked() -> None:
     sections = RECIPES.read_text(encoding="utf-8").split("\n## ")
-    resumed = [each for each in sections if "CheckpointSaverHook(" in each and "checkpoint_dir=" in each]
+    resumed = [each for each in sections if "CheckpointSaverHook(" in each and "checkpoint_dir" in each]
     assert {each.partition("\n")[0] for each in resumed} == {*CALLS}
 
 

@@ -39,7 +39,11 @@ class Noisy(TensorDataset):
 
 def train(number: int) -> None:
     chosen = random.Random(number)
-    choose, maybe = chosen.choice, lambda: chosen.random() < 0.5
+    choose = chosen.choice
+
+    def maybe() -> bool:
+        return chosen.random() < 0.5
+
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
@@ -120,10 +124,9 @@ def train(number: int) -> None:
     if maybe():
         hooks.insert(0, StopAtStepHook(last_step=choose([11, 17])))
     validates, in_the_body, numbers = maybe(), maybe(), maybe()
-    unit = {"step_unit": "optimizer_step"} if maybe() else {}
-    with MonitoredLoop(
-        step, model, optimizer, hooks=hooks, state=state, checkpoint_dir="run", signals=["SIGTERM"], **unit
-    ) as loop:
+    options: dict[str, Any] = {"step_unit": "optimizer_step"} if maybe() else {}
+    options |= {"hooks": hooks, "state": state, "checkpoint_dir": "run", "signals": ["SIGTERM"]}
+    with MonitoredLoop(step, model, optimizer, **options) as loop:
         for epoch in loop.until_stop(range(4)):
             model.train()
             variables.total = 0.0
@@ -133,10 +136,10 @@ def train(number: int) -> None:
                 if in_the_body:
                     with loop.step() as outputs:
                         outputs.update(step(x, y))
-                    loss = outputs["loss"]
+                    made: Any = outputs
                 else:
-                    loss = loop.run(x, y)["loss"]
-                variables.total += loss.item()
+                    made = loop.run(x, y)
+                variables.total += made["loss"].item()
             if validates:
                 model.eval()
                 with torch.no_grad():
