@@ -202,7 +202,7 @@ class WrappedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.mul.Tensor:
             return cls(func(args[0].whole, args[1]))
-        raise NotImplementedError(f"{func} of a wrapper")
+        raise RuntimeError(f"{func} of a wrapper")
 
 
 class Unprintable:

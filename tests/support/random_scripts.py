@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class Noisy(TensorDataset):
     """Draws random numbers in the main process, when an item is read."""
 
     def __getitem__(self, index: Any) -> Pair:
-        inputs, targets = super().__getitem__(index)
+        inputs, targets = (tensor[index] for tensor in self.tensors)
         return inputs + 0.1 * torch.randn_like(inputs) + 0.1 * random.random(), targets
 
 
@@ -50,7 +50,7 @@ def train(number: int) -> None:
 
     norm: list[nn.Module] = choose([[], [nn.BatchNorm1d(8)], [nn.LayerNorm(8)]])
     model = nn.Sequential(nn.Linear(4, 8), *norm, nn.ReLU(), nn.Dropout(choose([0.0, 0.2])), nn.Linear(8, 1))
-    makes: list[Any] = [
+    makes: list[Callable[[Any], Any]] = [
         lambda parameters: torch.optim.SGD(parameters, 0.05),
         lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9),
         lambda parameters: torch.optim.Adam(parameters, 0.01),
@@ -60,7 +60,7 @@ def train(number: int) -> None:
     state: dict[str, Any] = {}
 
     # What comes beside the model.
-    schedulers = [
+    schedulers: list[Callable[[], Any]] = [
         lambda: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
         lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
         lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=100),
@@ -90,7 +90,7 @@ def train(number: int) -> None:
     accumulates = choose([1, 1, 2, 3])
     draws = maybe()
 
-    def lossy(x: Tensor, y: Tensor) -> Tensor:
+    def lossy(x: Tensor, y: Tensor) -> Any:
         if draws:
             x = x + 0.01 * random.random() + 0.01 * float(np.random.rand())
         loss = (model(x) - y).square().mean()
@@ -112,7 +112,7 @@ def train(number: int) -> None:
 
     def step(x: Tensor, y: Tensor) -> dict[str, Tensor]:
         loss = lossy(x, y)
-        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        loss.backward()
         variables.seen += 1
         if variables.seen % accumulates == 0:
             update()

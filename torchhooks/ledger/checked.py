@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
 from torchhooks.common.digests import digests
 from torchhooks.common.timers import EveryEpochs, EverySteps
 from torchhooks.data import cursor
@@ -149,8 +147,7 @@ class Cut(SessionRunHook):
             return
         self._write()
         sys.stdout.flush()
-        if session.ranks.size > 1:
-            torch.distributed.barrier()  # a rank that still waits for this one in the run would miss it
+        session.ranks.gather(None, "the last run under check")  # a rank that still needs this one would miss it
         if made == self._plan.kill_after:
             os.kill(os.getpid(), self._plan.kill_by)
         if made >= self._plan.steps:
