@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -41,7 +42,10 @@ def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments:
     ended, deadline = [], time.monotonic() + 1.5 * DEADLINE_SECS
     for rank, (process, (reader, _)) in enumerate(zip(processes, pipes, strict=True)):
         process.join(max(deadline - time.monotonic(), 0.1))
-        if process.exitcode is None:
+        if process.exitcode is None and process.pid is not None:
+            # The watch of a loop has replaced the timer below, so faulthandler prints the stacks at this signal.
+            os.kill(process.pid, signal.SIGABRT)
+            process.join(5)
             process.kill()
             process.join()
         code = process.exitcode
@@ -57,6 +61,7 @@ def _main(folder: str, rank: int, size: int, writer: Any, function: Callable[...
     begin(os.path.join(folder, f"output-{rank}"))
     logging.basicConfig(level=logging.INFO, force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    faulthandler.enable(file=2)
     faulthandler.dump_traceback_later(DEADLINE_SECS, exit=True, file=2)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     torch.distributed.barrier()  # a rank that ended at once could leave another one without a connection

@@ -431,6 +431,13 @@ def test_a_call_that_kept_the_lock_is_reported_once(tmp_path: Path, lines: list[
     assert not list(tmp_path.glob(".stall*"))
 
 
+def test_a_folder_that_is_only_read_is_no_reason_to_look_away(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    (tmp_path / ".stall-rank-0.txt").mkdir()  # so that the file cannot be opened
+    with Job(tmp_path, in_the_step) as job:
+        job.look(5)
+        job.report()
+
+
 def test_a_look_after_the_end_leaves_no_file(tmp_path: Path) -> None:
     with Job(tmp_path, in_the_step) as job:
         job.look(1)

@@ -82,6 +82,7 @@ class Watch:
         self._stall: tuple[str, str] | None = None  # in short, and the line
         self._run_time = time.time()
         self._file_lock = threading.Lock()
+        self._has_lock_file = True
         self._lock_file: IO[bytes] | None = None  # where faulthandler writes if a call keeps Python's lock
 
     def start(self) -> None:
@@ -250,14 +251,18 @@ class Watch:
     def _watch_the_lock(self) -> None:
         """Have faulthandler write the stacks unless this is called again in time, and report what it has written."""
         secs, rank = self._limit(self._is_slow), self._ranks.rank
-        if self._folder is None or secs == math.inf or not os.path.isdir(self._folder):
+        if self._folder is None or not self._has_lock_file or secs == math.inf or not os.path.isdir(self._folder):
             return
         with self._file_lock:
             if self._closed.is_set():
                 return
             if self._lock_file is None:
                 path = os.path.join(self._folder, LOCK_STACKS % rank)
-                self._lock_file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in close()
+                try:
+                    self._lock_file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in close()
+                except OSError:  # a folder to read checkpoints from, perhaps
+                    self._has_lock_file = False
+                    return
             elif os.fstat(self._lock_file.fileno()).st_size:
                 folder = os.path.join(self._folder, f"stall-{self._state.total_runs + 1}")
                 os.makedirs(folder, exist_ok=True)
