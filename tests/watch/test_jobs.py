@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import multiprocessing
 import os
 import re
@@ -24,6 +25,7 @@ from support.waiting import wait_until
 from torch import distributed
 
 from torchhooks import AtSteps, CheckpointSaverHook, EvaluationHook, MonitoredLoop, PeerError, Ranks, StopAtStepHook
+from torchhooks.__main__ import main
 from torchhooks.common.files import Disk
 from torchhooks.watch import stalls
 
@@ -162,6 +164,39 @@ def test_an_error_that_one_rank_raises_and_catches_ends_the_others(tmp_path: Pat
     assert culprit.code == 1
     assert other.code == 70 or isinstance(other.value, str)  # gloo may notice the end of the other process first
     assert "rank 1 failed in run 3: ValueError: bad item" in f"{other.output} {other.value}"
+
+
+def train_until_asked(rank: int, folder: str) -> int:
+    """Train until another thread of the chief has made the command ``stacks``; return the exit code of that."""
+    codes: list[int] = []
+    asking = threading.Thread(target=lambda: codes.append(main(["stacks", folder])))
+
+    def step() -> None:
+        distributed.all_reduce(torch.ones(1))
+        if codes and len([*Path(folder).glob("stacks-*/rank-*.txt")]) == 2:
+            loop.request_stop("asked")
+
+    model, hooks = torch.nn.Linear(1, 1), [CheckpointSaverHook(folder, every_n_steps=10**9)]
+    with MonitoredLoop(step, model, hooks=hooks, checkpoint_dir=folder) as loop:
+        if not rank:
+            asking.start()
+        for _ in loop.until_stop(itertools.count()):
+            loop.run()
+    if not rank:
+        asking.join()
+    return sum(codes)
+
+
+@pytest.mark.ranks
+def test_all_ranks_of_a_live_job_answer_with_their_stacks(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = run_ranks(tmp_path, 2, train_until_asked, str(run))
+    assert [each[:2] for each in ended] == [(0, 0)] * 2, ended
+    assert re.search(r"\n\| 1 \| \d+ \| 0 s \| .*\n", ended[0].output)
+    (folder,) = run.glob("stacks-*")
+    texts = [(folder / f"rank-{rank}.txt").read_text() for rank in range(2)]
+    assert all("train_until_asked" in text for text in texts)
+    assert "CRITICAL" not in ended[0].output
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
