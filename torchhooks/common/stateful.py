@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, Protocol
 
@@ -52,6 +52,11 @@ class Stateful(Protocol):
 def has_state(value: object) -> bool:
     """Return whether ``value`` has both methods of :class:`Stateful`."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def has_readable_state(value: object) -> bool:
+    """Return whether the state of ``value`` can be read without an effect: it is no loader, which may start workers."""
+    return has_state(value) and (isinstance(value, torch.nn.Module) or not isinstance(value, Iterable))
 
 
 # -- plain data: what torch loads with weights_only=True, so that no file can run code ---------------------------------

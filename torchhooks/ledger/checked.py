@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from torchhooks.common.digests import digests
+from torchhooks.common.random_states import random_states, set_random_states
+from torchhooks.common.stateful import has_readable_state
 from torchhooks.common.timers import EveryEpochs, EverySteps
 from torchhooks.data import cursor
 from torchhooks.ledger.hook import WHAT, LedgerHook
@@ -130,11 +132,13 @@ class Cut(SessionRunHook):
 
     def before_run(self, run_context: SessionRunContext) -> None:
         session, plan = run_context.session, self._plan
-        if session.training_state.is_repeating or not self._is_chief:
+        if session.training_state.is_repeating:
             return
         run = self._runs_of_earlier_loops + session.total_runs + 1
         if plan.probe_at in (0, run) or not self._seen.runs:
-            append_probed(plan.probe, probed(session, run, is_first=not self._seen.runs))
+            found = probed(session, run, is_first=not self._seen.runs)  # by all ranks: a state_dict() may need them
+            if self._is_chief:
+                append_probed(plan.probe, found)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
@@ -165,11 +169,14 @@ class Cut(SessionRunHook):
 
 def probed(session: Session, run: int, is_first: bool) -> Probed:
     """Return what the script has before a run, from a hook's ``before_run``."""
-    training = session.training_state
+    training, random = session.training_state, random_states()
     parts = {"model": training.model, "optimizer": training.optimizer, **training.state}
     saved = {name: part for name, part in parts.items() if part is not None}
     beside = reachable(sys._getframe(), saved.values())  # noqa: SLF001 - as logging does
-    return Probed(run, is_first, beside, dict(zip(saved, digests(p.state_dict() for p in saved.values()), strict=True)))
+    readable = {name: part for name, part in saved.items() if has_readable_state(part)}
+    states = digests(part.state_dict() for part in readable.values())
+    set_random_states(random)  # a state_dict() of the user may draw
+    return Probed(run, is_first, beside, dict(zip(readable, states, strict=True)))
 
 
 def append_probed(path: str, found: Probed) -> None:

@@ -23,7 +23,7 @@ from torchhooks.checkpoints.comparing import bare_optimizer
 from torchhooks.common.checks import folder
 from torchhooks.common.digests import BegunDigest, KnownSums
 from torchhooks.common.log import logger
-from torchhooks.common.stateful import Stateful, has_state
+from torchhooks.common.stateful import Stateful, has_readable_state
 from torchhooks.common.text import did_you_mean, installed_version, shown
 from torchhooks.common.timers import GivenTimer
 from torchhooks.common.trees import as_snapshot
@@ -396,9 +396,7 @@ def _states_and_rates(optimizer: torch.optim.Optimizer) -> list[object]:
 
 def _has_plain_state(part: Stateful) -> bool:
     """Return whether the digest of ``part`` is one of its own: it is no optimizer."""
-    if isinstance(part, Iterable) and not isinstance(part, torch.nn.Module):
-        return False  # a loader, which may start its workers to tell its state
-    return has_state(part) and not isinstance(bare_optimizer(part), torch.optim.Optimizer)
+    return has_readable_state(part) and not isinstance(bare_optimizer(part), torch.optim.Optimizer)
 
 
 # -- random states ----------------------------------------------------------------------------------------------------

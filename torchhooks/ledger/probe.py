@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from torchhooks.common.digests import digest
-from torchhooks.common.stateful import has_state
+from torchhooks.common.stateful import has_readable_state
 from torchhooks.common.text import shown
 
 _MOST_OBJECTS = 5000
@@ -167,7 +167,7 @@ class _Walk:
             self._add_each(name, ((key, getattr(value, key)) for key in ("dataset", "sampler", "generator")), depth)
         elif type(value).__module__.partition(".")[0] == "torchhooks":
             return  # its state is in the checkpoint, or it has none
-        elif has_state(value):
+        elif has_readable_state(value):
             self._put(name, value.state_dict(), is_part=True)
         elif hasattr(value, "_num_yielded"):  # the iterator of a DataLoader
             self._put(f"{name} (an iterator)", value._num_yielded)  # noqa: SLF001 - nothing public says where it is
@@ -180,7 +180,7 @@ class _Walk:
             with suppress(ValueError):  # a variable that has no value yet
                 self.add(f"{key} in {function.__name__}()", cell.cell_contents, depth)
         self._add_each(name, function.__dict__.items(), depth)
-        self.add(f"{name}.__defaults__", function.__defaults__, depth)
+        self.add(f"{name}.__defaults__", function.__defaults__ or (), depth)
 
     def _add_container(self, name: str, value: Any, depth: int) -> None:
         members = [*itertools.islice(value.items() if isinstance(value, dict) else value, _MOST_MEMBERS)]
@@ -219,7 +219,7 @@ def _members(value: object) -> Iterator[tuple[str, object]]:
     for base in type(value).__mro__:
         slots = getattr(base, "__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            if hasattr(value, name):
+            if not name.startswith("__") and hasattr(value, name):
                 yield name, getattr(value, name)
 
 
