@@ -10,6 +10,7 @@ import shutil
 import signal
 import struct
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -303,10 +304,11 @@ def test_of_several_ranks_the_chief_says_that_the_runs_have_the_same_bits(tmp_pa
             for number in loop.until_stop(range(8)):
                 loop.run(number)
                 if number == fails_in[0]:
+                    both_are_here.wait(60)  # or the failure of one would end the other in an earlier run
                     raise KeyError("of the script")
         return loop.global_step
 
-    fails_in = [5]
+    fails_in, both_are_here = [5], threading.Barrier(2)
     in_threads(2, train)
     fails_in[0] = 9
     with log_lines() as lines:
