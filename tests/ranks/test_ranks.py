@@ -615,6 +615,46 @@ def test_values_can_be_gathered_after_the_loop_however_late_a_rank_comes() -> No
     assert in_threads(2, main, stuck_secs=0.05) == [[[0, 1], [0, 1]]] * 2
 
 
+def skips_an_item(ranks: ThreadRanks, hub: Hub) -> None:
+    """Make four runs with a collective in each. Rank 1 makes only three, because it catches an error before one."""
+
+    def prepare(number: int) -> None:
+        if ranks.rank == 1 and number == 1:
+            raise ValueError("damaged item")
+
+    with MonitoredLoop(lambda: hub.gather("step", ranks.rank, 0), ranks=ranks) as loop:
+        for number in loop.until_stop(range(4)):
+            try:
+                prepare(number)
+            except ValueError:
+                continue
+            loop.run()
+
+
+def test_an_error_that_one_rank_catches_before_a_run_is_an_error_where_the_data_end() -> None:
+    errors = in_threads(2, skips_an_item)
+    assert [type(error) for error in errors] == [PeerError] * 2
+    assert {str(error) for error in errors} == {
+        "rank 1 left the loop after run 3, while rank 0 is at run 4: give every rank the same number of items, and "
+        "leave the loop on all ranks or on none"
+    }
+
+
+def test_values_of_different_runs_are_not_gathered() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: None, ranks=ranks) as loop:
+            for _ in range(3 if ranks.rank else 4):
+                loop.run()
+            loop.session.ranks.gather(0, "the best metric")
+
+    errors = in_threads(2, main)
+    assert [type(error) for error in errors] == [LifecycleError] * 2
+    assert str(errors[0]).startswith(
+        "rank 0 gathers values for the best metric in run 4, and rank 1 in run 3: make the same runs on all ranks."
+    )
+    assert str(errors[1]).startswith("rank 1 gathers values for the best metric in run 3, and rank 0 in run 4: ")
+
+
 def test_a_stop_takes_effect_where_no_data_arrive() -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> str | None:
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:

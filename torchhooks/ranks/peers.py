@@ -189,6 +189,7 @@ class Peers:
             LifecycleError: another rank did not create its loop in time.
         """
         self._transport = transport = self._ranks.connect(self._why_not_to_wait)
+        self._ranks.run_number = lambda: self._run_numbers().begun
         self._thread = threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True)
         self._thread.start()
 

@@ -135,7 +135,7 @@ class Ranks:
 
         Raises:
             PeerError: a rank failed, left or does not answer.
-            LifecycleError: ranks gather for different purposes. All of them raise it.
+            LifecycleError: ranks gather for different purposes, or in different runs. All of them raise it.
         """
         loop = _newest_loop.get(self)
         return [value] if loop is None else loop.gather(value, purpose)
@@ -175,6 +175,8 @@ class LoopRanks(Ranks):
         """The hooks of this rank's loop that not every rank has."""
         self.gathering: Gathering | None = None
         """The call of :meth:`gather` in progress. Only the thread in that call uses it."""
+        self.run_number: Callable[[], int] | None = None
+        """Returns the number of the run that this rank is in, or has made last; ``None`` if that may differ."""
         self._new_transport = configured._new_transport  # noqa: SLF001 - its own class
         self._configured = weakref.ref(configured)  # weak, because _newest_loop would otherwise keep it for ever
         self._transport: GlooTransport | None = None
@@ -192,20 +194,27 @@ class LoopRanks(Ranks):
         if self._transport is None:
             return [value]
         self.gathering = Gathering(purpose + details)
+        run = None if self.run_number is None else self.run_number()
         try:
-            rows = self._transport.gather((purpose, value))
+            rows = self._transport.gather((purpose, run, value))
         except PeerError as error:
             add_note(error, f"torchhooks: rank {self.rank} gathered values for {purpose}{details}")
             raise
         finally:
             self.gathering = None
-        for rank, (theirs, _) in enumerate(rows):
+        for rank, (theirs, their_run, _) in enumerate(rows):
             if theirs != purpose:
                 raise OtherPurposeError(
                     f"rank {self.rank} gathers values for {purpose}, and rank {rank} for {theirs}: call Ranks.gather "
                     "in the same order on all ranks, or look for an earlier error on one of them"
                 )
-        return [each for _, each in rows]
+            if None not in (run, their_run) and their_run != run:
+                raise LifecycleError(
+                    f"rank {self.rank} gathers values for {purpose} in run {run}, and rank {rank} in run {their_run}: "
+                    "make the same runs on all ranks. If the script skips an item, for example after an error that it "
+                    "catches, skip it on all of them"
+                )
+        return [each for *_, each in rows]
 
     def for_saving(self) -> LoopRanks:
         """Return ranks for the thread that writes checkpoints. Every rank has to call this, in the training thread.
@@ -216,6 +225,7 @@ class LoopRanks(Ranks):
             return self
         if self._saving is None:
             saving = copy.copy(self)
+            saving.run_number = None  # the training threads go on, each at its own pace
             saving._transport = self._transport.for_saving()  # noqa: SLF001 - its own class
             self._saving = saving
         return self._saving
@@ -260,6 +270,7 @@ class LoopRanks(Ranks):
 
     def disconnect(self) -> None:
         """Called when the loop is closed: this process logs as for the newest loop that is left, or like any other."""
+        self.run_number = None  # after an error, the ranks have made different numbers of runs
         if self in _connected:
             _connected.remove(self)
         if self._transport is not None:
