@@ -15,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
 from support.rank_processes import run_ranks
-from support.rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks, check, in_threads
+from support.rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks, ThreadTransport, check, in_threads
 from support.waiting import wait_until
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -794,6 +795,39 @@ def test_a_stuck_rank_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reasons == [
         "rank 1 failed in run 1: ValueError: boom. The training thread has not come back for 0.01 s from a call"
     ]
+
+
+def test_the_time_without_an_answer_counts_for_a_stuck_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, in_step = threading.Event(), {0: False, 1: False}
+    now = [0.0]
+    reasons: list[str] = []
+    answer = ThreadTransport.exchange
+
+    def exchange(self: ThreadTransport, numbers: list[int], purpose: str = "") -> list[list[int]]:
+        rank = self._rank
+        if in_step[rank]:
+            now[0] += 60
+            raise ContactLostError("no answer for 60 s to a tick")
+        table = answer(self, numbers, purpose)
+        in_step[rank] = all(Row(*row).begun for row in table)  # the next tick begins in the step
+        return table
+
+    def end_process(reason: str) -> None:
+        reasons.append(reason)
+        ended.set()
+
+    monkeypatch.setattr(ThreadTransport, "exchange", exchange)
+    monkeypatch.setattr(torchhooks.ranks.peers, "end_process", end_process)
+    monkeypatch.setattr(torchhooks.ranks.peers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(torchhooks.ranks.peers, "_LEAST_STUCK_SECS", 0.01)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        with MonitoredLoop(lambda: ended.wait(60), ranks=ranks) as loop:  # as a collective that never returns
+            loop.run()
+
+    in_threads(2, main, stuck_secs=50)
+    assert ended.is_set()
+    assert all(reason.endswith("The training thread has not come back for 50 s from a call") for reason in reasons)
 
 
 def test_a_rank_that_does_not_come_back_between_epochs_is_reported_and_not_ended(

@@ -63,6 +63,10 @@ from torchhooks.ranks.transport import ContactLostError, GlooTransport, is_commu
 # alive. A rank that is gone must not keep this one from ending, nor torchrun from restarting it.
 _EXIT_SECS = 2.0
 
+# The least time for the training thread to look, once contact is lost. With the time that find_missing() takes, a
+# process that is stuck ends within lost_after_secs plus 5 seconds.
+_LEAST_STUCK_SECS = 1.0
+
 _STUCK_EXIT_CODE = 70  # "internal software error" in sysexits.h, which no signal and no shell uses
 
 
@@ -175,6 +179,7 @@ class Peers:
         self._transport: GlooTransport | None = None
         self._thread: threading.Thread | None = None
         self._ticks = 0
+        self._tick_began = (0.0, TrainingProgress(0, 0, False))  # when, and how far the training thread was
         self._tick_now = threading.Event()  # the next tick does not wait for its time
         self._ticks_ended = threading.Event()  # there will be no further tick
         self._thread_ended = threading.Event()
@@ -422,6 +427,7 @@ class Peers:
 
     def _tick(self, transport: GlooTransport) -> bool:
         """Exchange one tick, and return whether it was the last one."""
+        self._tick_began = time.monotonic(), self._progress()
         table = [Row(*numbers) for numbers in transport.exchange(list(self._row()))]
         self._table = table
         with self._changed:  # so that the training thread sees all changes of the agreement by a tick, or none
@@ -532,20 +538,26 @@ class Peers:
 
     def _end_if_stuck(self, transport: GlooTransport) -> None:
         """End the process if the training thread does not come back from a call that needs the rank that failed."""
-        secs = self._ranks.stuck_secs
+        stuck_secs = secs = self._ranks.stuck_secs
+        began, progress = self._tick_began
+        if self._progress() == progress:
+            # It has been in the same call since the last tick began, which nobody answered for lost_after_secs. That
+            # time counts. stuck_secs itself must not be shorter: it is for a rank that fails and says so at once, while
+            # this one is in a step, an evaluation or a save that may take as long, and then ends with a PeerError.
+            secs = min(secs, max(secs - (time.monotonic() - began), _LEAST_STUCK_SECS))
         if self._failure_is_seen.wait(secs) or not threading.main_thread().is_alive():
             return
         if self.is_outside:  # the script may be saving or evaluating, which is not to be ended
             logger.critical(
                 "%s. For %g s since then, this rank has been in code outside of its runs. If that is a collective, "
                 "it ends only with the timeout of its process group",
-                *(self.failure, secs),
+                *(self.failure, stuck_secs),
             )
             return
-        # The same time once more: an aborted call of NCCL raises its error in the training thread, which then looks.
-        if transport.abort() and self._failure_is_seen.wait(secs):
+        # The whole time once more: an aborted call of NCCL raises its error in the training thread, which then looks.
+        if transport.abort() and self._failure_is_seen.wait(stuck_secs):
             return
-        end_process(f"{self.failure}. The training thread has not come back for {secs:g} s from a call")
+        end_process(f"{self.failure}. The training thread has not come back for {stuck_secs:g} s from a call")
 
 
 def end_process(reason: str) -> None:

@@ -59,7 +59,7 @@ class Ranks:
         lost_after_secs: after how many seconds without an answer a rank counts as lost. It has to be longer than any
             call on any rank that keeps Python's global lock.
         stuck_secs: how long a process may stay in a call after another rank has failed, before it is ended with exit
-            code 70.
+            code 70. If that rank does not answer, this time begins with the tick that it did not answer.
         join_secs: how long to wait for the other ranks when the loop is created, in seconds.
         group: the process group of the loop, as ``torch.distributed.new_group`` returns it; ``None`` for the default
             one. The loop knows no other ranks: its ranks are numbered within the group, agree with each other, and save
