@@ -560,7 +560,7 @@ def test_child_processes_that_are_gone_or_stopped(tmp_path: Path) -> None:
         return next(((each.text, each.is_well) for each in children() if each.text.startswith(name)), None)
 
     try:
-        wait_until(lambda: said() in [(f"{name} is in state {state}", True) for state in "SRD"])
+        wait_until(lambda: said() == (f"{name} is alive and sleeps", True))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: said() == (f"{name} is stopped", False))
@@ -569,6 +569,19 @@ def test_child_processes_that_are_gone_or_stopped(tmp_path: Path) -> None:
     wait_until(lambda: said() == (f"{name} was killed by signal 9", False))
     process.join()
     assert said() is None
+
+
+def test_a_living_worker_stands_next_to_the_stacks_with_its_pid(tmp_path: Path) -> None:
+    process = processes.start(tmp_path / "output", wait_long)
+    try:
+        with Job(tmp_path, waiting_for_data) as job:
+            job.look(5)
+            assert "pid" not in job.report()
+        text = (tmp_path / "stall-3/rank-0.txt").read_text()
+        assert f"\nworker {process.name} (pid {process.pid}) is alive" in text
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_child_that_has_ended_is_not_collected() -> None:

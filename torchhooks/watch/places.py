@@ -161,11 +161,12 @@ def _child(process: BaseProcess) -> Child:
     if code is not None:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return Child(f"{name} {how}", is_well=False)
-    state = "?"  # without /proc
+    state = ""  # without /proc
     with suppress(OSError):
         state = Path(f"/proc/{process.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    said = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a disk"}
-    return Child(f"{name} {said.get(state, f'is in state {state}')}", state not in said)
+    problems = {"T": "is stopped", "t": "is stopped by a debugger", "D": "waits for a disk"}
+    others = {"R": "is alive and runs", "S": "is alive and sleeps"}
+    return Child(f"{name} {(problems | others).get(state, 'is alive')}", state not in problems)
 
 
 def _exit_code(process: BaseProcess) -> int | None:
