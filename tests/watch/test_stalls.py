@@ -452,7 +452,7 @@ def test_a_watch_that_fails_ends_and_the_loop_goes_on(tmp_path: Path, monkeypatc
     monkeypatch.setattr(stalls, "LOOK_SECS", 0.001)
     monkeypatch.setattr(Watch, "look", fail)
     with log_lines() as lines, MonitoredLoop(bool) as loop:
-        wait_until(lambda: ("WARNING", "the loop is not watched any more for standing still") in lines)
+        wait_until(lambda: ("WARNING", "the loop is no longer watched for stalls") in lines)
         loop.run()
 
 

@@ -14,7 +14,7 @@ from torchhooks.common.files import replacing
 from torchhooks.common.text import plain
 from torchhooks.lifecycle.run_record import NAME, REQUEST, read_record
 
-_WAIT_SECS = 30.0
+_WAIT_SECS = 30.0  # a live loop looks for a request every two seconds; the rest is for a slow disk
 _POLL_SECS = 0.1
 
 
@@ -34,7 +34,7 @@ def stacks(path: str) -> int:
     check_exists(path)
     record = read_record(path)
     if record is None or record.stopped is not None:
-        raise CheckpointError(f"{os.path.join(path, NAME)} names no loop that trains here, so nobody can answer")
+        raise CheckpointError(f"{os.path.join(path, NAME)} names no loop that trains here now, so there are no stacks")
     name = f"stacks-{uuid.uuid4().hex[:8]}"
     request, report = os.path.join(path, REQUEST), Path(path, name, "report.md")
     with replacing(request) as temporary:

@@ -21,10 +21,10 @@ from typing import NamedTuple
 from torchhooks.lifecycle.hook import SessionRunContext
 from torchhooks.lifecycle.loop_state import RUNNING, LoopState
 
-IN_STEP, WAITS_FOR_DATA, WAITS_FOR_RANKS, IN_SCRIPT = (
-    *("in the step", "waits for data", "waits for the other ranks"),
-    "in code of the script",
-)
+IN_STEP = "in the step"
+WAITS_FOR_DATA = "waits for data"
+WAITS_FOR_RANKS = "waits for the other ranks"
+IN_SCRIPT = "in code of the script"
 
 NOT_WAITING, AT_MEETING, IN_COLLECTIVE = range(3)
 """Whether a rank waits for others: no, in a call of torchhooks, or in one of torch."""
@@ -40,10 +40,7 @@ _HOOK_METHODS = {
     "run_epoch_hooks": "the end of the epoch",
 }
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
-_LIBRARIES = (
-    *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")),
-    "<frozen",
-)
+_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep, "<frozen")
 
 
 class Place(NamedTuple):
@@ -70,6 +67,7 @@ def locate(frame: FrameType, state: LoopState, depth: int) -> Place:
     ``depth`` is how many ``until_stop`` are open.
     """
     phase, where, function, waits, is_in_debugger, run_counts = "", "", "", NOT_WAITING, False, False
+    # The innermost frame of the script is the line that hangs, and the innermost one of torchhooks says in what.
     for each in _outwards(frame):
         module, code = str(each.f_globals.get("__name__", "")), each.f_code
         is_in_debugger = is_in_debugger or module.partition(".")[0] in _DEBUGGERS
@@ -121,7 +119,7 @@ def _is_of_script(file: str) -> bool:
     return not file.startswith(_LIBRARIES) and not {"site-packages", "dist-packages"} & {*Path(file).parts}
 
 
-def stacks() -> str:
+def format_stacks() -> str:
     """Return the stacks of all Python threads, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda each: each[0] != threading.main_thread().ident)  # noqa: SLF001 - CPython's

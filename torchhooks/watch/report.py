@@ -78,10 +78,11 @@ def _groups(states: Sequence[RankState]) -> list[tuple[list[int], RankState, boo
     groups = [[*ranks] for _, ranks in groupby(sorted(range(len(states)), key=key), key)]
     # Who waits least is missing to the others. If all wait alike, or none does, the fewest are the odd ones.
     groups.sort(key=lambda ranks: (states[ranks[0]].waits, len(ranks)))
-    return [(ranks, _of_group(ranks, states), states[ranks[0]].waits < most) for ranks in groups]
+    return [(ranks, _joined_state(ranks, states), states[ranks[0]].waits < most) for ranks in groups]
 
 
-def _of_group(ranks: Iterable[int], states: Sequence[RankState]) -> RankState:
+def _joined_state(ranks: Iterable[int], states: Sequence[RankState]) -> RankState:
+    """Return where all of ``ranks`` are, with the child processes of each."""
     first, *_ = own = [states[rank] for rank in ranks]
     return first._replace(children="; ".join(filter(None, (state.children for state in own))))
 

@@ -31,17 +31,20 @@ from torchhooks.lifecycle.run_record import LOCK_STACKS, Watched
 from torchhooks.ranks.peers import Peers, end_process
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.transport import flight_record
-from torchhooks.watch.places import IN_SCRIPT, NOT_WAITING, Place, children, kill_workers, locate, stacks
+from torchhooks.watch.places import IN_SCRIPT, NOT_WAITING, Place, children, format_stacks, kill_workers, locate
 from torchhooks.watch.report import RankState, first_line, report, short_line
 
 LOOK_SECS = 1.0
-LEAST_SECS = 300.0  # without stall_secs: no alarm before that
+# Without stall_secs, the limit is 30 times the slowest run, which no run that is merely slow reaches, and no less than
+# five minutes. That is half of the time after which the watchdog of NCCL ends the process by default.
+LEAST_SECS = 300.0
 _TIMES_SLOWEST = 30
 _TIMES_SLOW = 5  # the limit for what may take long, relative to the limit for a step
-_ASK_AGAIN = 1.25  # relative to the time at which another rank was excused
+_ASK_AGAIN = 1.25  # the rank that was excused has used up so much more of its time, so that few questions are enough
 _WRITE_SECS = 10.0  # how long an abort waits for files on a disk that may be what blocks
 
-_open: weakref.WeakSet[Watch]  # of this process: an outer loop does not stand still while an inner one trains
+_open: weakref.WeakSet[Watch] = weakref.WeakSet()
+"""The watches of this process: an outer loop does not stand still while an inner one trains."""
 
 
 class Watch:
@@ -70,6 +73,9 @@ class Watch:
         self._folder = None if folder is None else os.path.abspath(folder)
         self._stall_secs, self._aborts = stall_secs, aborts
         self._training_thread = threading.get_ident()
+        # Three threads use what stands below: the one that looks; the tick thread, in _state_text() and _take_states();
+        # and the one that writes the run record, in watched and request(). Each attribute is replaced as a whole, and a
+        # thread that reads the value of a moment before makes up for it at the next look, so there is no lock.
         self._closed = threading.Event()
         self._runs = 0
         self._counts: tuple[tuple[int, int], ...] = ()
@@ -77,12 +83,12 @@ class Watch:
         self._is_slow = True
         self._quiet = 0  # how many looks ago something was completed
         self._longest = {False: 0.0, True: 0.0}  # in seconds, by is_slow
-        self._next = 0  # the look at which to ask the other ranks again
-        self._request = ""
-        self._stall: tuple[str, str] | None = None  # in short, and the line
+        self._next = 0  # how many quiet looks are needed before the ranks are asked again
+        self._request = ""  # the folder for the stacks that somebody asked for
+        self._stall: tuple[str, str] | None = None  # the stall that was reported: in short, and as the line of the log
         self._run_time = time.time()
-        self._file_lock = threading.Lock()
-        self._has_lock_file = True
+        self._file_lock = threading.Lock()  # or a look would create the file that close() has just removed
+        self._can_have_lock_file = True
         self._lock_file: IO[bytes] | None = None  # where faulthandler writes if a call keeps Python's lock
 
     def start(self) -> None:
@@ -124,7 +130,7 @@ class Watch:
         counts = tuple((each._state.runs, each._items) for each in _open)  # noqa: SLF001 - its own class
         place = None if counts != self._counts else self._place()
         if place is None or place.phase != self._phase:  # an evaluation that is over, too
-            self._went_on(place)
+            self._note_progress(place)
             self._counts = counts
             return
         self._quiet += 1
@@ -149,7 +155,8 @@ class Watch:
         frame = sys._current_frames().get(self._training_thread)  # noqa: SLF001 - CPython's
         return None if frame is None else locate(frame, self._state, len(self._position.open_loops))
 
-    def _went_on(self, place: Place | None) -> None:
+    def _note_progress(self, place: Place | None) -> None:
+        """Begin to count quiet looks anew. ``place`` is None if a run or an item was completed since the last look."""
         self._longest[self._is_slow] = max(self._longest[self._is_slow], self._secs)
         if self._stall is not None and self._quiet and self._ranks.is_chief:
             logger.warning("the loop goes on, after it stood still for %d s", self._secs)
@@ -171,7 +178,7 @@ class Watch:
         if self._peers is None:
             self._take_states([self._state_text()])
         elif not self._peers.ask_for_states():
-            self._next = sys.maxsize
+            self._next = sys.maxsize  # not in this stall
 
     def _state_text(self) -> str:
         """Return what this rank says of itself. It reads no file: the tick thread must not wait for a disk."""
@@ -217,6 +224,7 @@ class Watch:
         if self._ranks.is_chief and not request:
             logger.critical("%s", line)
         folder = request or f"stall-{max(state.run for state in states)}"
+        # In another thread, because the disk may be what blocks: an abort does not wait for it longer than _WRITE_SECS.
         writing = threading.Thread(
             target=self._write, args=(states, folder, line), name="torchhooks report", daemon=True
         )
@@ -236,7 +244,7 @@ class Watch:
         try:
             os.makedirs(folder, exist_ok=True)
             listed = "\n".join(each.text for each in children())
-            text = f"rank {rank}: {own.phase}, run {own.run}, {own.where}\n{listed}\n\n{stacks()}"
+            text = f"rank {rank}: {own.phase}, run {own.run}, {own.where}\n{listed}\n\n{format_stacks()}"
             _write_file(os.path.join(folder, f"rank-{rank}.txt"), text.encode(errors="replace"))
             if record := flight_record():
                 _write_file(os.path.join(folder, f"rank-{rank}.flight.json"), record)
@@ -251,7 +259,7 @@ class Watch:
     def _watch_the_lock(self) -> None:
         """Have faulthandler write the stacks unless this is called again in time, and report what it has written."""
         secs, rank = self._limit(self._is_slow), self._ranks.rank
-        if self._folder is None or not self._has_lock_file or secs == math.inf or not os.path.isdir(self._folder):
+        if self._folder is None or not self._can_have_lock_file or secs == math.inf or not os.path.isdir(self._folder):
             return
         with self._file_lock:
             if self._closed.is_set():
@@ -261,9 +269,9 @@ class Watch:
                 try:
                     self._lock_file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in close()
                 except OSError:  # a folder to read checkpoints from, perhaps
-                    self._has_lock_file = False
+                    self._can_have_lock_file = False
                     return
-            elif os.fstat(self._lock_file.fileno()).st_size:
+            elif os.fstat(self._lock_file.fileno()).st_size:  # faulthandler has written, and the call has returned
                 folder = os.path.join(self._folder, f"stall-{self._state.total_runs + 1}")
                 os.makedirs(folder, exist_ok=True)
                 path = os.path.join(folder, f"rank-{rank}.lock.txt")
@@ -276,10 +284,8 @@ class Watch:
                     *(secs, path),
                 )
                 return
+            # Each call starts the time anew. It is one look longer than a stall, which a look finds first if it can.
             faulthandler.dump_traceback_later(secs + LOOK_SECS, file=self._lock_file)
-
-
-_open = weakref.WeakSet()
 
 
 def _look_again(watch: weakref.ref[Watch], closed: threading.Event) -> None:
@@ -289,7 +295,7 @@ def _look_again(watch: weakref.ref[Watch], closed: threading.Event) -> None:
         try:
             found.look()
         except Exception as error:  # a disk that is full, for example: the training run goes on without a watch
-            logger.warning("the loop is not watched any more for standing still", exc_info=error)
+            logger.warning("the loop is no longer watched for stalls", exc_info=error)
             return
         del found
 
