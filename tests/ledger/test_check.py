@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import select
 import shutil
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,12 +21,12 @@ from torchhooks import CheckpointSaverHook, MonitoredLoop
 from torchhooks.__main__ import main
 from torchhooks.common.files import CHECK_PLAN, PLACES
 from torchhooks.data import cursor
-from torchhooks.ledger import checked
+from torchhooks.ledger import checked, processes
 from torchhooks.ledger.check import CheckError, Options, Verdict, prove, text_of
 from torchhooks.ledger.lines import read_ledgers
 
 SCRIPT = """
-import argparse, os
+import argparse, multiprocessing, os, signal, sys, threading, time
 import torch
 from torch import nn
 from torchhooks import CheckpointSaverHook, MonitoredLoop, SummarySaverHook, Variables, latest_checkpoint
@@ -69,6 +73,11 @@ if chosen.defect == "fails" and latest_checkpoint("run"):
     raise RuntimeError("no second start")
 if chosen.defect == "writes":
     open("log.csv", "a").close()
+if chosen.defect == "reads":
+    print("read:", sys.stdin.read())
+if chosen.defect == "leaves a process" and not os.fork():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
 folder = None if chosen.defect == "no folder" else "run"
 with MonitoredLoop(step, model, optimizer, hooks=hooks, state={"variables": variables}, checkpoint_dir=folder) as loop:
     for epoch in loop.until_stop(range(chosen.epochs)):
@@ -78,6 +87,9 @@ with MonitoredLoop(step, model, optimizer, hooks=hooks, state={"variables": vari
         print(f"epoch {epoch}: {variables.total:.6f}")
         if chosen.defect == "raises":
             raise RuntimeError("no more")
+if chosen.defect == "ends late":
+    threading.Timer(0.2, print, ["a thread"]).start()
+    multiprocessing.get_context("fork").Process(target=lambda: (time.sleep(0.2), print("a process"))).start()
 """
 
 
@@ -106,7 +118,9 @@ def verdict_of(
     of_script = ["--defect", defect, *(f"--{name}={value}" for name, value in options.items())]
     command = [sys.executable, "train.py", *of_script]
     verdict = prove(command, str(scratch), Options(steps, epoch_items, kills, ranks))
-    assert {path.name for path in folder.iterdir()} <= {"train.py", "scratch", "log.csv"}, "nothing of the loop is here"
+    assert {path.name for path in folder.iterdir()} <= {"train.py", "scratch", "log.csv", "model.pt"}, (
+        "nothing of the loop is here"
+    )
     return verdict
 
 
@@ -159,6 +173,32 @@ def test_files_that_the_script_writes_itself_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("way", ["reads"])
+def test_what_a_script_may_do_is_no_difference(way: str, tmp_path: Path) -> None:
+    assert verdict_of(tmp_path, way, steps=10).is_exact
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_process_that_the_script_leaves_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_LEFT_SECS", 0.05)
+    read, write = os.pipe()
+    try:
+        verdict_of(tmp_path, "leaves a process", steps=10)
+    finally:
+        os.close(write)
+    with open(read, "rb") as pipe:
+        assert select.select([pipe], [], [], 60)[0], "none has the other end still open"
+        assert pipe.read() == b""
+
+
+@pytest.mark.usefixtures("forks")
+def test_the_threads_and_processes_of_a_script_end_as_without_check(tmp_path: Path) -> None:
+    assert verdict_of(tmp_path, "ends late", steps=30, epochs=2, items=6).is_exact
+    first = (tmp_path / "scratch" / "one" / "1-0.out").read_text().splitlines()
+    assert {*first[-2:]} == {"a thread", "a process"}
+
+
+@pytest.mark.usefixtures("forks")
 def test_what_does_not_come_again_is_said_to_be_not_deterministic(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, "once", steps=10)
     assert (verdict.is_exact, verdict.was_reproduced) == (False, False)
@@ -201,6 +241,23 @@ def test_the_command_prints_a_verdict_for_people_or_for_a_program(
     assert main(["check", "train.py", "--steps", "1", "--json"]) == 2
     assert "must be 10 or more" in json.loads(capsys.readouterr().out)["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_a_signal_ends_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(training: processes.Training, steps: int) -> None:
+        Path(training.folder).mkdir()
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(processes.Training, "start", start)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        main(["check", "train.py"])
+    assert signal.getsignal(number) == before
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(

@@ -20,7 +20,8 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -112,7 +113,8 @@ def check(script: str, arguments: Sequence[str], options: Options, as_json: bool
     scratch = os.path.realpath(tempfile.mkdtemp(prefix="torchhooks-check-"))
     say = _say if sys.stderr.isatty() and not as_json else _say_nothing
     try:
-        verdict = prove([sys.executable, script, *arguments], scratch, options, say)
+        with _interrupted_by_signals():
+            verdict = prove([sys.executable, script, *arguments], scratch, options, say)
     except (CheckError, LedgerError) as error:
         print(json.dumps({"error": str(error)}) if as_json else error, file=sys.stdout if as_json else sys.stderr)
         return NOT_COMPARABLE
@@ -124,6 +126,19 @@ def check(script: str, arguments: Sequence[str], options: Options, as_json: bool
             shutil.rmtree(scratch, ignore_errors=True)
     print(json.dumps(as_plain(verdict), indent=2) if as_json else "\n".join(map(plain, text_of(verdict))))
     return SAME if verdict.is_exact else DIFFERENT
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Have signals that end this process do it as Ctrl-C does: they do not reach the sessions of the script."""
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _say(text: str) -> None:

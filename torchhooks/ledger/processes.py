@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import random
 import runpy
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from contextlib import ExitStack, suppress
@@ -26,6 +28,7 @@ from torchhooks.ledger.checked import ProcessPlan, Seen, read_probed
 from torchhooks.ledger.probe import Probed
 
 _GRACE_SECS = 60.0  # how long the other ranks may take to end after one has ended
+_LEFT_SECS = 2.0  # how long what a process has left running may take to end by itself
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 
@@ -129,8 +132,13 @@ def run_in_new_processes(command: list[str], variables: dict[str, str], outputs:
         processes: list[subprocess.Popen[bytes]] = []
         for rank, environment in enumerate(environments):
             out, errors = (stack.enter_context(open(f"{outputs}{rank}.{kind}", "wb")) for kind in ("out", "err"))
-            processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=errors))
-            stack.callback(processes[-1].kill)  # after a Ctrl-C
+            each = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True
+            )
+            processes.append(each)
+            stack.callback(_end_session, each.pid)
+            stack.callback(each.wait)
+            stack.callback(each.kill)  # after a Ctrl-C
         deadline = None
         while any(each.poll() is None for each in processes):
             time.sleep(0.01)
@@ -173,21 +181,41 @@ def run_in_fork(command: list[str], variables: dict[str, str], outputs: str, wri
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         raise
+    finally:
+        _end_session(child)
     return os.waitstatus_to_exitcode(status)
+
+
+def _end_session(leader: int) -> None:
+    """End what a process of the script has started and, since it was killed, not ended: workers, a manager."""
+    deadline = time.monotonic() + _LEFT_SECS
+    with suppress(ProcessLookupError):  # usually, nothing is left
+        os.killpg(leader, signal.SIGTERM)
+        # The resource tracker of multiprocessing ignores SIGTERM. It removes what is in shared memory, and ends.
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+            os.killpg(leader, 0)
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _become(command: list[str], variables: dict[str, str], outputs: str, written: str) -> NoReturn:
     """Run the script of ``command`` in this process, which is a new fork, as Python would, and exit."""
     code = 1
     try:
+        os.setsid()  # a Ctrl-C in the terminal is for the parent, which ends the whole session
         os.environ.update(variables)
+        # A script that reads its standard input must find the same there in each process.
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdin = os.fdopen(0, "r", closefd=False)
         for number, path in enumerate((f"{outputs}.out", f"{outputs}.err"), start=1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, "utf-8", closefd=False) for number in (1, 2))
         sys.argv = command[1:]
         sys.path[0] = os.path.dirname(os.path.abspath(command[1]))
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
         # As in a new process, the operating system seeds what the script does not seed.
         random.seed()
         np.random.seed()
@@ -195,6 +223,8 @@ def _become(command: list[str], variables: dict[str, str], outputs: str, written
         for handler in logging.getLogger().handlers[:]:
             logging.getLogger().removeHandler(handler)
         atexit._clear()  # noqa: SLF001 - the functions of this process, which clean up what its parent still needs
+        # But the processes of the script are its own.
+        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]  # noqa: SLF001
         _note_files(written)
         code = _run(command[1])
     finally:
@@ -229,5 +259,7 @@ def _run(script: str) -> int:
         traceback.print_exc()
         return 1
     finally:
-        atexit._run_exitfuncs()  # noqa: SLF001 - the fork ends without the end of the interpreter, which would call it
+        # The fork ends without the end of the interpreter, which would call both.
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - waits for the script's threads
+        atexit._run_exitfuncs()  # noqa: SLF001
     return 0
