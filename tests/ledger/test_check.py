@@ -73,13 +73,18 @@ if chosen.defect == "fails" and latest_checkpoint("run"):
     raise RuntimeError("no second start")
 if chosen.defect == "writes":
     open("log.csv", "a").close()
+    torch.save(model.state_dict(), "model.pt")
 if chosen.defect == "reads":
     print("read:", sys.stdin.read())
 if chosen.defect == "leaves a process" and not os.fork():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
 folder = None if chosen.defect == "no folder" else "run"
-with MonitoredLoop(step, model, optimizer, hooks=hooks, state={"variables": variables}, checkpoint_dir=folder) as loop:
+signals = ["SIGTERM"] if chosen.defect == "has a status" else []
+state = {"variables": variables}
+with MonitoredLoop(step, model, optimizer, hooks=hooks, state=state, checkpoint_dir=folder, signals=signals) as loop:
+    while chosen.defect == "prints" and not loop.should_stop():
+        print("after run", loop.global_step, loop.run(examples[0])["loss"].item())
     for epoch in loop.until_stop(range(chosen.epochs)):
         variables.total = 0.0
         for inputs in loop.until_stop(examples):
@@ -90,6 +95,8 @@ with MonitoredLoop(step, model, optimizer, hooks=hooks, state={"variables": vari
 if chosen.defect == "ends late":
     threading.Timer(0.2, print, ["a thread"]).start()
     multiprocessing.get_context("fork").Process(target=lambda: (time.sleep(0.2), print("a process"))).start()
+if chosen.defect == "has a status" and loop.global_step < chosen.epochs * chosen.items:
+    sys.exit(75)
 """
 
 
@@ -168,13 +175,14 @@ def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Pa
 def test_files_that_the_script_writes_itself_are_named(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, "writes", steps=10)
     assert verdict.is_exact
-    assert list(verdict.written) == [str(tmp_path / "log.csv")]
+    assert list(verdict.written) == [str(tmp_path / "log.csv"), str(tmp_path / "model.pt")]
     assert "log.csv" in printed(verdict)
 
 
 @pytest.mark.usefixtures("forks")
-@pytest.mark.parametrize("way", ["reads"])
+@pytest.mark.parametrize("way", ["reads", "prints", "has a status"])
 def test_what_a_script_may_do_is_no_difference(way: str, tmp_path: Path) -> None:
+    """It reads its input, prints after each run of a loop without ``until_stop``, or has a status for a stop."""
     assert verdict_of(tmp_path, way, steps=10).is_exact
 
 

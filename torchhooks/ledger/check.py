@@ -258,7 +258,7 @@ def _interrupt(training: Training, kills: list[Kill], steps: int, made: int, say
     """Kill a training run in each place, and go on each time."""
     for number, kill in enumerate(kills, 1):
         say(f"{number} of {len(kills) + 1}: {kill.by.name} after run {kill.run}")
-        _check_resumed(training.start(steps, made, kill.run, kill.by))
+        _check_resumed(training.start(steps, made, kill.run, kill.by), stopped=kill.by is signal.SIGTERM)
     say("to the end")
     _check_resumed(training.start(steps, made))
     if made < steps:  # the script has ended by itself
@@ -266,8 +266,9 @@ def _interrupt(training: Training, kills: list[Kill], steps: int, made: int, say
         _check_resumed(training.start(steps, made))
 
 
-def _check_resumed(ended: Ended) -> None:
-    if ended.code > 0 and ended.code != 128 + signal.SIGTERM:
+def _check_resumed(ended: Ended, stopped: bool = False) -> None:
+    """Raise an error if the script has failed. If it was stopped, it may say so by its status, but not by 1."""
+    if ended.code == 1 or (ended.code > 0 and not stopped):
         raise CheckError(
             f"the script ended with status {ended.code} when it was resumed after run {ended.seen.resumed_at}:\n"
             f"{ended.errors[-2000:]}"

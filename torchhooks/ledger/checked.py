@@ -122,6 +122,7 @@ class Cut(SessionRunHook):
         self._seen.loops += 1
         self._seen.saves = self._seen.saves or any(hook.saves_checkpoints for hook in hooks)
         self._total = 0
+        self._is_over = False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._seen.restores = self._seen.restores or session.checkpoint_dir is not None
@@ -132,6 +133,8 @@ class Cut(SessionRunHook):
 
     def before_run(self, run_context: SessionRunContext) -> None:
         session, plan = run_context.session, self._plan
+        if self._is_over:
+            self._end(session)
         if session.training_state.is_repeating:
             return
         run = self._runs_of_earlier_loops + session.total_runs + 1
@@ -147,14 +150,21 @@ class Cut(SessionRunHook):
         self._seen.runs += 1
         if session.position is not None:
             self._seen.depth = max(self._seen.depth, session.position.depth)
-        if made != self._plan.kill_after and made < self._plan.steps:
-            return
+        if made == self._plan.kill_after and not self._seen.depth:
+            # Without until_stop, a checkpoint is saved in the run. What the body does after it, such as print, would be
+            # lost.
+            self._is_over = True
+        elif made == self._plan.kill_after or made >= self._plan.steps:
+            self._end(session)
+
+    def _end(self, session: Session) -> None:
         self._write()
         sys.stdout.flush()
         session.ranks.gather(None, "the last run under check")  # a rank that still needs this one would miss it
-        if made == self._plan.kill_after:
+        if self._runs_of_earlier_loops + self._total == self._plan.kill_after:
+            self._is_over = False
             os.kill(os.getpid(), self._plan.kill_by)
-        if made >= self._plan.steps:
+        else:
             os._exit(0)
 
     def teardown(self) -> None:

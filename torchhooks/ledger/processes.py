@@ -244,7 +244,15 @@ def _note_files(written: str) -> None:
             if path.startswith(here) and "__pycache__" not in path:
                 os.write(noted, f"{path}\n".encode())
 
+    save = torch.save
+
+    def noted_save(obj: object, f: Any, *args: Any, **keywords: Any) -> None:
+        if isinstance(f, (str, os.PathLike)):  # opened by C++, without an audit event
+            note("open", (os.fspath(f), "w", os.O_WRONLY))
+        save(obj, f, *args, **keywords)
+
     sys.addaudithook(note)
+    torch.save = noted_save
 
 
 def _run(script: str) -> int:
