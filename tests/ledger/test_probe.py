@@ -70,6 +70,11 @@ def test_attributes_slots_and_numbers_of_classes_are_found() -> None:
     assert changes(SimpleNamespace(best=1.0), lambda each: setattr(each, "best", 0.5)) == {".best"}
 
 
+def test_the_operators_of_torch_are_no_module_of_the_script() -> None:
+    assert isinstance(torch.ops.__dict__["_dir"], list)
+    assert "_dir" not in reachable(None, [])
+
+
 def test_functions_are_looked_into() -> None:
     count = [0]
 

@@ -84,7 +84,8 @@ def reachable(frame: types.FrameType | None, saved: Iterable[object]) -> dict[st
         frame = frame.f_back
     for module in [*sys.modules.values()]:
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and _is_users(file):
+        # torch.ops and torch.classes, of types of their own, have relative file names, as a script may have.
+        if type(module) is types.ModuleType and isinstance(file, str) and _is_users(file):
             for name, value in [*vars(module).items()]:
                 if not name.startswith("__"):
                     walk.add(name, value)
