@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from support import random_scripts
-from support.forks import use_forks
+from support.forks import check_in_a_process
 from support.paths import ROOT
 
-from torchhooks.ledger.check import Options, prove, text_of
-
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forks")]
+pytestmark = pytest.mark.slow
 
 RECIPES = ROOT / "docs" / "recipes.md"
 CALLS = {
@@ -28,15 +25,9 @@ CALLS = {
 NUMBERS = range(int(os.environ.get("TORCHHOOKS_RANDOM_SCRIPTS", "6")))
 
 
-@pytest.fixture
-def forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_forks(monkeypatch)
-    monkeypatch.chdir(tmp_path)
-
-
 def assert_exact(folder: Path, *command: str, steps: int) -> None:
-    verdict = prove([sys.executable, *command], str(folder), Options(steps), reproduce=False)
-    assert verdict.is_exact, "\n".join(text_of(verdict))
+    found = check_in_a_process(folder, steps, *command)
+    assert found["exact"], found["text"]
 
 
 def test_every_recipe_that_resumes_is_checked() -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from support.processes import call
 from torchhooks.ledger import processes
+from torchhooks.ledger.check import Options, as_plain, prove, text_of
 
 
 def use_forks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +32,27 @@ def use_forks(monkeypatch: pytest.MonkeyPatch) -> None:
         return codes[failed], failed
 
     monkeypatch.setattr(processes, "run_in_new_processes", fork)
+
+
+def check_in_a_process(folder: Path, steps: int, *command: str, forks: bool = True) -> dict[str, Any]:
+    """Return what ``check --json`` prints of a script, and as ``"text"`` what it prints for people.
+
+    The process is forked from one that is small, so that its own forks are fast. Differences are not reproduced.
+    """
+    ended = call(_check, folder, steps, command, forks)
+    assert ended.code == 0, ended.output
+    found: dict[str, Any] = json.loads((folder / "verdict.json").read_text())
+    return found
+
+
+def _check(folder: Path, steps: int, command: tuple[str, ...], forks: bool) -> None:
+    warnings.resetwarnings()  # what the script warns of is not an error
+    os.chdir(folder)
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if forks:
+            use_forks(monkeypatch)
+        verdict = prove([sys.executable, *command], str(scratch), Options(steps), reproduce=False)
+    printed = {**as_plain(verdict), "text": "\n".join(text_of(verdict))}
+    (folder / "verdict.json").write_text(json.dumps(printed))
