@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.forks import use_forks
+from support.forks import check_in_a_process, use_forks
 from torch import nn
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop
@@ -124,7 +124,7 @@ def verdict_of(
     scratch.mkdir()
     of_script = ["--defect", defect, *(f"--{name}={value}" for name, value in options.items())]
     command = [sys.executable, "train.py", *of_script]
-    verdict = prove(command, str(scratch), Options(steps, epoch_items, kills, ranks))
+    verdict = prove(command, str(scratch), Options(steps, epoch_items, kills))
     assert {path.name for path in folder.iterdir()} <= {"train.py", "scratch", "log.csv", "model.pt"}, (
         "nothing of the loop is here"
     )
@@ -161,14 +161,14 @@ def test_epochs_are_shortened_if_none_ends_within_the_steps(items: int, tmp_path
     assert ("(epochs of 5 items)" in printed(verdict)) == bool(items)
 
 
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("defect", ["", "on rank 1"])
 def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, defect, steps=10, ranks=2)
-    assert verdict.comparison.ranks == 2
-    assert verdict.is_exact == (not defect), printed(verdict)
-    if verdict.comparison.difference is not None:
-        assert verdict.comparison.difference.rank == 1
+    (tmp_path / "train.py").write_text(SCRIPT)
+    found = check_in_a_process(tmp_path, 10, "train.py", "--defect", defect, ranks=2)
+    assert found["comparison"]["ranks"] == 2
+    assert found["exact"] == (not defect), found["text"]
+    if defect:
+        assert found["comparison"]["difference"]["rank"] == 1
 
 
 @pytest.mark.usefixtures("forks")

@@ -26,6 +26,8 @@ def use_forks(monkeypatch: pytest.MonkeyPatch) -> None:
             return processes.run_in_fork(command, own, f"{outputs}{rank}", f"{outputs}{rank}.written")
 
         environments = processes.environments_of_ranks(ranks)
+        if ranks == 1:
+            return of_rank(0), 0
         with ThreadPoolExecutor(ranks) as pool:
             codes = [*pool.map(of_rank, range(ranks))]
         failed = next((rank for rank, code in enumerate(codes) if code), 0)
@@ -34,18 +36,18 @@ def use_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "run_in_new_processes", fork)
 
 
-def check_in_a_process(folder: Path, steps: int, *command: str, forks: bool = True) -> dict[str, Any]:
+def check_in_a_process(folder: Path, steps: int, *command: str, ranks: int = 1, forks: bool = True) -> dict[str, Any]:
     """Return what ``check --json`` prints of a script, and as ``"text"`` what it prints for people.
 
     The process is forked from one that is small, so that its own forks are fast. Differences are not reproduced.
     """
-    ended = call(_check, folder, steps, command, forks)
+    ended = call(_check, folder, Options(steps, ranks=ranks), command, forks)
     assert ended.code == 0, ended.output
     found: dict[str, Any] = json.loads((folder / "verdict.json").read_text())
     return found
 
 
-def _check(folder: Path, steps: int, command: tuple[str, ...], forks: bool) -> None:
+def _check(folder: Path, options: Options, command: tuple[str, ...], forks: bool) -> None:
     warnings.resetwarnings()  # what the script warns of is not an error
     os.chdir(folder)
     scratch = folder / "scratch"
@@ -53,6 +55,6 @@ def _check(folder: Path, steps: int, command: tuple[str, ...], forks: bool) -> N
     with pytest.MonkeyPatch.context() as monkeypatch:
         if forks:
             use_forks(monkeypatch)
-        verdict = prove([sys.executable, *command], str(scratch), Options(steps), reproduce=False)
+        verdict = prove([sys.executable, *command], str(scratch), options, reproduce=False)
     printed = {**as_plain(verdict), "text": "\n".join(text_of(verdict))}
     (folder / "verdict.json").write_text(json.dumps(printed))
