@@ -26,7 +26,7 @@ from torchhooks.ledger.check import CheckError, Options, Verdict, prove, text_of
 from torchhooks.ledger.lines import read_ledgers
 
 SCRIPT = """
-import argparse, multiprocessing, os, signal, sys, threading, time
+import argparse, multiprocessing, os, signal, sys, tempfile, threading, time
 import torch
 from torch import nn
 from torchhooks import CheckpointSaverHook, MonitoredLoop, SummarySaverHook, Variables, latest_checkpoint
@@ -93,6 +93,8 @@ with MonitoredLoop(step, model, optimizer, hooks=hooks, state=state, checkpoint_
         if chosen.defect == "raises":
             raise RuntimeError("no more")
 if chosen.defect == "ends late":
+    sys.folder = tempfile.TemporaryDirectory()
+    print(sys.folder.name)
     threading.Timer(0.2, print, ["a thread"]).start()
     multiprocessing.get_context("fork").Process(target=lambda: (time.sleep(0.2), print("a process"))).start()
 if chosen.defect == "has a status" and loop.global_step < chosen.epochs * chosen.items:
@@ -200,10 +202,11 @@ def test_a_process_that_the_script_leaves_is_ended(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("forks")
-def test_the_threads_and_processes_of_a_script_end_as_without_check(tmp_path: Path) -> None:
+def test_threads_processes_and_temporary_folders_of_a_script_end_as_without_check(tmp_path: Path) -> None:
     assert verdict_of(tmp_path, "ends late", steps=30, epochs=2, items=6).is_exact
     first = (tmp_path / "scratch" / "one" / "1-0.out").read_text().splitlines()
     assert {*first[-2:]} == {"a thread", "a process"}
+    assert not os.path.exists(first[-3])
 
 
 @pytest.mark.usefixtures("forks")

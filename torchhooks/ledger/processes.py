@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -223,7 +224,9 @@ def _become(command: list[str], variables: dict[str, str], outputs: str, written
         for handler in logging.getLogger().handlers[:]:
             logging.getLogger().removeHandler(handler)
         atexit._clear()  # noqa: SLF001 - the functions of this process, which clean up what its parent still needs
-        # But the processes of the script are its own.
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # noqa: SLF001 - these, too
+        # What the script itself leaves to the end is called.
+        weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # noqa: SLF001
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]  # noqa: SLF001
         _note_files(written)
         code = _run(command[1])
