@@ -26,7 +26,7 @@ from torchhooks.ledger.check import CheckError, Options, Verdict, prove, text_of
 from torchhooks.ledger.lines import read_ledgers
 
 SCRIPT = """
-import argparse, multiprocessing, os, signal, sys, tempfile, threading, time
+import argparse, importlib, multiprocessing, os, signal, sys, tempfile, threading, time
 import torch
 from torch import nn
 from torchhooks import CheckpointSaverHook, MonitoredLoop, SummarySaverHook, Variables, latest_checkpoint
@@ -74,6 +74,8 @@ if chosen.defect == "fails" and latest_checkpoint("run"):
 if chosen.defect == "writes":
     open("log.csv", "a").close()
     torch.save(model.state_dict(), "model.pt")
+if chosen.defect == "is sent its classes":
+    assert importlib.import_module("__mp_main__").step is step  # the name that a spawned worker gives them
 if chosen.defect == "reads":
     print("read:", sys.stdin.read())
 if chosen.defect == "leaves a process" and not os.fork():
@@ -182,9 +184,9 @@ def test_files_that_the_script_writes_itself_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forks")
-@pytest.mark.parametrize("way", ["reads", "prints", "has a status"])
+@pytest.mark.parametrize("way", ["reads", "prints", "has a status", "is sent its classes"])
 def test_what_a_script_may_do_is_no_difference(way: str, tmp_path: Path) -> None:
-    """It reads its input, prints after each run of a loop without ``until_stop``, or has a status for a stop."""
+    """It reads its input, prints after each run, has a status for a stop, or gets objects from spawned workers."""
     assert verdict_of(tmp_path, way, steps=10).is_exact
 
 

@@ -7,7 +7,6 @@ import logging
 import multiprocessing.util
 import os
 import random
-import runpy
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ import weakref
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -259,8 +259,12 @@ def _note_files(written: str) -> None:
 
 
 def _run(script: str) -> int:
+    # As runpy.run_path does. But what spawned workers send has the main module under its name in multiprocessing.
+    module = ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     try:
-        runpy.run_path(script, run_name="__main__")
+        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return error.code or 0
