@@ -344,7 +344,8 @@ def test_a_newer_job_ends_the_copying_of_an_older_one_with_a_line(
     place: FolderPlace, tmp_path: Path, lines: Lines
 ) -> None:
     def after_run(step: int) -> None:
-        if step == 2:
+        if step == 6:
+            wait_until(lambda: whole(place)[-1:] == ["model.ckpt-4"])  # no file is on its way
             new_copy(tmp_path / "other", place)
 
     train(tmp_path / "run", place.url, place.options, after_run)

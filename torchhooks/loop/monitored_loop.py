@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self
 
 import torch
 from typing_extensions import TypeVar
@@ -43,7 +43,9 @@ from torchhooks.loop.runner import Runner
 from torchhooks.loop.schedule import claim_hooks
 from torchhooks.loop.until_stop import DataLoops
 from torchhooks.ranks.ranks import Ranks
-from torchhooks.watch.stalls import Watch
+
+if TYPE_CHECKING:
+    from torchhooks.watch.stalls import Watch
 
 R = TypeVar("R", default=Any)  # the default is for a loop without a step function
 T = TypeVar("T")
@@ -467,6 +469,8 @@ class MonitoredLoop(Generic[R]):
             runner.rank_sync.start(arguments.step_unit, arguments.checkpoint_dir)
         elif arguments.ranks.may_be_late:
             self._state.set_pending()  # so that the end of the first run looks for a newer process group
+        from torchhooks.watch.stalls import Watch  # a process that only imports torchhooks starts sooner
+
         # Before the hooks, which may save, restore and wait for other ranks.
         sessions = runner.sessions
         self._watch = watch = Watch(
