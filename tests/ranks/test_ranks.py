@@ -682,11 +682,18 @@ def test_gather_raises_when_another_rank_fails_instead() -> None:
 
 
 def test_an_error_at_a_meeting_names_the_meeting() -> None:
+    rank_0_is_there = threading.Event()
+
+    def items(rank: int) -> Iterator[int]:
+        yield from range(2 + rank)
+        rank_0_is_there.set()
+
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         with MonitoredLoop(lambda: 1.0, ranks=ranks) as loop:
-            for _ in loop.until_stop(iter(range(2 + ranks.rank))):
+            for _ in loop.until_stop(items(ranks.rank)):
                 loop.run()
                 if loop.global_step == 3:
+                    assert rank_0_is_there.wait(60)
                     raise ValueError("boom")
 
     error = in_threads(2, main)[0]
