@@ -102,7 +102,7 @@ def _watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         watches.append(Watch(*arguments))
         return watches[-1]
 
-    monkeypatch.setattr("torchhooks.loop.monitored_loop.Watch", make)
+    monkeypatch.setattr("torchhooks.watch.stalls.Watch", make)
     monkeypatch.setattr(stalls, "LOOK_SECS", SECS)
     monkeypatch.setattr("torchhooks.loop.monitored_loop.warn_of_missing_parts", lambda arguments: None)
     yield
