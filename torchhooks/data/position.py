@@ -200,7 +200,7 @@ class DataPosition:
         # These look at what was there before this loop: it may be the first, or the first of another outermost loop.
         if self.repeats_code:
             self.is_repeating = True
-            assert self.second_load is not None  # whoever restored the position has set it
+            assert self.second_load is not None  # set by the restore of the position
             self.second_load.note_changes()
         if outer is self._root:
             self._trained = self.trained_loop

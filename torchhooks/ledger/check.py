@@ -35,7 +35,7 @@ from torchhooks.ledger.processes import Ended, Training, can_fork
 _LEAST_STEPS = 10
 _IMPORTED_LATE = ("torch._dynamo", "torch.utils.tensorboard")  # by optimizers, and by hooks that write curves
 _NO_SEED = (
-    "look for a missing seed (torch.manual_seed, and those of random and NumPy), for the order of a set, or for an "
+    "look for a missing seed (torch.manual_seed, random.seed, numpy.random.seed), for the order of a set, or for an "
     "operator that is not deterministic"
 )
 
@@ -189,7 +189,7 @@ def prove(
     say(f"{steps} runs once more, in another process")
     # In a process of its own, where a set has another order.
     other = training(os.path.join(scratch, "other"), hash_seed="1")
-    other.start(steps)
+    _check_first(other.start(steps), command)
     found = compare_ledgers(read_ledgers(one.ledger), read_ledgers(other.ledger))
     if not found.is_same:
         return Verdict(steps, found, is_deterministic=False, epoch_items=epoch_items)

@@ -38,7 +38,7 @@ class ProcessPlan:
         kill_by: the number of the signal.
         depth, epoch_items: how many items the loops of one depth take at most; 0 for no limit.
         seen: the file in which the process tells the next ones what it has seen.
-        probe: the file of what the script has beside its checkpoints, to which each process appends.
+        probe: the file of the variables that no checkpoint contains, to which each process appends.
         probe_at: the run before which the script is probed, next to the first run of the process; 0 for each run.
     """
 
@@ -182,11 +182,11 @@ def probed(session: Session, run: int, is_first: bool) -> Probed:
     training, random = session.training_state, random_states()
     parts = {"model": training.model, "optimizer": training.optimizer, **training.state}
     saved = {name: part for name, part in parts.items() if part is not None}
-    beside = reachable(sys._getframe(), saved.values())  # noqa: SLF001 - as logging does
+    variables = reachable(sys._getframe(), saved.values())  # noqa: SLF001 - as logging does
     readable = {name: part for name, part in saved.items() if has_readable_state(part)}
     states = digests(part.state_dict() for part in readable.values())
     set_random_states(random)  # a state_dict() of the user may draw
-    return Probed(run, is_first, beside, dict(zip(readable, states, strict=True)))
+    return Probed(run, is_first, variables, dict(zip(readable, states, strict=True)))
 
 
 def append_probed(path: str, found: Probed) -> None:
@@ -198,4 +198,4 @@ def read_probed(path: str) -> list[Probed]:
     """Return what the processes of a training run have found, in the order of time."""
     lines = Path(path).read_text(encoding="utf-8").splitlines() if os.path.exists(path) else []
     every = [Probed(*json.loads(line)) for line in lines]
-    return [each._replace(beside={name: Found(*one) for name, one in each.beside.items()}) for each in every]
+    return [each._replace(variables={name: Found(*one) for name, one in each.variables.items()}) for each in every]

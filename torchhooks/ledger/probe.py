@@ -1,4 +1,4 @@
-"""What the script has beside its checkpoints: the variables that ``check`` looks through when two training runs differ.
+"""The variables of a script that no checkpoint contains: where ``check`` looks when two training runs differ.
 
 Before a run, everything that can be reached from the script is digested: the variables of its modules and of the
 functions that are being called, what functions have in closures, the attributes of its objects, its iterators and
@@ -109,7 +109,7 @@ class _Walk:
                 self._add_modules_of(part)
 
     def _add_modules_of(self, module: torch.nn.Module) -> None:
-        """Look through what a module that checkpoints contain has beside its parameters and buffers."""
+        """Look through the attributes of a saved module: checkpoints have its parameters and buffers only."""
         for name, each in module.named_modules():
             self._seen[id(each)] = each
             if _is_of_user(type(each)):
@@ -248,13 +248,13 @@ class Probed(NamedTuple):
     Args:
         run: the number of the run.
         is_first: whether it is the first run of its process.
-        beside: what the script has beside its checkpoints, by name.
+        variables: what the script has that no checkpoint contains, by name.
         saved: the digests of what checkpoints contain, by name.
     """
 
     run: int
     is_first: bool
-    beside: dict[str, Found]
+    variables: dict[str, Found]
     saved: dict[str, str]
 
 
@@ -318,9 +318,9 @@ def _differing(one: list[Probed], other: list[Probed], resumed: Probed) -> list[
         for name, state in resumed.saved.items()
         if name in mine.saved and mine.saved[name] == again.saved.get(name) != state
     ]
-    at_start = one[0].beside
-    for name, found in resumed.beside.items():
-        expected, repeated = mine.beside.get(name), again.beside.get(name)
+    at_start = one[0].variables
+    for name, found in resumed.variables.items():
+        expected, repeated = mine.variables.get(name), again.variables.get(name)
         if expected is None or repeated is None or expected.digest != repeated.digest:
             continue  # a time, or what the operating system has seeded
         if found.digest != expected.digest:

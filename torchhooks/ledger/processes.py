@@ -79,7 +79,7 @@ class Training:
         return os.path.join(self.folder, "written")
 
     def probed(self) -> list[Probed]:
-        """Return what the script had beside its checkpoints before its runs."""
+        """Return the variables that the script had before its runs, and no checkpoint contains."""
         return read_probed(os.path.join(self.folder, "probe.jsonl"))
 
     def written(self) -> list[str]:

@@ -118,7 +118,7 @@ class RunRecord:
         world_size: how many ranks there are.
         session: returns the current session.
         watched: returns what a watch knows of the loop.
-        on_request: called with the name of the folder for which somebody wants the stacks of all threads.
+        on_request: called with the folder into which the command ``stacks`` wants the stacks of all threads.
     """
 
     def __init__(

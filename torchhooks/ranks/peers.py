@@ -541,7 +541,7 @@ class Peers:
         stuck_secs = secs = self._ranks.stuck_secs
         began, progress = self._tick_began
         if self._progress() == progress:
-            # It has been in the same call since the last tick began, which nobody answered for lost_after_secs. That
+            # It has been in the same call since the last tick began, which no rank answered for lost_after_secs. That
             # time counts. stuck_secs itself must not be shorter: it is for a rank that fails and says so at once, while
             # this one is in a step, an evaluation or a save that may take as long, and then ends with a PeerError.
             secs = min(secs, max(secs - (time.monotonic() - began), _LEAST_STUCK_SECS))

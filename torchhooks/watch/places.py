@@ -137,7 +137,7 @@ class Child(NamedTuple):
 
 
 def children() -> list[Child]:
-    """Return the child processes that multiprocessing knows, also those that have ended and nobody has noticed."""
+    """Return the child processes that multiprocessing knows, also the ones that have ended without being waited for."""
     return [_child(each) for each in _known_children()]
 
 

@@ -84,7 +84,7 @@ class Watch:
         self._quiet = 0  # how many looks ago something was completed
         self._longest = {False: 0.0, True: 0.0}  # in seconds, by is_slow
         self._next = 0  # how many quiet looks are needed before the ranks are asked again
-        self._request = ""  # the folder for the stacks that somebody asked for
+        self._request = ""  # the folder for the stacks that a command asked for
         self._stall: tuple[str, str] | None = None  # the stall that was reported: in short, and as the line of the log
         self._run_time = time.time()
         self._file_lock = threading.Lock()  # or a look would create the file that close() has just removed
@@ -156,7 +156,7 @@ class Watch:
         return None if frame is None else locate(frame, self._state, len(self._position.open_loops))
 
     def _note_progress(self, place: Place | None) -> None:
-        """Begin to count quiet looks anew. ``place`` is None if a run or an item was completed since the last look."""
+        """Count quiet looks from 0 again. ``place`` is None if a run or an item was completed since the last look."""
         self._longest[self._is_slow] = max(self._longest[self._is_slow], self._secs)
         if self._stall is not None and self._quiet and self._ranks.is_chief:
             logger.warning("the loop goes on, after it stood still for %d s", self._secs)
@@ -248,7 +248,7 @@ class Watch:
             _write_file(os.path.join(folder, f"rank-{rank}.txt"), text.encode(errors="replace"))
             if record := flight_record():
                 _write_file(os.path.join(folder, f"rank-{rank}.flight.json"), record)
-            if self._ranks.is_chief:  # last: whoever waits for it finds this rank's stacks too
+            if self._ranks.is_chief:  # last: a reader that waits for it finds this rank's stacks too
                 files = "The stacks of rank N are in rank-N.txt, next to this file, or in that folder of its machine."
                 _write_file(os.path.join(folder, "report.md"), report(states, line, files).encode(errors="replace"))
         except OSError as error:
@@ -284,7 +284,7 @@ class Watch:
                     *(secs, path),
                 )
                 return
-            # Each call starts the time anew. It is one look longer than a stall, which a look finds first if it can.
+            # Each call starts the time again. It is one look longer than a stall, which a look finds first if it can.
             faulthandler.dump_traceback_later(secs + LOOK_SECS, file=self._lock_file)
 
 
