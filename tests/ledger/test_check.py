@@ -84,6 +84,13 @@ if chosen.defect == "leaves a process" and not os.fork():
 folder = None if chosen.defect == "no folder" else "run"
 signals = ["SIGTERM"] if chosen.defect == "has a status" else []
 state = {"variables": variables}
+if chosen.defect == "folds":  # two training runs before this one
+    for fold in ("a", "b"):
+        saver = CheckpointSaverHook(fold, every_n_steps=3)
+        with MonitoredLoop(step, model, optimizer, hooks=[saver], checkpoint_dir=fold) as loop:
+            for epoch in loop.until_stop(range(chosen.epochs)):
+                for inputs in loop.until_stop(examples):
+                    loop.run(inputs)
 with MonitoredLoop(step, model, optimizer, hooks=hooks, state=state, checkpoint_dir=folder, signals=signals) as loop:
     while chosen.defect == "prints" and not loop.should_stop():
         print("after run", loop.global_step, loop.run(examples[0])["loss"].item())
@@ -173,6 +180,14 @@ def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Pa
     assert found["exact"] == (not defect), found["text"]
     if defect:
         assert found["comparison"]["difference"]["rank"] == 1
+
+
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("steps", [24, 40])
+def test_the_runs_of_several_loops_are_counted_together(steps: int, tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, "folds", steps=steps, kills=3, items=5, epochs=2)
+    assert verdict.is_exact, printed(verdict)
+    assert verdict.comparison.runs == min(steps, 30)
 
 
 @pytest.mark.usefixtures("forks")

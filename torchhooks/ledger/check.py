@@ -287,7 +287,10 @@ def _verdict(one: Training, other: Training, stopped: Training, made: int, ignor
     resumed_at = [ended.seen.resumed_at for ended in stopped.processes[1:]]
     ended_itself = made < stopped.processes[-1].steps
     probed = one.probed(), other.probed(), stopped.probed()
-    run = None if found.difference is None else found.difference.one.run
+    run = None
+    if found.difference is not None:
+        entry = found.difference.one  # the probe numbers the runs of all loops in one row
+        run = entry.run + sum(loop < entry.loop for loop, _ in read_ledgers(one.ledger)[0].entries)
     return Verdict(
         made,
         found,

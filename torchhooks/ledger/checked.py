@@ -128,6 +128,7 @@ class Cut(SessionRunHook):
         self._seen.restores = self._seen.restores or session.checkpoint_dir is not None
         if self._seen.loops == 1:
             self._seen.resumed_at = session.total_runs
+        self._total = session.total_runs  # also of a loop that has finished in an earlier process
         self._is_chief = session.ranks.rank == 0
         self._write()
 
