@@ -99,7 +99,9 @@ def faked(disguised: bool) -> tuple[Callable[[float], None], torch.nn.Module, An
 
 
 def real() -> tuple[Callable[[float], None], torch.nn.Module, Any, Any]:
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=2)
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model: Any = torch.nn.Linear(1, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, plain_loader())

@@ -43,7 +43,7 @@ from torchhooks.__main__ import main as command_line
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Too large to be installed for the tests.
-LIBRARIES = ("accelerate", "ignite", "keras", "lightning", "tensorflow", "transformers")
+LIBRARIES = ("ignite", "keras", "tensorflow", "transformers")
 DEADLINE_SECS = 300
 
 BLOCK = re.compile(r"^```(?P<language>\S*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
 import itertools
 import os
@@ -11,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,7 @@ import torch
 from support import paths
 from support.events import read
 from support.paths import ROOT
+from support.processes import call
 from support.rank_processes import Ended, run_ranks
 from support.scripts import example
 
@@ -304,6 +307,97 @@ def test_resume_fails_when_one_bit_differs() -> None:
     one, other = ({"data": {"rest": [1]}, "model": torch.tensor([zero])} for zero in (0.0, -0.0))
     with pytest.raises(SystemExit, match=r"^NOT identical: model$"):
         example("resume").compare(one, other)
+
+
+# -- fabric_loop.py and accelerate_loop.py --------------------------------------------------------------------------
+
+each_library = pytest.mark.parametrize("name", ["fabric_loop", "accelerate_loop"])
+
+
+def interrupted(name: str, folder: str, backward: int, signum: int | None) -> None:
+    """Run an example that sends itself a signal before one of its backward passes."""
+    warnings.simplefilter("default")  # those of the libraries are theirs
+    calls = itertools.count(1)
+    original: Any = torch.Tensor.backward
+
+    def interrupting(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if next(calls) == backward and signum is not None:
+            os.kill(os.getpid(), signum)
+        original(self, *args, **kwargs)
+
+    pytest.MonkeyPatch().setattr(torch.Tensor, "backward", interrupting)
+    example(name).main(folder)
+
+
+def run_to_its_end(name: str, folder: Path) -> str:
+    """Run an example in a process of its own, and return what it prints."""
+    ended = call(interrupted, name, str(folder), 0, None)
+    assert ended.code == 0, ended.output
+    return ended.output
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of an uninterrupted run of an example."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        run_to_its_end(name, folder)
+        return folder
+
+    return run
+
+
+@pytest.mark.slow
+@each_library
+@pytest.mark.parametrize(("backward", "signum"), [(45, signal.SIGKILL), (71, signal.SIGTERM)])
+def test_a_script_with_fabric_or_accelerate_ends_with_the_same_bits_when_it_is_killed(
+    name: str, backward: int, signum: int, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    killed = call(interrupted, name, str(tmp_path), backward, signum)
+    assert killed.code == -signum, killed.output
+    assert re.search(r"restored step [1-9]", run_to_its_end(name, tmp_path))
+    resume = example("resume")
+    resume.compare(resume.end_of(str(uninterrupted(name))), resume.end_of(str(tmp_path)))
+
+
+# -- optuna_sweep.py ------------------------------------------------------------------------------------------------
+
+
+def trials(folder: Path) -> list[tuple[Any, ...]]:
+    """Return what Optuna knows of the trials that were finished."""
+    import optuna
+
+    states = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
+    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{folder}/study.db")
+    finished = study.get_trials(states=states)
+    return [(trial.params, trial.state.name, trial.values, trial.intermediate_values) for trial in finished]
+
+
+@pytest.mark.slow
+def test_the_sweep_prunes_some_trials_and_completes_others(uninterrupted: Callable[[str], Path]) -> None:
+    states = [state for _, state, _, _ in trials(uninterrupted("optuna_sweep"))]
+    assert len(states) == example("optuna_sweep").TRIALS
+    assert states[:3] == ["COMPLETE"] * 3  # the pruner compares with three
+    assert set(states) == {"COMPLETE", "PRUNED"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backward", "number", "step"), [(96 + 50, 1, 40), (4 * 96 + 12, 4, 10)])
+def test_a_sweep_continues_the_trial_in_which_it_was_killed(
+    backward: int, number: int, step: int, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    killed = call(interrupted, "optuna_sweep", str(tmp_path), backward, signal.SIGKILL)
+    assert killed.code == -signal.SIGKILL, killed.output
+    assert len(trials(tmp_path)) == number
+    output = run_to_its_end("optuna_sweep", tmp_path)
+    assert re.findall(r"restored step (\d+) from .*/trial-(\d)/", output) == [(str(step), str(number))]
+
+    whole = uninterrupted("optuna_sweep")
+    assert trials(tmp_path) == trials(whole)
+    ends = [example("resume").end_of(str(folder / f"trial-{number}")) for folder in (whole, tmp_path)]
+    example("resume").compare(*({name: end[name] for name in ("model", "optimizer")} for end in ends))
 
 
 # -- gpt.py and gpt_plain.py ----------------------------------------------------------------------------------------
