@@ -17,6 +17,7 @@ RECIPES = ROOT / "docs" / "recipes.md"
 CALLS = {
     "ReduceLROnPlateau": "",
     "Reinforcement learning": "",
+    "A trainer class of your own": "",
     "Pass over a batch": "train_without('runs/whole')",
     "Twenty training runs in one process": "",
 }
