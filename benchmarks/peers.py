@@ -1,6 +1,6 @@
 """Compare torchhooks with other training libraries: the overhead per step of the same monitoring around the same step.
 
-    pip install -e '.[peers]' && python benchmarks/peers.py [--check] [--only ignite lightning]
+    pip install -e . --group peers && python benchmarks/peers.py [--check] [--only ignite lightning]
 
 It prints a line per library and round, and makes as many rounds as fit into five minutes, or ``--minutes``.
 

@@ -2,7 +2,7 @@
 
     python docs/images/tensorboard.py
 
-Needs chromium on the PATH, and the packages of ``pip install -e '.[tests]'``. Trains for some seconds.
+Needs chromium on the PATH, and the packages of ``pip install -e . --group tests``. Trains for some seconds.
 """
 
 from __future__ import annotations

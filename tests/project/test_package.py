@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
+import subprocess
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +43,7 @@ def normalized(name: str) -> str:
     return re.sub("[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
 def test_the_classifiers_name_every_supported_python(version: str) -> None:
     assert f"Programming Language :: Python :: {version}" in METADATA["classifiers"]
 
@@ -117,8 +120,51 @@ def test_the_package_has_the_marker_of_its_types_and_the_licence() -> None:
     assert [(ROOT / name).exists() for name in METADATA["license-files"]] == [True]
 
 
-def test_every_tool_of_the_extra_dev_has_a_pin() -> None:
-    tools = [line for line in METADATA["optional-dependencies"]["dev"] if "[" not in line]
+def test_every_tool_of_the_group_dev_has_a_pin() -> None:
+    tools = [line for line in PROJECT["dependency-groups"]["dev"] if isinstance(line, str)]
     assert [tool for tool in tools if normalized(tool) not in pins()] == []
     assert "build" in tools
     assert "pyproject-hooks" in pins()  # which build needs
+
+
+def test_no_extra_is_for_developers_alone() -> None:
+    assert METADATA["optional-dependencies"].keys().isdisjoint(PROJECT["dependency-groups"])
+
+
+def test_every_version_that_is_tested_has_a_job() -> None:
+    classifiers = [line.rpartition(" ")[2] for line in METADATA["classifiers"] if "Python :: 3." in line]
+    workflow = text(".github/workflows/tests.yml")
+    assert re.findall(r'\{ python: "(.+?)"', workflow) == classifiers
+    assert re.findall(r'"(3\.\d+) \$', text(".ci/versions")) == classifiers
+
+
+def test_every_action_is_pinned_by_a_hash_and_needs_no_secret() -> None:
+    for path in (ROOT / ".github" / "workflows").iterdir():
+        workflow = path.read_text()
+        used = re.findall(r"uses: (.+)", workflow)
+        assert used
+        assert [line for line in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line)] == []
+        assert "secrets." not in workflow
+
+
+@pytest.mark.parametrize(
+    ("tag", "owner", "code", "message"),
+    [
+        ("v0.1.0", "acme", 0, "0.1.0 can be released\n"),
+        ("v0.1.0", "OWNER", 1, "docs/releasing.md"),
+        ("v0.2.0", "acme", 1, "the tag is v0.2.0, but the version in pyproject.toml is 0.1.0"),
+        ("0.1.0", "acme", 1, "the tag is 0.1.0"),
+    ],
+)
+def test_a_release_needs_its_tag_and_no_placeholder(
+    tmp_path: Path, tag: str, owner: str, code: int, message: str
+) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "release-ready", tmp_path / ".ci")
+    urls = f'Source = "https://github.com/{owner}/torchhooks"\n'
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nversion = "0.1.0"\n{urls}')
+    (tmp_path / "CITATION.cff").touch()
+    (tmp_path / "CHANGELOG.md").write_text("## [Unreleased]\n\n## [0.1.0] - 2030-01-31\n")
+    completed = subprocess.run([tmp_path / ".ci" / "release-ready", tag], capture_output=True, text=True, check=False)
+    assert completed.returncode == code
+    assert message in completed.stdout + completed.stderr
