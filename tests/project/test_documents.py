@@ -1,6 +1,6 @@
 """The code, output and figures in the documents are real.
 
-In README.md, CONTRIBUTING.md and the pages in docs/:
+In README.md, CONTRIBUTING.md, AGENTS.md and the pages in docs/:
 
 * The ``python`` blocks of a file are one program, which is run in an empty folder. A function ``test_...()`` that is
   defined in a block is called after it.
@@ -41,7 +41,7 @@ from support.paths import ROOT
 from torchhooks import MonitoredLoop
 from torchhooks.__main__ import main as command_line
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Too large to be installed for the tests.
 LIBRARIES = ("ignite", "keras", "tensorflow", "transformers")
 DEADLINE_SECS = 300
