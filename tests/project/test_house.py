@@ -19,7 +19,7 @@ from support.programs import run_program
 
 import torchhooks
 
-IMPORT_BUDGET = 0.05 / 1.5  # of the time that torch takes: a slow machine is slow for both
+IMPORT_BUDGET = 0.05  # of the time that torch takes: a slow machine is slow for both
 
 
 def modules() -> list[str]:
@@ -177,7 +177,7 @@ def test_an_import_prints_nothing(imported: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_an_import_takes_at_most_50_ms_where_torch_takes_a_second_and_a_half(tmp_path: Path) -> None:
+def test_an_import_takes_at_most_a_twentieth_of_the_time_that_torch_takes(tmp_path: Path) -> None:
     # The best of several, one after the other until one is good: others may be using this machine, and its caches.
     shares = (import_in_a_new_process(tmp_path)["share"] for _ in range(5))
     assert any(share <= IMPORT_BUDGET for share in shares)
