@@ -10,7 +10,7 @@ from support.paths import ROOT
 
 import torchhooks
 
-pytest.importorskip("mypy", reason="mypy comes with the extra 'dev'")
+pytest.importorskip("mypy", reason="mypy comes with the group 'dev'")
 pytestmark = pytest.mark.slow
 
 
