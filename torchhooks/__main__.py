@@ -12,6 +12,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -21,15 +23,15 @@ from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
 from torchhooks.common.checks import check_exists
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import replacing
-from torchhooks.common.text import installed_version, plain
+from torchhooks.common.text import installed_version, json_text, plain, print_error
 from torchhooks.fetches.names import canonical
 from torchhooks.ledger import commands as of_ledgers
 from torchhooks.mirror import commands as of_runs
 from torchhooks.watch import commands as of_watches
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code: 0, or 1 if something is wrong; the help of a command says what."""
+def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and the parser of each command."""
     parser = argparse.ArgumentParser(prog="python -m torchhooks")
     parser.add_argument("--version", action="version", version=f"torchhooks {installed_version()}")
     commands = parser.add_subparsers(required=True)
@@ -40,21 +42,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="write the state_dict() of the model in the newest undamaged checkpoint, with the names of the bare model",
     )
-    command.set_defaults(call=lambda given: _checkpoints(given.path, given.export))
+    command.set_defaults(call=lambda given: _checkpoints(given.path, given.export, given.json))
     command = commands.add_parser("nan", help="print where a NaN came from, as far as that is known")
     command.add_argument("path", help="the checkpoint_dir of the training run")
-    command.set_defaults(call=lambda given: _nan(given.path))
+    command.set_defaults(call=lambda given: _nan(given.path, given.json))
     of_runs.add_commands(commands)
     of_ledgers.add_commands(commands)
     of_watches.add_commands(commands)
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print one JSON object, as in torchhooks/schemas")
+    return parser, commands.choices
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit code: 0, or 1 if something is wrong; the help of a command says what."""
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     end = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args(words[:end])
+    given = parsers()[0].parse_args(words[:end])
     given.arguments = words[end + 1 :]  # of the script that is checked
     try:
         return int(given.call(given))
     except (CheckpointError, OSError, ValueError) as error:
-        print(plain(_said_of(error)), file=sys.stderr)
+        print_error(_said_of(error), given.json)
         return 1
 
 
@@ -65,32 +74,48 @@ def _said_of(error: Exception) -> str:
     return str(error)
 
 
-def _checkpoints(path: str, export: str | None) -> int:
+def _checkpoints(path: str, export: str | None, as_json: bool) -> int:
+    """Say which checkpoints are intact, and export the newest one. Return 0 if all are."""
     check_exists(path)
     is_one = os.path.isfile(path) or is_checkpoint(path)
     found = [inspect(os.path.normpath(path))] if is_one else list_checkpoints(path)
-    intact = [checkpoint for checkpoint in found if _show(checkpoint)]
-    if not intact:
+    damage = {checkpoint.path: _damage(checkpoint.path) for checkpoint in found}
+    if not as_json:
+        for checkpoint in found:
+            print(plain(_line_of(checkpoint, damage[checkpoint.path])))
+    intact = [checkpoint for checkpoint in found if damage[checkpoint.path] is None]
+    if not intact and (export is not None or not as_json):
         raise CheckpointError(f"{path} has no undamaged checkpoint")
+    # Checkpoints that are cut short are not in the list.
+    unreadable = [] if is_one else sorted(_checkpoints_in(path) - damage.keys())
     if export is not None:
         _export(intact[-1].path, export)
-    # With checkpoints that are cut short, which are not in the list.
-    named = 1 if is_one else sum(is_checkpoint(entry.path) for entry in os.scandir(path) if entry.name[0] != ".")
-    return 0 if len(intact) == named else 1
+    if as_json:
+        listed = [asdict(checkpoint) | {"damage": damage[checkpoint.path]} for checkpoint in found]
+        print(json_text({"checkpoints": listed, "unreadable": unreadable, "exported": export}))
+    elif export is not None:
+        print(plain(f"{export}: the model of {intact[-1].path}"))
+    return 0 if intact and len(intact) == len(found) + len(unreadable) else 1
 
 
-def _show(checkpoint: Checkpoint) -> bool:
-    """Print a line about ``checkpoint``, and return whether all of it is what was written."""
-    outcome = "intact"
+def _checkpoints_in(folder: str) -> set[str]:
+    return {entry.path for entry in os.scandir(folder) if entry.name[0] != "." and is_checkpoint(entry.path)}
+
+
+def _damage(path: str) -> str | None:
+    """Return what is damaged in the checkpoint at ``path``; ``None`` if all of it is what was written."""
     try:
-        verify(checkpoint.path)
+        verify(path)
     except DamagedCheckpointError as error:
-        outcome = str(error)
+        return str(error)
+    return None
+
+
+def _line_of(checkpoint: Checkpoint, damage: str | None) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(checkpoint.time))
     kept = ", kept for good" if checkpoint.kept else ""
-    text = f"{checkpoint.name}  step {checkpoint.step}  {checkpoint.bytes:,} bytes  {written}  {outcome}{kept}"
-    print(plain(text))
-    return outcome == "intact"
+    outcome = "intact" if damage is None else damage
+    return f"{checkpoint.name}  step {checkpoint.step}  {checkpoint.bytes:,} bytes  {written}  {outcome}{kept}"
 
 
 def _export(path: str, file: str) -> None:
@@ -99,24 +124,27 @@ def _export(path: str, file: str) -> None:
         raise CheckpointError(f"{path} has no model: nothing is exported")
     with replacing(file) as temporary:
         torch.save({canonical(name): value for name, value in saved["model"].items()}, temporary)
-    print(plain(f"{file}: the model of {path}"))
 
 
-def _nan(path: str) -> int:
+def _nan(path: str, as_json: bool) -> int:
     """Print the question to the next process in ``path``, and the newest report."""
     check_exists(path)
     request = requests.read_request(path)
-    if request is not None:
-        where = os.path.join(path, requests.NAME)
-        print(plain(f"{where}: {request.message}. Start the script again to find out where it came from."))
     reports = glob.glob(os.path.join(glob.escape(path), "nan-*", "report*.md"))
-    for report in sorted(reports, key=os.path.getmtime)[-1:]:
-        with open(report, encoding="utf-8") as file:
-            print(plain(file.read()), end="")
-    if request is None and not reports:
+    report = max(reports, key=os.path.getmtime, default=None)
+    if request is None and report is None:
         raise CheckpointError(
             f"{path} has neither {requests.NAME} nor a report: no process that saves there has found a NaN"
         )
+    text = None if report is None else Path(report).read_text(encoding="utf-8")
+    if as_json:
+        print(json_text({"request": None if request is None else asdict(request), "file": report, "report": text}))
+        return 0
+    if request is not None:
+        where = os.path.join(path, requests.NAME)
+        print(plain(f"{where}: {request.message}. Start the script again to find out where it came from."))
+    if text is not None:
+        print(plain(text), end="")
     return 0
 
 

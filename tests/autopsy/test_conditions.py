@@ -18,6 +18,7 @@ import torch
 from support.devices import FakeDevice
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
+from support.schemas import answer
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -491,9 +492,15 @@ def test_the_command_prints_the_request_and_then_the_report(capsys: pytest.Captu
     train(new_model(), 10)
     assert main(["nan", "run"]) == 0
     assert "loss is NaN at step 10. Start the script again to find out" in capsys.readouterr().out
+    assert main(["nan", "run", "--json"]) == 0
+    said = answer("nan", capsys.readouterr().out)
+    assert (said["request"]["step"], said["file"], said["report"]) == (10, None, None)
     train(new_model(), 10)
     assert main(["nan", "run"]) == 0
-    assert capsys.readouterr().out == Path("run/nan-10/report.md").read_text()
+    report = Path("run/nan-10/report.md").read_text()
+    assert capsys.readouterr().out == report
+    assert main(["nan", "run", "--json"]) == 0
+    assert answer("nan", capsys.readouterr().out) == {"request": None, "file": "run/nan-10/report.md", "report": report}
 
 
 @pytest.mark.slow

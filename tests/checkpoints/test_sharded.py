@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed
 from support.dtensors import fully_shard
+from support.schemas import answer
 
 import torchhooks.checkpoints.saving
 from torchhooks import (
@@ -578,6 +579,13 @@ def test_the_command_lists_and_exports(tmp_path: Path, shards: bool, capsys: pyt
     bare.load_state_dict(torch.load(weights, weights_only=True))
     assert bare[0].weight.tolist() == [[2, 2]] * 3
     assert not (tmp_path / "weights.pt.tmp").exists()
+    assert main(["checkpoints", str(tmp_path), "--export", str(weights), "--json"]) == 0
+    said = answer("checkpoints", capsys.readouterr().out)
+    assert said["exported"] == str(weights)
+    assert [(each["step"], each["kept"], each["damage"]) for each in said["checkpoints"]] == [
+        (1, True, None),
+        (2, False, None),
+    ]
 
 
 @pytest.mark.parametrize("shards", [True, False])
@@ -597,14 +605,25 @@ def test_the_command_fails_for_a_damaged_checkpoint(
     Path(path, "state.pt").write_bytes(data[:-1] + b"x")
     assert main(["checkpoints", str(tmp_path)]) == 1
     assert "model.ckpt-2 is damaged" in capsys.readouterr().out
+    assert main(["checkpoints", str(tmp_path), "--json"]) == 1
+    intact, damaged = answer("checkpoints", capsys.readouterr().out)["checkpoints"]
+    assert (intact["damage"], "model.ckpt-2 is damaged" in damaged["damage"]) == (None, True)
     Path(path, "state.pt").write_bytes(data[:-1])
     assert main(["checkpoints", str(tmp_path)]) == 1
     assert "state.pt is cut short" in lines[0][1]
+    capsys.readouterr()
+    assert main(["checkpoints", str(tmp_path), "--json"]) == 1
+    said = answer("checkpoints", capsys.readouterr().out)
+    assert ([each["step"] for each in said["checkpoints"]], said["unreadable"]) == ([1], [path])
 
 
 def test_the_command_fails_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"{tmp_path} has no undamaged checkpoint\n"
+    assert main(["checkpoints", str(tmp_path), "--json"]) == 1
+    assert answer("checkpoints", capsys.readouterr().out) == {"checkpoints": [], "unreadable": [], "exported": None}
+    assert main(["checkpoints", str(tmp_path), "--json", "--export", str(tmp_path / "weights.pt")]) == 1
+    assert answer("checkpoints", capsys.readouterr().out) == {"error": f"{tmp_path} has no undamaged checkpoint"}
 
 
 def test_the_command_fails_where_there_is_no_such_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import select
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.forks import check_in_a_process, use_forks
+from support.schemas import answer
 from torch import nn
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop
@@ -265,9 +265,9 @@ def test_the_command_prints_a_verdict_for_people_or_for_a_program(
     assert (kept / "interrupted" / "places").is_dir()
     shutil.rmtree(kept)
     assert main(["check", "train.py", "--steps", "12", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["exact"] is True
+    assert answer("check", capsys.readouterr().out)["exact"] is True
     assert main(["check", "train.py", "--steps", "1", "--json"]) == 2
-    assert "must be 10 or more" in json.loads(capsys.readouterr().out)["error"]
+    assert "must be 10 or more" in answer("check", capsys.readouterr().out)["error"]
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -22,6 +21,7 @@ from support.accelerators import DEVICE, keep_busy, no_waits
 from support.processes import call
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
+from support.schemas import answer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -332,7 +332,7 @@ def test_diff_says_where_two_training_runs_part(tmp_path: Path, capsys: pytest.C
         "not in both    0 runs of the first, 3 of the second\n",
     )
     code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "same", "--json")
-    found = json.loads(text)
+    found = answer("diff", text)
     assert (code, found["same"], found["difference"], found["only_in_other"]) == (0, True, None, 3)
     code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
     assert code == 1
@@ -340,7 +340,7 @@ def test_diff_says_where_two_training_runs_part(tmp_path: Path, capsys: pytest.C
     assert re.search(r"item same · arguments same · random same · outputs DIFFER: loss [\d.]+ / [\d.]+\n", text)
     assert printed(capsys, "diff", tmp_path / "a", tmp_path / "b", "--rtol", "1e-3")[0] == 0
     code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b", "--json")
-    found = json.loads(text)
+    found = answer("diff", text)
     assert (code, found["same"], found["difference"]["run"], found["difference"]["quantity"]) == (
         1,
         False,
@@ -349,6 +349,8 @@ def test_diff_says_where_two_training_runs_part(tmp_path: Path, capsys: pytest.C
     )
     code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "none")
     assert (code, "has no ledger" in text) == (2, True)
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "none", "--json")
+    assert (code, "has no ledger" in answer("diff", text)["error"]) == (2, True)
 
 
 @pytest.mark.parametrize("quantity", ["item", "outputs", "gradients", "parameters"])
@@ -359,7 +361,7 @@ def test_every_flipped_bit_is_located(quantity: str, tmp_path: Path, capsys: pyt
         run, bit = draw.randint(1, 6), draw.randint(0, 22)
         train(tmp_path / str(number), 6, flipped=(quantity, run, bit))
         code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / str(number), "--json")
-        found = json.loads(text)["difference"]
+        found = answer("diff", text)["difference"]
         expected = "arguments" if quantity == "item" else quantity  # the body gives the step another tensor
         assert (code, found["run"], found["quantity"]) == (1, run, expected)
         assert found["parts"] == ({"arguments": [], "outputs": ["loss"]}.get(expected, ["0.weight"]))

@@ -21,6 +21,7 @@ import fsspec.config
 import pytest
 from support import proxy as proxies
 from support.copies import FolderPlace, S3Place, new_copy, saving, whole
+from support.schemas import answer
 
 import torchhooks.mirror.copy
 import torchhooks.mirror.layout
@@ -486,6 +487,12 @@ def test_the_command_copies_to_the_store_and_from_it_and_says_what_it_could_not_
     assert main(["mirror", s3.url, str(tmp_path / "back")]) == 0
     assert capsys.readouterr().out == f"{s3.url} was copied to {tmp_path}/back: model.ckpt-3\n"
     assert (tmp_path / "back/curve.jsonl").read_text() == '{"step": 3}'
+    assert main(["mirror", s3.url, str(tmp_path / "other"), "--json"]) == 0
+    assert answer("mirror", capsys.readouterr().out) == {
+        "source": s3.url,
+        "target": f"{tmp_path}/other",
+        "checkpoints": ["model.ckpt-3"],
+    }
 
 
 # -- 6: addresses -----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support import processes
+from support.schemas import answer
 from support.waiting import wait_until
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -142,8 +143,10 @@ def test_the_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     processes.call(train, str(tmp_path), 30)
     capsys.readouterr()
     assert main(["status", str(tmp_path), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["step"], said["is_alive"], said["checkpoint"]["name"]) == (30, False, "model.ckpt-30")
+    said = answer("status", capsys.readouterr().out)
+    assert (said["step"], said["state"], said["checkpoint"]["name"]) == (30, "ended", "model.ckpt-30")
+    assert said["message"].endswith(" ago: StopAtStepHook: step 30")
+    assert not said["is_alive"]
     assert said["record"]["stopped"] == "StopAtStepHook: step 30"
     assert said["values"]["lr"]["value"] == 0.1
 
@@ -288,13 +291,14 @@ def test_a_record_that_cannot_be_written_is_a_warning(tmp_path: Path, lines: lis
 def test_a_silent_process_of_another_machine_is_out_of_reach() -> None:
     now = time.time()
     record = Record(1, "another", 1, now - 500, 0, now - 100, 7, now - 100)
-    text, is_alive = state_of(record)
-    assert text == "no sign of life of process 1 on another since 100 s ago: killed, or out of reach"
-    assert not is_alive
-    assert state_of(record._replace(time=now))[1]
-    text, is_alive = state_of(record._replace(time=now, run_time=now - 400, stalled="in run 8 (waits for data)"))
-    assert text == "stalled for 6 min in run 8 (waits for data), process 1 on another"
-    assert not is_alive
+    text = "no sign of life of process 1 on another since 100 s ago: killed, or out of reach"
+    assert state_of(record) == ("silent", text)
+    assert state_of(record._replace(time=now)).word == "running"
+    stalled = record._replace(time=now, run_time=now - 400, stalled="in run 8 (waits for data)")
+    assert state_of(stalled) == (
+        "stalled",
+        "stalled for 6 min in run 8 (waits for data), process 1 on another",
+    )
 
 
 @pytest.mark.parametrize("between", ["has_manifest", "is_checkpoint"])

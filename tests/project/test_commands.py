@@ -6,13 +6,16 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator, ValidationError
+from support.schemas import FOLDER, answer, schema_of
 
 import torchhooks
-from torchhooks.__main__ import main
+from torchhooks.__main__ import main, parsers
 from torchhooks.lifecycle.run_record import NAME
 
 RED = "\x1b[31mred\x07\r\u202e\n"
@@ -26,11 +29,20 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["checkpoints", "gone"], ["nan", "gone"], ["status", "gone"], ["mirror", "gone", "file:///copy"]]
+    "command",
+    [
+        ["checkpoints", "gone"],
+        ["nan", "gone"],
+        ["status", "gone"],
+        ["stacks", "gone"],
+        ["mirror", "gone", "file:///copy"],
+    ],
 )
 def test_a_path_that_does_not_exist(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 1
     assert capsys.readouterr().err == "gone does not exist\n"
+    assert main([*command, "--json"]) == 1
+    assert answer(command[0], capsys.readouterr().out) == {"error": "gone does not exist"}
 
 
 def test_the_status_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,8 +75,7 @@ def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
     assert all(char.isprintable() or char == "\n" for char in printed.out)
     printed.out.encode()
     main(["status", str(folder), "--json"])
-    status: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return status
+    return answer("status", capsys.readouterr().out)
 
 
 HOSTILE: list[Any] = [None, True, -1, HUGE, -HUGE, 1e308, float("nan"), float("-inf"), "", [], {}, RED, "\ud800"]
@@ -118,3 +129,46 @@ def test_a_damaged_request_for_an_autopsy_is_said(
     (tmp_path / "nan.json").write_bytes(data)
     assert main(["nan", str(tmp_path)]) == 1
     assert "remove it" in capsys.readouterr().err
+
+
+# -- the schemas ------------------------------------------------------------------------------------------------------
+
+
+def test_each_command_has_json_and_a_schema() -> None:
+    commands = parsers()[1]
+    assert {each.name for each in FOLDER.iterdir()} == {f"{name}.json" for name in commands}
+    for name, command in commands.items():
+        assert "--json" in command.format_help(), name
+        Draft202012Validator.check_schema(schema_of(name))
+
+
+@pytest.mark.parametrize("command", parsers()[1])
+def test_a_schema_names_all_keys_and_allows_no_others(command: str) -> None:
+    def objects(part: object) -> Iterator[dict[str, Any]]:
+        if isinstance(part, dict):
+            if part.get("type") == "object":
+                yield part
+            part = list(part.values())
+        if isinstance(part, list):
+            for each in part:
+                yield from objects(each)
+
+    named = [each for each in objects(schema_of(command)) if "properties" in each]
+    assert named
+    for each in named:
+        assert (each["additionalProperties"], each["required"]) == (False, list(each["properties"]))
+
+
+def test_an_answer_that_does_not_follow_the_schema_is_refused() -> None:
+    text = '{"source": "run", "target": "file:///copy", "checkpoints": ["model.ckpt-3"]}'
+    assert answer("mirror", text)["source"] == "run"
+    for wrong in (text.replace("source", "from"), text.replace('"run"', "1"), text[:-1] + ', "more": 1}', "{}", "[]"):
+        with pytest.raises(ValidationError):
+            answer("mirror", wrong)
+
+
+def test_a_value_that_json_does_not_have_is_a_string(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"step": 1, "time": 1.0, "loss": "NaN"}, {"step": 2, "time": 2.0, "lr": "-Infinity"}]
+    (tmp_path / "curves.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = status_of(tmp_path, capsys)["values"]
+    assert {tag: point["value"] for tag, point in values.items()} == {"loss": "NaN", "lr": "-Infinity"}

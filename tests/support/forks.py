@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 
 from support.processes import call
+from support.schemas import answer
+from torchhooks.common.text import json_text
 from torchhooks.ledger import processes
 from torchhooks.ledger.check import Options, as_plain, prove, text_of
 
@@ -43,8 +44,8 @@ def check_in_a_process(folder: Path, steps: int, *command: str, ranks: int = 1, 
     """
     ended = call(_check, folder, Options(steps, ranks=ranks), command, forks)
     assert ended.code == 0, ended.output
-    found: dict[str, Any] = json.loads((folder / "verdict.json").read_text())
-    return found
+    found = answer("check", (folder / "verdict.json").read_text())
+    return found | {"text": (folder / "verdict.txt").read_text()}
 
 
 def _check(folder: Path, options: Options, command: tuple[str, ...], forks: bool) -> None:
@@ -56,5 +57,5 @@ def _check(folder: Path, options: Options, command: tuple[str, ...], forks: bool
         if forks:
             use_forks(monkeypatch)
         verdict = prove([sys.executable, *command], str(scratch), options, reproduce=False)
-    printed = {**as_plain(verdict), "text": "\n".join(text_of(verdict))}
-    (folder / "verdict.json").write_text(json.dumps(printed))
+    (folder / "verdict.json").write_text(json_text(as_plain(verdict)))
+    (folder / "verdict.txt").write_text("\n".join(text_of(verdict)))

@@ -22,6 +22,7 @@ import pytest
 import torch
 from support import processes
 from support.rank_threads import Hub, ThreadRanks, in_threads
+from support.schemas import answer
 from support.waiting import wait_until
 
 from torchhooks import AtSteps, CheckpointSaverHook, EvaluationHook, MonitoredLoop, SessionRunHook
@@ -419,9 +420,8 @@ def test_a_call_that_kept_the_lock_is_reported_once(tmp_path: Path, lines: list[
         (tmp_path / ".run.json").write_text(json.dumps(own._asdict()))
         status = read_status(str(tmp_path))
         assert not status.is_alive
-        assert status.state == (
-            f"stalled: a call keeps Python's global lock in process {os.getpid()}, {stacks} has its stacks"
-        )
+        text = f"stalled: a call keeps Python's global lock in process {os.getpid()}, {stacks} has its stacks"
+        assert status.state == ("stalled", text)
         job.look(2)
         assert (tmp_path / "stall-3/rank-0.lock.txt").read_text() == "stacks"
         said = [text for level, text in lines if level == "CRITICAL"]
@@ -498,7 +498,8 @@ def test_the_status_of_a_loop_that_stands_still(
         assert re.search(r"state +stalled for \d+ s in run 3 \(in a save\), process \d+ on ", printed)
         assert re.search(r"report +no run was completed for 1500 s. It is in run 3: in a save, ", printed)
         assert main(["status", "--json", str(tmp_path)]) == 1
-        assert json.loads(capsys.readouterr().out)["record"]["stalled"] == "in run 3 (in a save)"
+        said = answer("status", capsys.readouterr().out)
+        assert (said["state"], said["record"]["stalled"]) == ("stalled", "in run 3 (in a save)")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -517,6 +518,11 @@ def test_the_command_stacks_asks_a_live_loop(
         assert printed.startswith("It is in run 3: in a save, Event.wait, test_stalls.py:")
         assert printed.endswith(f"{folder} has the stacks\n")
         assert "gate.stand_still()" in (folder / "rank-0.txt").read_text()
+        assert main(["stacks", str(tmp_path), "--json"]) == 0
+        said = answer("stacks", capsys.readouterr().out)
+        assert said["files"] == [f"{said['folder']}/rank-0.txt"]
+        assert said["report"].startswith("It is in run 3: in a save, ")
+        assert Path(said["folder"]) != folder
     assert not (tmp_path / ".stacks").exists()
     assert not [text for level, text in lines if level == "CRITICAL"]
 
@@ -524,6 +530,8 @@ def test_the_command_stacks_asks_a_live_loop(
 def test_the_command_stacks_without_a_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stacks", str(tmp_path)]) == 1
     assert "names no loop that trains here" in capsys.readouterr().err
+    assert main(["stacks", str(tmp_path), "--json"]) == 1
+    assert "names no loop that trains here" in answer("stacks", capsys.readouterr().out)["error"]
 
 
 def test_the_command_stacks_without_an_answer(

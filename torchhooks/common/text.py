@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
+import math
 import os
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,6 +106,31 @@ def plain(text: str) -> str:
     New lines and tabs stay.
     """
     return "".join([char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text])
+
+
+def json_text(value: object) -> str:
+    """Return ``value`` as JSON over several lines.
+
+    JSON has no NaN and no infinity, so they become the strings that :class:`torchhooks.JsonLinesWriter` writes.
+    """
+    return json.dumps(map_leaves(_finite, value), indent=2, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    return float_name(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_error(message: str, as_json: bool) -> None:
+    """Print why a command could not do what it was asked: on stderr, or as JSON where the answer would be."""
+    if as_json:
+        print(json_text({"error": message}))
+    else:
+        print(plain(message), file=sys.stderr)
+
+
+def float_name(value: float) -> str:
+    """Return the name of NaN or an infinity in JSON."""
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def kind_of(value: object) -> str:

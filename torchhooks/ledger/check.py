@@ -12,7 +12,6 @@ folder in which all that torchhooks writes is placed, and what :mod:`torchhooks.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import random
 import shutil
@@ -25,7 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchhooks.common.text import plain, shortened
+from torchhooks.common.text import json_text, plain, print_error, shortened
 from torchhooks.ledger import comparing
 from torchhooks.ledger.comparing import DIFFERENT, NOT_COMPARABLE, SAME, Comparison, compare_ledgers, lines_of
 from torchhooks.ledger.lines import LedgerError, read_ledgers
@@ -116,7 +115,7 @@ def check(script: str, arguments: Sequence[str], options: Options, as_json: bool
         with _interrupted_by_signals():
             verdict = prove([sys.executable, script, *arguments], scratch, options, say)
     except (CheckError, LedgerError) as error:
-        print(json.dumps({"error": str(error)}) if as_json else error, file=sys.stdout if as_json else sys.stderr)
+        print_error(str(error), as_json)
         return NOT_COMPARABLE
     finally:
         say("")
@@ -124,7 +123,7 @@ def check(script: str, arguments: Sequence[str], options: Options, as_json: bool
             print(f"the processes of the script have written into {scratch}", file=sys.stderr)
         else:
             shutil.rmtree(scratch, ignore_errors=True)
-    print(json.dumps(as_plain(verdict), indent=2) if as_json else "\n".join(map(plain, text_of(verdict))))
+    print(json_text(as_plain(verdict)) if as_json else "\n".join(map(plain, text_of(verdict))))
     return SAME if verdict.is_exact else DIFFERENT
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import Any
 
-from torchhooks.common.text import plain
+from torchhooks.common.text import json_text, plain, print_error
 from torchhooks.ledger.check import Options, check
 from torchhooks.ledger.comparing import DIFFERENT, NOT_COMPARABLE, SAME, as_plain, compare_ledgers, lines_of
 from torchhooks.ledger.lines import LedgerError, read_ledgers
@@ -18,7 +16,6 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser("diff", help="say where two training runs with a LedgerHook part")
     command.add_argument("one", help="the folder of a training run")
     command.add_argument("other", help="the folder of another one")
-    command.add_argument("--json", action="store_true", help="print it as JSON")
     command.add_argument(
         "--rtol",
         type=float,
@@ -40,7 +37,6 @@ def add_commands(commands: Any) -> None:
     )
     command.add_argument("--ignore-output", action="store_true", help="do not compare what the script prints")
     command.add_argument("--keep", action="store_true", help="keep the scratch folder, and say where it is")
-    command.add_argument("--json", action="store_true", help="print it as JSON")
     command.set_defaults(call=_check)
 
 
@@ -54,13 +50,10 @@ def diff(one: str, other: str, rtol: float | None = None, as_json: bool = False)
     try:
         found = compare_ledgers(read_ledgers(one), read_ledgers(other), rtol)
     except (LedgerError, OSError) as error:
-        print(
-            json.dumps({"error": str(error)}) if as_json else plain(str(error)),
-            file=sys.stdout if as_json else sys.stderr,
-        )
+        print_error(str(error), as_json)
         return NOT_COMPARABLE
     if as_json:
-        print(json.dumps(as_plain(found), indent=2))
+        print(json_text(as_plain(found)))
     else:
         for name, text in lines_of(found):
             print(plain(f"{name:15}{text}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 
 from torchhooks.common.checks import check_exists
 from torchhooks.common.errors import CheckpointError
-from torchhooks.common.text import plain, shortened
+from torchhooks.common.text import json_text, plain, shortened
 from torchhooks.mirror.copy import Copy, OtherJobError
 from torchhooks.mirror.status import lines_of, read_status, read_status_of_copy
 from torchhooks.mirror.store import Secrets, Store, StoreError, is_url
@@ -20,12 +19,11 @@ def add_commands(commands: Any) -> None:
     """Add the commands to the subparsers ``commands`` of ``python -m torchhooks``."""
     command = commands.add_parser("status", help="say how far a training run is, how fast, and whether it is alive")
     command.add_argument("path", help="the folder of the training run, or the address of its copy")
-    command.add_argument("--json", action="store_true", help="print it as JSON")
     command.set_defaults(call=lambda given: status(given.path, given.json))
     command = commands.add_parser("mirror", help="copy a training run to a store such as S3, or from it")
     command.add_argument("source", help="the folder of the training run, or the address of its copy")
     command.add_argument("target", help="the address of the copy, or the folder")
-    command.set_defaults(call=lambda given: mirror(given.source, given.target))
+    command.set_defaults(call=lambda given: mirror(given.source, given.target, given.json))
 
 
 def status(path: str, as_json: bool = False) -> int:
@@ -37,7 +35,7 @@ def status(path: str, as_json: bool = False) -> int:
         check_exists(path)
         found = read_status(path)
     if as_json:
-        print(json.dumps(found.as_plain(), indent=2))
+        print(json_text(found.as_plain()))
     else:
         lines = list(lines_of(found))
         width = max(len(name) for name, _ in lines)
@@ -48,7 +46,7 @@ def status(path: str, as_json: bool = False) -> int:
     return 0 if found.is_alive or has_ended_well else 1
 
 
-def mirror(source: str, target: str) -> int:
+def mirror(source: str, target: str, as_json: bool = False) -> int:
     """Copy the newest checkpoints and the other files of a training run to a store, or from it. Return 0, or 1."""
     if is_url(source) == is_url(target):
         raise ValueError(
@@ -72,8 +70,11 @@ def mirror(source: str, target: str) -> int:
             copy.open()  # once more: what the store has, and not what it has confirmed
             if missing := copy.missing():
                 raise StoreError(f"not everything was copied, it lacks {shortened(missing)}")
-    what = ", ".join(copied) if copied else "no newer checkpoint"
-    print(plain(f"{_shown(source)} was copied to {_shown(target)}: {what}"))
+    if as_json:
+        print(json_text({"source": _shown(source), "target": _shown(target), "checkpoints": copied}))
+    else:
+        what = ", ".join(copied) if copied else "no newer checkpoint"
+        print(plain(f"{_shown(source)} was copied to {_shown(target)}: {what}"))
     return 0
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchhooks.checkpoints.folder import Checkpoint, has_manifest, inspect, is_checkpoint
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
@@ -23,14 +23,23 @@ _SILENT_SECS = 3 * PERIOD_SECS
 _COPY_SECS = 120.0  # how late the record may be in a copy: RECORD_SECS of the hook, and an upload
 
 
+class State(NamedTuple):
+    """Whether a training run is alive.
+
+    Args:
+        word: ``"running"``, ``"stalled"``, ``"ended"``, ``"failed"``, ``"killed"``, ``"silent"`` or ``"unknown"``.
+        text: the same for people, with the process, and with what stopped it.
+    """
+
+    word: str
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """What is known of the training run in a folder."""
 
-    state: str
-    """Whether it is alive, and what stopped it, as a text."""
-    is_alive: bool
-    """Whether it makes steps, as far as that is known."""
+    state: State
     record: Record | None
     step: int | None
     """The newest step that is in any file, and when it was made."""
@@ -40,6 +49,11 @@ class Status:
     damaged: list[str]
     """What is wrong with each checkpoint that is not whole."""
     curves: dict[str, list[Point]]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it makes steps, as far as that is known."""
+        return self.state.word == "running"
 
     @property
     def speed(self) -> float | None:
@@ -54,7 +68,8 @@ class Status:
         """Return what ``status --json`` prints; times are in seconds since 1970."""
         newest = self.checkpoint
         return {
-            "state": self.state,
+            "state": self.state.word,
+            "message": self.state.text,
             "is_alive": self.is_alive,
             "record": None if self.record is None else self.record._asdict(),
             "step": self.step,
@@ -96,7 +111,7 @@ def read_status(folder: str) -> Status:
     with suppress(OSError):  # there is none
         if record is not None and record.stopped is None and os.path.getsize(stacks) and _exists_here(record):
             text = f"stalled: a call keeps Python's global lock in process {record.pid}, {stacks} has its stacks"
-            return replace(status, state=text, is_alive=False)
+            return replace(status, state=State("stalled", text))
     return status
 
 
@@ -146,10 +161,8 @@ def _status(
     if record is not None:  # it may have gone back, to a restored step
         known = [(record.step, record.run_time), *(each for each in known if each[1] > record.time)]
     step, moment = max(known, key=lambda each: each[1], default=(None, None))
-    state, is_alive = state_of(record, silent_secs)
     return Status(
-        state=state,
-        is_alive=is_alive,
+        state=state_of(record, silent_secs),
         record=record,
         step=step,
         time=moment,
@@ -188,22 +201,23 @@ def _checkpoints_in(folder: str) -> tuple[list[Checkpoint], list[str]]:
     return whole, damaged
 
 
-def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> tuple[str, bool]:
-    """Return whether the loop that wrote ``record`` is alive, as a text and as a bool."""
+def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> State:
+    """Return whether the loop that wrote ``record`` is alive."""
     if record is None:
-        return "no process says that it trains here", False
+        return State("unknown", "no process says that it trains here")
     process = f"process {record.pid} on {record.host}"
     if record.stopped is not None:
-        kind = "failed" if record.failed else "ended"
-        return f"{kind} {ago(record.time)}: {record.stopped}", False
+        word = "failed" if record.failed else "ended"
+        return State(word, f"{word} {ago(record.time)}: {record.stopped}")
     if record.host == socket.gethostname() and not _exists_here(record):
-        return f"killed: {process} is gone, {ago(record.time)} or later", False
+        return State("killed", f"killed: {process} is gone, {ago(record.time)} or later")
     if time.time() - record.time > silent_secs:
-        return f"no sign of life of {process} since {ago(record.time)}: killed, or out of reach", False
+        return State("silent", f"no sign of life of {process} since {ago(record.time)}: killed, or out of reach")
     ranks = f", {record.world_size} ranks" if record.world_size > 1 else ""
     if record.stalled is not None:  # both times are by one clock
-        return f"stalled for {span(record.time - record.run_time)} {record.stalled}, {process}{ranks}", False
-    return f"running, {process}{ranks}, since {ago(record.began)}", True
+        length = span(record.time - record.run_time)
+        return State("stalled", f"stalled for {length} {record.stalled}, {process}{ranks}")
+    return State("running", f"running, {process}{ranks}, since {ago(record.began)}")
 
 
 def _exists_here(record: Record) -> bool:
@@ -220,7 +234,7 @@ def _exists_here(record: Record) -> bool:
 def lines_of(status: Status) -> Iterator[tuple[str, str]]:
     """Yield what to print of ``status``, as a name and a text."""
     record = status.record
-    yield "state", status.state
+    yield "state", status.state.text
     if record is not None and record.report is not None:
         yield "report", record.report
     if status.step is not None and status.time is not None:

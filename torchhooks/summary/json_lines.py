@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from torchhooks.common.checks import whole_number
 from torchhooks.common.files import place, replacing, write_all
 from torchhooks.common.log import logger
+from torchhooks.common.text import float_name
 from torchhooks.summary import operations as summary
 from torchhooks.summary.writers import SummaryWriter
 
@@ -148,6 +149,4 @@ class JsonLinesWriter(SummaryWriter):
 
 def _as_json(tag: str, value: object) -> int | float | str:
     number = summary.scalar(tag, tag).number(value)
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return number if math.isfinite(number) else float_name(number)

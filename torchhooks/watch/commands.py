@@ -11,7 +11,7 @@ from typing import Any
 from torchhooks.common.checks import check_exists
 from torchhooks.common.errors import CheckpointError
 from torchhooks.common.files import replacing
-from torchhooks.common.text import plain
+from torchhooks.common.text import json_text, plain
 from torchhooks.lifecycle.run_record import NAME, REQUEST, read_record
 
 _WAIT_SECS = 30.0  # a live loop looks for a request every two seconds; the rest is for a slow disk
@@ -22,10 +22,10 @@ def add_commands(commands: Any) -> None:
     """Add the command to the subparsers ``commands`` of ``python -m torchhooks``."""
     command = commands.add_parser("stacks", help="write the stacks of all threads of a live training run, on all ranks")
     command.add_argument("path", help="the folder of the training run")
-    command.set_defaults(call=lambda given: stacks(given.path))
+    command.set_defaults(call=lambda given: stacks(given.path, given.json))
 
 
-def stacks(path: str) -> int:
+def stacks(path: str, as_json: bool = False) -> int:
     """Ask the training run in ``path`` for its stacks, print its report and where they are, and return 0.
 
     Raises:
@@ -48,6 +48,10 @@ def stacks(path: str) -> int:
                 "or in a call that keeps Python's global lock"
             )
         time.sleep(_POLL_SECS)
-    print(plain(report.read_text(encoding="utf-8")), end="")
-    print(plain(f"\n{report.parent} has the stacks"))
+    text = report.read_text(encoding="utf-8")
+    if as_json:
+        files = sorted(str(file) for file in report.parent.iterdir() if file != report)
+        print(json_text({"folder": str(report.parent), "report": text, "files": files}))
+    else:
+        print(plain(f"{text}\n{report.parent} has the stacks"))
     return 0
