@@ -19,6 +19,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"torchhooks {release}"
 html_static_path = ["_static"]
+html_extra_path = ["llms.txt"]  # it links to the sources of the pages, which Sphinx copies
 html_css_files = ["wide.css"]
 html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 

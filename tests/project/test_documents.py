@@ -1,6 +1,6 @@
 """The code, output and figures in the documents are real.
 
-In README.md, CONTRIBUTING.md, AGENTS.md and the pages in docs/:
+In README.md, CONTRIBUTING.md, AGENTS.md, the skill in the package, and the pages in docs/:
 
 * The ``python`` blocks of a file are one program, which is run in an empty folder. A function ``test_...()`` that is
   defined in a block is called after it.
@@ -41,7 +41,12 @@ from support.paths import ROOT
 from torchhooks import MonitoredLoop
 from torchhooks.__main__ import main as command_line
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SKILL = ROOT / "torchhooks/.agents/skills/torchhooks/SKILL.md"
+DOCUMENTS = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")),
+    SKILL,
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 # Too large to be installed for the tests.
 LIBRARIES = ("ignite", "keras", "tensorflow", "transformers")
 DEADLINE_SECS = 300
@@ -262,6 +267,49 @@ def test_every_command_in_a_document_exists(capsys: pytest.CaptureFixture[str]) 
     (commands,) = re.findall(r"\{([\w,]+)\}\n", capsys.readouterr().out)[:1]
     documents = [document.read_text(encoding="utf-8") for document in (*DOCUMENTS, ROOT / "CHANGELOG.md")]
     assert set(re.findall(r"python -m torchhooks (\w+)", "".join(documents))) == set(commands.split(","))
+
+
+# -- for agents -------------------------------------------------------------------------------------------------------
+
+
+def test_the_skill_has_what_an_agent_looks_for() -> None:
+    front, body = re.fullmatch(r"---\n(.*?)\n---\n(.*)", SKILL.read_text(encoding="utf-8"), re.DOTALL).groups()  # type: ignore[union-attr]
+    entries = dict(line.split(": ", 1) for line in front.splitlines())
+    assert entries.keys() == {"name", "description"}
+    assert (
+        entries["name"] == SKILL.parent.name
+    )  # the standard of Agent Skills asks for it, and for at most 1,024 characters
+    assert len(entries["description"]) <= 1024
+    assert len(body.splitlines()) < 500
+    wrapped = [block.body for block in blocks(body) if block.language == "python"][1]
+    assert len([line for line in wrapped.splitlines() if line]) == 12
+
+
+def rules(document: Path) -> list[str]:
+    """Return the ten rules of a document, without links and line breaks."""
+    section = document.read_text(encoding="utf-8").partition("## Ten rules\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\d+\. ((?:.+\n)(?:   .+\n)*)", section, re.MULTILINE)
+    return [" ".join(re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", rule).split()) for rule in found]
+
+
+def test_the_skill_has_the_ten_rules() -> None:
+    assert len(rules(SKILL)) == 10
+    assert rules(SKILL) == rules(ROOT / "docs/loops.md")
+
+
+def test_llms_txt_names_the_pages_of_the_site() -> None:
+    text = (ROOT / "docs/llms.txt").read_text(encoding="utf-8")
+    assert re.match(r"# torchhooks\n\n> ", text)
+    linked = re.findall(r"^- \[[^]]+\]\(_sources/([\w/-]+\.md)\.txt\): .", text, re.MULTILINE)
+    assert len(linked) == len({*linked}) == text.count("](")
+    pages = {str(file.relative_to(ROOT / "docs")) for file in (ROOT / "docs").rglob("*.md")}
+    left_out = {"index.md", "changelog.md", "contributing.md", "releasing.md"}
+    left_out |= {page for page in pages if page.startswith("reference/")} - {
+        "reference/index.md",
+        "reference/command-line.md",
+    }
+    assert {*linked} == pages - left_out
+    assert 'html_extra_path = ["llms.txt"]' in (ROOT / "docs/conf.py").read_text(encoding="utf-8")
 
 
 DOCUMENT = """\
