@@ -1,258 +1,30 @@
-"""What a type checker makes of programs that use the library, right and wrong ones."""
+"""What type checkers make of ``tests/typing/api.py``, and of a program that is wrong in many lines.
 
+Mypy and pyright come with the group ``dev``, and not with the group ``tests``. So ``.ci/run`` runs this file once more.
+"""
+
+import importlib.util
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from support.paths import ROOT
 
 import torchhooks
 
-pytest.importorskip("mypy", reason="mypy comes with the group 'dev'")
 pytestmark = pytest.mark.slow
 
+API = ROOT / "tests/typing/api.py"
 
-CONFIG = f"""
-[mypy]
-strict = true
-mypy_path = {ROOT}
-follow_imports = silent
-show_error_codes = true
-"""
+CHECKERS = [
+    pytest.param(name, marks=pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}"))
+    for name in ("mypy", "pyright")
+]
 
-RIGHT = '''
-import threading
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, assert_type
-
-import torch
-
-from torchhooks import *
-from torchhooks import summary
-from torchhooks.testing import FakeClock, RecordingHook, RecordingWriter, Trace, trace
-
-
-class Outputs(NamedTuple):
-    loss: torch.Tensor
-    accuracy: float
-
-
-class Watching(SessionRunHook):
-    """Overrides everything that there is."""
-
-    def begin(self) -> None:
-        self.timer = SecondOrStepTimer(every_steps=10)
-        self.never = NeverTriggerTimer()
-        self.every = EverySteps(10)
-
-    def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self.thread = LooperThread.loop(coord, 60.0, target=self.begin)
-        assert_type(self.thread, LooperThread)
-        assert_type(session.global_step, int)
-        assert_type(session.device, torch.device)
-        assert_type(coord.should_stop(), bool)
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        assert_type(run_context.session, Session)
-        assert_type(run_context.original_args, SessionRunArgs)
-        if run_context.stop_requested:
-            return None
-        return SessionRunArgs({"loss": "loss"}, feed_dict={"scale": 2.0}, options=RunOptions(trace=True))
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        results: Mapping[str, torch.Tensor] = run_values.results
-        assert_type(run_values.options, RunOptions)
-        assert_type(run_values.run_metadata, RunMetadata)
-        run_context.when_ready(results, self.show)
-        run_context.request_stop()
-        run_context.request_stop("good enough")
-
-    def end(self, session: Session) -> None:
-        loss: float = session.run("loss")
-
-    def teardown(self) -> None: ...
-
-    def next_due(self) -> Due:
-        return self.timer.next_due() if self.timer.last_triggered_step() else Due(step=3, moment=1.0, runs=2, when=bool)
-
-    def sat_out(self, runs: int) -> None: ...
-
-    def show(self, values: Mapping[str, torch.Tensor]) -> None: ...
-
-
-class Narrowed(SessionRunHook):
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
-        return SessionRunArgs("loss")
-
-
-class Silent(SessionRunHook):
-    def before_run(self, run_context: SessionRunContext) -> None: ...
-
-
-class Listening(CheckpointSaverListener):
-    def after_save(self, session: Session, step: int) -> bool:
-        return step > 100
-
-
-def newest(folder: Path) -> str | None:
-    try:
-        assert_type([checkpoint.step for checkpoint in list_checkpoints(folder)], list[int])
-        assert_type(read_metadata(folder / "model.ckpt-3"), dict[str, Any])
-        missing: list[str] = load_weights(folder, model, strict=False).missing_keys
-        assert_type(best_checkpoint(folder / "best"), str)
-        return latest_checkpoint(folder)
-    except (DamagedCheckpointError, CheckpointError):
-        return None
-
-
-class Curves(SummaryWriter):
-    """A writer of one's own."""
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None: ...
-
-    def flush(self) -> None: ...
-
-
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scheduler: Stateful = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-curves: SummaryWriter = Curves()
-curves = RecordingWriter()
-curves = JsonLinesWriter(Path("curves.jsonl"))
-wandb_writer: SummaryWriter = WandbWriter(Path("run"), project="mnist")
-prometheus_writer: SummaryWriter = PrometheusWriter(9400, run="mnist", addr="127.0.0.1")
-mlflow_writer: SummaryWriter = MlflowWriter("run", tracking_uri="sqlite:///mlflow.db", experiment="mnist")
-norms = StepCounterHook(tokens_per_step="tokens", memory=True, summary_writer=[wandb_writer, curves])
-norm_ops = {"grad": grad_norm(), "param": param_norm()}
-variables: Stateful = Variables(best=0.5, hidden=None, pickled=["envs"])
-
-
-def step(inputs: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> Outputs:
-    loss: torch.Tensor = (model(inputs) - targets).square().mean() * scale
-    return Outputs(loss, 0.5)
-
-
-def init_fn(scaffold: Scaffold, session: Session) -> None:
-    session.global_step = 3
-
-
-def ready_fn(session: Session) -> bool | str:
-    return True if session.model is not None else "no model"
-
-
-def hooks(folder: Path) -> Iterator[SessionRunHook]:
-    yield StopAtStepHook(num_steps=5)
-    yield StopAtStepHook(last_step=5)
-    yield StepCounterHook(100, output_dir=folder)
-    yield StepCounterHook(every_n_steps=None, every_n_secs=1.5)
-    yield SummarySaverHook(save_steps=1, output_dir=str(folder), summary_op={"loss": "loss"})
-    yield SummarySaverHook(save_secs=1.0, summary_writer=curves, summary_op=[summary.histogram("w", "weight")])
-    yield LoggingTensorHook(["loss"], every_n_iter=1)
-    yield LoggingTensorHook({"mean": running_mean("loss"), "all": [running_sum("loss"), running_max("loss")]}, 10)
-    yield LoggingTensorHook({"weighted": running_mean("loss", weight="n", reset="epoch"), "last": latest("g_loss")}, 10)
-    yield LoggingTensorHook({"least": running_min("loss")}, every_n_iter=10)
-    yield LoggingTensorHook({"loss": over_ranks("loss", "mean")}, every_n_secs=60)
-    yield LoggingTensorHook({"loss": lambda loss: loss * 2}, at_end=True, formatter=lambda values: str(values["loss"]))
-    yield NanTensorHook("loss", fail_on_nan_loss=False)
-    yield FinalOpsHook({"loss": "loss"}, {"scale": 1.0})
-    yield FeedFnHook(lambda: {"scale": 2.0})
-    yield GlobalStepWaiterHook(0)
-    yield CallFnHook(len, every_n_steps=10)
-    yield ProgressBarHook(1000, ["loss"])
-    yield ProgressBarHook(values={"l": lambda loss: loss * 2}, log_every_secs=5)
-    yield ProfilerHook(save_steps=100, output_dir=folder, show_memory=True, runs=3)
-    yield CallFnHook(lambda loss, lr: None, timer=EverySteps(10), at_end=True)
-    evaluation = EvaluationHook(lambda model: 0.5, every_n_steps=10, output_dir=folder)
-    assert_type(evaluation.values, dict[str, float])
-    yield evaluation
-    yield StopIfNoDecreaseHook(evaluation["loss"], 100)
-    yield StopIfNoIncreaseHook(evaluation["accuracy"], max_steps_without_increase=100, min_steps=5)
-    yield StopIfHigherHook(evaluation["accuracy"], 0.99)
-    yield StopIfLowerHook("loss", 0.1, timer=EverySteps(10))
-    yield StopIfHigherHook("loss", 0.1, timer=EveryEpochs(2))
-    yield ProfilerHook(timer=AtSteps([100, 200]), runs=5)
-    yield ProfilerHook(timer=OnSignal("SIGUSR2"))
-    yield MirrorHook(Path("run"), "s3://bucket/run-17", keep_remote=20, storage_options={"anon": False})
-    yield CheckpointSaverHook(folder, save_steps=5, saver=Saver(3), listeners=[Listening()])
-    yield BestCheckpointHook(folder, lambda accuracy: accuracy, save_steps=5, mode="max", keep=3)
-    yield LedgerHook(folder, what=["inputs", "parameters"], timer=EverySteps(10))
-    yield PeriodicHook(every_n_epochs=2)
-    yield from (Watching(), Narrowed(), Silent(), RecordingHook("loss"))
-
-
-def step_fn(step_context: StepContext[Outputs]) -> int:
-    assert_type(step_context.run_with_hooks(torch.ones(2), torch.ones(1)), Outputs)
-    assert_type(step_context.session, Session)
-    return 3
-
-
-def remember(best: float) -> float:
-    own = Variables(best=best)
-    own.later = [torch.ones(1)]
-    assert_type(own.best, Any)
-    lowest: float = own.best
-    return lowest
-
-
-def stopping(step_context: StepContext[Outputs]) -> int:
-    step_context.request_stop()
-
-
-def train(folder: Path, loader: torch.utils.data.DataLoader[tuple[torch.Tensor, torch.Tensor]]) -> str | None:
-    scaffold = Scaffold(init_fn=init_fn, ready_fn=ready_fn)
-    with MonitoredLoop(
-        step, model, optimizer, hooks=hooks(folder), scaffold=scaffold, state={"scheduler": scheduler},
-        step_unit="optimizer_step", stop_grace_period_secs=1.5, checkpoint_dir=folder,
-        recoverable_errors=[AbortedError], metadata={"lr": 0.1, "layers": [3, 4]}, ranks=Ranks(tick_secs=0.5),
-    ) as loop:
-        assert_type(loop, MonitoredLoop[Outputs])
-        for epoch in loop.until_stop(range(3), resume=False):
-            assert_type(epoch, int)
-            for inputs, targets in loop.until_stop(zip([torch.ones(2)], [torch.ones(1)])):
-                assert_type(inputs, torch.Tensor)
-                assert_type(loop.run(inputs, targets=targets).accuracy, float)
-        with loop.step() as outputs:
-            outputs["loss"] = torch.ones(())
-            assert_type(outputs, dict[str, object])
-        assert_type(loop.run_step_fn(step_fn), int)
-        assert_type(loop.run_step_fn(lambda context: context.run_with_hooks()), Outputs)
-        assert_type(loop.should_stop(), bool)
-        assert_type(loop.global_step, int)
-        assert_type(loop.session, Session)
-        assert_type(loop.session.ranks.is_chief, bool)
-    with MonitoredLoop(model=model) as bodies:
-        assert_type(bodies, MonitoredLoop[Any])
-    with MonitoredTrainingLoop(step, model, checkpoint_dir=folder, save_summaries_secs=None) as loop:
-        assert_type(loop, MonitoredLoop[Outputs])
-    SummaryWriterCache.get(folder).add_scalar("x", 1.0, 1)
-    SummaryWriterCache.clear()
-    assert_type(loop.stop_reason, str | None)
-    loop.close()
-    return loop.stop_reason
-
-
-def test_errors() -> None:
-    try:
-        MonitoredLoop(lambda: None).run()
-    except (AbortedError, FeedError, NanLossDuringTrainingError, LifecycleError) as error:
-        assert_type(error, AbortedError | FeedError | NanLossDuringTrainingError | LifecycleError)
-    except FetchError as error:
-        known: TorchHooksError | LookupError = NoRunYetError(str(error))
-    except PeerError as error:
-        assert_type(error.rank, int | None)
-
-
-def test_a_hook() -> None:
-    with FakeClock() as clock:
-        clock.advance(1.5)
-        seen = trace(Watching(), losses=[0.5, torch.ones(())], step_unit="run")
-    assert_type(seen, Trace)
-    assert_type(seen.steps, list[int])
-'''
-
+# By lines, with the code of mypy's error. Pyright has other codes, and finds the same lines.
 WRONG = """
 from typing import Any
 
@@ -313,37 +85,65 @@ SessionRunArgs(feed_dict=["x"])  # E: arg-type
 """
 
 
-@pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What mypy says about each of the programs. A cache makes it quick but for the first time."""
-    folder = tmp_path_factory.mktemp("typing")
-    for name, text in {"right.py": RIGHT, "wrong.py": WRONG, "mypy.ini": CONFIG}.items():
-        (folder / name).write_text(text)
-    kept = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
-    cache = folder if kept is None else kept.mkdir("mypy")
+def errors_of(checker: str, file: Path, cache: Path) -> tuple[int, list[str]]:
+    """Return how many files ``checker`` has checked, and its errors in ``file``: ``"3: arg-type"``."""
+    python = [sys.executable, "-m", checker]
     # In a process of its own: mypy changes how often this one would collect its garbage.
-    mypy = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", str(cache)]
-    ran = subprocess.run([*mypy, "right.py", "wrong.py"], cwd=folder, capture_output=True, text=True, check=False)
-    assert "checked 2 source files" in ran.stdout, ran.stdout + ran.stderr
-    lines = ran.stdout.splitlines()
-    return {file: [line for line in lines if line.startswith(f"{file}.py")] for file in ("right", "wrong")}
+    if checker == "mypy":
+        config = f"[mypy]\nstrict = true\nmypy_path = {ROOT}\nfollow_imports = silent\n"
+        (cache / "mypy.ini").write_text(config)
+        command = [*python, "--config-file", f"{cache}/mypy.ini", "--cache-dir", str(cache), str(file)]
+        ran = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=False)
+        count = re.search(r"(?:checked|in) (\d+) (?:source )?files?", ran.stdout.splitlines()[-1])
+        assert count is not None, ran.stdout + ran.stderr
+        errors = re.findall(rf"^(?:.*/)?{file.name}:(\d+): error: .*\[([\w-]+)\]$", ran.stdout, re.MULTILINE)
+        return int(count[1]), [f"{line}: {code}" for line, code in errors]
+    # In ROOT, where it finds the package.
+    command = [*python, "--pythonpath", sys.executable, "--outputjson", str(file)]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = json.loads(ran.stdout)
+    found = [(each["range"]["start"]["line"] + 1, each["rule"]) for each in said["generalDiagnostics"]]
+    return said["summary"]["filesAnalyzed"], [f"{line}: {rule}" for line, rule in found]
 
 
-def line_and_code(lines: Iterable[str]) -> list[str]:
-    return [
-        re.sub(r"^\w+\.py:(\d+): error: .*\[([\w-]+)\]$", r"\1: \2", line) for line in lines if ": note: " not in line
-    ]
+@pytest.fixture(scope="module")
+def cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that is kept, if pytest keeps one, so that mypy is quick but for the first time."""
+    kept = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
+    return tmp_path_factory.mktemp("typing") if kept is None else Path(kept.mkdir("typing"))
 
 
-def test_a_right_program_has_no_error(found: dict[str, list[str]]) -> None:
-    assert found["right"] == []
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_the_public_api_has_the_types_that_a_program_expects(checker: str, cache: Path) -> None:
+    assert errors_of(checker, API, cache) == (1, [])
 
 
-def test_a_wrong_program_has_an_error_in_each_wrong_line_and_in_no_other(found: dict[str, list[str]]) -> None:
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_wrong_program_has_an_error_in_each_wrong_line_and_in_no_other(
+    checker: str, cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
     marks = [(number, re.search(r"# E: (\S+)$", line)) for number, line in enumerate(WRONG.splitlines(), start=1)]
-    assert line_and_code(found["wrong"]) == [f"{number}: {mark[1]}" for number, mark in marks if mark]
+    expected = [f"{number}: {mark[1]}" for number, mark in marks if mark]
+    count, found = errors_of(checker, tmp_path / "wrong.py", cache)
+    if checker == "pyright":
+        expected, found = ([line.partition(":")[0] for line in lines] for lines in (expected, found))
+    assert (count, found) == (1, expected)
 
 
-def test_the_right_program_uses_everything_public() -> None:
-    used = set(re.findall(r"\w+", RIGHT))
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_another_type_than_the_api_has_is_an_error(checker: str, cache: Path, tmp_path: Path) -> None:
+    text = API.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    numbers = [number for number, line in enumerate(lines) if re.search(r"assert_type\(.*, .+\)$", line)]
+    for number in numbers:
+        lines[number] = re.sub(r", [^,]+(\[.*\])?\)$", ", bytes)", lines[number])
+    (tmp_path / "other.py").write_text("\n".join(lines))
+    _, found = errors_of(checker, tmp_path / "other.py", cache)
+    assert len(numbers) > 30
+    assert [int(error.partition(":")[0]) - 1 for error in found] == numbers
+
+
+def test_the_program_uses_everything_public() -> None:
+    used = set(re.findall(r"\w+", API.read_text(encoding="utf-8")))
     assert set(torchhooks.__all__) - used == set()

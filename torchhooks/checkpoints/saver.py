@@ -114,7 +114,7 @@ class Saver:
         self.async_save = async_save
         """Whether a background thread writes the file."""
         self._strict = strict
-        self.disk = Disk()
+        self.disk: Disk = Disk()
         """What files are written through. Tests replace it, to simulate failures."""
         # Both threads use the folders and the memory, one at a time: a save first waits for the one before it.
         self._folders: dict[str, Folder] = {}

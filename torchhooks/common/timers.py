@@ -321,7 +321,7 @@ class AtSteps(_StepTimer):
     def __init__(self, steps: Iterable[int]) -> None:
         if not isinstance(steps, Iterable) or isinstance(steps, str):
             raise TypeError(f"steps={shown(steps)}: give a list of global steps, such as [100, 200]")
-        self.steps = sorted({whole_number(step, "a step of AtSteps", 1) for step in steps})
+        self.steps: list[int] = sorted({whole_number(step, "a step of AtSteps", 1) for step in steps})
         """The steps, in ascending order."""
         if not self.steps:
             raise ValueError("AtSteps([]): give at least one global step, such as [100, 200]")
@@ -370,7 +370,7 @@ class EveryEpochs(Timer):
     _epoch_has_ended = False
 
     def __init__(self, n: int = 1) -> None:
-        self.every_epochs = whole_number(n, "n", 1)
+        self.every_epochs: int = whole_number(n, "n", 1)
         """The period in epochs."""
 
     def reset(self) -> None:

@@ -139,7 +139,7 @@ class EvaluationHook(PeriodicHook):
         self.name = self._name if name is None else name
         """The name of the state in checkpoints."""
         timer = given_timer(timer, every_n_steps, every_n_secs, every_n_epochs)
-        self.given_timer = _chosen(timer, has_other_times=at_start or at_end)
+        self.given_timer: GivenTimer = _chosen(timer, has_other_times=at_start or at_end)
         """The timer to give to hooks that are due together with this one."""
         self.set_timer(self.given_timer)
         self.fetches = _Results(self._fetched, evaluate)

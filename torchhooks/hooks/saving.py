@@ -304,7 +304,7 @@ class CheckpointSaverHook(PeriodicHook):
     def _set_folder(self, checkpoint_dir: str) -> None:
         # The folder as it was given is for messages. A script may change the current directory while it trains.
         self._checkpoint_dir, self.checkpoint_dir = checkpoint_dir, os.path.abspath(checkpoint_dir)
-        self.path = os.path.join(self.checkpoint_dir, self._basename)
+        self.path: str = os.path.join(self.checkpoint_dir, self._basename)
         """The path of a checkpoint without its step."""
         self._target = WriterTarget(self.checkpoint_dir, None)
 

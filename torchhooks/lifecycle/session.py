@@ -122,17 +122,19 @@ class Session:
         """
         self.model = model
         self.optimizer = optimizer
-        self.state = {} if state is None else state
+        self.state: Mapping[str, Stateful] = {} if state is None else state
         self.saver: RestoresCheckpoints[Session] = Saver() if saver is None else saver
-        self.hooks = {} if hooks is None else hooks
+        self.hooks: Mapping[str, StatefulHook] = {} if hooks is None else hooks
         self.checkpoint_dir = checkpoint_dir
-        self.metadata = {} if metadata is None else metadata
+        self.metadata: Mapping[str, Any] = {} if metadata is None else metadata
         self._services = services = LoopServices() if services is None else services
-        self.warned = services.warned
+        self.warned: set[str] = services.warned
         """What a warning was logged about that is logged once per loop."""
         self.position = services.position
         self.gradients = gradients
-        self.ranks = ranks if isinstance(ranks, LoopRanks) else LoopRanks(Ranks() if ranks is None else ranks)
+        self.ranks: LoopRanks = (
+            ranks if isinstance(ranks, LoopRanks) else LoopRanks(Ranks() if ranks is None else ranks)
+        )
         """The :class:`torchhooks.Ranks` of the loop, with the ``rank`` of this process, ``size`` and ``is_chief``."""
         self.accumulated = services.accumulated
         """The accumulated values of running fetches, to evaluate them and to save them."""

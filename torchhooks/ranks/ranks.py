@@ -80,10 +80,10 @@ class Ranks:
         join_secs: float = 600.0,
         group: Any = None,
     ) -> None:
-        self.tick_secs = seconds(tick_secs, "tick_secs")
-        self.lost_after_secs = seconds(lost_after_secs, "lost_after_secs")
-        self.stuck_secs = seconds(stuck_secs, "stuck_secs")
-        self.join_secs = seconds(join_secs, "join_secs")
+        self.tick_secs: float = seconds(tick_secs, "tick_secs")
+        self.lost_after_secs: float = seconds(lost_after_secs, "lost_after_secs")
+        self.stuck_secs: float = seconds(stuck_secs, "stuck_secs")
+        self.join_secs: float = seconds(join_secs, "join_secs")
         self.group = group
         self._rank_and_size = _rank_and_size_in(group) or (0, 1)
         if self._rank_and_size[0] < 0:

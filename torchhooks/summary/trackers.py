@@ -269,7 +269,7 @@ class PrometheusWriter(SummaryWriter):
         self._step, self._time = self._new_gauge("step"), self._new_gauge("time_seconds")
         self._addr = addr
         self._server: Any = None
-        self.port = port
+        self.port: int = port
         """The port."""
 
     def start_run(self) -> None:
