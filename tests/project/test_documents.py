@@ -17,7 +17,6 @@ In README.md, CONTRIBUTING.md, AGENTS.md, the skill in the package, and the page
 * A command ``python -m torchhooks ...`` exists, and so does what the code in a line of text names: a file, a module of
   the package or a name in it.
 * In a table whose first column is called "message", that column quotes strings of the package, with ``...`` for values.
-  The headings of docs/troubleshooting.md that are code do so too.
 """
 
 from __future__ import annotations
@@ -203,9 +202,7 @@ def test_every_row_under_what_it_costs_is_in_the_results(document: str) -> None:
 
 
 def messages(text: str) -> Iterator[str]:
-    """Yield what the headings that are code, and the first cells of the tables of messages, quote."""
-    if "\n# Troubleshooting\n" in text:
-        yield from re.findall(r"^### `([^`]+)`$", text, re.MULTILINE)
+    """Yield what the first cells of the tables of messages quote."""
     for table in re.findall(r"^\| message \|.*\n((?:\|.*\n?)+)", BLOCK.sub("", text), re.MULTILINE):
         for row in table.splitlines()[1:]:
             quoted = re.match(r"\| `([^`]+)` \|", row)
