@@ -38,7 +38,7 @@ def main(folder: str) -> None:
             optimizer.zero_grad()
         return loss
 
-    hooks = [LoggingTensorHook(["loss", "lr"], every_n_iter=50), CheckpointSaverHook(every_n_steps=10)]
+    hooks = [LoggingTensorHook(["loss", "lr"], every_n_steps=50), CheckpointSaverHook(every_n_steps=10)]
     with MonitoredLoop(
         step,
         model,

@@ -89,10 +89,10 @@ def make_hooks(steps: int, logdir: str) -> list[SessionRunHook]:
         StopAtStepHook(last_step=steps),
         # Check the loss after every step, and raise an error if it is NaN.
         NanTensorHook("loss"),
-        # Log a line at steps 1, 101, 201, ...
+        # Log a line at steps 100, 200, 300, ...
         LoggingTensorHook(
             {"step": "global_step", "loss": "loss", "accuracy": accuracy, "lr": "lr"},
-            every_n_iter=100,
+            every_n_steps=100,
             formatter="step {step:4}: loss {loss:.4f}, accuracy {accuracy:.3f}, lr {lr:.6f}".format_map,
         ),
         # Report steps and images per second, in the log and as curves.
@@ -100,7 +100,7 @@ def make_hooks(steps: int, logdir: str) -> list[SessionRunHook]:
         # Write to TensorBoard every 20 steps. A dict of tag -> value makes curves. "conv1.weight" is a parameter, its
         # ".grad" the gradient, and "head:output" what the layer returned in this step.
         SummarySaverHook(
-            save_steps=20,
+            every_n_steps=20,
             output_dir=logdir,
             summary_op=[
                 {"train/loss": "loss", "train/accuracy": accuracy, "train/lr": "lr"},

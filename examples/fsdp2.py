@@ -41,7 +41,7 @@ def main() -> dict[str, Tensor]:
     final = FinalOpsHook({"loss": over_ranks("loss", "mean"), "weight": "0.weight"})
     hooks = [
         NanTensorHook(["loss", "norm"]),
-        LoggingTensorHook({"loss": over_ranks("loss", "mean"), "gradient norm": "norm"}, every_n_iter=40),
+        LoggingTensorHook({"loss": over_ranks("loss", "mean"), "gradient norm": "norm"}, every_n_steps=40),
         StepCounterHook(40, examples_per_step=50),
         final,
     ]

@@ -110,7 +110,7 @@ def train(steps: int, every: int, folder: str) -> None:
             StepCounterHook(20, None, folder, tokens_per_step=tokens),
             evaluation,
             StopIfNoDecreaseHook(evaluation["validation_loss"], max_steps_without_decrease=3 * every),
-            BestCheckpointHook(folder, evaluation["validation_loss"], save_steps=every, mode="min"),
+            BestCheckpointHook(folder, evaluation["validation_loss"], every_n_steps=every, mode="min"),
             StopAtStepHook(last_step=steps),
         ],
         signals=["SIGTERM", "SIGINT"],

@@ -24,7 +24,7 @@ def main() -> nn.Module:
     for _ in range(3):
         for i, (inputs, targets) in enumerate(loader):
             loss = step(inputs, targets)
-            if i % 100 == 0:
+            if (i + 1) % 100 == 0:
                 print(f"loss = {loss.item():.4f}")
     return model
 

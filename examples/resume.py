@@ -79,9 +79,9 @@ def train(folder: str, killed_at: int | None = None) -> None:
     final = FinalOpsHook("loss")
     hooks: list[SessionRunHook] = [
         StopAtStepHook(last_step=STEPS),
-        LoggingTensorHook(["global_step", "loss"], every_n_iter=100, at_end=True),
+        LoggingTensorHook(["global_step", "loss"], every_n_steps=100, at_end=True),
         # Save every 50 steps, and when the loop stops without an error. A signal is such a stop.
-        CheckpointSaverHook(folder, save_steps=50),
+        CheckpointSaverHook(folder, every_n_steps=50),
         final,
     ]
     if killed_at is not None:

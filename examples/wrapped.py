@@ -22,7 +22,7 @@ def main() -> nn.Module:
         optimizer.step()
         return loss
 
-    with MonitoredLoop(step, model, optimizer, hooks=[LoggingTensorHook(["loss"], every_n_iter=100)]) as loop:
+    with MonitoredLoop(step, model, optimizer, hooks=[LoggingTensorHook(["loss"], every_n_steps=100)]) as loop:
         for _ in loop.until_stop(range(3)):
             for inputs, targets in loop.until_stop(loader):
                 loop.run(inputs, targets)
