@@ -15,7 +15,6 @@ pytestmark = pytest.mark.slow
 
 RECIPES = ROOT / "docs" / "recipes.md"
 CALLS = {
-    "ReduceLROnPlateau": "",
     "Reinforcement learning": "",
     "A trainer class of your own": "",
     "Pass over a batch": "train_without('runs/whole')",
