@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from torch.utils import _python_dispatch
 
 import torchhooks.ranks.ranks
 from torchhooks import MonitoredLoop, PeerError, Ranks, SessionRunContext, SessionRunHook, StopAtStepHook
@@ -194,13 +195,24 @@ def in_threads(size: int, main: Callable[[ThreadRanks, Hub], Any], **periods: fl
             hub.leave(rank)
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
-    with logging_as_no_rank():
+    with logging_as_no_rank(), _torch_modes_put_back():
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     return results
+
+
+@contextlib.contextmanager
+def _torch_modes_put_back() -> Iterator[None]:
+    """Put back the flags by which torch knows, for the whole process, that a dispatch mode is on.
+
+    Each mode puts back what it found, which of two threads may be the other one's. Torch 2.7 then compiles nothing.
+    """
+    flags = {name: value for name, value in vars(_python_dispatch).items() if isinstance(value, bool)}
+    yield
+    vars(_python_dispatch).update(flags)
 
 
 def pause(rng: random.Random, secs: float) -> None:

@@ -84,10 +84,9 @@ class _Shown(reprlib.Repr):
         self.maxstring = self.maxlong = self.maxother = 200
 
     def repr_int(self, x: int, level: int) -> str:
-        try:
-            return super().repr_int(x, level)
-        except ValueError:  # Python refuses to print more than 4300 digits
-            return f"<int of {x.bit_length()} bits>"
+        bits = x.bit_length()
+        # Python refuses to print more than 4300 digits, and reprlib of Python 3.14 then shows an address.
+        return f"<int of {bits} bits>" if bits > 10_000 else super().repr_int(x, level)
 
     def repr_instance(self, x: object, level: int) -> str:
         if isinstance(x, os.PathLike):
