@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
 
 import pytest
 from support.paths import ROOT
 
-import torchhooks.testing
 from torchhooks.__main__ import main
 from torchhooks.checkpoints import folder
 from torchhooks.ledger import lines
@@ -43,6 +43,9 @@ def test_the_versions_are_those_of_the_project() -> None:
     assert rows()["PyTorch"].split("|")[0].strip() == f"{torch} and newer"
 
 
-def test_both_lists_of_public_names_exist() -> None:
-    assert torchhooks.__all__
-    assert torchhooks.testing.__all__
+def test_the_public_modules_are_those_of_the_reference() -> None:
+    reference = (ROOT / "docs" / "reference" / "index.md").read_text()
+    [sentence] = re.findall(r"All public names are in (.*?)\. ", reference)
+    modules = re.findall("`([a-z.]+)`", sentence)
+    assert re.findall(r"`([a-z.]+)\.__all__`", rows()["Names in Python"]) == modules
+    assert all(importlib.import_module(module).__all__ for module in modules)
