@@ -60,7 +60,9 @@ PROGRAM = """
             time.sleep(0.01)
         print("ready", flush=True)
 
-    loader = torch.utils.data.DataLoader(Samples(), batch_size=2, shuffle=True, num_workers=2)
+    # Python 3.14 would start a server, which cannot import this program.
+    workers = {"num_workers": 2, "multiprocessing_context": "fork"}
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=2, shuffle=True, **workers)
     saver = CheckpointSaverHook(folder, save_steps=1000)
     with MonitoredLoop(
         step, model, hooks=[saver], checkpoint_dir=folder, signals=["SIGTERM", "SIGINT"]

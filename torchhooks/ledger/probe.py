@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import inspect
 import itertools
 import os
@@ -18,9 +19,9 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -50,6 +51,15 @@ _ITERATORS: tuple[type, ...] = (
     *(enumerate, zip, map, filter, reversed, type(reversed([]))),
     *(itertools.count, itertools.cycle, itertools.chain, itertools.islice, itertools.repeat),
 )
+
+
+def _place_of(iterator: Any) -> Sequence[Any]:
+    """Return what ``iterator`` iterates over, and where it is, as far as that can be read."""
+    try:
+        return cast(tuple[Any, ...], iterator.__reduce__()[1:])
+    except TypeError:  # of itertools, since Python 3.14
+        text = repr(iterator) if isinstance(iterator, itertools.count) else None
+        return [text, *gc.get_referents(iterator)]
 
 
 class Found(NamedTuple):
@@ -151,8 +161,9 @@ class _Walk:
         elif isinstance(value, _ITERATORS):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # __reduce__ of itertools is deprecated
-                reduced: Any = value.__reduce__()
-            self._add_each(f"{name} (an iterator)", enumerate(reduced[1:]), depth)
+                self._add_each(f"{name} (an iterator)", enumerate(_place_of(value)), depth)
+        elif isinstance(value, range):
+            self._put(name, (value.start, value.stop, value.step))
         elif isinstance(value, functools.partial):
             self._add_each(name, (("func", value.func), ("args", value.args), ("keywords", value.keywords)), depth)
         elif isinstance(value, types.MethodType):
