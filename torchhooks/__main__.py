@@ -119,6 +119,7 @@ def _line_of(checkpoint: Checkpoint, damage: str | None) -> str:
 
 
 def _export(path: str, file: str) -> None:
+    check_exists(os.path.dirname(file) or ".")
     saved = read_checkpoint(path)
     if "model" not in saved:
         raise CheckpointError(f"{path} has no model: nothing is exported")

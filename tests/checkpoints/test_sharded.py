@@ -579,6 +579,8 @@ def test_the_command_lists_and_exports(tmp_path: Path, shards: bool, capsys: pyt
     bare.load_state_dict(torch.load(weights, weights_only=True))
     assert bare[0].weight.tolist() == [[2, 2]] * 3
     assert not (tmp_path / "weights.pt.tmp").exists()
+    assert main(["checkpoints", str(tmp_path), "--export", str(tmp_path / "gone" / "weights.pt")]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}/gone does not exist\n"
     assert main(["checkpoints", str(tmp_path), "--export", str(weights), "--json"]) == 0
     said = answer("checkpoints", capsys.readouterr().out)
     assert said["exported"] == str(weights)
