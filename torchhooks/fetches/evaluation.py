@@ -413,7 +413,10 @@ class Evaluator:
         if self._may_be_missing:
             raise _NotThereError(name)
         asked = f"{self._caller} asked for {describe(closure)}"
-        way_out, hint = "", " Give another parameter a default, or bind it with functools.partial."
+        way_out, hint = (
+            "",
+            " A parameter called model gets the model. Give others a default, or bind them with functools.partial.",
+        )
         if isinstance(closure, (types.FunctionType, type)) and f"{closure.__module__}.".startswith("torchhooks."):
             way_out, hint = f": call it, {closure.__name__}(...)", ""
         error = self._unknown(name, f"{asked}, whose parameter {name!r} is not an available name{way_out}", hint)
