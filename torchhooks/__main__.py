@@ -79,9 +79,10 @@ def _checkpoints(path: str, export: str | None, as_json: bool) -> int:
     check_exists(path)
     is_one = os.path.isfile(path) or is_checkpoint(path)
     found = [inspect(os.path.normpath(path))] if is_one else list_checkpoints(path)
-    damage = {checkpoint.path: _damage(checkpoint.path) for checkpoint in found}
-    if not as_json:
-        for checkpoint in found:
+    damage = {}
+    for checkpoint in found:
+        damage[checkpoint.path] = _damage(checkpoint.path)
+        if not as_json:  # at once, because a large checkpoint takes long
             print(plain(_line_of(checkpoint, damage[checkpoint.path])))
     intact = [checkpoint for checkpoint in found if damage[checkpoint.path] is None]
     if not intact and (export is not None or not as_json):
