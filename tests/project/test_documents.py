@@ -9,7 +9,7 @@ In README.md, CONTRIBUTING.md, AGENTS.md, the skill in the package, and the page
 * A ``text`` block that follows a ``python`` block, with at most one line between them that ends in a colon, is what the
   block prints, including log lines. ``...`` matches anything within a line, or any number of lines if it is alone.
 * A ``diff`` block is the output of ``diff -u examples/plain.py examples/wrapped.py``, or of ``ddp_plain.py`` and
-  ``ddp.py`` or ``usual_plain.py`` and ``usual.py`` there, without the names of the files.
+  ``ddp.py`` there, without the names of the files.
 * No other block is skipped, and there is no block in a language that is not checked here.
 * A relative link leads to a file that exists, and to one of its headings.
 * The rows of the tables under "What it costs" in README.md and docs/cost.md are rows of benchmarks/RESULTS.md, word for
@@ -145,7 +145,6 @@ def test_every_python_block_runs_and_prints_the_output_shown(document: Path) -> 
 
 DIFFS = {  # by a word that only this diff has
     "DistributedSampler": ["ddp_plain.py", "ddp.py"],
-    "EvaluationHook": ["usual_plain.py", "usual.py"],
     "": ["plain.py", "wrapped.py"],
 }
 
