@@ -140,6 +140,26 @@ def test_the_files_of_one_second_are_read_in_the_order_in_which_they_were_opened
     assert numbers == sorted(numbers)
 
 
+@pytest.mark.parametrize("ahead", [0, 3600])
+def test_a_file_is_read_after_the_files_of_a_process_that_ended_in_the_same_second_or_whose_clock_was_ahead(
+    ahead: int, tmp_path: Path
+) -> None:
+    with FakeClock():
+        EventFile(str(tmp_path)).close()
+        (first,) = files(tmp_path)
+        second = first.name.split(".")[3]
+        earlier = first.rename(first.with_name(f"events.out.tfevents.{int(second) + ahead:010d}.zzz.9.000000"))
+        EventFile(str(tmp_path)).close()
+    assert files(tmp_path)[0] == earlier
+
+
+def test_files_that_other_programs_named_do_not_matter(tmp_path: Path) -> None:
+    for name in ("events.out.tfevents.zzz", "events.out.tfevents.17.host", "zzz"):
+        (tmp_path / name).touch()
+    EventFile(str(tmp_path)).close()
+    assert len(files(tmp_path)) == 3
+
+
 def test_a_new_file_goes_to_the_same_folder_after_the_working_directory_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import socket
 import struct
 import threading
@@ -73,9 +74,15 @@ class EventFile:
 
     def _open(self) -> None:
         os.makedirs(self._folder, exist_ok=True)
-        # TensorBoard reads files in the order of their names, hence the leading zeros.
-        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}"
-        self._path = os.path.join(self._folder, f"events.out.tfevents.{unique}{self._suffix}")
+        process = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}{self._suffix}"
+        name = _name(int(time.time()), process)
+        # TensorBoard reads files in the order of their names, hence the leading zeros. A process that ended in this
+        # second, or whose clock was ahead, may have left a name that is read after this one.
+        named = [found for found in map(_NAME.match, os.listdir(self._folder)) if found]
+        newest = max(named, key=lambda found: found.string, default=None)
+        if newest is not None and newest.string > name:
+            name = _name(int(newest[1]) + 1, process)
+        self._path = os.path.join(self._folder, name)
         # Unbuffered, so that an event that was added survives a kill.
         self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115
         version = event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2")
@@ -87,6 +94,13 @@ class EventFile:
         except BaseException:
             self._file.close()
             raise
+
+
+_NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
+
+
+def _name(second: int, process: str) -> str:
+    return f"events.out.tfevents.{second:010d}.{process}"
 
 
 def _record(data: bytes) -> bytes:
