@@ -31,6 +31,7 @@ from torchhooks.common.text import flat_config
 from torchhooks.summary.writers import ForeignWriter
 
 _file_numbers = itertools.count()
+_FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
@@ -74,14 +75,14 @@ class EventFile:
 
     def _open(self) -> None:
         os.makedirs(self._folder, exist_ok=True)
-        process = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}{self._suffix}"
-        name = _name(int(time.time()), process)
         # TensorBoard reads files in the order of their names, hence the leading zeros. A process that ended in this
-        # second, or whose clock was ahead, may have left a name that is read after this one.
-        named = [found for found in map(_NAME.match, os.listdir(self._folder)) if found]
-        newest = max(named, key=lambda found: found.string, default=None)
+        # second, or whose clock was ahead, may have left a name that would be read after this one.
+        process = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers):06d}{self._suffix}"
+        name = _file_name(int(time.time()), process)
+        older = [found for found in map(_FILE_NAME.match, os.listdir(self._folder)) if found]
+        newest = max(older, key=lambda found: found.string, default=None)
         if newest is not None and newest.string > name:
-            name = _name(int(newest[1]) + 1, process)
+            name = _file_name(int(newest[1]) + 1, process)
         self._path = os.path.join(self._folder, name)
         # Unbuffered, so that an event that was added survives a kill.
         self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115
@@ -96,10 +97,7 @@ class EventFile:
             raise
 
 
-_NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
-
-
-def _name(second: int, process: str) -> str:
+def _file_name(second: int, process: str) -> str:
     return f"events.out.tfevents.{second:010d}.{process}"
 
 
