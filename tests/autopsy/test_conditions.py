@@ -670,7 +670,7 @@ def test_a_nan_that_is_noticed_some_runs_later_is_looked_at_in_its_own_run() -> 
         assert (request["step"], request["noticed_at"], request["checkpoint"]) == (10, 12, 8)
         train(new_model(), 10)
     assert (report()["origin"]["operation"], report()["origin"]["step"]) == ("aten.sqrt.default", 10)
-    assert report()["digests"]["input inputs"] == request["digests"]["input inputs"]
+    assert "input inputs" not in request["digests"]  # the arguments are let go of when their run is over
     assert not Path("run", "nan.json").exists()
 
 

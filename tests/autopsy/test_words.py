@@ -89,8 +89,8 @@ def report_of(rank: int = 0, **found: Any) -> Report:
         ),
         (
             GONE | {"digests": {}},
-            "an operator that is not deterministic, noise or a variable of the script that a checkpoint does not "
-            "contain, or a fault of the hardware: node7, cpu.",
+            "other data, an operator that is not deterministic, noise or a variable of the script that a checkpoint "
+            "does not contain, or a fault of the hardware: node7, cpu.",
         ),
     ],
 )

@@ -344,9 +344,10 @@ def _not_again(report: Report) -> list[str]:
         lines.append(f"Random numbers are not the same: {shown}. A source of noise is not seeded, or not saved.")
     else:
         same = f"The digests are the same ({shown}), and the result is not: " if common else ""
+        data = "" if any(name.startswith("input") for name in common) else "other data, "
         lines.append(
-            f"{same}an operator that is not deterministic, noise or a variable of the script that a checkpoint does "
-            f"not contain, or a fault of the hardware: {then.host}, {then.device_name or then.device}."
+            f"{same}{data}an operator that is not deterministic, noise or a variable of the script that a checkpoint "
+            f"does not contain, or a fault of the hardware: {then.host}, {then.device_name or then.device}."
         )
     if changed := _changes(then, report.environment):
         lines.append(f"Not as at the first time: {', '.join(changed)}.")

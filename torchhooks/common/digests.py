@@ -72,6 +72,7 @@ class BegunDigest:
         self._note = self._texts.append
         self._inside: set[int] = set()
         self.add(value)
+        self._known = {}  # it has the tensors, and what is read back from a device may take many runs
 
     def finish(self, numbers: Iterable[int]) -> str:
         """Return the digest, given the values of :attr:`sums`, which have arrived on the host. Called once."""

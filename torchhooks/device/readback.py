@@ -228,6 +228,11 @@ class Readback:
         self.waiting = True
         self._wake()
 
+    @property
+    def caller(self) -> object:
+        """What made the request whose callback is running, ``made_by``; ``None`` if no callback is."""
+        return None if self._delivering is None else self._delivering.made_by
+
     def end_run(self) -> None:
         """Send the queued requests if it is time, and call the callbacks of what has arrived.
 

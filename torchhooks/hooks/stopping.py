@@ -245,7 +245,9 @@ class NanTensorHook(StandardHook):
         # Not imported before there is a NaN.
         from torchhooks.autopsy.request import leave
 
-        leave(run_context.session, finding[0], message, self, run_context.inputs())
+        # A value that was on a device arrives after its run, whose arguments have been let go.
+        inputs = {} if run_context.finished else run_context.inputs()
+        leave(run_context.session, finding[0], message, self, inputs)
         if self._fail_on_nan_loss:
             logger.error("%s: training fails", message)
             raise NanLossDuringTrainingError(

@@ -81,9 +81,11 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchhooks.common.checks import suggests_keywords
+from torchhooks.common.errors import LifecycleError
 from torchhooks.common.text import bound_arguments, bound_repr
 from torchhooks.common.timers import Due, GivenTimer, Timer, due_now, given_timer, hook_timer
 from torchhooks.data.deferred import DeferredCalls
@@ -94,6 +96,8 @@ from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.session import Session
 from torchhooks.ranks.ranks import Ranks
+
+NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
 class RunOptions(NamedTuple):
@@ -253,14 +257,29 @@ class SessionRunContext:
         """``SessionRunArgs(step, inputs)``, with the step function and what the caller of ``run`` passed, by name.
 
         ``SessionRunArgs(None, {})`` in a run of ``loop.step()``.
+
+        Raises:
+            LifecycleError: the run is over. A ``when_ready`` callback may be called that late.
+
+        Unlike TensorFlow, only the run itself has them: a hook that keeps the context would keep a batch in the memory
+        of the device.
         """
-        return SessionRunArgs(None if self._args is None else self._services.step.function, self.inputs())
+        inputs = self.inputs()  # first, because it raises an error after the run
+        return SessionRunArgs(None if self._args is None else self._services.step.function, inputs)
 
     def inputs(self) -> dict[str, Value]:
         """Return what the caller of ``run`` passed, by parameter name, with the step's defaults.
 
         It is empty in a run of ``loop.step()``. What hooks feed is not part of it.
+
+        Raises:
+            LifecycleError: the run is over.
         """
+        if self.finished:
+            raise LifecycleError(
+                "the arguments of a run were asked for after it: the context lets go of them when the run is over. "
+                "Read run_context.original_args in before_run or after_run, and keep what you need of it"
+            )
         return {} if self._args is None else self._services.step.inputs(self._args, self._kwargs)
 
     @property
@@ -272,6 +291,17 @@ class SessionRunContext:
     def finished(self) -> bool:
         """Whether the run is over."""
         return self._services.loop_state.context is not self
+
+    def end(self) -> None:
+        """Let go of what the caller passed. The loop calls this when the run is over, also after an error."""
+        # What waits for a value of this run, or for the end of its item, may keep the context for many runs.
+        self._args, self._kwargs = None, NO_KWARGS
+
+    @property
+    def _who(self) -> Caller:
+        """The hook whose method is running, or whose ``when_ready`` callback is, of which the context knows nothing."""
+        delivering = self._services.readback.caller
+        return delivering if isinstance(delivering, Caller) else self.caller
 
     @property
     def why_stopped(self) -> str:
@@ -289,7 +319,7 @@ class SessionRunContext:
             reason: why, in a few words. By default, the global step. The first reason of a run counts.
         """
         if not self.stop_requested:
-            self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self.caller
+            self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self._who
             self._services.loop_state.request(self)
 
     def after_item(self, callback: Callable[[], object], last: bool = False) -> None:
@@ -304,7 +334,7 @@ class SessionRunContext:
         With ``last``, the callback is called after the callbacks of the other hooks, wherever those are in the list. A
         checkpoint from which a process resumes is saved in such a callback, so that no other callback is missed.
         """
-        caller = self.caller
+        caller = self._who
 
         def call() -> object:
             self.caller = caller
@@ -315,7 +345,7 @@ class SessionRunContext:
     @property
     def waits_for_item(self) -> bool:
         """Whether a callback that this hook gave to :meth:`after_item` waits since an earlier run of the same item."""
-        return self._services.deferred.waits(self.caller.hook)
+        return self._services.deferred.waits(self._who.hook)
 
     def when_ready(
         self, values: Value, callback: Callable[[Value], object], *, max_lag_runs: int | None = None
@@ -334,14 +364,8 @@ class SessionRunContext:
             max_lag_runs: make the call at most this many runs later, and wait for the device if necessary. 0 means at
                 the end of this run.
         """
-        caller = self.caller
-
-        def call(host_values: Value) -> None:
-            self.caller = caller
-            callback(host_values)
-
         services = self._services
-        services.readback.request(values, call, caller, services.loop_state.global_step, max_lag_runs)
+        services.readback.request(values, callback, self._who, services.loop_state.global_step, max_lag_runs)
 
 
 class SessionRunHook:

@@ -97,6 +97,9 @@ class RunInProgress(Protocol):
         """Which hook asked to stop, and why."""
         ...
 
+    def end(self) -> None:
+        """Let go of what belongs to the run alone."""
+
 
 @dataclass
 class CallerRequest:
@@ -104,6 +107,9 @@ class CallerRequest:
 
     why_stopped: str
     void: bool = False
+
+    def end(self) -> None:
+        """Nothing belongs to the run."""
 
 
 class LoopState:
@@ -232,6 +238,7 @@ class LoopState:
         run, self.context = self.context, None
         if run is not None:
             run.void = True
+            run.end()
             self.stop_requests = [other for other in self.stop_requests if other is not run]
 
     # -- stops --------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from types import TracebackType
 
 from torchhooks.common.errors import LifecycleError, add_note, brief
 from torchhooks.common.log import logger
+from torchhooks.lifecycle.hook import NO_KWARGS
 from torchhooks.lifecycle.loop_state import IDLE, RUNNING
-from torchhooks.loop.runner import NO_KWARGS, Run, Runner
+from torchhooks.loop.runner import Run, Runner
 from torchhooks.loop.until_stop import DataLoops
 
 

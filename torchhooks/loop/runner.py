@@ -30,7 +30,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +45,7 @@ from torchhooks.fetches.names import check_feed_names, named_outputs
 from torchhooks.fetches.watch import NO_WATCH, ModuleWatch
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import (
+    NO_KWARGS,
     PeriodicHook,
     RunMetadata,
     RunOptions,
@@ -64,8 +64,6 @@ from torchhooks.loop.schedule import HookSlot, Schedule, by_index, note_hook
 from torchhooks.loop.sessions import Sessions
 
 Request = tuple[HookSlot, SessionRunArgs]
-
-NO_KWARGS: Mapping[str, object] = MappingProxyType({})
 
 
 class _Recorded(NamedTuple):
@@ -321,6 +319,7 @@ class Runner:
         values = self._evaluate(context, requests, outputs, recorded) if evaluates else _NO_VALUES
         planned = self._after_run(context, participants, values, no_results)
         state.context = None
+        context.end()
         if state.stop_requests:
             state.stop_as_requested()  # after every after_run: until then, the run can still fail
         if planned:
