@@ -21,6 +21,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.packages import needed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from torchhooks import (
@@ -63,9 +64,8 @@ class Points(Dataset[torch.Tensor]):
 
 
 def stateful(noisy: bool) -> Iterable[torch.Tensor]:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    loader: Iterable[torch.Tensor] = StatefulDataLoader(Points(noisy), BATCH, shuffle=True)
+    stateful_dataloader = needed("torchdata.stateful_dataloader")
+    loader: Iterable[torch.Tensor] = stateful_dataloader.StatefulDataLoader(Points(noisy), BATCH, shuffle=True)
     return loader
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.accelerators import DEVICE, Reader, keep_busy
 from support.devices import FakeDevice
+from support.packages import needed
 
 import torchhooks
 from torchhooks import (
@@ -76,49 +77,51 @@ class Keeper(SessionRunHook):
         run_context.after_item(lambda: run_context.session)
 
 
-def hooks_in(folder: Path, checkpoint_dir: Path) -> dict[str, list[SessionRunHook]]:
-    """Return one hook of each class, which asks for something in every run if it can, by the name of its class."""
-    every = EverySteps(1)
-    evaluation = EvaluationHook(lambda model: {"norm": model.weight.norm()}, timer=every)
-    op = {"loss": "loss", "mean": running_mean("loss"), "weights": summary.histogram("h", "weight")}
-    hooks: list[SessionRunHook] = [
-        BestCheckpointHook(folder / "best", lambda model: model.weight.norm(), mode="max", every_n_steps=1),
-        CallFnHook(lambda loss, step: None, timer=every),
-        CheckpointSaverHook(checkpoint_dir, save_steps=1, async_save="skip"),
-        evaluation,
-        FeedFnHook(lambda: {"fed": 1.0}),
-        FinalOpsHook("loss"),
-        GlobalStepWaiterHook(0),
-        LedgerHook(folder, what=["inputs", "random", "outputs", "gradients", "parameters", "optimizers", "state"]),
-        LoggingTensorHook(["loss", "x.sum"], every_n_iter=1, at_end=True),
-        MirrorHook(checkpoint_dir, url=f"file://{folder}/mirror"),
-        NanTensorHook(["loss", "hidden"], also_inf=True),
-        ProfilerHook(save_steps=6, output_dir=folder),
-        ProgressBarHook(RUNS, file=Terminal()),
-        StepCounterHook(1, summary_writer=RecordingWriter(), tokens_per_step=lambda mask: mask.sum(), memory=True),
-        StopAtStepHook(last_step=RUNS),
-        StopIfHigherHook("loss", 1e9, timer=every),
-        StopIfLowerHook("loss", -1e9, timer=every),
-        StopIfNoDecreaseHook("loss", 1000, timer=every),
-        StopIfNoIncreaseHook("loss", 1000, timer=every),
-        SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op=op),
-    ]
-    by_name: dict[str, list[SessionRunHook]] = {type(hook).__name__: [hook] for hook in hooks}
-    evaluated = evaluation["norm"]
-    by_name["LoggingTensorHook"] = [LoggingTensorHook(["loss"], every_n_iter=1, at_end=True)]
-    by_name["MirrorHook"] = [CheckpointSaverHook(checkpoint_dir, save_steps=6), *by_name["MirrorHook"]]
-    by_name["of an evaluation"] = [evaluation, StopIfHigherHook(evaluated, 1e9), LoggingTensorHook([evaluated], 1)]
-    by_name["a hook with callbacks"] = [Reader(["loss", lambda x: x.sum()])]
-    by_name["a hook that keeps contexts"] = [Keeper()]
-    return by_name
+def of_an_evaluation() -> list[SessionRunHook]:
+    evaluation = EvaluationHook(lambda model: {"norm": model.weight.norm()}, every_n_steps=1)
+    return [evaluation, StopIfHigherHook(evaluation["norm"], 1e9), LoggingTensorHook([evaluation["norm"]], 1)]
 
 
-NAMES = [*hooks_in(Path(), Path())]
+def progress_bar(folder: Path) -> list[SessionRunHook]:
+    needed("tqdm")
+    return [ProgressBarHook(RUNS, file=Terminal())]
+
+
+ALL = ["inputs", "random", "outputs", "gradients", "parameters", "optimizers", "state"]
+EVERY = EverySteps(1)
+OP = {"loss": "loss", "mean": running_mean("loss"), "weights": summary.histogram("h", "weight")}
+HOOKS: dict[str, Callable[[Path], list[SessionRunHook]]] = {
+    "BestCheckpointHook": lambda folder: [BestCheckpointHook(folder, lambda model: 1.0, mode="max", every_n_steps=1)],
+    "CallFnHook": lambda folder: [CallFnHook(lambda loss, step: None, timer=EVERY)],
+    "CheckpointSaverHook": lambda folder: [CheckpointSaverHook(folder, save_steps=1, async_save="skip")],
+    "EvaluationHook": lambda folder: of_an_evaluation(),
+    "FeedFnHook": lambda folder: [FeedFnHook(lambda: {"fed": 1.0})],
+    "FinalOpsHook": lambda folder: [FinalOpsHook("loss")],
+    "GlobalStepWaiterHook": lambda folder: [GlobalStepWaiterHook(0)],
+    "LedgerHook": lambda folder: [LedgerHook(folder, what=ALL)],
+    "LoggingTensorHook": lambda folder: [LoggingTensorHook(["loss"], every_n_iter=1, at_end=True)],
+    "MirrorHook": lambda folder: [CheckpointSaverHook(save_steps=6), MirrorHook(url=f"file://{folder}/mirror")],
+    "NanTensorHook": lambda folder: [NanTensorHook(["loss", "hidden"], also_inf=True)],
+    "ProfilerHook": lambda folder: [ProfilerHook(save_steps=6, output_dir=folder)],
+    "ProgressBarHook": progress_bar,
+    "StepCounterHook": lambda folder: [
+        StepCounterHook(1, summary_writer=RecordingWriter(), tokens_per_step=lambda mask: mask.sum(), memory=True)
+    ],
+    "StopAtStepHook": lambda folder: [StopAtStepHook(last_step=RUNS)],
+    "StopIfHigherHook": lambda folder: [StopIfHigherHook("loss", 1e9, timer=EVERY)],
+    "StopIfLowerHook": lambda folder: [StopIfLowerHook("loss", -1e9, timer=EVERY)],
+    "StopIfNoDecreaseHook": lambda folder: [StopIfNoDecreaseHook("loss", 1000, timer=EVERY)],
+    "StopIfNoIncreaseHook": lambda folder: [StopIfNoIncreaseHook("loss", 1000, timer=EVERY)],
+    "SummarySaverHook": lambda folder: [SummarySaverHook(1, summary_writer=RecordingWriter(), summary_op=OP)],
+    "a hook with callbacks": lambda folder: [Reader(["loss", lambda x: x.sum()])],
+    "a hook that keeps contexts": lambda folder: [Keeper()],
+}
+"""Hooks that ask for something in every run if they can, by the name of the class."""
 
 
 def test_all_hooks_are_here() -> None:
     names = {name for name in torchhooks.__all__ if name.endswith("Hook")} - {"SessionRunHook", "PeriodicHook"}
-    assert names <= set(NAMES)
+    assert names <= set(HOOKS)
 
 
 class Batch:
@@ -154,8 +157,8 @@ def late_device(device: str) -> Iterator[None]:
         yield
 
 
-def alive_after_each_run(hooks: list[SessionRunHook], device: str, by_body: bool, checkpoint_dir: Path) -> list[int]:
-    """Train, and return how many objects of earlier runs were alive after each run."""
+def alive_after_each_run(name: str, device: str, by_body: bool, folder: Path) -> list[int]:
+    """Train with hooks, and return how many objects of earlier runs were alive after each run."""
     held, model = Held(), torch.nn.Linear(8, 8).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     counts: list[int] = []
@@ -175,12 +178,14 @@ def alive_after_each_run(hooks: list[SessionRunHook], device: str, by_body: bool
         for _ in range(RUNS):
             yield Batch(device)
 
-    # A step in a with block gets nothing that a hook could feed or name.
-    hooks = [hook for hook in hooks if not by_body or not isinstance(hook, (FeedFnHook, Reader, StepCounterHook))]
-    where: dict[str, Any] = (
-        {"checkpoint_dir": checkpoint_dir} if any(isinstance(hook, MirrorHook) for hook in hooks) else {}
-    )
-    with late_device(device), MonitoredLoop(None if by_body else step, model, optimizer, hooks=hooks, **where) as loop:
+    hooks = HOOKS[name](folder)
+    if by_body:  # which has no parameters, for a hook to feed or to ask for
+        hooks = [hook for hook in hooks if not isinstance(hook, (FeedFnHook, Reader, StepCounterHook))]
+    checkpoint_dir = str(folder / "run") if name == "MirrorHook" else None
+    with (
+        late_device(device),
+        MonitoredLoop(None if by_body else step, model, optimizer, hooks=hooks, checkpoint_dir=checkpoint_dir) as loop,
+    ):
         for item in loop.until_stop(items()):
             held.begin_run()
             held.add(item, item.array, item.x, item.mask)
@@ -199,19 +204,15 @@ def by_body(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "step")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HOOKS)
 def test_nothing_of_a_run_outlives_it_while_a_value_is_on_its_way(name: str, by_body: bool, tmp_path: Path) -> None:
-    hooks = hooks_in(tmp_path, tmp_path / "checkpoints")[name]
-    counts = alive_after_each_run(hooks, "cpu", by_body, tmp_path / "checkpoints")
-    assert counts == [0] * RUNS
+    assert alive_after_each_run(name, "cpu", by_body, tmp_path) == [0] * RUNS
 
 
 @pytest.mark.accelerator
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HOOKS)
 def test_nothing_of_a_run_outlives_it_on_an_accelerator(name: str, by_body: bool, tmp_path: Path) -> None:
-    hooks = hooks_in(tmp_path, tmp_path / "checkpoints")[name]
-    counts = alive_after_each_run(hooks, DEVICE, by_body, tmp_path / "checkpoints")
-    assert counts == [0] * RUNS
+    assert alive_after_each_run(name, DEVICE, by_body, tmp_path) == [0] * RUNS
 
 
 def test_the_arguments_are_asked_for_too_late() -> None:

@@ -43,7 +43,6 @@ from torch.utils.data import (
     Subset,
     WeightedRandomSampler,
 )
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 import torchhooks.summary.tensorboard
 from torchhooks import (
@@ -294,11 +293,13 @@ class Pattern:
         steps: the steps at which it is interrupted.
         last: whether it is stopped in its last step too. Not if it ends with a StopAtStepHook, because a loop that
             starts at its last step makes one run.
+        needs: a module that it imports, which need not be installed.
     """
 
     train: Callable[[Job], None]
     steps: tuple[int, ...]
     last: int | None
+    needs: str | None = None
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -328,9 +329,11 @@ EVERY: dict[str, Pattern] = {}
 Train = Callable[[Job], None]
 
 
-def pattern(*, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | None = STEPS) -> Callable[[Train], Train]:
+def pattern(
+    *, steps: tuple[int, ...] = STEPS_OF_MOST, last: int | None = STEPS, needs: str | None = None
+) -> Callable[[Train], Train]:
     def register(train: Train) -> Train:
-        EVERY[train.__name__] = PATTERNS[train.__name__] = Pattern(train, steps, last)
+        EVERY[train.__name__] = PATTERNS[train.__name__] = Pattern(train, steps, last, needs)
         return train
 
     return register
@@ -434,13 +437,17 @@ def iterable_dataset(job: Job) -> None:
     nested(job, DataLoader(Stream(), batch_size=BATCH))
 
 
-@pattern()
+@pattern(needs="torchdata.stateful_dataloader")
 def stateful_loader(job: Job) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     nested(job, StatefulDataLoader(Points(), BATCH, shuffle=True))
 
 
-@pattern(steps=(3, 5), last=None)
+@pattern(steps=(3, 5), last=None, needs="torchdata.stateful_dataloader")
 def stateful_loader_workers(job: Job) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     nested(job, StatefulDataLoader(Points(noisy=False), BATCH, shuffle=True, num_workers=2))
 
 

@@ -6,7 +6,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from jsonschema import Draft202012Validator
+from support.packages import needed
 
 FOLDER = resources.files("torchhooks") / "schemas"
 
@@ -24,7 +24,7 @@ def answer(command: str, printed: str) -> dict[str, Any]:
         jsonschema.ValidationError: it does not follow the schema.
     """
     found: dict[str, Any] = json.loads(printed, parse_constant=_refuse)
-    Draft202012Validator(schema_of(command)).validate(found)
+    needed("jsonschema").Draft202012Validator(schema_of(command)).validate(found)
     return found
 
 
