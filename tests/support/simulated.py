@@ -146,8 +146,6 @@ def _module() -> types.ModuleType:
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,
         "synchronize": torch.accelerator.synchronize,
-        "max_memory_allocated": torch.accelerator.max_memory_allocated,
-        "reset_peak_memory_stats": torch.accelerator.reset_peak_memory_stats,
         "_is_in_bad_fork": _library.simulated_is_forked,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
     }.items():

@@ -365,16 +365,29 @@ def _positive(name: str, value: Any, what: str) -> float:
 def _memory(device: torch.device) -> dict[str, float]:
     """Return the peak of the memory of ``device`` since the last call, and the host's memory at present, in bytes."""
     memory = {}
-    module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
-    if hasattr(module, "max_memory_allocated"):  # not on mps
-        memory[_DEVICE_MEMORY] = float(module.max_memory_allocated(device))
-        module.reset_peak_memory_stats(device)
+    peak = _device_peak(device)
+    if peak:
+        memory[_DEVICE_MEMORY] = float(peak)
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             memory[_HOST_MEMORY] = float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # a system without /proc
         pass
     return memory
+
+
+def _device_peak(device: torch.device) -> int:
+    """Return the peak of the memory of ``device`` since the last call, in bytes; 0 if torch does not tell it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return 0
+    # torch.accelerator has it since torch 2.9, also for a device whose module has not. It answers 0 on mps.
+    for module in (torch.accelerator, torch.get_device_module(device)):
+        if hasattr(module, "max_memory_allocated"):
+            peak: int = module.max_memory_allocated(device)
+            module.reset_peak_memory_stats(device)
+            return peak
+    return 0
 
 
 def _memory_line(memory: dict[str, float]) -> str:
