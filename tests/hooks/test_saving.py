@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.events import read
+from support.packages import needed
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from torchhooks import Coordinator, MonitoredLoop, Scaffold, StepCounterHook, SummarySaverHook, summary
@@ -208,14 +209,12 @@ def test_tensorboard_forgets_what_an_earlier_process_wrote_beyond_the_restored_s
 
 
 def test_every_kind_of_op_reaches_tensorboard_through_the_loop(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
     ops = [
         {"loss": "loss"},
         summary.histogram("weights", "weight"),
         summary.image("picture", lambda: torch.rand(3, 4, 4)),
         summary.text("note", lambda loss: f"loss {loss:.1f}"),
-        summary.figure("plot", Figure),
+        summary.figure("plot", needed("matplotlib.figure").Figure),
     ]
     trace(SummarySaverHook(1, output_dir=tmp_path, summary_op=ops), losses=[0.5], model=torch.nn.Linear(4, 4))
     tags = read(tmp_path).Tags()

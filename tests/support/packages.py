@@ -27,6 +27,18 @@ def needed(name: str) -> Any:
         pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
 
 
+_IN_NAMES = {"ProgressBarHook": "tqdm", "PrometheusWriter": "prometheus_client", "WandbWriter": "wandb"}
+
+
+def needed_by(script: str) -> None:
+    """Ask with :func:`needed` for all packages that the text of a ``script`` imports, or has torchhooks import."""
+    for imported in re.findall(r"^\s*(?:from (\w+)[\w.]* import|import (\w+))", script, re.MULTILINE):
+        needed("".join(imported))
+    for name, module in _IN_NAMES.items():
+        if name in script:
+            needed(module)
+
+
 class Filtered:
     """A finder of ``sys.meta_path`` that finds nothing of some distributions, as if they were not installed.
 
