@@ -19,7 +19,7 @@ from torchhooks.checkpoints import saver as checkpoint
 from torchhooks.checkpoints.saver import Saver
 from torchhooks.common.errors import CheckpointError, interrupt_in
 from torchhooks.common.files import Disk
-from torchhooks.device.readback import Snapshot
+from torchhooks.device.snapshot import Snapshot, SnapshotMemory
 from torchhooks.lifecycle.session import Session
 
 Lines = list[tuple[str, str]]
@@ -105,7 +105,7 @@ def test_an_error_of_a_write_without_a_thread_is_raised_at_once_and_leaves_the_s
 
 
 def test_a_large_state_is_copied_without_the_threads_that_cannot_be_started(no_threads: pytest.MonkeyPatch) -> None:
-    tensor, snapshot = torch.arange(5_000_000), Snapshot([])
+    tensor, snapshot = torch.arange(5_000_000), Snapshot(SnapshotMemory())
     copy = snapshot(tensor)
     no_threads.setattr(torch, "get_num_threads", lambda: 4)
     snapshot.end()

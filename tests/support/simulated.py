@@ -15,6 +15,8 @@ import shutil
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,16 @@ def forget_waits() -> None:
 def hazards() -> int:
     """Return how many copies from or into pageable memory did not wait, which on other devices is a race."""
     return int(_library.simulated_hazards())
+
+
+@contextmanager
+def slow_pinning(secs_per_gb: float) -> Iterator[None]:
+    """Have pinned memory take ``secs_per_gb`` to allocate, as on a real device."""
+    _library.simulated_pin_slowly(ctypes.c_double(secs_per_gb / 1e9))
+    try:
+        yield
+    finally:
+        _library.simulated_pin_slowly(ctypes.c_double(0.0))
 
 
 def support_float64(whether: bool) -> None:

@@ -273,8 +273,10 @@ void free_block(void* context) { memory.free(static_cast<Block*>(context)); }
 struct PinnedMemory final : c10::Allocator {
     std::mutex mutex;
     std::map<const char*, size_t> ranges;
+    std::atomic<double> seconds_per_byte{0};
 
     c10::DataPtr allocate(size_t nbytes) override {
+        std::this_thread::sleep_for(std::chrono::duration<double>(seconds_per_byte * static_cast<double>(nbytes)));
         void* data = std::aligned_alloc(64, (nbytes / 64 + 1) * 64);
         std::lock_guard<std::mutex> lock(mutex);
         ranges[static_cast<char*>(data)] = nbytes;
@@ -811,6 +813,7 @@ void simulated_fail(const char* text) {
 const char* simulated_waits() { return waits.c_str(); }  // of the calling thread
 void simulated_forget_waits() { waits.clear(); }
 int64_t simulated_hazards() { return hazards; }
+void simulated_pin_slowly(double seconds_per_byte) { pinned.seconds_per_byte = seconds_per_byte; }
 void simulated_support_float64(bool whether) { has_float64 = whether; }
 bool simulated_is_forked() { return forked; }
 void simulated_finish() {

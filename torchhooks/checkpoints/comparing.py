@@ -21,7 +21,7 @@ from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.trees import Tree
-from torchhooks.fetches.names import canonical
+from torchhooks.fetches.names import bare_optimizer, canonical
 
 Pairs = dict[str, tuple[Stateful, Any]]
 """By the name of its entry, an object and the state to load into it."""
@@ -184,13 +184,6 @@ _SET_LATER = frozenset(
 def class_name(part: object) -> str:
     """Return the name of the class of an optimizer or scheduler, without wrappers."""
     return type(bare_optimizer(part)).__name__
-
-
-def bare_optimizer(part: Any) -> object:
-    """Return the optimizer in a wrapper of Accelerate or Fabric, whose state is its state; anything else as it is."""
-    while hasattr(part, "param_groups") and hasattr(part, "optimizer"):
-        part = part.optimizer
-    return part
 
 
 def _compare_class(name: str, part: Stateful, saved: Entries) -> str | None:

@@ -44,7 +44,7 @@ from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief
 from torchhooks.common.files import Disk, place
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr
-from torchhooks.device.readback import MemoryBlocks, Snapshot
+from torchhooks.device.snapshot import Size, Snapshot, SnapshotMemory, place_of
 from torchhooks.ranks.ranks import LoopRanks, Ranks
 
 __all__ = [
@@ -118,7 +118,8 @@ class Saver:
         """What files are written through. Tests replace it, to simulate failures."""
         # Both threads use the folders and the memory, one at a time: a save first waits for the one before it.
         self._folders: dict[str, Folder] = {}
-        self._held: MemoryBlocks = []
+        self._memory = SnapshotMemory()
+        self._unseen: list[Size] = []  # of the last snapshot: what training.tensors() does not tell of
         self._background = BackgroundWriter()
 
     def save(
@@ -165,9 +166,10 @@ class Saver:
             ranks, parts = training.ranks, training.parts()
             sharded = sharded_parts(parts)
             writes = bool(sharded) or writes_for_all(ranks)
-            snapshot = Snapshot(self._held) if (async_save or self.async_save) and writes else None
-            self._held = []  # until the snapshot is complete: after an error, copies into it may still be in flight
+            snapshot = Snapshot(self._memory) if (async_save or self.async_save) and writes else None
             contents = collect(training, parts, sharded, score, snapshot)
+            if snapshot is not None:
+                self._unseen = snapshot.sizes_without({*map(place_of, training.tensors())})
             # Without shards the chief has everything by now, and writes alone: each step of the write is its own then.
             writers = ranks if sharded else LoopRanks(ranks, alone=True)
             if snapshot is not None:
@@ -190,6 +192,21 @@ class Saver:
             self._background.forget(earlier)  # not after a Ctrl-C, which does not tell of it: then close() raises it
             raise
         return f"{prefix}-{step}"
+
+    def prepare(self, session: HasTrainingState) -> bool:
+        """Return whether a save in the background finds memory for its copy. If not, have a thread get it from now on.
+
+        From a device, a save copies the state into pinned memory, which takes the system two thirds of a second for
+        each GB to get. A save that does not find it waits for it. A :class:`torchhooks.CheckpointSaverHook` calls this
+        when the session is created, when the optimizer has made its state, and before a save, which it puts off until
+        the memory is there.
+
+        The size is that of the model, the optimizer and the modules and optimizers in the ``state`` of the loop. What
+        else the last save has copied counts too.
+        """
+        training = session.training_state
+        places = dict.fromkeys(map(place_of, training.tensors()))
+        return self._memory.prepare([*((device.type, nbytes) for device, _, nbytes in places), *self._unseen])
 
     def mark_finished(self, session: HasTrainingState, path: _Path, global_step: int) -> None:
         """Have the checkpoint that :meth:`save` has just written say that the training run is finished, and why.
@@ -269,7 +286,7 @@ class Saver:
             self.wait()
         finally:
             self._background.end()
-            self._held = []
+            self._memory.release()
             for folder in self._folders.values():
                 folder.release()
 
@@ -281,7 +298,7 @@ class Saver:
         if snapshot is None:
             write()
             return
-        held = snapshot.end()
+        blocks = snapshot.end()
 
         def write_copies() -> None:
             snapshot.wait()  # in that thread: training continues while the copies from a device are under way
@@ -294,7 +311,7 @@ class Saver:
                 "no thread could be started (%s): the checkpoint of step %d is written in the foreground", error, step
             )
             write_copies()
-        self._held = held  # the thread still reads it: the next save waits before it copies into this memory
+        self._memory.give_back(blocks)  # the thread still reads it: the next save waits before it takes this memory
 
     def _write(self, ranks: LoopRanks, contents: Contents, refusals: Iterable[Refusal], prefix: str, step: int) -> None:
         """Write and commit what was collected, unless a rank refuses."""
@@ -460,6 +477,10 @@ class AnySaver(Generic[SessionT]):
     def is_writing(self) -> bool:
         """Whether the saver still writes the checkpoint before."""
         return bool(getattr(self._given, "is_writing", False))
+
+    def prepare(self, session: SessionT) -> bool:
+        """Return whether a save in the background would not wait for memory; if it would, have the saver get it."""
+        return not hasattr(self._given, "prepare") or bool(self._given.prepare(session))
 
     def save(
         self, session: SessionT, path: str, global_step: int, *, refusals: Iterable[Refusal], async_save: bool

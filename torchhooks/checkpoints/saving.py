@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from torchhooks.checkpoints.comparing import OF_ONE_CLASS, bare_optimizer, class_name
+from torchhooks.checkpoints.comparing import OF_ONE_CLASS, class_name
 from torchhooks.checkpoints.folder import Files, Folder, as_json, file_of_rank, file_sums
 from torchhooks.checkpoints.sharded import ShardWriter, shards_of, split
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
@@ -33,8 +33,8 @@ from torchhooks.common.stateful import PlainCopy
 from torchhooks.common.text import shortened
 from torchhooks.common.trees import Tree
 from torchhooks.data.variables import Variables
-from torchhooks.device.readback import Snapshot, plain_tensor
-from torchhooks.fetches.names import canonical
+from torchhooks.device.snapshot import Snapshot, plain_tensor
+from torchhooks.fetches.names import bare_optimizer, canonical
 from torchhooks.ranks.ranks import Ranks
 
 _VISIBLE_SECS = 10.0  # within which a network file system shows what another process has closed

@@ -39,8 +39,9 @@ torch's dtypes, devices, layouts and sizes, in dicts, lists, tuples and sets. Nu
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,12 +49,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torchhooks.checkpoints.sharded import sharded_parts, unreduced_gradients
+from torchhooks.common.digests import has_plain_elements
 from torchhooks.common.errors import CheckpointError
 from torchhooks.common.stateful import PlainCopy, Stateful, has_state, type_of
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.trees import Tree, changes_in_place
 from torchhooks.data.position import DataPosition
-from torchhooks.fetches.names import parameters_of
+from torchhooks.fetches.names import bare_optimizer, parameters_of
 from torchhooks.fetches.running import RunningValues
 from torchhooks.ranks.ranks import LoopRanks, is_sharded, reshard
 
@@ -179,6 +181,29 @@ class TrainingState:
         """Return the model and the modules in the loop's state, such as an average of the weights."""
         return [each for each in (self.model, *self.state.values()) if isinstance(each, torch.nn.Module)]
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors of the modules and optimizers that are saved, for their sizes. One may come several times.
+
+        No object is asked for its state, which may take long, wait for a device or draw a random number.
+        """
+        gradients = {} if self.gradients is None else self.gradients.state_dict() or {}
+        found: list[Iterable[object]] = [gradients.values()]
+        for part in (self.model, self.optimizer, *self.state.values()):
+            optimizer = bare_optimizer(part)
+            if isinstance(part, torch.nn.Module):
+                found += part.parameters(), part.buffers()
+            elif isinstance(optimizer, torch.optim.Optimizer):
+                found += (state.values() for state in optimizer.state.values())
+        for tensor in itertools.chain.from_iterable(found):
+            if isinstance(tensor, torch.Tensor) and has_plain_elements(tensor):
+                yield tensor
+
+    def when_size_is_known(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` now and, if the optimizer makes its state in its first step, after that one again."""
+        callback()
+        if self.gradients is not None:
+            self.gradients.after_next_step(callback)
+
     def unreduced_gradients(self) -> list[tuple[object, str]]:
         """Return where FSDP2 keeps gradients of the optimizer that it has not reduced: objects and their attributes."""
         return [] if self.gradients is None else unreduced_gradients(self.modules())
@@ -260,11 +285,16 @@ class Gradients:
         """How many steps the optimizer has made."""
         self._optimizer = optimizer
         self._used: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self._handle = register_step_post_hook(optimizer, self._note_step)
 
     def close(self) -> None:
         """Stop watching the optimizer."""
         self._handle.remove()
+
+    def after_next_step(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()`` once, when the optimizer has made its next step."""
+        self._callbacks.append(callback)
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the accumulated gradients by the number of their parameter; ``None`` if there are none."""
@@ -300,6 +330,8 @@ class Gradients:
         self.steps += 1
         # Adding to a gradient in place changes its version; a new tensor is another one.
         self._used = [(weakref.ref(grad), changes_in_place(grad)) for grad in self._sampled()]
+        while self._callbacks:
+            self._callbacks.pop()()
 
     def _accumulate(self) -> bool:
         used = [(reference(), version) for reference, version in self._used]

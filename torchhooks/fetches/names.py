@@ -198,6 +198,13 @@ def describe(fetch: Fetch) -> str:
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
+def bare_optimizer(part: Any) -> object:
+    """Return the optimizer in a wrapper of Accelerate or Fabric, whose state is its state; anything else as it is."""
+    while hasattr(part, "param_groups") and hasattr(part, "optimizer"):
+        part = part.optimizer
+    return part
+
+
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """Return the parameters of ``optimizer``, in the order of the numbers that its ``state_dict()`` gives them."""
     return [] if optimizer is None else [each for group in optimizer.param_groups for each in group["params"]]

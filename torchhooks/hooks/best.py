@@ -64,7 +64,8 @@ class BestCheckpointHook(PeriodicHook):
         mode: whether the greatest value is the best, ``"max"``, or the least, ``"min"``.
         keep: how many to keep.
         name: the name of their folder: ``checkpoint_dir/name/model.1.ckpt-3000``. Two hooks need two names.
-        async_save: write in a background thread, as ``Saver(async_save=True)`` does.
+        async_save: write in a background thread, as ``Saver(async_save=True)`` does. It is the state with this metric
+            that is saved, so the first save waits for its memory if that is not pinned yet.
 
     Raises:
         ValueError: not exactly one period, another ``mode``, or a ``name`` outside of ``checkpoint_dir``; from
@@ -158,6 +159,8 @@ class BestCheckpointHook(PeriodicHook):
         self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
         self._to_save: float | None = None
         self._saver.wait()
+        if session.ranks.size == 1 and self._saver.async_save:
+            session.training_state.when_size_is_known(lambda: self._saver.prepare(session))
         self._kept: dict[str, _StoredBest] = {}
         for score, checkpoint in scored_checkpoints(self._resolved):
             if _PLACE.fullmatch(checkpoint.prefix):

@@ -238,7 +238,7 @@ class CheckpointSaverHook(PeriodicHook):
         async_save: write in a background thread, as ``Saver(async_save=True)`` does, whatever the saver is set to. If
             the previous checkpoint is still being written when one comes due, which includes its way from a device,
             ``True`` waits for it, and ``"skip"`` saves nothing, with a warning. The save at a stop and at the end of
-            the loop is never skipped.
+            the loop is never skipped. In one process, a save is put off while memory for its copy is being pinned.
 
     Raises:
         ValueError: not exactly one period, both ``saver`` and ``scaffold``, or a ``checkpoint_basename`` that is not
@@ -334,12 +334,15 @@ class CheckpointSaverHook(PeriodicHook):
         saver = session.saver if given is None else given
         session.savers.append(saver)
         self._saver = AnySaver(saver)
-        self._waits = False
+        self._waits = self._is_put_off = False
+        self._steps_made: int | None = None  # when the wait for reduced gradients began
         self.saved_step = self.saved_finish = None
         self._coord = coord
         session.at_stop(self, lambda: self._save_for_stop(session))
         if not self._agree_that_another_saved(session):
             self._save(session)
+        if self._is_async and session.ranks.size == 1:
+            session.training_state.when_size_is_known(lambda: self._saver.prepare(session))
         super().after_create_session(session, coord)
         self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
 
@@ -348,9 +351,9 @@ class CheckpointSaverHook(PeriodicHook):
         is_due = self.timer.should_trigger_for_step(session.global_step)
         if is_due:
             self.timer.update_last_triggered_step(session.global_step)
-            if run_context.waits_for_item:  # for a whole period: the item is a long one, so save in its middle too
-                self._save_due(run_context)
-        if is_due or self._waits:
+            if run_context.waits_for_item and not self._is_put_off:
+                self._save_due(run_context)  # for a whole period: the item is a long one, so save in its middle too
+        if is_due or self._waits or self._is_put_off:
             # Last: a process that is killed and resumes from here would not keep the best checkpoint of this item.
             run_context.after_item(lambda: self._save_due(run_context), last=True)
 
@@ -372,19 +375,46 @@ class CheckpointSaverHook(PeriodicHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        return due_now(self.timer) if self._waits else self.timer.next_due()
+        return due_now(self.timer) if self._waits or self._is_put_off else self.timer.next_due()
 
     def _save_due(self, run_context: SessionRunContext) -> bool:
         """Save a checkpoint that came due; return ``False`` if that was put off, so that a stop in this item saves."""
         session = run_context.session
         self.timer.update_last_triggered_step(session.global_step)
+        self._is_put_off = False
         if self._async_save == "skip" and self._agree_to_skip(run_context):
             self._waits = False
             logger.warning("no checkpoint of step %d: the one before it is still being written", session.global_step)
             return False
+        if self._lacks_memory(run_context):
+            self._put_off(run_context)
+            return False
         if self._save(session, may_wait=True):
             run_context.request_stop(f"a checkpoint listener asked to at step {session.global_step}")
         return not self._waits
+
+    def _lacks_memory(self, run_context: SessionRunContext) -> bool:
+        """Return whether memory for the copy of a save in the background is still being pinned.
+
+        Of several ranks, none asks: all of them would have to put the save off to the same item.
+        """
+        session = run_context.session
+        if not self._is_async or session.ranks.size > 1:
+            return False
+        if run_context.finished and not _is_in_item(session):
+            return False  # of an item that the body left by break: it has no next one
+        return not self._saver.prepare(session)
+
+    def _put_off(self, run_context: SessionRunContext) -> None:
+        """Save at the first item, or without items at the first run, at which the memory is there."""
+        session = run_context.session
+        self._is_put_off = True
+        if _is_in_item(session):
+            run_context.after_item(lambda: self._save_due(run_context), last=True)
+        if "pinning" not in session.warned:
+            session.warned.add("pinning")
+            message = "the checkpoint of step %d is put off until memory for its copy is pinned"
+            logger.info(message, session.global_step)
 
     def _agree_to_skip(self, run_context: SessionRunContext) -> bool:
         """Return whether any rank still writes the previous checkpoint, unless one stops. Every rank calls this."""
@@ -429,16 +459,22 @@ class CheckpointSaverHook(PeriodicHook):
         is_saved = any(hook.path == self.path and (hook.saved_step, hook.saved_finish) == now for hook in others)
         return is_saved and not any(session.ranks.gather(bool(self._listeners), "the listeners of a saver"))
 
+    @property
+    def _is_async(self) -> bool:
+        return bool(self._async_save) or self._saver.async_save
+
     def _decide_to_wait(self, session: Session) -> bool:
         """Return whether gradients have not been reduced yet, and the optimizer has made no step while a save waits.
 
         The wait begins with the first call of which that is true: the steps of the optimizer are counted from there.
         """
-        if session.gradients is None or not session.training_state.unreduced_gradients():
-            return False
-        if not self._waits:
-            self._steps_made = session.gradients.steps
-        return self._steps_made == session.gradients.steps
+        waits = False
+        if session.gradients is not None and session.training_state.unreduced_gradients():
+            self._steps_made = session.gradients.steps if self._steps_made is None else self._steps_made
+            waits = self._steps_made == session.gradients.steps
+        if not waits:
+            self._steps_made = None
+        return waits
 
     def _save(self, session: Session, may_wait: bool = False) -> bool:
         """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop.
@@ -455,8 +491,7 @@ class CheckpointSaverHook(PeriodicHook):
             logger.info("no checkpoint of step %d: the loop in which the restored one was saved has not begun", step)
             return False
         # With several ranks, all of them have to know whether one refuses before the chief writes.
-        is_async = self._async_save or self._saver.async_save
-        refusals: list[Refusal] | None = [] if is_async and session.ranks.size == 1 else None
+        refusals: list[Refusal] | None = [] if self._is_async and session.ranks.size == 1 else None
         answer = session.why_no_checkpoint(refusals), may_wait and self._decide_to_wait(session)
         answers = session.ranks.gather(answer, "a checkpoint")
         reason = next((each for each, _ in answers if each is not None), None)
@@ -487,3 +522,7 @@ class CheckpointSaverHook(PeriodicHook):
             # A list, not a generator for any(): every listener is called, even after one asked to stop.
             requests = [listener.after_save(session, step) for listener in self._listeners]
         return any(requests)
+
+
+def _is_in_item(session: Session) -> bool:
+    return session.position is not None and session.position.depth > 0

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from torchhooks.checkpoints.comparing import bare_optimizer
 from torchhooks.common.checks import folder
 from torchhooks.common.digests import BegunDigest, KnownSums
 from torchhooks.common.log import logger
@@ -27,7 +26,7 @@ from torchhooks.common.stateful import Stateful, has_readable_state
 from torchhooks.common.text import did_you_mean, installed_version, shown
 from torchhooks.common.timers import GivenTimer
 from torchhooks.common.trees import as_snapshot
-from torchhooks.fetches.names import Value, named_outputs, parameters_of
+from torchhooks.fetches.names import Value, bare_optimizer, named_outputs, parameters_of
 from torchhooks.ledger.comparing import Difference, compare_entries
 from torchhooks.ledger.lines import FORMAT, NO_GRADIENT, Entry, LedgerFile
 from torchhooks.lifecycle.coordinator import Coordinator
