@@ -1,6 +1,6 @@
 """Measure the cost of monitoring every step on a GPU, as a whole and hook by hook, next to monitoring by hand.
 
-    python benchmarks/gpu.py [--check] [--device cuda]
+    python benchmarks/gpu.py [--check] [--device cuda] [--secs 120]
 
 There are two workloads. The launch-bound one is a model so small that the host can hardly keep the GPU busy, so that
 anything the host does or waits for slows down the loop. In the device-bound one, each step takes the GPU 5 ms more, so
@@ -13,6 +13,9 @@ total beyond the total of the bare loop.
 
 The last table checks the reported steps/sec: for each period it is compared with the time between two CUDA events
 that the step itself records at both ends of the period.
+
+Each table is printed as soon as its figures are there. ``--secs`` limits the time of all of them, by fewer steps in a
+round.
 
 ``--device cpu`` runs everything but the last table on a CPU, to try out the script. Its figures mean nothing.
 """
@@ -186,6 +189,15 @@ def us_per_step(training: Training, drive: Drive, runs: int) -> float:
     return (time.perf_counter() - started) / runs * 1e6
 
 
+def runs_within(training: Training, secs: float, most: int, rounds: int) -> int:
+    """Return how many steps in a round, at most so many, let all candidates make their ``rounds`` within ``secs``."""
+    repeat(training.step, training.batch)(5)
+    step = us_per_step(training, repeat(training.step, training.batch), 20) / 1e6
+    candidates = len(hooks_of(Path())) + 2
+    # One round is discarded, the memory and the lags take another one, and monitoring takes its time.
+    return max(min(most, int(secs / (1.3 * step * candidates * (rounds + 2)))), 20)
+
+
 def memory_of(training: Training, drive: Drive, runs: int) -> Memory:
     """Return what the loop uses at most."""
     if not training.batch.is_cuda:
@@ -258,11 +270,13 @@ def report(workload: str, figures: Rounds, memory: dict[str, Memory], lags: list
         for name, rounds in figures.items()
     ]
     header = [workload, "us per step: min", "median", "beyond the bare loop", "steps/sec", "relative to the bare loop"]
-    print(table([*header, "device memory, MB", "pinned memory, MB"], rows), end="\n\n")
+    print(table([*header, "device memory, MB", "pinned memory, MB"], rows), end="\n\n", flush=True)
     ordered = sorted(lags)
     shares = [("median", 0.5), ("99 %", 0.99), ("all", 1.0)]
     lag_rows = [(name, float(ordered[math.ceil(share * len(ordered)) - 1])) for name, share in shares]
-    print(table([f"{workload}: share of values", "arrive after at most so many runs"], lag_rows), end="\n\n")
+    print(
+        table([f"{workload}: share of values", "arrive after at most so many runs"], lag_rows), end="\n\n", flush=True
+    )
     return ratios
 
 
@@ -270,6 +284,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--runs", type=int, default=5_000, help="steps per round and candidate (default: %(default)s)")
     options.add_argument("--rounds", type=int, default=7, help="number of rounds (default: %(default)s)")
+    options.add_argument("--secs", type=float, default=120.0, help="how long it may take (default: %(default)s)")
     options.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
     chosen = options.parse_args()
     if chosen.device == "cuda" and not torch.cuda.is_available():
@@ -280,23 +295,22 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).propagate = False
     where, training = machine(), mlp(chosen.device)
-    print(describe(where), end="\n\n")
-    workloads = {
-        "launch-bound": (training, chosen.runs),
-        "device-bound": (device_bound(training, chosen.device), max(chosen.runs // 20, 1)),
-    }
+    print(describe(where), end="\n\n", flush=True)
+    workloads = {"launch-bound": (training, 0.90), "device-bound": (device_bound(training, chosen.device), 0.98)}
     figures, budgets = {}, []
-    for workload, (kind, runs) in workloads.items():
+    for workload, (kind, limit) in workloads.items():
+        runs = runs_within(kind, 0.45 * chosen.secs, chosen.runs, chosen.rounds)
         rounds, memory, lags = measure(kind, runs, chosen.rounds)
         figures[workload] = {"us_per_step": rounds, "memory": memory, "lags": sorted(set(lags))}
         ratio = report(workload, rounds, memory, lags)[OURS]
-        budgets.append(Budget(f"steps/sec, {workload}, relative to the bare loop", ratio, 0.98, "x", at_least=True))
-    periods = reported(training, chosen.runs) if chosen.device == "cuda" else []
+        budgets.append(Budget(f"steps/sec, {workload}, relative to the bare loop", ratio, limit, "x", at_least=True))
+    runs = max(runs_within(training, 0.1 * chosen.secs, chosen.runs, 0), 3 * PERIOD)
+    periods = reported(training, runs) if chosen.device == "cuda" else []
     if periods:
         errors = sorted(abs(rate / true - 1) * 100 for _, rate, true in periods)
         tenth = errors[math.ceil(0.9 * len(errors)) - 1]
         rows = [("median", median(errors)), ("90 %", tenth), ("worst", errors[-1])]
-        print(table(["reported steps/sec of a period", "error, %"], rows), end="\n\n")
+        print(table(["reported steps/sec of a period", "error, %"], rows), end="\n\n", flush=True)
         budgets.append(Budget("error of the reported steps/sec, 90 % of the periods", tenth, 1, "%"))
     finish(
         chosen.results, "gpu", check=chosen.check, budgets=budgets, machine=where, workloads=figures, periods=periods

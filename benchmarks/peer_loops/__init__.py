@@ -43,6 +43,11 @@ class Job:
     """The folder for TensorBoard files."""
 
     @property
+    def accelerator(self) -> str:
+        """The type of device that the model is on."""
+        return self.batch.device.type
+
+    @property
     def monitored(self) -> bool:
         """Whether to write curves, log and stop."""
         return self.column in ("monitored", "nan")

@@ -14,7 +14,9 @@ log = logging.getLogger(__name__)
 
 def train(job: Job) -> None:
     accelerator = Accelerator(
-        cpu=True, log_with="tensorboard" if job.monitored else None, project_dir=job.folder if job.monitored else None
+        cpu=job.accelerator == "cpu",
+        log_with="tensorboard" if job.monitored else None,
+        project_dir=job.folder if job.monitored else None,
     )
     model = accelerator.prepare(job.model)
     if job.monitored:

@@ -24,7 +24,9 @@ class Idle:
 
 def train(job: Job) -> None:
     loggers = [TensorBoardLogger(job.folder)] if job.monitored else []
-    fabric = Fabric(accelerator="cpu", loggers=loggers, callbacks=[Idle() for _ in range(job.idle_hooks)])
+    fabric = Fabric(
+        accelerator=job.accelerator, devices=1, loggers=loggers, callbacks=[Idle() for _ in range(job.idle_hooks)]
+    )
     fabric.launch()
     rate = Rate()
     for number, batch in enumerate(job.batches, start=1):

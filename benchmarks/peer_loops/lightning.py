@@ -55,7 +55,8 @@ class Idle(Callback):
 
 def train(job: Job) -> None:
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator=job.accelerator,
+        devices=1,
         max_epochs=1,
         logger=TensorBoardLogger(job.folder) if job.monitored else False,
         log_every_n_steps=PERIOD,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support import scripts, simulated
 from support.paths import ROOT
+from support.waiting import wait_until
 
 ARGUMENTS = {
     "accelerator": ["--simulated", "--secs", "0.02", "--runs", "4", "--rounds", "1"],
@@ -63,16 +65,62 @@ def test_a_benchmark_prints_tables_and_every_budget_and_whether_it_was_met_and_r
         assert line.rstrip(" |").endswith("ok" if budget["ok"] else "over")
 
 
+def first_hour(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "first_hour_on_a_gpu.py"), "--results", str(folder)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert (folder / "first_hour_on_a_gpu.md").read_text() == done.stdout, done.stderr
+    return done
+
+
 @pytest.mark.slow
 def test_the_first_hour_on_a_gpu_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
-    parts = ["tests", "streams", "saving", "in_place", "lost"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "first_hour_on_a_gpu.py"), "--only", *parts]
-    options = ["--repeat", "0", "--gigabytes", "0.01", "--results", str(tmp_path)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    parts = ["first_save", "tests", "graph", "streams", "saving", "in_place", "lost"]
+    done = first_hour(tmp_path, "--gigabytes", "0.01", "--only", *parts)
     assert done.returncode == 0, done.stdout + done.stderr
     for part in parts:
-        assert f"## {part}: " in done.stdout
-    assert (tmp_path / "first_hour_on_a_gpu.md").read_text() in done.stdout
+        assert f"## {part}\n" in done.stdout
     if not torch.accelerator.is_available():
-        assert "## tests: skipped" in done.stdout
-        assert "## streams: passed" in done.stdout
+        assert "**tests: skipped**" in done.stdout
+        assert "**streams: passed**" in done.stdout
+
+
+SLOW_PART = """
+import subprocess, sys, time
+from pathlib import Path
+from first_hour_on_a_gpu import Options, Report, run
+
+def slow(options):
+    "Take too long, and so does what it has started."
+    yield "found until then"
+    Path("started").write_text(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid))
+    time.sleep(300)
+
+if __name__ == "__main__":
+    run(slow, Options(repeat=1, gigabytes=1.0, results=Path(), secs=6.0), Report(Path("report.md")))
+"""
+
+
+@pytest.mark.slow
+def test_a_part_of_the_first_hour_is_ended_with_all_that_it_has_started_when_its_time_is_up(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLOW_PART)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])}
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, check=True)
+    report = (tmp_path / "report.md").read_text()
+    assert "found until then" in report
+    assert "**slow: ended after 6 s**" in report
+    child = int((tmp_path / "started").read_text())
+    wait_until(lambda: not is_alive(child))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+def test_parts_of_the_first_hour_for_which_no_time_is_left_are_not_run(tmp_path: Path) -> None:
+    done = first_hour(tmp_path, "--minutes", "0.01", "--only", "transformer", "saves")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.count("not run: no time was left") == 2
