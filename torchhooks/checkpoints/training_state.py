@@ -198,12 +198,6 @@ class TrainingState:
             if isinstance(tensor, torch.Tensor) and has_plain_elements(tensor):
                 yield tensor
 
-    def when_size_is_known(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` now and, if the optimizer makes its state in its first step, after that one again."""
-        callback()
-        if self.gradients is not None:
-            self.gradients.after_next_step(callback)
-
     def unreduced_gradients(self) -> list[tuple[object, str]]:
         """Return where FSDP2 keeps gradients of the optimizer that it has not reduced: objects and their attributes."""
         return [] if self.gradients is None else unreduced_gradients(self.modules())
@@ -285,16 +279,11 @@ class Gradients:
         """How many steps the optimizer has made."""
         self._optimizer = optimizer
         self._used: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        self._callbacks: list[Callable[[], object]] = []
         self._handle = register_step_post_hook(optimizer, self._note_step)
 
     def close(self) -> None:
         """Stop watching the optimizer."""
         self._handle.remove()
-
-    def after_next_step(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` once, when the optimizer has made its next step."""
-        self._callbacks.append(callback)
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the accumulated gradients by the number of their parameter; ``None`` if there are none."""
@@ -330,8 +319,6 @@ class Gradients:
         self.steps += 1
         # Adding to a gradient in place changes its version; a new tensor is another one.
         self._used = [(weakref.ref(grad), changes_in_place(grad)) for grad in self._sampled()]
-        while self._callbacks:
-            self._callbacks.pop()()
 
     def _accumulate(self) -> bool:
         used = [(reference(), version) for reference, version in self._used]

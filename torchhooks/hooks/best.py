@@ -9,7 +9,7 @@ import threading
 import weakref
 from typing import ClassVar, Literal, NamedTuple
 
-from torchhooks.checkpoints.saver import Saver, scored_checkpoints
+from torchhooks.checkpoints.saver import AnySaver, Saver, scored_checkpoints
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
@@ -18,9 +18,16 @@ from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.names import Fetch, Value, describe
 from torchhooks.fetches.over_ranks import EvaluationResult
+from torchhooks.hooks.saving import Preparation
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import Undisturbed, undisturbed
-from torchhooks.lifecycle.hook import PeriodicHook, SessionRunArgs, SessionRunContext, loop_folder
+from torchhooks.lifecycle.hook import (
+    PeriodicHook,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunValues,
+    loop_folder,
+)
 from torchhooks.lifecycle.session import Session
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
@@ -129,6 +136,7 @@ class BestCheckpointHook(PeriodicHook):
         # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
         # the name of the worst, which the Saver then removes: there is never one too few.
         self._places = [f"model.{number}.ckpt" for number in range(1, whole_number(keep, "keep", 1) + 1)]
+        self._is_async = async_save
         self._saver = Saver(max_to_keep=1, async_save=async_save)
         # Looking up a name disturbs nothing, and an EvaluationHook puts back what it disturbs.
         self.fetches = metric if isinstance(metric, str | EvaluationResult) else Undisturbed(metric)
@@ -159,8 +167,7 @@ class BestCheckpointHook(PeriodicHook):
         self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
         self._to_save: float | None = None
         self._saver.wait()
-        if session.ranks.size == 1 and self._saver.async_save:
-            session.training_state.when_size_is_known(lambda: self._saver.prepare(session))
+        self._preparation = Preparation(session, AnySaver(self._saver) if self._is_async else None)
         self._kept: dict[str, _StoredBest] = {}
         for score, checkpoint in scored_checkpoints(self._resolved):
             if _PLACE.fullmatch(checkpoint.prefix):
@@ -169,6 +176,10 @@ class BestCheckpointHook(PeriodicHook):
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         self._save(run_context.session)  # the item has another run, whose step changes the state with this metric
         return super().before_run(run_context)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        super().after_run(run_context, run_values)
+        self._preparation.after_run()
 
     def run_due(self, run_context: SessionRunContext, values: Value) -> None:
         session = run_context.session
@@ -191,7 +202,7 @@ class BestCheckpointHook(PeriodicHook):
                     del self._in_use[folder]
 
     def next_due(self) -> Due:
-        return self.timer.next_due() if self._to_save is None else due_now(self.timer)
+        return self._preparation.due_too(self.timer.next_due() if self._to_save is None else due_now(self.timer))
 
     def _check_evaluated(self, step: int) -> bool:
         """Return whether the value of the metric belongs to ``step``; warn, once, if it is of an earlier evaluation."""

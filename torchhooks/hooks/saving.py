@@ -158,6 +158,41 @@ class SummarySaverHook(PeriodicHook):
         return self.timer.next_due() if self._target.is_started else due_now(self.timer)
 
 
+class Preparation:
+    """Has a saver get the memory for its next save in the background before that comes due.
+
+    That is when the session is created, and again when the optimizer has made its state, in its first step. The step
+    itself is the wrong place to notice that, because it may be compiled. So the hook is called in the runs 1, 3, 7, 15
+    and so on, until the optimizer has made one. Several ranks do not prepare.
+
+    Args:
+        session: the session that was just created.
+        saver: a saver that writes in the background; ``None`` for another one.
+    """
+
+    def __init__(self, session: Session, saver: AnySaver[Session] | None) -> None:
+        self._session = session
+        self._saver = saver if session.ranks.size == 1 else None
+        self._runs = 1
+        if self._saver is not None:
+            self._saver.prepare(session)
+
+    def after_run(self) -> None:
+        """Called in each run in which the hook is called."""
+        if self._saver is None:
+            return
+        gradients = self._session.gradients
+        if gradients is None or gradients.steps:
+            self._saver.prepare(self._session)
+            self._saver = None
+        else:
+            self._runs *= 2
+
+    def due_too(self, due: Due) -> Due:
+        """Return ``due``, with the next run to look at the optimizer."""
+        return due if self._saver is None else due._replace(runs=self._runs)
+
+
 class CheckpointSaverListener:
     """Base class of what a CheckpointSaverHook calls around each checkpoint (``tf.train.CheckpointSaverListener``).
 
@@ -341,13 +376,13 @@ class CheckpointSaverHook(PeriodicHook):
         session.at_stop(self, lambda: self._save_for_stop(session))
         if not self._agree_that_another_saved(session):
             self._save(session)
-        if self._is_async and session.ranks.size == 1:
-            session.training_state.when_size_is_known(lambda: self._saver.prepare(session))
+        self._preparation = Preparation(session, self._saver if self._is_async else None)
         super().after_create_session(session, coord)
         self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
+        self._preparation.after_run()
         is_due = self.timer.should_trigger_for_step(session.global_step)
         if is_due:
             self.timer.update_last_triggered_step(session.global_step)
@@ -375,7 +410,9 @@ class CheckpointSaverHook(PeriodicHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        return due_now(self.timer) if self._waits or self._is_put_off else self.timer.next_due()
+        return self._preparation.due_too(
+            due_now(self.timer) if self._waits or self._is_put_off else self.timer.next_due()
+        )
 
     def _save_due(self, run_context: SessionRunContext) -> bool:
         """Save a checkpoint that came due; return ``False`` if that was put off, so that a stop in this item saves."""
