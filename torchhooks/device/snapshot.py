@@ -26,7 +26,9 @@ Block = tuple[str, torch.Tensor]
 Place = tuple[torch.device, int, int]
 """Where a storage is: its device, its address and how many bytes it has."""
 
-_BLOCK = 1 << 28  # bytes; torch rounds pinned memory up to a power of two, which for each tensor would be much more
+# Bytes. Not a block for each tensor, because torch rounds pinned memory up to a power of two. And none that takes long to
+# pin, about 40 ms: meanwhile, a driver may keep the thread that trains from queueing work.
+_BLOCK = 1 << 26
 _AT_ONCE = 1 << 24  # bytes; so many are pinned in about 10 ms, which a save may take
 _PIECE = 1 << 22  # bytes
 
@@ -41,7 +43,7 @@ class SnapshotMemory:
     """The memory on the host for one snapshot after the other, reused because to get it takes longer than to copy.
 
     Only the training thread calls the methods. A snapshot takes the memory, and gives it back when all copies are
-    queued. Until then it belongs to nobody else: after an error, copies into it may still be in flight.
+    queued. After an error it is not given back, because copies into it may still be in flight.
     """
 
     def __init__(self) -> None:
