@@ -144,7 +144,7 @@ def test_release_does_not_wait_for_blocks_that_nothing_needs() -> None:
     with Slow() as device:
         memory.prepare([("cpu", 600)] * 100)
         wait_until(lambda: device.threads != [])
-        threading.Timer(0.05, device.go.set).start()
+        threading.Timer(0.5, device.go.set).start()  # long after release() has begun
         memory.release()
         assert len(device.allocations) == 1
         assert memory.take([("cpu", 5)])[0][0][1].nbytes == 64

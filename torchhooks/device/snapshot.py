@@ -26,8 +26,8 @@ Block = tuple[str, torch.Tensor]
 Place = tuple[torch.device, int, int]
 """Where a storage is: its device, its address and how many bytes it has."""
 
-# Bytes. Not a block for each tensor, because torch rounds pinned memory up to a power of two. And none that takes long to
-# pin, about 40 ms: meanwhile, a driver may keep the thread that trains from queueing work.
+# Bytes. A block has several tensors, because torch rounds pinned memory up to a power of two. It takes 40 ms to pin:
+# meanwhile, a driver may keep the thread that trains from queueing work.
 _BLOCK = 1 << 26
 _AT_ONCE = 1 << 24  # bytes; so many are pinned in about 10 ms, which a save may take
 _PIECE = 1 << 22  # bytes
