@@ -359,6 +359,20 @@ def test_the_best_state_is_saved_with_its_own_score_and_so_waits(tmp_path: Path)
     assert best.step == 4
 
 
+def test_an_optimizer_with_a_state_of_its_own_kind_is_no_error(tmp_path: Path) -> None:
+    class Own(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    training = Training()
+    optimizer = Own(training.model.parameters(), lr=0.1)
+    optimizer.state[training.model.weight] = torch.ones(3)  # not a dict of tensors
+    saver = Saver(async_save=True)
+    assert saver.prepare(Session(training.model, optimizer))
+    saver.save(Session(training.model, optimizer), tmp_path / "model.ckpt", 1)
+    saver.close()
+
+
 @pytest.mark.usefixtures("_small")
 def test_what_only_a_save_has_seen_counts_too(tmp_path: Path) -> None:
     class Average:

@@ -193,7 +193,7 @@ class TrainingState:
             if isinstance(part, torch.nn.Module):
                 found += part.parameters(), part.buffers()
             elif isinstance(optimizer, torch.optim.Optimizer):
-                found += (state.values() for state in optimizer.state.values())
+                found += (state.values() for state in optimizer.state.values() if isinstance(state, dict))
         for tensor in itertools.chain.from_iterable(found):
             if isinstance(tensor, torch.Tensor) and has_plain_elements(tensor):
                 yield tensor

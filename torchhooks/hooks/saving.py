@@ -370,7 +370,6 @@ class CheckpointSaverHook(PeriodicHook):
         session.savers.append(saver)
         self._saver = AnySaver(saver)
         self._waits = self._is_put_off = False
-        self._steps_made: int | None = None  # when the wait for reduced gradients began
         self.saved_step = self.saved_finish = None
         self._coord = coord
         session.at_stop(self, lambda: self._save_for_stop(session))
@@ -410,9 +409,8 @@ class CheckpointSaverHook(PeriodicHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        return self._preparation.due_too(
-            due_now(self.timer) if self._waits or self._is_put_off else self.timer.next_due()
-        )
+        is_late = self._waits or self._is_put_off
+        return self._preparation.due_too(due_now(self.timer) if is_late else self.timer.next_due())
 
     def _save_due(self, run_context: SessionRunContext) -> bool:
         """Save a checkpoint that came due; return ``False`` if that was put off, so that a stop in this item saves."""
@@ -505,13 +503,11 @@ class CheckpointSaverHook(PeriodicHook):
 
         The wait begins with the first call of which that is true: the steps of the optimizer are counted from there.
         """
-        waits = False
-        if session.gradients is not None and session.training_state.unreduced_gradients():
-            self._steps_made = session.gradients.steps if self._steps_made is None else self._steps_made
-            waits = self._steps_made == session.gradients.steps
-        if not waits:
-            self._steps_made = None
-        return waits
+        if session.gradients is None or not session.training_state.unreduced_gradients():
+            return False
+        if not self._waits:
+            self._steps_made = session.gradients.steps
+        return self._steps_made == session.gradients.steps
 
     def _save(self, session: Session, may_wait: bool = False) -> bool:
         """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop.
