@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.defects import DEFECTS, try_defect
-from support.packages import needed
+from support.packages import import_or_skip
 from support.paths import ROOT
 from support.patterns import PATTERNS, Job, try_pattern
 from support.processes import start
@@ -106,7 +106,7 @@ def different(results: dict[str, Any]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_training_run_ends_as_an_uninterrupted_one(name: str, attempts: Attempts) -> None:
     if (module := PATTERNS[name].needs) is not None:
-        needed(module)
+        import_or_skip(module)
     results = attempts.results(name)
     errors = {scenario: result["error"] for scenario, result in results.items() if "error" in result}
     assert errors == {}

@@ -21,7 +21,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.packages import needed
+from support.packages import import_or_skip
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from torchhooks import (
@@ -64,7 +64,7 @@ class Points(Dataset[torch.Tensor]):
 
 
 def stateful(noisy: bool) -> Iterable[torch.Tensor]:
-    stateful_dataloader = needed("torchdata.stateful_dataloader")
+    stateful_dataloader = import_or_skip("torchdata.stateful_dataloader")
     loader: Iterable[torch.Tensor] = stateful_dataloader.StatefulDataLoader(Points(noisy), BATCH, shuffle=True)
     return loader
 

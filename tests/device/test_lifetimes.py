@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.accelerators import DEVICE, Reader, keep_busy
 from support.devices import FakeDevice
-from support.packages import needed
+from support.packages import import_or_skip
 
 import torchhooks
 from torchhooks import (
@@ -83,7 +83,7 @@ def of_an_evaluation() -> list[SessionRunHook]:
 
 
 def progress_bar(folder: Path) -> list[SessionRunHook]:
-    needed("tqdm")
+    import_or_skip("tqdm")
     return [ProgressBarHook(RUNS, file=Terminal())]
 
 

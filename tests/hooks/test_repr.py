@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.packages import needed
+from support.packages import import_or_skip
 
 import torchhooks
 from torchhooks import CheckpointSaverHook, LoggingTensorHook, StopAtStepHook, SummarySaverHook
@@ -51,7 +51,7 @@ REPRS = [
 
 
 def test_a_repr_of_a_hook_a_timer_or_a_saver_can_be_pasted_back() -> None:
-    needed("tqdm")
+    import_or_skip("tqdm")
     assert [repr(eval(text, vars(torchhooks).copy())) for text in REPRS] == REPRS
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.events import read
-from support.packages import needed
+from support.packages import import_or_skip
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from torchhooks import Coordinator, MonitoredLoop, Scaffold, StepCounterHook, SummarySaverHook, summary
@@ -214,7 +214,7 @@ def test_every_kind_of_op_reaches_tensorboard_through_the_loop(tmp_path: Path) -
         summary.histogram("weights", "weight"),
         summary.image("picture", lambda: torch.rand(3, 4, 4)),
         summary.text("note", lambda loss: f"loss {loss:.1f}"),
-        summary.figure("plot", needed("matplotlib.figure").Figure),
+        summary.figure("plot", import_or_skip("matplotlib.figure").Figure),
     ]
     trace(SummarySaverHook(1, output_dir=tmp_path, summary_op=ops), losses=[0.5], model=torch.nn.Linear(4, 4))
     tags = read(tmp_path).Tags()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.packages import needed
+from support.packages import import_or_skip
 from torch.utils.data import DataLoader
 
 from torchhooks import CheckpointSaverHook, MonitoredLoop, StopAtStepHook
@@ -100,7 +100,7 @@ def faked(disguised: bool) -> tuple[Callable[[float], None], torch.nn.Module, An
 
 
 def real() -> tuple[Callable[[float], None], torch.nn.Module, Any, Any]:
-    accelerator = needed("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = import_or_skip("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=2)
     model: Any = torch.nn.Linear(1, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, plain_loader())

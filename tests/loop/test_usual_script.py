@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import pytest
 import torch
 from support import processes
-from support.packages import needed
+from support.packages import import_or_skip
 from support.scripts import example
 from torch import nn
 
@@ -285,7 +285,7 @@ def example_in_process(folder: Path, *signal_at: Any) -> Example:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Example:
     """The example without a signal."""
-    needed("tqdm")
+    import_or_skip("tqdm")
     whole = example_in_process(tmp_path_factory.mktemp("whole"))
     assert whole.code == 0, whole.output
     return whole

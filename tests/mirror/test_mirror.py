@@ -19,7 +19,7 @@ from kills import kill_many
 from support import processes
 from support import proxy as proxies
 from support.copies import FolderPlace, S3Place, new_copy, whole
-from support.packages import needed
+from support.packages import import_or_skip
 from support.rank_processes import run_ranks
 from support.s3 import S3Server
 from support.waiting import wait_until
@@ -401,7 +401,7 @@ class WithToken(MirrorHook):
 
 
 def test_credentials_are_in_no_repr_and_no_error() -> None:
-    needed("s3fs")
+    import_or_skip("s3fs")
     options = {"secret": "SECRET78", "endpoint_url": "http://127.0.0.1:9"}
     hook = MirrorHook("run", "s3://KEY12:SECRET34@bucket/run", storage_options=options, grace_secs=0.2)
     assert repr(hook) == "MirrorHook('run', url='s3://bucket/run', grace_secs=0.2)"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.packages import needed
+from support.packages import import_or_skip
 from support.schemas import FOLDER, answer, schema_of
 
 import torchhooks
@@ -135,7 +135,7 @@ def test_a_damaged_request_for_an_autopsy_is_said(
 
 
 def test_each_command_has_json_and_a_schema() -> None:
-    commands, jsonschema = parsers()[1], needed("jsonschema")
+    commands, jsonschema = parsers()[1], import_or_skip("jsonschema")
     assert {each.name for each in FOLDER.iterdir()} == {f"{name}.json" for name in commands}
     for name, command in commands.items():
         assert "--json" in command.format_help(), name
@@ -163,7 +163,7 @@ def test_an_answer_that_does_not_follow_the_schema_is_refused() -> None:
     text = '{"source": "run", "target": "file:///copy", "checkpoints": ["model.ckpt-3"]}'
     assert answer("mirror", text)["source"] == "run"
     for wrong in (text.replace("source", "from"), text.replace('"run"', "1"), text[:-1] + ', "more": 1}', "{}", "[]"):
-        with pytest.raises(needed("jsonschema").ValidationError):
+        with pytest.raises(import_or_skip("jsonschema").ValidationError):
             answer("mirror", wrong)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.packages import needed_by
+from support.packages import import_or_skip_all
 from support.paths import ROOT
 
 import torchhooks
@@ -84,7 +84,7 @@ def test_every_public_class_has_an_example_and_all_examples_run(
     tests = examples(name)
     assert tests or not isinstance(PUBLIC[name], type), f"{name} has no example"
     for test in tests:
-        needed_by("\n".join(example.source for example in test.examples))
+        import_or_skip_all("\n".join(example.source for example in test.examples))
         test.globs = dict(setup)
         report: list[str] = []
         failures, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)

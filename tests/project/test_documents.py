@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import pytest
 from support import scripts
-from support.packages import needed_by
+from support.packages import import_or_skip_all
 from support.paths import ROOT
 
 from torchhooks import MonitoredLoop
@@ -137,7 +137,7 @@ FIRST = "README.md", "getting-started.md", "loops.md", "writing-hooks.md"
     ],
 )
 def test_every_python_block_runs_and_prints_the_output_shown(document: Path) -> None:
-    needed_by(program(document.read_text(encoding="utf-8")))
+    import_or_skip_all(program(document.read_text(encoding="utf-8")))
     ran = run(document)
     assert ran.code == 0, ran.output
     printed = ran.output.split(f"{END_OF_BLOCK}\n")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import dtensors
 from support.events import curve
-from support.packages import needed
+from support.packages import import_or_skip
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
 
@@ -471,7 +471,7 @@ def test_an_evaluation_by_the_clock_is_due_by_that_of_the_chief() -> None:
 
 
 def test_the_chief_alone_shows_progress_and_writes_profiles(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
-    needed("tqdm")
+    import_or_skip("tqdm")
 
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         folder = tmp_path / str(ranks.rank)

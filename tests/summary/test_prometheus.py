@@ -11,20 +11,20 @@ import urllib.request
 
 import pytest
 import torch
-from support.packages import needed
+from support.packages import import_or_skip
 
 from torchhooks import MonitoredLoop, PrometheusWriter, StopAtStepHook, SummarySaverHook
 
 
 @pytest.fixture(autouse=True)
 def _needs_prometheus() -> None:
-    needed("prometheus_client")
+    import_or_skip("prometheus_client")
 
 
 def scrape(port: int) -> dict[str, tuple[float, dict[str, str]]]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
         text = answer.read().decode()
-    families = list(needed("prometheus_client.parser").text_string_to_metric_families(text))
+    families = list(import_or_skip("prometheus_client.parser").text_string_to_metric_families(text))
     assert all(family.type == "gauge" for family in families)
     return {sample.name: (sample.value, sample.labels) for family in families for sample in family.samples}
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from PIL import Image
 from support import events as event_files
-from support.packages import needed
+from support.packages import import_or_skip
 from support.programs import run_program
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
@@ -404,13 +404,13 @@ def test_a_value_that_is_not_a_text_is_an_error(value: Any) -> None:
 
 
 def test_a_figure_becomes_an_image(writer: TensorBoardWriter) -> None:
-    drawn = needed("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
+    drawn = import_or_skip("matplotlib.figure").Figure(figsize=(2, 1), dpi=50)
     figure("f", "f").write(as_writer(writer), drawn, 7)
     assert pixels(writer, "f").shape == (50, 100, 3)
 
 
 def test_a_figure_is_closed_after_writing_even_if_writing_fails() -> None:
-    plt = needed("matplotlib.pyplot")
+    plt = import_or_skip("matplotlib.pyplot")
 
     class Full(Gallery):
         def add_figure(self, tag: str, value: Any, step: int) -> None:
@@ -424,7 +424,7 @@ def test_a_figure_is_closed_after_writing_even_if_writing_fails() -> None:
 
 
 def test_a_figure_needs_no_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = needed("matplotlib.figure").Figure(figsize=(1, 1))
+    drawn = import_or_skip("matplotlib.figure").Figure(figsize=(1, 1))
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     assert written(figure("f", "f"), drawn) is drawn
 
@@ -533,7 +533,7 @@ def test_summaries_in_any_structure_are_written_in_order(shape: Any) -> None:
 
 
 def drawn() -> Any:
-    return needed("matplotlib.figure").Figure(figsize=(1, 1))
+    return import_or_skip("matplotlib.figure").Figure(figsize=(1, 1))
 
 
 EVERY_KIND: list[tuple[SummaryOp, Callable[[], Any]]] = [

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from support.copies import FolderPlace, S3Place
-from support.packages import needed
+from support.packages import import_or_skip
 from support.proxy import Proxy
 from support.s3 import S3Server
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[S3Server]:
-    needed("moto"), needed("s3fs")
+    import_or_skip("moto"), import_or_skip("s3fs")
     server = S3Server()
     yield server
     server.stop()

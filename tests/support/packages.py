@@ -1,7 +1,7 @@
 """The packages that only some tests need: all but torch, tensorboard, pytest, pytest-xdist and hypothesis.
 
-A test asks for such a package with :func:`needed` when it runs, so that all tests can be collected without it. That is
-what :func:`refuse_all_but` is for: it is called in a process of its own, before pytest is imported.
+A test asks for such a package with :func:`import_or_skip` when it runs, so that all tests can be collected without it.
+To prove that, a process of its own calls :func:`refuse_all_but` before it imports pytest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 
-def needed(name: str) -> Any:
+def import_or_skip(name: str) -> Any:
     """Import the module ``name`` for a test, which is skipped if it is not installed, and fails in the gate."""
     try:
         return importlib.import_module(name)
@@ -30,16 +30,16 @@ def needed(name: str) -> Any:
 _IN_NAMES = {"ProgressBarHook": "tqdm", "PrometheusWriter": "prometheus_client", "WandbWriter": "wandb"}
 
 
-def needed_by(script: str) -> None:
-    """Ask with :func:`needed` for all packages that the text of a ``script`` imports, or has torchhooks import."""
+def import_or_skip_all(script: str) -> None:
+    """Call :func:`import_or_skip` for all that the text of a ``script`` imports, or has torchhooks import."""
     for imported in re.findall(r"^\s*(?:from (\w+)[\w.]* import|import (\w+))", script, re.MULTILINE):
-        needed("".join(imported))
+        import_or_skip("".join(imported))
     for name, module in _IN_NAMES.items():
         if name in script:
-            needed(module)
+            import_or_skip(module)
 
 
-class Filtered:
+class FilteredFinder:
     """A finder of ``sys.meta_path`` that finds nothing of some distributions, as if they were not installed.
 
     Args:
@@ -73,7 +73,7 @@ def refuse_all_but(distributions: Iterable[str]) -> set[str]:
         for module, owners in metadata.packages_distributions().items()
         if not kept & set(map(normalized, owners)) and module not in sys.modules
     }
-    sys.meta_path[:] = [Filtered(finder, kept, refused) for finder in sys.meta_path]
+    sys.meta_path[:] = [FilteredFinder(finder, kept, refused) for finder in sys.meta_path]
     return refused
 
 

@@ -6,7 +6,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from support.packages import needed
+from support.packages import import_or_skip
 
 FOLDER = resources.files("torchhooks") / "schemas"
 
@@ -24,7 +24,7 @@ def answer(command: str, printed: str) -> dict[str, Any]:
         jsonschema.ValidationError: it does not follow the schema.
     """
     found: dict[str, Any] = json.loads(printed, parse_constant=_refuse)
-    needed("jsonschema").Draft202012Validator(schema_of(command)).validate(found)
+    import_or_skip("jsonschema").Draft202012Validator(schema_of(command)).validate(found)
     return found
 
 

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
-from support.packages import needed_by
+from support.packages import import_or_skip_all
 from support.paths import ROOT
 from support.processes import begin, context
 
@@ -20,7 +20,7 @@ from support.processes import begin, context
 def example(name: str) -> ModuleType:
     """Return the script ``examples/name.py`` as a module of its own."""
     path = ROOT / "examples" / f"{name}.py"
-    needed_by(path.read_text(encoding="utf-8"))
+    import_or_skip_all(path.read_text(encoding="utf-8"))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

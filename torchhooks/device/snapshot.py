@@ -48,7 +48,7 @@ class SnapshotMemory:
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
-        self._pinning: _Pinning | None = None
+        self._pinning: _PinningThread | None = None
 
     def prepare(self, sizes: Collection[Size]) -> bool:
         """Return whether there is memory for storages of these ``sizes``. If not, a thread gets it from now on."""
@@ -62,7 +62,7 @@ class SnapshotMemory:
         pinned = [(kind, nbytes) for kind, nbytes in missing if host.copier(kind) is not None]
         if sum(nbytes for _, nbytes in pinned) <= _AT_ONCE:
             return True
-        pinning = _Pinning(pinned)
+        pinning = _PinningThread(pinned)
         try:
             pinning.start()
         except RuntimeError:  # no more threads can be started: take() gets the memory
@@ -112,7 +112,7 @@ class SnapshotMemory:
             self._blocks += pinning.blocks
 
 
-class _Pinning(threading.Thread):
+class _PinningThread(threading.Thread):
     """Allocates blocks of pinned memory, one after the other, while training continues."""
 
     # Not a daemon: a process must not end in the middle of a call of the driver.

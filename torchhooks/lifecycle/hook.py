@@ -298,7 +298,7 @@ class SessionRunContext:
         self._args, self._kwargs = None, NO_KWARGS
 
     @property
-    def _who(self) -> Caller:
+    def _current_caller(self) -> Caller:
         """The hook whose method is running, or whose ``when_ready`` callback is, of which the context knows nothing."""
         delivering = self._services.readback.caller
         return delivering if isinstance(delivering, Caller) else self.caller
@@ -319,7 +319,7 @@ class SessionRunContext:
             reason: why, in a few words. By default, the global step. The first reason of a run counts.
         """
         if not self.stop_requested:
-            self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self._who
+            self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self._current_caller
             self._services.loop_state.request(self)
 
     def after_item(self, callback: Callable[[], object], last: bool = False) -> None:
@@ -334,7 +334,7 @@ class SessionRunContext:
         With ``last``, the callback is called after the callbacks of the other hooks, wherever those are in the list. A
         checkpoint from which a process resumes is saved in such a callback, so that no other callback is missed.
         """
-        caller = self._who
+        caller = self._current_caller
 
         def call() -> object:
             self.caller = caller
@@ -345,7 +345,7 @@ class SessionRunContext:
     @property
     def waits_for_item(self) -> bool:
         """Whether a callback that this hook gave to :meth:`after_item` waits since an earlier run of the same item."""
-        return self._services.deferred.waits(self._who.hook)
+        return self._services.deferred.waits(self._current_caller.hook)
 
     def when_ready(
         self, values: Value, callback: Callable[[Value], object], *, max_lag_runs: int | None = None
@@ -365,7 +365,7 @@ class SessionRunContext:
                 the end of this run.
         """
         services = self._services
-        services.readback.request(values, callback, self._who, services.loop_state.global_step, max_lag_runs)
+        services.readback.request(values, callback, self._current_caller, services.loop_state.global_step, max_lag_runs)
 
 
 class SessionRunHook:
