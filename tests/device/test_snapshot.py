@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -123,7 +126,9 @@ def test_a_thread_gets_the_memory_block_by_block() -> None:
         assert [storage.nbytes() for storage in storages] == [600] * 3
         memory.give_back(blocks)
         assert memory.prepare(sizes[:2])
-        assert not memory.prepare([*sizes, ("cpu", 10)])  # only what is missing is got
+        more = [*sizes, ("cpu", 10)]
+        assert not memory.prepare(more)  # only what is missing is allocated
+        wait_until(lambda: memory.prepare(more))
         memory.release()
     assert device.allocations == [640] * 3 + [64]
 
@@ -148,6 +153,33 @@ def test_release_does_not_wait_for_blocks_that_nothing_needs() -> None:
         memory.release()
         assert len(device.allocations) == 1
         assert memory.take([("cpu", 5)])[0][0][1].nbytes == 64
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_ctrl_c_while_a_save_waits_for_memory_loses_none() -> None:
+    memory, sizes = SnapshotMemory(), [("cpu", 600)] * 3
+    with Slow() as device:
+        memory.prepare(sizes)
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            memory.take(sizes)
+        assert not memory.prepare(sizes)  # the thread is still at it
+        device.go.set()
+        assert len(memory.take(sizes)[0]) == 3
+    assert device.allocations == [640] * 3
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    memory, sizes = SnapshotMemory(), [("cpu", 600)] * 3
+    with Slow() as device:
+        memory.prepare(sizes)
+        process = multiprocessing.get_context("fork").Process(target=memory.take, args=(sizes,))
+        process.start()
+        process.join(30)
+        assert process.exitcode == 0
+        device.go.set()
+        memory.release()
 
 
 def test_memory_of_a_host_needs_no_thread() -> None:

@@ -194,15 +194,18 @@ class Saver:
         return f"{prefix}-{step}"
 
     def prepare(self, session: HasTrainingState) -> bool:
-        """Return whether a save in the background finds memory for its copy. If not, have a thread get it from now on.
+        """Return whether a save in the background finds memory for its copy. If not, a thread begins to allocate it.
 
-        From a device, a save copies the state into pinned memory, which takes the system two thirds of a second for
-        each GB to get. A save that does not find it waits for it. A :class:`torchhooks.CheckpointSaverHook` calls this
-        when the session is created, when the optimizer has made its state, and before a save, which it puts off until
-        the memory is there.
+        A save copies the state from a device into pinned memory, which takes two thirds of a second to allocate for
+        each GB. A save that does not find it waits. A :class:`torchhooks.CheckpointSaverHook` calls this when the
+        session is created, when the optimizer has made its state, and before a save, which it puts off until the memory
+        is there.
 
-        The size is that of the model, the optimizer and the modules and optimizers in the ``state`` of the loop. What
+        The size is that of the model, the optimizer, and the modules and optimizers in the ``state`` of the loop. What
         else the last save has copied counts too.
+
+        Args:
+            session: what will be saved.
         """
         training = session.training_state
         places = dict.fromkeys(map(place_of, training.tensors()))
@@ -479,7 +482,7 @@ class AnySaver(Generic[SessionT]):
         return bool(getattr(self._given, "is_writing", False))
 
     def prepare(self, session: SessionT) -> bool:
-        """Return whether a save in the background would not wait for memory; if it would, have the saver get it."""
+        """Return whether a save in the background finds memory. If not, the saver begins to allocate it."""
         return not hasattr(self._given, "prepare") or bool(self._given.prepare(session))
 
     def save(

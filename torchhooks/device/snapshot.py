@@ -1,12 +1,13 @@
 """Copies of a state, from which a background thread writes a checkpoint while training continues.
 
 A :class:`Snapshot` copies tensors into a :class:`SnapshotMemory`. From a device, the copies are queued on the stream of
-the step, which so changes the tensors only after them. That needs pinned memory, and getting that takes the system two
-thirds of a second for each GB. So :meth:`SnapshotMemory.prepare` has a thread get it before a snapshot needs it.
+the step, which so changes the tensors only after them. That needs pinned memory, which takes two thirds of a second to
+allocate for each GB. So :meth:`SnapshotMemory.prepare` has a thread allocate it before a snapshot needs it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -40,7 +41,7 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 class SnapshotMemory:
-    """The memory on the host for one snapshot after the other, reused because to get it takes longer than to copy.
+    """The memory on the host for one snapshot after the other. Allocating it takes longer than copying into it.
 
     Only the training thread calls the methods. A snapshot takes the memory, and gives it back when all copies are
     queued. After an error it is not given back, because copies into it may still be in flight.
@@ -48,31 +49,29 @@ class SnapshotMemory:
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
-        self._pinning: _PinningThread | None = None
+        self._pinning: _Pinning | None = None
 
     def prepare(self, sizes: Collection[Size]) -> bool:
-        """Return whether there is memory for storages of these ``sizes``. If not, a thread gets it from now on."""
+        """Return whether there is memory for storages of these ``sizes``. If not, a thread begins to allocate it."""
         if self._pinning is not None:
-            if self._pinning.is_alive():
+            if not self._pinning.is_done:
                 return False
             if self._pinning.error is not None:
                 return True  # take() meets the same error, and raises it
-            self._join()
+            self._take_over()
         _, missing = arrange(sizes, self._blocks)
         pinned = [(kind, nbytes) for kind, nbytes in missing if host.copier(kind) is not None]
         if sum(nbytes for _, nbytes in pinned) <= _AT_ONCE:
             return True
-        pinning = _PinningThread(pinned)
         try:
-            pinning.start()
-        except RuntimeError:  # no more threads can be started: take() gets the memory
+            self._pinning = _Pinning(pinned)
+        except RuntimeError:  # no more threads can be started: take() allocates it
             return True
-        self._pinning = pinning
         return False
 
     def take(self, sizes: Collection[Size]) -> tuple[list[Block], list[torch.UntypedStorage]]:
-        """Hand over the blocks, and memory in them for each of ``sizes``. Get what is missing, which may take long."""
-        self._join()
+        """Hand over the blocks, and memory in them for each of ``sizes``, after allocating what is missing."""
+        self._take_over()
         blocks, self._blocks = self._blocks, []
         places, missing = arrange(sizes, blocks)
         used = {number for number, _ in places}
@@ -98,44 +97,60 @@ class SnapshotMemory:
         self._blocks = blocks
 
     def release(self) -> None:
-        """Free the memory. A thread that gets more ends after the block that it is at."""
+        """Free the memory, and wait for the block that a thread may be allocating."""
         if self._pinning is not None:
             self._pinning.cancel()
-            self._join()
+            self._take_over()
         self._blocks = []
 
-    def _join(self) -> None:
-        """Wait for the thread, and take over what it got."""
+    def _take_over(self) -> None:
+        """Wait for the thread, and take over what it has allocated."""
         if self._pinning is not None:
-            self._pinning.join()
+            self._pinning.wait()
             pinning, self._pinning = self._pinning, None
             self._blocks += pinning.blocks
 
 
-class _PinningThread(threading.Thread):
-    """Allocates blocks of pinned memory, one after the other, while training continues."""
+class _Pinning:
+    """A thread that allocates blocks of pinned memory, one after the other, while training continues.
 
-    # Not a daemon: a process must not end in the middle of a call of the driver.
+    Raises:
+        RuntimeError: no thread can be started.
+    """
 
     def __init__(self, sizes: list[Size]) -> None:
-        super().__init__(name="torchhooks pinning")
         self.blocks: list[Block] = []
         self.error: Exception | None = None
         self._sizes, self._is_cancelled = sizes, False
+        self._process = os.getpid()  # a forked process has no such thread
+        # Waited for instead of the thread: until Python 3.13, a Ctrl-C in Thread.join() breaks the thread.
+        self._done = threading.Event()
+        # Not a daemon: a process must not end in the middle of a call of the driver.
+        threading.Thread(target=self._work, name="torchhooks pinning").start()
 
-    def run(self) -> None:
-        for kind, nbytes in self._sizes:
-            if self._is_cancelled:
-                return
-            try:
-                self.blocks.append((kind, _allocated(kind, nbytes)))
-            except Exception as error:
-                self.error = error
-                return
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set() or self._process != os.getpid()
+
+    def wait(self) -> None:
+        """Wait until the thread is done."""
+        if not self.is_done:
+            self._done.wait()
 
     def cancel(self) -> None:
-        """Let the thread end before it is done."""
+        """Let the thread end after the block that it is allocating."""
         self._is_cancelled = True
+
+    def _work(self) -> None:
+        try:
+            for kind, nbytes in self._sizes:
+                if self._is_cancelled:
+                    return
+                self.blocks.append((kind, _allocated(kind, nbytes)))
+        except Exception as error:
+            self.error = error
+        finally:
+            self._done.set()
 
 
 def arrange(sizes: Collection[Size], blocks: Sequence[Block]) -> tuple[list[tuple[int, int]], list[Size]]:

@@ -18,7 +18,7 @@ from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.names import Fetch, Value, describe
 from torchhooks.fetches.over_ranks import EvaluationResult
-from torchhooks.hooks.saving import Preparation
+from torchhooks.hooks.saving import MemoryPreparation
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import Undisturbed, undisturbed
 from torchhooks.lifecycle.hook import (
@@ -167,7 +167,7 @@ class BestCheckpointHook(PeriodicHook):
         self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
         self._to_save: float | None = None
         self._saver.wait()
-        self._preparation = Preparation(session, AnySaver(self._saver) if self._is_async else None)
+        self._preparation = MemoryPreparation(session, AnySaver(self._saver) if self._is_async else None)
         self._kept: dict[str, _StoredBest] = {}
         for score, checkpoint in scored_checkpoints(self._resolved):
             if _PLACE.fullmatch(checkpoint.prefix):

@@ -158,16 +158,16 @@ class SummarySaverHook(PeriodicHook):
         return self.timer.next_due() if self._target.is_started else due_now(self.timer)
 
 
-class Preparation:
-    """Has a saver get the memory for its next save in the background before that comes due.
+class MemoryPreparation:
+    """Has a saver allocate the memory for its first saves in the background before they come due.
 
-    That is when the session is created, and again when the optimizer has made its state, in its first step. The step
-    itself is the wrong place to notice that, because it may be compiled. So the hook is called in the runs 1, 3, 7, 15
-    and so on, until the optimizer has made one. Several ranks do not prepare.
+    It does so when the session is created, and again once the optimizer has made its state, in its first step. The
+    optimizer does not tell of that step, because the step may be compiled, and what it calls with it. So the hook is
+    called in the runs 1, 3, 7, 15 and so on, until the optimizer has made one. Several ranks do not prepare.
 
     Args:
         session: the session that was just created.
-        saver: a saver that writes in the background; ``None`` for another one.
+        saver: a saver that writes in the background; ``None`` for one that does not.
     """
 
     def __init__(self, session: Session, saver: AnySaver[Session] | None) -> None:
@@ -375,7 +375,7 @@ class CheckpointSaverHook(PeriodicHook):
         session.at_stop(self, lambda: self._save_for_stop(session))
         if not self._agree_that_another_saved(session):
             self._save(session)
-        self._preparation = Preparation(session, self._saver if self._is_async else None)
+        self._preparation = MemoryPreparation(session, self._saver if self._is_async else None)
         super().after_create_session(session, coord)
         self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
 
