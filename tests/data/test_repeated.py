@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from torchhooks import (
     SessionRunValues,
     StopAtStepHook,
 )
+from torchhooks.common.files import Disk
 
 Lines = list[tuple[str, str]]
 Loop = MonitoredLoop[torch.Tensor]
@@ -198,6 +200,34 @@ def test_a_checkpoint_that_somebody_removes_meanwhile_is_an_error(tmp_path: Path
     job = Job(tmp_path, stop=4)
     with pytest.raises(CheckpointError, match=r"model\.ckpt-3"), job.loop() as loop:
         epochs(job, loop, remove)
+
+
+def test_a_first_save_in_the_background_that_replaces_the_checkpoint_is_waited_for(tmp_path: Path) -> None:
+    made, replaced, waited = [], [], threading.Event()
+
+    class Waited(Saver):
+        def wait(self) -> None:
+            waited.set()
+            super().wait()
+
+    class Replacing(Disk):
+        def rename(self, path: str, new_path: str) -> None:
+            super().rename(path, new_path)
+            if new_path.endswith(".old"):  # now there is no checkpoint
+                assert waited.wait(60)
+                replaced.append(Path(path).name)
+
+    for stop in (StopAtStepHook(2), None):
+        saver = Waited(async_save=True)
+        saver.disk = Disk() if stop else Replacing()
+        waited.clear()
+        hooks = [CheckpointSaverHook(tmp_path, save_steps=99, saver=saver), *([stop] if stop else [])]
+        with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+            for _ in loop.until_stop(range(1)):
+                for item in loop.until_stop(range(4)):
+                    loop.run()
+                    made.append(item)
+    assert (made, replaced) == ([0, 1, 2, 3], ["model.ckpt-2"])
 
 
 def test_a_change_of_a_tensor_that_torch_does_not_count_is_undone(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def restore(
         training: what is restored.
         choose: called on the chief. Returns the path of an undamaged checkpoint and its entries.
         strict: whether a checkpoint that does not match is an error.
-        wait: waits for the saver on every rank, before the checkpoint is read a second time.
+        wait: waits for all savers of the session on this rank, before the checkpoint is read a second time.
     """
     ranks = training.ranks
     checkpoint = read(training, choose)
@@ -302,7 +302,7 @@ class SecondLoad:
         path: the checkpoint.
         pairs: what was loaded of it.
         strict: whether what does not match any more is left alone.
-        wait: waits for the saver on every rank.
+        wait: waits for all savers of the session on this rank: a hook may save with another one than the session's.
     """
 
     def __init__(
@@ -328,7 +328,8 @@ class SecondLoad:
     def load(self, runs_were_made: bool) -> None:
         """Load the checkpoint again, except for what is kept, hooks, and data that are being iterated."""
         training, path = self._training, self._path
-        self._wait()
+        # The first save of the session may be replacing the checkpoint in the background.
+        run_on_all(training.ranks, "wait for the savers", self._wait)
         # It is read again: optimizers keep the tensors that they were given, and have changed them in place.
         checkpoint = read(training, lambda: (path, read_checkpoint(path, training)))
         assert checkpoint is not None  # choosing it returned a path

@@ -249,9 +249,8 @@ class Saver:
             put_back(os.path.dirname(checkpoint) or os.curdir)
             return checkpoint, read_checkpoint(checkpoint, training)
 
-        wait = partial(self._wait_on_all, training.ranks)
-        wait()
-        restore(training, choose, strict=self._strict, wait=wait)
+        self._wait_on_all(training.ranks)
+        restore(training, choose, strict=self._strict, wait=session.wait_for_savers)
 
     def restore_latest(self, session: HasTrainingState, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each damaged one.
@@ -263,9 +262,9 @@ class Saver:
             CheckpointError: there are checkpoints and all are damaged, or the newest undamaged one does not match.
         """
         training = session.training_state
-        wait = partial(self._wait_on_all, training.ranks)
-        wait()
-        return restore(training, partial(read_newest, directory, training), strict=self._strict, wait=wait)
+        self._wait_on_all(training.ranks)
+        choose = partial(read_newest, directory, training)
+        return restore(training, choose, strict=self._strict, wait=session.wait_for_savers)
 
     def wait_for_all(self, session: HasTrainingState) -> None:
         """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""

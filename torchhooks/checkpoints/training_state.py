@@ -209,6 +209,9 @@ class HasTrainingState(Protocol):
     @property
     def training_state(self) -> TrainingState: ...
 
+    def wait_for_savers(self) -> None:
+        """Wait for what all savers of the session are writing on this rank."""
+
 
 def belongs_to_rank(name: str, part: object) -> bool:
     """Return whether each rank has a state of its own of the ``part`` called ``name``.
