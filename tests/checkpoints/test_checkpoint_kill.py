@@ -1,6 +1,6 @@
 """Processes that save at every step and are killed at random moments: what they reported as saved can be restored.
 
-TORCHHOOKS_KILLS is the number of kills for each of the three ways to save, 12 by default: by a Saver, by an
+TORCHHOOKS_KILLS is the number of kills for each of the three ways to save, 5 by default: by a Saver, by an
 asynchronous one, and by a hook between two items of ``until_stop``, after the body has changed the state once more.
 """
 
@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import os
 import random
-import select
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.paths import environment
+from support.processes import start
+from support.waiting import wait_until
 from torch import nn
 
 from torchhooks import CheckpointSaverHook, CheckpointSaverListener, MonitoredLoop, Saver, Session
 
-KILLS = int(os.environ.get("TORCHHOOKS_KILLS", "12"))
+KILLS = int(os.environ.get("TORCHHOOKS_KILLS", "5"))
 MAX_TO_KEEP = 3
 MOST_REPORTS = 3
 MOST_SECS = 0.04  # about the duration of a start, or of several saves
@@ -113,79 +111,25 @@ def say(word: str, number: int) -> None:
     os.write(sys.stdout.fileno(), f"{word} {number}\n".encode())
 
 
-def serve() -> None:
-    """Import torch once. For each line, a way to save and a folder, fork a training process and wait for it."""
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        how, folder = line.rstrip("\n").split(" ", 1)
-        process = os.fork()
-        if process == 0:
-            if how == "items":
-                train_in_a_loop(folder)
-            train_for_ever(folder, how == "async")
-        say("pid", process)
-        os.waitpid(process, 0)
-        say("dead", process)
-
-
 # In the test.
 
 
-class Server:
-    """Starts training processes and kills them."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment(),
-        )
-        self._unread = b""
-
-    def train_and_kill(self, how: str, folder: Path, reports: int, secs: float) -> int:
-        """Kill a training process ``secs`` after so many reports; return the last step reported as saved, or 0."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{how} {folder}\n".encode())
-        self._process.stdin.flush()
-        pid, saved, end, killed = 0, [0], float("inf"), False
-        while True:
-            for word, number in self._lines(None if end == float("inf") else max(0.0, end - time.monotonic())):
-                if word == "pid":
-                    pid = number
-                elif word == "saved":
-                    saved.append(number)
-                else:
-                    assert killed, "the training process ended by itself"
-                    return saved[-1]
-            if end == float("inf") and pid and len(saved) > reports and not killed:
-                end = time.monotonic() + secs
-            if time.monotonic() >= end:
-                os.kill(pid, signal.SIGKILL)
-                end, killed = float("inf"), True
-
-    def _lines(self, timeout: float | None) -> list[tuple[str, int]]:
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout)[0]:
-            return []
-        read = os.read(self._process.stdout.fileno(), 1 << 16)
-        assert read, "the server ended"
-        *lines, self._unread = (self._unread + read).split(b"\n")
-        return [(word, int(number)) for word, number in (line.decode().split() for line in lines)]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+def train_and_kill(how: str, folder: Path, reports: int, secs: float) -> int:
+    """Kill a training process ``secs`` after so many reports; return the last step reported as saved, or 0."""
+    arguments = (train_in_a_loop, str(folder)) if how == "items" else (train_for_ever, str(folder), how == "async")
+    process = start(folder.with_name("reports"), *arguments, ignored=None)
+    try:
+        wait_until(lambda: len(steps_in(process.output)) >= reports, process.output.read_text)
+        time.sleep(secs)
+        assert process.is_alive(), process.output.read_text()
+    finally:
+        process.kill()
+    return max(steps_in(process.output), default=0)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
+def steps_in(reports: Path) -> list[int]:
+    """Return the steps that were reported as saved."""
+    return [int(line.split()[1]) for line in reports.read_text().splitlines() if line.startswith("saved ")]
 
 
 def restored_step(folder: Path) -> int:
@@ -198,31 +142,25 @@ def restored_step(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("how", ["sync", "async", "items"])
-def test_what_was_reported_as_saved_survives_every_kill(
-    tmp_path: Path, how: str, server: Server, lines: list[tuple[str, str]]
-) -> None:
+def test_what_was_reported_as_saved_survives_every_kill(tmp_path: Path, how: str, lines: list[tuple[str, str]]) -> None:
     # After a number of reports, and not only after some time, so that there is progress even on a slow machine.
     moments, newest = random.Random(how), 0
     for _ in range(KILLS):
         reports, secs = moments.randint(0, MOST_REPORTS), moments.uniform(0, MOST_SECS)
-        reported = server.train_and_kill(how, tmp_path, reports, secs)
-        found = restored_step(tmp_path)
+        reported = train_and_kill(how, tmp_path / "run", reports, secs)
+        found = restored_step(tmp_path / "run")
         assert found >= max(reported, newest)
         newest = found
 
 
 @pytest.mark.parametrize("how", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_what_kills_leave_in_the_folder_does_not_pile_up(
-    tmp_path: Path, how: str, server: Server, lines: list[tuple[str, str]]
+    tmp_path: Path, how: str, lines: list[tuple[str, str]]
 ) -> None:
     for life in range(6):
-        server.train_and_kill(how, tmp_path, life % 4, life / 6 * MOST_SECS)
+        train_and_kill(how, tmp_path / "run", life % 4, life / 6 * MOST_SECS)
     session, *_ = make_training()
     saver = Saver(MAX_TO_KEEP)
-    saver.restore_latest(session, tmp_path)
-    saver.save(session, tmp_path / "model.ckpt", session.global_step + 1)
-    assert len(list(tmp_path.iterdir())) == MAX_TO_KEEP
-
-
-if __name__ == "__main__":
-    serve()
+    saver.restore_latest(session, tmp_path / "run")
+    saver.save(session, tmp_path / "run" / "model.ckpt", session.global_step + 1)
+    assert len(list((tmp_path / "run").iterdir())) == MAX_TO_KEEP

@@ -9,14 +9,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.processes import context, start
+from support.processes import Process, start
+from support.waiting import wait_until
 from torch import nn
 
 from torchhooks import (
@@ -103,7 +102,7 @@ def test_a_folder_whose_only_checkpoint_was_cut_short_stops_a_start(
     tmp_path: Path, name: str, size: int, lines: Lines
 ) -> None:
     os.truncate(f"{save(tmp_path, 1)}/{name}", size)
-    with pytest.raises(CheckpointError, match="all of them are damaged"):
+    with pytest.raises(CheckpointError, match="damaged"):
         Saver().restore_latest(Session(), tmp_path)
 
 
@@ -186,26 +185,24 @@ def test_a_temporary_file_is_created_exclusively_and_through_no_link(tmp_path: P
 # Other processes.
 
 
-def save_and_stay(folder: Path, saved: Event) -> None:
+def save_and_stay(folder: Path) -> None:
     saver = Saver()
     save(folder, 1, saver)
-    saved.set()
+    print("saved")
     signal.pause()
 
 
 @pytest.fixture
-def other_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BaseProcess]:
+def other_process(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     """A process that has saved into ``tmp_path`` and is still open."""
-    saved = context.Event()
-    process = start(tmp_path_factory.mktemp("other") / "output", save_and_stay, tmp_path, saved)
-    assert saved.wait(60)
+    process = start(tmp_path_factory.mktemp("other") / "output", save_and_stay, tmp_path)
+    wait_until(lambda: process.output.read_text() == "saved\n", process.output.read_text)
     yield process
     process.kill()
-    process.join()
 
 
 def test_the_second_process_that_saves_into_a_folder_logs_one_warning(
-    tmp_path: Path, other_process: BaseProcess, lines: Lines
+    tmp_path: Path, other_process: Process, lines: Lines
 ) -> None:
     assert latest_checkpoint(tmp_path) is not None  # a process that only reads logs none
     assert warnings_in(lines) == []
@@ -216,9 +213,8 @@ def test_the_second_process_that_saves_into_a_folder_logs_one_warning(
     assert text.startswith(f"another process also saves checkpoints into {tmp_path}")
 
 
-def test_after_a_kill_the_next_process_logs_nothing(tmp_path: Path, other_process: BaseProcess, lines: Lines) -> None:
+def test_after_a_kill_the_next_process_logs_nothing(tmp_path: Path, other_process: Process, lines: Lines) -> None:
     other_process.kill()
-    other_process.join()
     save(tmp_path, 2)
     assert warnings_in(lines) == []
 
@@ -347,7 +343,7 @@ def test_a_change_of_the_current_directory_in_training_changes_no_folder(
     assert best_checkpoint(here / "run" / "best") == f"{here}/run/best/model.1.ckpt-2"
     assert any("tfevents" in name for name in os.listdir(here / "curves"))
     assert any("tfevents" in name for name in os.listdir(here / "run"))
-    assert ("INFO", "saving a checkpoint of step 4 into run") in lines
+    assert any("step 4 into run" in text for _, text in lines)
 
 
 def test_a_recovery_restores_from_the_folder_in_which_the_loop_began(tmp_path: Path, away: Path, lines: Lines) -> None:

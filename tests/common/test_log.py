@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.programs import fork_program, run_program
+from support.processes import fork_program, run_program
 
 from torchhooks import (
     CheckpointSaverHook,

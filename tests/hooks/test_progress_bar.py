@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from support.devices import FakeDevice
-from support.programs import fork_program
+from support.processes import fork_program
 
 from torchhooks import (
     AbortedError,

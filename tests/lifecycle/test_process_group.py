@@ -5,12 +5,11 @@ That is what Ctrl-C in a terminal, systemd and batch systems send.
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from support.processes import Process, start_program
+from support.waiting import wait_until
 
 from torchhooks import latest_checkpoint
 
@@ -77,21 +76,22 @@ PROGRAM = """
 """
 
 
-def start(folder: Path, where: str = "nowhere") -> subprocess.Popen[str]:
+def start(folder: Path, where: str = "nowhere") -> Process:
     """Start the program in a process group of its own, which is signalled in its step or while it waits for data."""
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder), where],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    output, errors = folder.with_suffix(".out"), folder.with_suffix(".err")
+    return start_program(PROGRAM, str(folder), where, output=output, errors=errors, new_session=True)
 
 
-def values_of(process: subprocess.Popen[str]) -> str:
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    return out.splitlines()[-1]
+def ended(process: Process, code: int) -> tuple[str, str]:
+    """Wait until the process has ended with ``code``, and return what it printed, and what it logged."""
+    process.join()
+    out, errors = process.output.read_text(), process.output.with_suffix(".err").read_text()
+    assert process.exitcode == code, errors
+    return out, errors
+
+
+def values_of(process: Process) -> str:
+    return ended(process, 0)[0].splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +112,9 @@ def test_the_state_is_saved_and_resumed_exactly(
     number: signal.Signals, where: str, tmp_path: Path, uninterrupted: str
 ) -> None:
     process = start(tmp_path, where)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    wait_until(lambda: process.output.read_text().startswith("ready\n"))
     os.killpg(process.pid, number)
-    out, errors = process.communicate(timeout=300)
-    assert process.returncode == -number, errors
+    out, errors = ended(process, -number)
     assert "the end of the data" not in out
     assert f"stopped by signal {number.name} at step" in errors
     assert latest_checkpoint(tmp_path) == str(tmp_path / f"model.ckpt-{4 if where == 'step' else 5}")

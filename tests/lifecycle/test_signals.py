@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from support.programs import fork_program
+from support.processes import fork_program
 
 import torchhooks.lifecycle.loop_state
 import torchhooks.lifecycle.signals

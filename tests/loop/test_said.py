@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.programs import fork_program
+from support.processes import fork_program
 from torch import nn
 
 from torchhooks import (

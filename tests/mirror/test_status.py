@@ -9,14 +9,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import processes
+from support.processes import Process, call
+from support.processes import start as start_process
 from support.schemas import answer
 from support.waiting import wait_until
 from tensorboard.compat.proto.event_pb2 import Event
@@ -82,12 +82,12 @@ def has_begun(folder: Path) -> bool:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
+def started(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     """Start a training run in a process of its own, and return once it has made some steps."""
     running = []
 
-    def start(*arguments: Any) -> BaseProcess:
-        process = processes.start(tmp_path / "output", train, str(tmp_path / "run"), *arguments)
+    def start(*arguments: Any) -> Process:
+        process = start_process(tmp_path / "output", train, str(tmp_path / "run"), *arguments)
         running.append(process)
         wait_until(lambda: has_begun(tmp_path / "run"), lambda: (tmp_path / "output").read_text())
         return process
@@ -95,7 +95,6 @@ def started(tmp_path: Path) -> Iterator[Callable[..., BaseProcess]]:
     yield start
     for process in running:
         process.kill()
-        process.join()
 
 
 def printed_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, str]]:
@@ -105,7 +104,7 @@ def printed_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[in
 
 
 def test_a_running_one_says_how_far_it_is(
-    started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    started: Callable[..., Process], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = started(100_000)
     code, said = printed_status(tmp_path / "run", capsys)
@@ -120,18 +119,17 @@ def test_a_running_one_says_how_far_it_is(
 
 
 def test_a_killed_one_is_said_to_be(
-    started: Callable[..., BaseProcess], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    started: Callable[..., Process], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = started(100_000)
     process.kill()
-    process.join()
     code, said = printed_status(tmp_path / "run", capsys)
     assert code == 1
     assert re.fullmatch(rf"killed: process {process.pid} on .* is gone, \d+ s ago or later", said["state"])
 
 
 def test_a_finished_one_says_why_it_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    processes.call(train, str(tmp_path), 30)
+    call(train, str(tmp_path), 30)
     code, said = printed_status(tmp_path, capsys)
     assert code == 0
     assert re.fullmatch(r"ended \d+ s ago: StopAtStepHook: step 30", said["state"])
@@ -140,7 +138,7 @@ def test_a_finished_one_says_why_it_has_ended(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_the_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    processes.call(train, str(tmp_path), 30)
+    call(train, str(tmp_path), 30)
     capsys.readouterr()
     assert main(["status", str(tmp_path), "--json"]) == 0
     said = answer("status", capsys.readouterr().out)
@@ -217,14 +215,14 @@ def test_the_thread_that_writes_the_record_ends_with_the_loop(tmp_path: Path) ->
 
 
 def test_a_failed_one_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    processes.call(train, str(tmp_path), 30, 25)
+    call(train, str(tmp_path), 30, 25)
     code, said = printed_status(tmp_path, capsys)
     assert code == 1
     assert re.fullmatch(r"failed \d+ s ago: ValueError: the data are broken.*", said["state"])
 
 
 def test_a_checkpoint_that_is_not_whole_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    processes.call(train, str(tmp_path), 50)
+    call(train, str(tmp_path), 50)
     os.truncate(tmp_path / "model.ckpt-50/state.pt", 100)
     _, said = printed_status(tmp_path, capsys)
     assert said["checkpoint"].startswith("model.ckpt-40, whole")

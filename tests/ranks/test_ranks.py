@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -196,12 +197,13 @@ def fast_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.parametrize("first", [0, 50, *(pytest.param(first, marks=pytest.mark.exhaustive) for first in (100, 150))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.exhaustive) for first in (50, 100, 150))])
 def test_random_schedules_end_the_same_on_all_ranks(first: int, fast_switches: None) -> None:
     ends = {check(Schedule.drawn(seed)) for seed in range(first, first + 50)}
     assert ends == {"stopped", "failed"}
 
 
+@pytest.mark.ranks
 def test_a_hook_that_is_due_by_the_clock_is_called_on_all_ranks_however_slow_one_of_them_is(
     fast_switches: None,
 ) -> None:
@@ -1320,6 +1322,7 @@ def with_signals_ignored(rank: int, function: Callable[..., Any], *arguments: An
     return function(rank, *arguments)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("size", "seed"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.ranks)])
 def test_every_rank_makes_the_same_last_run(tmp_path: Path, size: int, seed: int) -> None:
     ended = run_ranks(tmp_path, size, with_signals_ignored, many_schedules, size, seed)
@@ -1362,12 +1365,12 @@ def one_goes(rank: int, way: str) -> str:
 @pytest.mark.parametrize(
     ("way", "seen", "code"),
     [
-        ("raise", "1, 4: ValueError: boom", 1),
+        pytest.param("raise", "1, 4: ValueError: boom", 1, marks=pytest.mark.ranks),
         ("kill", "1, 3: ", -signal.SIGKILL),
-        ("exit", "1, 4: SystemExit: 3", 3),
-        pytest.param("exit at once", "1, 3: ", 3, marks=pytest.mark.ranks),
-        ("break", "1, 3: left the loop", 0),
-        ("fewer", "1, 3: came to the end of its data", 0),
+        pytest.param("exit", "1, 4: SystemExit: 3", 3, marks=pytest.mark.release),
+        pytest.param("exit at once", "1, 3: ", 3, marks=pytest.mark.release),
+        pytest.param("break", "1, 3: left the loop", 0, marks=pytest.mark.ranks),
+        pytest.param("fewer", "1, 3: came to the end of its data", 0, marks=pytest.mark.release),
     ],
 )
 def test_when_one_rank_goes_the_others_end_with_a_peer_error(tmp_path: Path, way: str, seen: str, code: int) -> None:
@@ -1562,7 +1565,8 @@ def forked_workers(rank: int) -> int:
                 loop.run(batch)
         pid = os.fork()
         if not pid:
-            sys.exit(0)  # runs the functions of atexit, in a process without the thread
+            atexit._run_exitfuncs()  # noqa: SLF001 - as a forked worker does at its end, without the thread
+            os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
     return loop.global_step
 
@@ -1587,7 +1591,8 @@ def only_on(rank: int, lonely: int, hold: str) -> str:
     return "created"
 
 
-@pytest.mark.parametrize("lonely", [0, pytest.param(1, marks=pytest.mark.ranks)])
+@pytest.mark.ranks
+@pytest.mark.parametrize("lonely", [0, 1])
 def test_a_loop_on_one_rank_only_is_an_error_after_a_bounded_time(tmp_path: Path, lonely: int) -> None:
     ended = run_ranks(tmp_path, 2, only_on, lonely, str(tmp_path / "hold"))
     assert f"rank {lonely} created a MonitoredLoop, but not every one of the 2 ranks did so within 1 s" in (
@@ -1617,6 +1622,7 @@ def main_thread_secs(rank: int, with_ticks: bool) -> float:
     return spent
 
 
+@pytest.mark.slow
 def test_ticks_cost_the_main_thread_next_to_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

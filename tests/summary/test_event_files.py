@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.disks import FailingDisk, no_space_after
 from support.events import read
-from support.programs import fork_program
+from support.processes import fork_program
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
 from torchhooks.summary import tensorboard

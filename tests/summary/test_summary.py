@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from support import events as event_files
 from support.packages import import_or_skip
-from support.programs import run_program
+from support.processes import run_program
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 from tensorboard.compat.proto.event_pb2 import SessionLog

@@ -5,16 +5,16 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import pickle
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from support.processes import begin, context
+from support.processes import start
 
 DEADLINE_SECS = 90.0
 
@@ -32,41 +32,30 @@ def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments:
 
     A process that hangs prints its stacks and ends with code 1, or is killed.
     """
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = []
-    for rank, (_, writer) in enumerate(pipes):
-        parts = (str(folder), rank, size, writer, function, arguments)
-        processes.append(context.Process(target=_main, args=parts))
-        processes[-1].start()
-        writer.close()
+    parts = (str(folder), size, function, arguments)
+    processes = [start(folder / f"output-{rank}", _main, rank, *parts, ignored=None) for rank in range(size)]
     ended, deadline = [], time.monotonic() + 1.5 * DEADLINE_SECS
-    for rank, (process, (reader, _)) in enumerate(zip(processes, pipes, strict=True)):
+    for rank, process in enumerate(processes):
         process.join(max(deadline - time.monotonic(), 0.1))
-        if process.exitcode is None and process.pid is not None:
+        if process.is_alive():
             # The watch of a loop has replaced the timer below, so faulthandler prints the stacks at this signal.
-            os.kill(process.pid, signal.SIGABRT)
+            process.send_signal(signal.SIGABRT)
             process.join(5)
             process.kill()
-            process.join()
-        code = process.exitcode
-        try:
-            value = reader.recv() if reader.poll() else None
-        except EOFError:  # the process was killed
-            value = None
-        ended.append(Ended(code, value, (folder / f"output-{rank}").read_text()))
+        returned = folder / f"returned-{rank}"
+        value = pickle.loads(returned.read_bytes()) if returned.exists() else None
+        ended.append(Ended(process.exitcode, value, process.output.read_text()))
     return ended
 
 
-def _main(folder: str, rank: int, size: int, writer: Any, function: Callable[..., Any], arguments: Any) -> None:
-    begin(os.path.join(folder, f"output-{rank}"))
+def _main(rank: int, folder: str, size: int, function: Callable[..., Any], arguments: Any) -> None:
     logging.basicConfig(level=logging.INFO, force=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.enable(file=2)
     faulthandler.dump_traceback_later(DEADLINE_SECS, exit=True, file=2)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     torch.distributed.barrier()  # a rank that ended at once could leave another one without a connection
-    try:
-        writer.send(function(rank, *arguments))
-    except BaseException:
-        traceback.print_exc()
-        raise
+    value = pickle.dumps(function(rank, *arguments))
+    unfinished = Path(folder, f"returning-{rank}")
+    unfinished.write_bytes(value)
+    unfinished.rename(Path(folder, f"returned-{rank}"))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
-import signal
 import sys
 import warnings
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
 from support.packages import import_or_skip_all
 from support.paths import ROOT
-from support.processes import begin, context
+from support.processes import Process, prepare, start_program
 
 
 def example(name: str) -> ModuleType:
@@ -29,18 +27,17 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def start(script: Path, output: Path, *arguments: str) -> BaseProcess:
+def start(script: Path, output: Path, *arguments: str) -> Process:
     """Start ``script`` in its folder. What it prints goes into the file ``output``."""
-    process = context.Process(target=_main, args=(str(script), str(output), arguments))
-    process.start()
-    return process
+    return start_program(f"import support.scripts; support.scripts.run({str(script)!r})", *arguments, output=output)
 
 
-def _main(script: str, output: str, arguments: tuple[str, ...]) -> None:
-    os.chdir(os.path.dirname(script))
-    begin(output)
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, os.path.dirname(script))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores SIGINT
+def run(script: str) -> None:
+    """Do in the new process what :func:`start` says."""
+    prepare()
+    folder = os.path.dirname(script)
+    os.chdir(folder)
+    sys.argv[0] = script
+    sys.path.insert(0, folder)
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # torch.compile's
     runpy.run_path(script, run_name="__main__")
