@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import pytest
 import torch
 import torch.distributed
 from support import paths
+from support.disks import DiskOfMoments, Moment, killing_at
 from support.dtensors import simulated_group
 from support.paths import ROOT
 from support.rank_processes import run_ranks
 from support.rank_threads import Hub, ThreadRanks, in_threads
-from support.rank_training import KillingDisk, train
+from support.rank_training import train, train_in_each
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torchhooks.checkpoints.restoring
@@ -325,9 +327,12 @@ class Stage(torch.nn.Module):
             self.add_module(f"layer{rank}{number}", layer)
 
 
+RESTS_OF_OTHERS = rf"tfevents|^{re.escape(RECORD_NAME)}$|^\.stall-rank"
+
+
 def checkpoints_and_rests(folder: str) -> list[str]:
     """Return the names in ``folder`` of checkpoints, and of what a save has left behind."""
-    return sorted(name for name in os.listdir(folder) if "tfevents" not in name and name != RECORD_NAME)
+    return sorted(name for name in os.listdir(folder) if not re.search(RESTS_OF_OTHERS, name))
 
 
 def trained(ranks: ThreadRanks, model: Any, restored: Any = None) -> tuple[Session, list[Any]]:
@@ -507,7 +512,7 @@ def resumed_with_ddp(rank: int, folder: str, way: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize(
     "way",
-    ["as it is", *(pytest.param(way, marks=pytest.mark.ranks) for way in ("find_unused_parameters", "steps"))],
+    [pytest.param(way, marks=pytest.mark.ranks) for way in ("as it is", "find_unused_parameters", "steps")],
 )
 def test_ddp_on_three_ranks_is_resumed_with_the_same_bits_or_a_warning(tmp_path: Path, way: str) -> None:
     ended = run_ranks(tmp_path, 3, resumed_with_ddp, str(tmp_path), way)
@@ -957,24 +962,6 @@ def test_a_hook_that_waits_for_a_step_raises_when_another_rank_fails() -> None:
 
 # -- real processes -------------------------------------------------------------------------------------------------
 
-CALLS = [
-    ("create", 1, "before"),
-    ("write", 1, "after"),
-    ("write", 3, "after"),
-    ("sync", 1, "before"),
-    ("create", 2, "after"),  # of the manifest
-    ("sync_folder", 1, "after"),
-    ("rename", 1, "before"),
-    ("rename", 1, "after"),
-    # In the first save of a resumed process, which replaces the checkpoint that was restored:
-    ("rename", 1, "after", 1),
-    ("rename", 2, "after", 1),
-    ("sync_folder", 2, "after"),
-    ("rename", 2, "before"),  # of a checkpoint that is removed
-    ("remove", 1, "before"),
-    ("remove", 1, "after"),
-]
-
 
 def in_folder(folder: Path, name: str) -> Path:
     """Return a new folder for the processes of one attempt, whose process group has a store in it."""
@@ -990,24 +977,70 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [each.value for each in ended]
 
 
-@pytest.mark.parametrize(
-    ("async_save", "calls"),
-    [pytest.param(False, CALLS, marks=pytest.mark.ranks), (True, CALLS[1:8:3])],
-    ids=["sync", "async"],
-)
-def test_a_training_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
-    tmp_path: Path, uninterrupted: list[Any], async_save: bool, calls: list[Any]
+# The moments of a save of a new process, which also removes the oldest checkpoint.
+OF_A_SAVE = [
+    Moment("create", 1, "before", 5),
+    Moment("write", 1, "after", 5),
+    Moment("sync", 1, "before", 5),
+    Moment("sync", 1, "after", 5),  # of the file of the chief
+    Moment("create", 2, "before", 5),  # of the manifest
+    Moment("create", 2, "after", 5),
+    Moment("sync_folder", 1, "after", 5),
+    Moment("rename", 1, "before", 5),
+    Moment("rename", 1, "after", 5),
+    Moment("sync_folder", 2, "after", 5),
+    Moment("rename", 2, "before", 5),  # of the checkpoint that is removed
+    Moment("remove", 1, "before", 5),
+    Moment("remove", 1, "after", 5),
+]
+# Those of the first save of a resumed process, which replaces the checkpoint that was restored.
+OF_A_FIRST_SAVE = [Moment("rename", 1, "after", 1), Moment("rename", 2, "after", 1)]
+
+
+def check_copies(folder: Path, expected: list[Any], async_save: bool, sharded: bool) -> None:
+    """Copy the folder in each moment of a save, as a kill would leave it, and compare what is resumed from there."""
+    folders = [str(folder / "run")]
+    of_a_save = OF_A_SAVE[:: 3 if async_save else 2 if sharded else 1]
+    for number, moments in enumerate([of_a_save, OF_A_FIRST_SAVE, []]):
+        ended = run_ranks(in_folder(folder, str(number)), 2, train_in_each, folders, async_save, sharded, moments)
+        assert [each.code for each in ended] == [0, 0], ended
+        for place, path in enumerate(folders):
+            assert [each.value[place] for each in ended] == expected, path
+            # A save of shards waits until the optimizer steps, because gradients have not been reduced.
+            steps = (12, 14, 18) if sharded else (14, 16, 18)
+            assert checkpoints_and_rests(path) == [f"model.ckpt-{step}" for step in steps], path
+        folders = [f"{path}-{place}" for path in folders[:2] for place in range(len(moments))]
+        assert all(os.path.exists(path) for path in folders)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.release), True])
+def test_what_a_kill_at_any_point_of_a_save_leaves_is_resumed_to_the_same_bits(
+    tmp_path: Path, uninterrupted: list[Any], async_save: bool
 ) -> None:
+    check_copies(tmp_path, uninterrupted, async_save, sharded=False)
+
+
+@pytest.mark.parametrize(
+    ("async_save", "sharded"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.release),
+        pytest.param(False, True, marks=pytest.mark.release),
+        pytest.param(True, True, marks=pytest.mark.ranks),
+    ],
+)
+def test_a_training_run_whose_ranks_are_killed_in_a_save_ends_with_the_same_bits(
+    tmp_path: Path, async_save: bool, sharded: bool, request: pytest.FixtureRequest
+) -> None:
+    expected = request.getfixturevalue("uninterrupted_fsdp" if sharded else "uninterrupted")
     run = str(tmp_path / "run")
-    for number, call in enumerate(calls):
-        ended = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, async_save, call)
-        assert [each.code for each in ended] == [-signal.SIGKILL] * 2, (call, ended)
-    ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, async_save)
-    assert [each.code for each in ended] == [0, 0], ended
-    assert [each.value for each in ended] == uninterrupted
+    for number, moment in enumerate([Moment("rename", 1, "before", 4), Moment("rename", 1, "after", 1)]):
+        killed = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, async_save, sharded, (), moment)
+        assert [each.code for each in killed] == [-signal.SIGKILL] * 2, killed
+    ended = run_ranks(in_folder(tmp_path, "resumed"), 2, train, run, async_save, sharded)
     assert "restored step" in ended[0].output
-    left = checkpoints_and_rests(run)
-    assert left == [f"model.ckpt-{step}" for step in (14, 16, 18)]
+    assert [each.value for each in ended] == expected
 
 
 def test_random_states_differ_between_ranks_after_a_resume(uninterrupted: list[Any]) -> None:
@@ -1047,7 +1080,7 @@ def test_torchrun_restarts_from_the_newest_checkpoint_and_ends_with_the_same_bit
     assert [(tmp_path / f"result-{rank}").read_text() for rank in range(2)] == [repr(each) for each in uninterrupted]
 
 
-@pytest.mark.ranks
+@pytest.mark.release
 def test_a_signal_to_torchrun_ends_with_a_whole_checkpoint_within_the_grace_period(tmp_path: Path) -> None:
     agent = start_torchrun(tmp_path, "signal")
     deadline = time.monotonic() + 120
@@ -1210,41 +1243,18 @@ def test_all_ranks_let_a_save_wait_until_fsdp2_has_reduced_the_gradients(tmp_pat
 @pytest.fixture(scope="module")
 def uninterrupted_fsdp(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    ended = run_ranks(folder, 2, train, str(folder / "run"), False, None, True)
+    ended = run_ranks(folder, 2, train, str(folder / "run"), False, True)
     assert [each.code for each in ended] == [0, 0], ended
     return [each.value for each in ended]
 
 
-SHARDED_CALLS = [
-    ("sync", 1, "after"),  # of the rank's file
-    ("create", 2, "before"),  # of the manifest
-    ("sync_folder", 1, "after"),
-    ("rename", 1, "after"),
-    # In the first save of a resumed process, which replaces the checkpoint that was restored:
-    ("rename", 1, "after", 1),
-    ("rename", 2, "after", 1),
-]
-
-
-@pytest.mark.parametrize(
-    ("async_save", "calls"),
-    [pytest.param(False, SHARDED_CALLS, marks=pytest.mark.ranks), (True, SHARDED_CALLS[1:5:3])],
-    ids=["sync", "async"],
-)
-def test_a_sharded_run_that_is_killed_at_every_point_of_a_save_ends_with_the_same_bits(
-    tmp_path: Path, uninterrupted_fsdp: list[Any], async_save: bool, calls: list[Any]
+@pytest.mark.ranks
+@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.release)])
+def test_what_a_kill_at_any_point_of_a_sharded_save_leaves_is_resumed_to_the_same_bits(
+    tmp_path: Path, uninterrupted_fsdp: list[Any], async_save: bool
 ) -> None:
-    run = str(tmp_path / "run")
-    for number, call in enumerate(calls):
-        ended = run_ranks(in_folder(tmp_path, str(number)), 2, train, run, async_save, call, True)
-        assert [each.code for each in ended] == [-signal.SIGKILL] * 2, (call, ended)
-    ended = run_ranks(in_folder(tmp_path, "last"), 2, train, run, async_save, None, True)
-    assert [each.code for each in ended] == [0, 0], ended
-    assert [each.value for each in ended] == uninterrupted_fsdp
-    left = checkpoints_and_rests(run)
-    # The save of step 16 waits for the next step of the optimizer, because gradients have not been reduced.
-    assert left == [f"model.ckpt-{step}" for step in (12, 14, 18)]
-    assert sorted(os.listdir(f"{run}/model.ckpt-18")) == [
+    check_copies(tmp_path, uninterrupted_fsdp, async_save, sharded=True)
+    assert sorted(os.listdir(tmp_path / "run" / "model.ckpt-18")) == [
         *(".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "rank-1.pt", "state.pt")
     ]
 
@@ -1274,7 +1284,7 @@ def chief_is_killed_in_a_save(rank: int, folder: str, wrapped: str, async_save: 
     model, optimizer = make_model(wrapped)
     saver = Saver(async_save=async_save)
     if rank == 0:
-        saver.disk = KillingDisk(("create", 1, "after"), [os.getpid()])
+        saver.disk = DiskOfMoments(killing_at(Moment("create", 1, "after", 2), [os.getpid()]))
     hook = CheckpointSaverHook(folder, save_steps=1, saver=saver)
     try:
         with MonitoredLoop(lambda: None, model, optimizer, hooks=[hook], ranks=Ranks(**QUICK)) as loop:
@@ -1285,9 +1295,10 @@ def chief_is_killed_in_a_save(rank: int, folder: str, wrapped: str, async_save: 
     return "no error"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("wrapped", "async_save"),
-    [("ddp", False), pytest.param("fsdp", False, marks=pytest.mark.ranks), ("fsdp", True)],
+    [("ddp", False), ("fsdp", False), ("fsdp", True)],
 )
 def test_a_rank_does_not_wait_for_a_chief_that_is_killed_in_a_save(
     tmp_path: Path, wrapped: str, async_save: bool

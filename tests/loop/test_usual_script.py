@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import math
 import os
@@ -12,14 +11,16 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Container
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support import processes
+from support.disks import DiskOfMoments, copy_folder
+from support.examples import shared
 from support.packages import import_or_skip
 from support.scripts import example
 from torch import nn
@@ -37,7 +38,6 @@ from torchhooks import (
     load_weights,
     running_mean,
 )
-from torchhooks.common.files import Disk
 
 EPOCHS, ITEMS, BATCH = 12, 11, 2
 BATCHES = math.ceil(ITEMS / BATCH)
@@ -45,52 +45,39 @@ SAVERS = {"epochs": {"every_n_epochs": 1}, "steps": {"every_n_steps": 4}, "both"
 
 
 class Moments:
-    """The moments of a process, counted, in one of which it is killed."""
+    """The moments of a training run, counted.
 
-    def __init__(self, kill_at: int) -> None:
-        self.kill_at, self.count = kill_at, 0
+    In some of them, ``copied``, its folder is copied, so that the copy is what a kill leaves in this moment. In one of
+    them, ``kill_at``, the process is killed.
+    """
+
+    def __init__(self, folder: str, copied: Container[int] = (), kill_at: int = 0) -> None:
+        self.folder, self.copied, self.kill_at = folder, copied, kill_at
+        self.count = 0
 
     def __call__(self) -> None:
         self.count += 1
+        if self.count in self.copied:
+            copy_folder(self.folder, copy_of(self.folder, self.count))
+            print(f"COPIED {self.count}")
         if self.count == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class KillingDisk(Disk):
-    """A disk on which a save consists of moments."""
-
-    def __init__(self, moment: Moments) -> None:
-        self._moment = moment
-
-    @contextlib.contextmanager
-    def _moments(self) -> Iterator[None]:
-        self._moment()
-        yield
-        self._moment()
-
-    def create(self, path: str) -> BinaryIO:
-        with self._moments():
-            return super().create(path)
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        with self._moments():
-            super().write(file, data)
-
-    def rename(self, path: str, new_path: str) -> None:
-        with self._moments():
-            super().rename(path, new_path)
-
-    def remove(self, path: str) -> None:
-        with self._moments():
-            super().remove(path)
-
-
-def train(folder: str, seed: int, saves: str, leaves: bool, kill_at: int = 0, kill_after_secs: float = 0.0) -> None:
+def train(
+    folder: str,
+    seed: int,
+    saves: str,
+    leaves: bool,
+    copied: Container[int] = (),
+    kill_at: int = 0,
+    kill_after_secs: float = 0.0,
+) -> None:
     """Train from the newest checkpoint in ``folder`` to the end, print a line for each epoch, and the final bits.
 
     With ``leaves``, the script leaves the inner loop by ``break`` in its last batch.
     """
-    moment = Moments(kill_at)
+    moment = Moments(folder, copied, kill_at)
     if kill_after_secs:
         timer = threading.Timer(kill_after_secs, os.kill, [os.getpid(), signal.SIGKILL])
         timer.daemon = True
@@ -124,7 +111,7 @@ def train(folder: str, seed: int, saves: str, leaves: bool, kill_at: int = 0, ki
         return f"LINE mean {values['epoch']} {float(values['mean'])!r}"
 
     saver = Saver()
-    saver.disk = KillingDisk(moment)
+    saver.disk = DiskOfMoments(lambda _: moment())
     evaluation = EvaluationHook(evaluate, every_n_epochs=1, name="validation")
     hooks = [
         LoggingTensorHook({"epoch": "epoch", "mean": running_mean("loss")}, every_n_epochs=1, formatter=line),
@@ -157,58 +144,91 @@ def train(folder: str, seed: int, saves: str, leaves: bool, kill_at: int = 0, ki
     print(f"END {moment.count} {loop.global_step} {loop.stop_reason} {variables.best!r} {digest}")
 
 
-def attempt(*arguments: Any) -> tuple[int | None, list[str]]:
-    """Call :func:`train` in a process of its own, and return its exit code and its lines."""
-    ended = processes.call(train, *arguments, ignored=("Detected call of `lr_scheduler.step()`",))
-    texts = [text[text.find("LINE") :] for text in ended.output.splitlines() if "LINE" in text]
-    texts += [text for text in ended.output.splitlines() if text.startswith("END")]
+def copy_of(folder: str, moment: int) -> str:
+    return f"{folder}-{moment}"
+
+
+def train_all(folders: list[str], saves: str, leaves: bool, copied: list[list[int]]) -> None:
+    """Train in each folder, one after the other, with a seed of its own, and print its number before its lines."""
+    for number, (folder, of_folder) in enumerate(zip(folders, copied, strict=True)):
+        print(f"BEGIN {number}")
+        train(folder, 2 + number, saves, leaves, of_folder)
+
+
+def attempt(function: Callable[..., None], *arguments: Any) -> tuple[int | None, list[str]]:
+    """Call the function, which trains, in a process of its own, and return its exit code and its lines."""
+    ended = processes.call(function, *arguments, ignored=("Detected call of `lr_scheduler.step()`",))
     assert ended.code in (0, -signal.SIGKILL), ended.output
-    return ended.code, texts
+    found = (re.search("(LINE|END|COPIED|BEGIN) .*", text) for text in ended.output.splitlines())
+    return ended.code, [match[0] for match in found if match]
 
 
-def check(folder: Path, saves: str, leaves: bool, kills: int, seed: int, by_clock: bool = False) -> None:
-    """Kill the script ``kills`` times, at drawn moments or ``by_clock``, and compare it with one that is not killed.
+def result(lines: list[str]) -> str:
+    """Return what a training run ended with, without the number of its moments."""
+    return lines[-1].split(" ", 2)[2]
 
-    A training run that is finished, as its newest checkpoint says, is not started again.
-    """
-    code, expected = attempt(str(folder / "whole"), 1, saves, leaves)
+
+def check(folder: Path, saves: str, leaves: bool, copies: int, seed: int) -> None:
+    """Resume the script from what a kill leaves in ``copies`` moments, and from what one leaves in a resumed one."""
+    code, expected = attempt(train, str(folder / "whole"), 1, saves, leaves)
     assert code == 0
-    moments = int(expected[-1].split()[1])
-    final_step = expected[-1].split()[2]
+    whole, moments = expected[:-1], int(expected[-1].split()[1])
     rng = random.Random(seed)
-    number = killed = finished = 0
+    said: dict[str, list[str]] = {str(folder / "0"): []}  # before the kill, by the folder
+    for generation in range(3):
+        drawn = [sorted({rng.randint(1, rng.choice([20, moments])) for _ in range(copies)})] if not generation else []
+        drawn = drawn or [[rng.randint(1, 40)] if generation == 1 else [] for _ in said]
+        code, printed = attempt(train_all, [*said], saves, leaves, drawn)
+        assert code == 0
+        parts = "\n".join(printed).split("BEGIN ")[1:]
+        following = {}
+        for (path, before), part in zip(said.items(), parts, strict=True):
+            lines, now = part.splitlines()[1:], [*before]
+            for line in lines:
+                if line.startswith("COPIED"):
+                    following[copy_of(path, int(line.split()[1]))] = [*now]
+                elif line.startswith("LINE"):
+                    assert line in whole, (path, line, expected)
+                    now.append(line)
+            assert set(now) == set(whole), path
+            assert result(lines) == result(expected), path
+        said = following
+        assert said or generation == 2
+
+
+def kill(folder: Path, saves: str, kills: int, seed: int, by_clock: bool = False) -> None:
+    """Kill the script ``kills`` times, at drawn moments or ``by_clock``, and compare it with one that is not killed."""
+    code, expected = attempt(train, str(folder / "whole"), 1, saves, False)
+    moments = int(expected[-1].split()[1])
+    rng = random.Random(seed)
     seen: set[str] = set()
-    while killed < kills or not finished:
-        number += 1
-        kill_at = 0 if by_clock else rng.randint(1, rng.choice([20, moments]))
-        kill_after = rng.random() * 0.4 if by_clock else 0.0
-        if killed >= kills:
-            kill_at, kill_after = 0, 0.0
-        parts = folder / f"parts-{finished}"
-        code, lines = attempt(str(parts), 1 + number, saves, leaves, kill_at, kill_after)
-        wrong = [line for line in lines if line.startswith("LINE") and line not in expected]
-        assert not wrong, (number, kill_at, kill_after, wrong, lines, expected)
+    for number in range(kills + 1):
+        kill_at = 0 if by_clock or number == kills else rng.randint(1, rng.choice([20, moments // (2 * kills)]))
+        kill_after = rng.random() * 0.2 if by_clock and number < kills else 0.0
+        code, lines = attempt(train, str(folder / "parts"), 2 + number, saves, False, (), kill_at, kill_after)
+        assert {line for line in lines if line.startswith("LINE")} <= set(expected), (number, lines, expected)
         seen |= set(lines)
-        if code == 0:
-            assert lines[-1].split(" ", 2)[2] == expected[-1].split(" ", 2)[2], (number, lines, expected)
-        killed += code != 0
-        finished += code == 0 or (latest_checkpoint(parts) or "").endswith(f"-{final_step}")  # and begin another one
+    assert code == 0
+    assert result(lines) == result(expected)
     assert {line for line in seen if line.startswith("LINE")} == set(expected[:-1])
 
 
-def test_the_usual_script_that_is_killed_a_few_times(tmp_path: Path) -> None:
-    check(tmp_path, "epochs", leaves=False, kills=3, seed=1)
+def test_the_usual_script_resumes_exactly_from_what_a_kill_leaves_in_some_moments(tmp_path: Path) -> None:
+    check(tmp_path, "epochs", leaves=False, copies=4, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saves", "leaves"), [("epochs", True), ("steps", True), ("both", False)])
-def test_the_usual_script_that_is_killed_at_random_moments(tmp_path: Path, saves: str, leaves: bool) -> None:
-    check(tmp_path, saves, leaves, kills=10, seed=2)
+@pytest.mark.parametrize(("saves", "leaves"), shared([("epochs", True), ("steps", True), ("both", False)], 3))
+def test_the_usual_script_resumes_exactly_from_what_a_kill_leaves_in_many_moments(
+    tmp_path: Path, saves: str, leaves: bool
+) -> None:
+    check(tmp_path, saves, leaves, copies=10, seed=2)
 
 
 @pytest.mark.slow
-def test_the_usual_script_that_is_killed_at_random_times(tmp_path: Path) -> None:
-    check(tmp_path, "both", leaves=False, kills=10, seed=3, by_clock=True)
+@pytest.mark.parametrize("by_clock", [False, True], ids=["moments", "times"])
+def test_the_usual_script_that_is_killed_three_times(tmp_path: Path, by_clock: bool) -> None:
+    kill(tmp_path, "both", kills=3, seed=3, by_clock=by_clock)
 
 
 # -- examples/usual.py ------------------------------------------------------------------------------------------------
@@ -318,20 +338,22 @@ def check_example(folder: Path, whole: Example, place: str, number_of_signal: in
             sent += 1
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
-    ("number_of_signal", "place"), [(signal.SIGKILL, "while saving"), (signal.SIGTERM, "anywhere")]
+    ("number_of_signal", "place"),
+    [(signal.SIGKILL, "while saving"), (signal.SIGTERM, "anywhere")],
 )
 def test_the_example_that_gets_a_few_signals(tmp_path: Path, whole: Example, number_of_signal: int, place: str) -> None:
     check_example(tmp_path, whole, place, number_of_signal, times=2, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_the_example_that_is_killed_at_15_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
-    check_example(tmp_path, whole, place, signal.SIGKILL, times=15, seed=2)
+@pytest.mark.parametrize("place", shared(PLACES, 4))
+def test_the_example_that_is_killed_at_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
+    check_example(tmp_path, whole, place, signal.SIGKILL, times=5, seed=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-def test_the_example_that_is_terminated_at_8_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
-    check_example(tmp_path, whole, place, signal.SIGTERM, times=8, seed=3)
+@pytest.mark.parametrize("place", shared(PLACES, 4))
+def test_the_example_that_is_terminated_at_random_moments(tmp_path: Path, whole: Example, place: str) -> None:
+    check_example(tmp_path, whole, place, signal.SIGTERM, times=3, seed=3)

@@ -1,13 +1,17 @@
-"""Disks that are full, or that fail."""
+"""Disks that are full, that fail, or that stop a save at each of its moments."""
 
 from __future__ import annotations
 
 import errno
+import os
 import resource
-from collections.abc import Iterator
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import pytest
 
@@ -28,6 +32,79 @@ def no_space_after(size: int) -> Iterator[None]:
 def use_disk(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> None:
     """Let each Saver that is created from now on write to ``disk``."""
     monkeypatch.setattr("torchhooks.checkpoints.saver.Disk", lambda: disk)
+
+
+class Moment(NamedTuple):
+    """A moment of a save: ``"before"`` or ``"after"`` the call ``call`` with this ``number`` in the save ``save``."""
+
+    call: str
+    number: int
+    when: str
+    save: int
+
+
+class DiskOfMoments(Disk):
+    """A disk that calls ``reached(moment)`` in each moment of a save, numbers from 1. A process may be killed in each.
+
+    A test that only needs what a kill leaves copies the folder instead: see :func:`copy_folder`.
+    """
+
+    def __init__(self, reached: Callable[[Moment], object]) -> None:
+        self._reached = reached
+        self._save = 0
+        self._calls: Counter[str] = Counter()
+
+    @contextmanager
+    def _moments(self, call: str) -> Iterator[None]:
+        self._calls[call] += 1
+        number = self._calls[call]
+        self._reached(Moment(call, number, "before", self._save))
+        yield
+        self._reached(Moment(call, number, "after", self._save))
+
+    def create(self, path: str) -> BinaryIO:
+        if not path.endswith("manifest.json"):  # the second file of a save
+            self._save += 1
+            self._calls.clear()
+        with self._moments("create"):
+            return super().create(path)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        with self._moments("write"):
+            super().write(file, data)
+
+    def sync(self, file: BinaryIO) -> None:
+        with self._moments("sync"):
+            super().sync(file)
+
+    def rename(self, path: str, new_path: str) -> None:
+        with self._moments("rename"):
+            super().rename(path, new_path)
+
+    def sync_folder(self, path: str) -> None:
+        with self._moments("sync_folder"):
+            super().sync_folder(path)
+
+    def remove(self, path: str) -> None:
+        with self._moments("remove"):
+            super().remove(path)
+
+
+def killing_at(moment: Moment, pids: Sequence[int]) -> Callable[[Moment], None]:
+    """Return a function for a DiskOfMoments that kills all of the processes in this moment, the last one last."""
+
+    def reached(now: Moment) -> None:
+        if now == moment:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+    return reached
+
+
+def copy_folder(folder: str, copy: str) -> None:
+    """Copy what a kill would leave in ``folder`` now: nothing that is only in the memory of the process."""
+    os.makedirs(folder, exist_ok=True)
+    shutil.copytree(folder, copy, symlinks=True, ignore_dangling_symlinks=True)
 
 
 class FailingDisk:

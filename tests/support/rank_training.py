@@ -8,16 +8,16 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import nn
 
+from support.disks import DiskOfMoments, Moment, copy_folder, killing_at
 from torchhooks import CheckpointSaverHook, MonitoredLoop, Ranks, Saver
-from torchhooks.common.files import Disk
 
 EPOCHS, ITEMS = 3, 12
 
@@ -37,74 +37,25 @@ class FolderCache:
         self.items = list(state["items"])
 
 
-class KillingDisk(Disk):
-    """Kills all processes of the training run before or after some call of the operating system.
-
-    Args:
-        call: the name of the call, and in a save, which one of these calls it is; ``after`` or ``before``; and in which
-            save, 2 by default.
-        pids: the processes to kill, this one included.
-    """
-
-    def __init__(self, call: tuple[Any, ...], pids: list[int]) -> None:
-        self._name, self._number, self._when, self._save = (*call, 2)[:4]
-        self._pids = pids
-        self._saves = self._calls = 0
-
-    def create(self, path: str) -> BinaryIO:
-        if not path.endswith("manifest.json"):  # the second file of a save, if the state is sharded
-            self._saves, self._calls = self._saves + 1, 0
-        with self._killing("create"):
-            return super().create(path)
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        with self._killing("write"):
-            super().write(file, data)
-
-    def sync(self, file: BinaryIO) -> None:
-        with self._killing("sync"):
-            super().sync(file)
-
-    def rename(self, path: str, new_path: str) -> None:
-        with self._killing("rename"):
-            super().rename(path, new_path)
-
-    def sync_folder(self, path: str) -> None:
-        with self._killing("sync_folder"):
-            super().sync_folder(path)
-
-    def remove(self, path: str) -> None:
-        with self._killing("remove"):
-            super().remove(path)
-
-    def _killing(self, name: str) -> Any:
-        return _Killing(self, name)
-
-    def kill(self, name: str, when: str) -> None:
-        """Kill if this is the call."""
-        if self._saves != self._save or name != self._name:
-            return
-        self._calls += when == "before"
-        if self._calls == self._number and when == self._when:
-            for pid in sorted(self._pids, key=lambda pid: pid == os.getpid()):
-                os.kill(pid, signal.SIGKILL)
-
-
-class _Killing:
-    def __init__(self, disk: KillingDisk, name: str) -> None:
-        self._disk, self._name = disk, name
-
-    def __enter__(self) -> None:
-        self._disk.kill(self._name, "before")
-
-    def __exit__(self, *_: object) -> None:
-        self._disk.kill(self._name, "after")
-
-
-def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sharded: bool = False) -> dict[str, Any]:
+def train(
+    rank: int,
+    folder: str,
+    async_save: bool = False,
+    sharded: bool = False,
+    copied: Sequence[Moment] = (),
+    kill_at: Moment | None = None,
+) -> dict[str, Any]:
     """Train to the end, from the newest checkpoint in ``folder``, and return all that has to be the same bits.
 
-    With ``sharded``, the gradients of three steps accumulate, of the first one without a reduction over the ranks.
+    Args:
+        rank: the rank of this process.
+        folder: where the checkpoints are.
+        async_save: whether to save in the background.
+        sharded: whether the model is sharded. Then the gradients of three steps accumulate, of the first one without a
+            reduction over the ranks.
+        copied: the moments of a save in which the chief copies the folder, as a kill would leave it: to
+            ``f"{folder}-{place}"``, by the place in the list.
+        kill_at: the moment of a save in which all ranks are killed.
     """
     torch.manual_seed(rank)
     random.seed(rank)
@@ -136,12 +87,15 @@ def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sh
         seen.items += batch.tolist()
         return loss.item()
 
+    def reached(moment: Moment) -> None:
+        if moment in copied:
+            copy_folder(folder, f"{folder}-{copied.index(moment)}")
+
+    pids: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(pids, os.getpid())
     saver = Saver(3, async_save=async_save)
-    if call is not None:
-        pids: list[int] = [0] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(pids, os.getpid())
-        if rank == 0:
-            saver.disk = KillingDisk(call, pids)
+    if rank == 0:
+        saver.disk = DiskOfMoments(reached if kill_at is None else killing_at(kill_at, pids[::-1]))
     hook = CheckpointSaverHook(folder, save_steps=2, saver=saver)
     with MonitoredLoop(
         *(step, model, optimizer),
@@ -163,6 +117,11 @@ def train(rank: int, folder: str, async_save: bool = False, call: Any = None, sh
         "moments": [_plain(each["exp_avg"]) for each in optimizer.state.values()],
         "random": (hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest(), random.random()),
     }
+
+
+def train_in_each(rank: int, folders: list[str], *arguments: Any) -> list[dict[str, Any]]:
+    """Train in each of the folders, one after the other, and return the results."""
+    return [train(rank, folder, *arguments) for folder in folders]
 
 
 def _plain(tensor: Any) -> Any:
