@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import shapes
 from support.rank_threads import Hub, ThreadRanks, in_threads
 from support.torch_state import is_profiling
 from torch import nn
@@ -100,30 +101,47 @@ def test_hooks_are_called_at_the_end_of_each_epoch_before_the_code_behind_it_wit
     assert calls == [("end", 2, 1.0), "behind", ("end", 4, 1.0), "behind"]
 
 
-@pytest.mark.parametrize(("n", "steps"), [(2, [4, 8]), (3, [6]), (5, [10]), (6, [])])
-def test_a_period_of_several_epochs(n: int, steps: list[int]) -> None:
-    calls: list[Any] = []
-    with MonitoredLoop(same, hooks=[Noting(calls, n)]) as loop:
-        for _ in loop.until_stop(range(5)):
-            for item in loop.until_stop([1.0, 1.0]):
-                loop.run(item)
-    assert [step for _, step, _ in calls] == steps
+# The script (see support.shapes), the period of the hook in epochs, the last step, and what happens. E2 is a call of
+# the hook, for the end of an epoch at step 2.
+ENDS = [
+    ("each epoch, before the code behind it", "2{2{r},}", 1, None, "00 01 E2 , 10 11 E4 ,"),
+    ("every second", "5{2{r}}", 2, None, "00 01 10 11 E4 20 21 30 31 E8 40 41"),
+    ("every third", "5{2{r}}", 3, None, "00 01 10 11 20 21 E6 30 31 40 41"),
+    ("the last one", "3{2{r}}", 3, None, "00 01 10 11 20 21 E6"),
+    ("fewer epochs than the period", "2{2{r}}", 3, None, "00 01 10 11"),
+    ("without an outer loop", "2{r},", 1, None, "0 1 E2 ,"),
+    ("three loops", "2{2{2{r}}}", 1, None, "000 001 E2 010 011 E4 100 101 E6 110 111 E8"),
+    ("two loops in an item", "2{2{r}1{r}}", 1, None, "00 01 E2 00 E3 10 11 E5 10 E6"),
+    ("a loop without runs is none", "2{1{r}2{}}", 1, None, "00 E1 10 E2"),
+    ("a stop in an epoch", "5{2{r},}", 1, 3, "00 01 E2 , 10 ,"),
+    ("a stop in the last batch, after which the next process ends the epoch", "5{2{r},}", 1, 2, "00 01 ,"),
+    ("a break in an epoch, before the next item", "2{,4{r!1}}", 1, None, ", 00 01 E2 , 10 11 E4"),
+    ("a break in an epoch, before the next loop", "1{4{r!1}2{r}}", 1, None, "00 01 E2 00 01 E4"),
+]
 
 
-def test_a_loop_without_an_outer_one_is_an_epoch() -> None:
-    calls: list[Any] = []
-    with MonitoredLoop(same, hooks=[Noting(calls)]) as loop:
-        for item in loop.until_stop([1.0, 2.0]):
-            loop.run(item)
-        calls.append("behind")
-    assert calls == [("end", 2, 2.0), "behind"]
+class Traced(SessionRunHook):
+    """Adds a call for the end of an epoch, with its step, to a trace."""
+
+    def __init__(self, trace: list[str], period: int) -> None:
+        self._trace, self._period = trace, period
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if run_context.ends_epoch:
+            self._trace.append(f"E{run_context.session.global_step}")
+
+    def next_due(self) -> Due:
+        return Due(epochs=self._period)
 
 
-def test_an_epoch_does_not_end_when_the_loop_stops_in_its_middle() -> None:
-    calls: list[Any] = []
-    with MonitoredLoop(same, hooks=[Noting(calls), StopAtStepHook(last_step=3)]) as loop:
-        epochs_of(calls, range(5), loop, [1.0, 2.0])
-    assert calls == [("end", 2, 2.0), "behind", "behind"]
+@pytest.mark.parametrize(
+    ("script", "period", "last_step", "done"), [row[1:] for row in ENDS], ids=[row[0] for row in ENDS]
+)
+def test_an_epoch_ends(script: str, period: int, last_step: int | None, done: str) -> None:
+    trace: list[str] = []
+    stop = [] if last_step is None else [StopAtStepHook(last_step=last_step)]
+    shapes.train(MonitoredLoop(lambda: None, hooks=[Traced(trace, period), *stop]), script, trace)
+    assert " ".join(trace) == done
 
 
 def fail_after(loop: MonitoredLoop[float], runs: int) -> None:
@@ -277,15 +295,6 @@ def test_the_hooks_are_called_by_the_next_touch_of_the_loop_after_a_break(touch:
         if touch == "body":
             loop.step().__exit__(None, None, None)
     assert calls == [("end", 2, 2.0)]
-
-
-def test_the_next_outer_item_ends_an_epoch_that_the_body_left() -> None:
-    calls: list[Any] = []
-    with MonitoredLoop(same, hooks=[Noting(calls)]) as loop:
-        for _ in loop.until_stop(range(2)):
-            calls.append("begins")
-            break_after(loop, 1)
-    assert calls == ["begins", ("end", 1, 1.0), "begins", ("end", 2, 1.0)]
 
 
 def test_values_of_an_evaluation_are_those_of_the_epoch_that_the_body_has_just_left() -> None:

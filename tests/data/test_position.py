@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support import shapes
 from support.examples import examples
 from support.packages import import_or_skip
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -204,37 +205,84 @@ def test_whatever_the_nesting_a_resumed_loop_makes_the_runs_that_were_not_made(
     assert made == whole
 
 
+# -- what the next process yields -------------------------------------------------------------------------------------
+
+# The script, or the script of each process (see support.shapes); how each process but the last one ends: at this step,
+# killed (k) right after the checkpoint of this step, with its data (-), or by a break (b); what the processes do.
+RESUMED = [
+    ("a range", "5{r}", "2", "0 1 / 2 3 4"),
+    ("had ended", "3{r}", "-", "0 1 2 /"),
+    ("had ended, a list", "L3{r}", "-", "0 1 2 /"),
+    ("has grown since", "3{r} / 5{r} / 6{r} / 6{r}", "- - -", "0 1 2 / 3 4 / 5 /"),
+    ("has grown since, a list", "L3{r} / L5{r} / L6{r} / L6{r}", "- - -", "0 1 2 / 3 4 / 5 /"),
+    ("more epochs", "3{L2{r}} / 3{L2{r}} / 5{L2{r}}", "- -", "00 01 10 11 20 21 / / 30 31 40 41"),
+    # An item of several runs is not done before its last run, and comes again.
+    ("in several runs", "3{ppp}", "2", "0 0 / 0 0 0 1 1 1 2 2 2"),
+    ("in the first of several runs", "3{ppp}", "4", "0 0 0 1 / 1 1 1 2 2 2"),
+    ("in the middle of several runs", "3{ppp}", "5", "0 0 0 1 1 / 1 1 1 2 2 2"),
+    ("after the last of several runs", "3{ppp}", "6", "0 0 0 1 1 1 / 2 2 2"),
+    ("killed in several runs", "3{ppp}", "k2", "0 0 / 0 0 0 1 1 1 2 2 2"),
+    ("killed after several runs", "3{ppp}", "k3", "0 0 0 / 1 1 1 2 2 2"),
+    ("killed in the next item", "3{ppp}", "k5", "0 0 0 1 1 / 1 1 1 2 2 2"),
+    ("killed after the next item", "3{ppp}", "k6", "0 0 0 1 1 1 / 2 2 2"),
+    ("several runs in a later epoch and process", "3{ab{pp}}", "5 6", "0a 0a 0b 0b 1a / 1a / 1a 1a 1b 1b 2a 2a 2b 2b"),
+    # A run before the inner loop is made again, and undone.
+    ("after a run before the inner loop", "ab{r2{r}}", "1", "a / a a0 a1 b b0 b1"),
+    ("in an inner loop after a run", "ab{r2{r}}", "2", "a a0 / a a1 b b0 b1"),
+    ("in a later inner loop after a run", "ab{r2{r}}", "5", "a a0 a1 b b0 / b b1"),
+    ("a run after the inner loop", "2{L2{r!1}r}", "k3", "00 01 0 / 10 11 1"),
+    ("a run after an inner loop that is left", "2{L5{r!1}r}", "k3", "00 01 0 / 10 11 1"),
+    # A break.
+    ("left before the run of an item", "5{!2r} / 5{r}", "b", "0 1 / 2 3 4"),
+    ("left after the run of an item", "5{r!2} / 5{r}", "b", "0 1 2 / 3 4"),
+    ("in an inner loop that is left", "2{L3{r!1}xyz{r}}", "1", "00 / 01 0x 0y 0z 10 11 1x 1y 1z"),
+    ("after an inner loop that is left", "2{L3{r!1}xyz{r}}", "2", "00 01 / 0x 0y 0z 10 11 1x 1y 1z"),
+    ("in the loop after one that is left", "2{L3{r!1}xyz{r}}", "3", "00 01 0x / 0y 0z 10 11 1x 1y 1z"),
+    ("before the code behind the batches", "2{L2{r}?L2{,}}", "2", "00 01 / , , 10 11 , ,"),
+]
+
+
+@pytest.mark.parametrize(("script", "ends", "done"), [row[1:] for row in RESUMED], ids=[row[0] for row in RESUMED])
+def test_the_next_process_continues_where_the_one_before_it_ended(
+    script: str, ends: str, done: str, tmp_path: Path
+) -> None:
+    scripts, folder, left, traces = script.split(" / "), tmp_path, False, []
+    for number, end in enumerate([*ends.split(), "-"]):
+        trace: list[str] = []
+        step, killed = int(end[1:] or 0) if end[0] in "kb-" else int(end), end[0] == "k"
+        place = latest_checkpoint(folder) if left else folder
+        loop = looped(folder, None if killed else step or None, save_steps=1 if killed else 99, checkpoint_dir=place)
+        shapes.train(loop, scripts[min(number, len(scripts) - 1)], trace)
+        traces.append(" ".join(trace[:step] if killed else trace))
+        folder, left = killed_at(folder, step) if killed else folder, end == "b"
+    assert " ".join(" / ".join(traces).split()) == done
+
+
+@pytest.mark.parametrize("script", ["2{L3{r!1}xyz{r}}", "3{ab{r}cd{r}}", "2{2{2{r}}ab{r}}"])
+def test_wherever_it_is_stopped_the_rest_is_done(script: str, tmp_path: Path) -> None:
+    whole: list[str] = []
+    shapes.train(looped(tmp_path / "whole"), script, whole)
+    for stop in range(1, len(whole)):
+        made: list[str] = []
+        for last_step in (stop, None):
+            shapes.train(looped(tmp_path / f"{stop}", last_step), script, made)
+        assert made == whole, stop
+
+
+def test_a_run_that_is_made_again_is_undone(tmp_path: Path) -> None:
+    shapes.train(looped(tmp_path, 2), "ab{r2{r}}", [])
+    loop = looped(tmp_path)
+    shapes.train(loop, "ab{r2{r}}", [])
+    assert loop.global_step == 6
+
+
 # -- ranges -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_range_continues_after_the_last_value(tmp_path: Path) -> None:
-    assert in_two(tmp_path, 2, range(5), range(5)) == [2, 3, 4]
 
 
 def test_a_range_from_the_global_step_makes_the_same(tmp_path: Path) -> None:
     over(looped(tmp_path, 2), range(5))
     loop = looped(tmp_path)
     assert over(loop, range(loop.global_step, 5)) == [2, 3, 4]
-
-
-@pytest.mark.parametrize("kind", ["range", "list"])
-def test_data_that_had_ended_yield_nothing(kind: str, tmp_path: Path) -> None:
-    assert in_two(tmp_path, 9, items(kind, 3), items(kind, 3)) == []
-
-
-@pytest.mark.parametrize("kind", ["range", "list"])
-def test_data_that_have_grown_since_they_ended_yield_what_is_new(kind: str, tmp_path: Path) -> None:
-    assert in_two(tmp_path, 9, items(kind, 3), items(kind, 5)) == [3, 4]
-    assert over(looped(tmp_path), items(kind, 6)) == [5]
-    assert over(looped(tmp_path), items(kind, 6)) == []
-
-
-def test_more_epochs_are_whole(tmp_path: Path) -> None:
-    made = []
-    for epochs in (3, 3, 5):
-        with looped(tmp_path) as loop:
-            made.append(len(execute(loop, [("range", epochs, [("list", 2, [])])])))
-    assert made == [6, 0, 4]
 
 
 @given(
@@ -560,7 +608,7 @@ def test_an_iterator_that_had_ended_yields_nothing(tmp_path: Path, lines: Lines)
     assert over(looped(tmp_path), iter([0, 1])) == []
     ((level, text),) = logged(lines)
     assert level == "WARNING"
-    assert text.startswith("this training run is finished: the data ended, at step 2.")
+    assert "finished: the data ended, at step 2" in text
 
 
 @pytest.mark.parametrize("make", [list, lambda values: DataLoader(values, batch_size=1)])
@@ -649,18 +697,6 @@ def plain_batches(loop: MonitoredLoop[None], epochs: int = 3, batches: int = 3) 
     return made
 
 
-@pytest.mark.parametrize(("stop", "epoch"), [(2, 0), (4, 1), (5, 1), (6, 2)])
-def test_an_item_of_several_runs_is_yielded_again(stop: int, epoch: int, tmp_path: Path) -> None:
-    plain_batches(looped(tmp_path, stop))
-    assert plain_batches(looped(tmp_path))[0] == (epoch, 0)
-
-
-@pytest.mark.parametrize(("kill", "epoch"), [(2, 0), (3, 1), (5, 1), (6, 2)])
-def test_an_item_of_several_runs_is_yielded_again_after_a_kill(kill: int, epoch: int, tmp_path: Path) -> None:
-    plain_batches(looped(tmp_path, save_steps=1))
-    assert plain_batches(looped(killed_at(tmp_path, kill)))[0] == (epoch, 0)
-
-
 def test_a_save_waits_while_another_until_stop_runs_in_the_same_item(tmp_path: Path) -> None:
     saved = []
     with looped(tmp_path, save_steps=1) as loop:
@@ -670,46 +706,6 @@ def test_a_save_waits_while_another_until_stop_runs_in_the_same_item(tmp_path: P
             for _ in loop.until_stop([1, 2]):
                 saved.append((tmp_path / f"model.ckpt-{loop.global_step}").exists())
     assert saved == [True, False, False] * 2
-
-
-def run_and_inner_loop(loop: MonitoredLoop[None]) -> list[Any]:
-    made: list[Any] = []
-    with loop:
-        for epoch in loop.until_stop("ab"):
-            loop.run()
-            made.append(epoch)
-            for batch in loop.until_stop([1, 2]):
-                loop.run()
-                made.append(batch)
-    return made
-
-
-@pytest.mark.parametrize(("stop", "left"), [(1, [1, 2, "b", 1, 2]), (2, [2, "b", 1, 2]), (5, [1, 2][1:])])
-def test_a_run_before_an_inner_loop_that_continues_is_made_again_and_undone(
-    stop: int, left: list[Any], tmp_path: Path
-) -> None:
-    run_and_inner_loop(looped(tmp_path, stop))
-    loop = looped(tmp_path)
-    assert run_and_inner_loop(loop) == ["ab"[stop > 3], *left]
-    assert loop.global_step == 6
-
-
-def test_that_items_have_several_runs_is_known_in_the_next_epoch_and_process(tmp_path: Path) -> None:
-    def train(loop: MonitoredLoop[None]) -> list[Any]:
-        made: list[Any] = []
-        with loop:
-            for epoch in loop.until_stop(range(3)):
-                for batch in loop.until_stop("ab"):
-                    for _ in range(2):
-                        loop.run()
-                        made.append((epoch, batch))
-                        if loop.should_stop():
-                            break
-        return made
-
-    assert train(looped(tmp_path, 5))[-1] == (1, "a")
-    assert train(looped(tmp_path, 6)) == [(1, "a")]
-    assert train(looped(tmp_path))[0] == (1, "a")
 
 
 def test_an_item_that_was_passed_over_is_done(tmp_path: Path) -> None:
@@ -725,46 +721,6 @@ def test_an_item_that_was_passed_over_is_done(tmp_path: Path) -> None:
 
     train(looped(tmp_path, 2))
     assert train(looped(tmp_path)) == [4, 6]
-
-
-def test_an_item_whose_run_was_not_made_is_yielded_again(tmp_path: Path) -> None:
-    with looped(tmp_path) as loop:
-        for item in loop.until_stop(range(5)):
-            if item == 2:
-                break
-            loop.run()
-    assert over(after_a_break(tmp_path), range(5)) == [2, 3, 4]
-
-
-def test_an_outermost_loop_that_was_left_continues_after_the_item_of_its_last_run(tmp_path: Path) -> None:
-    with looped(tmp_path) as loop:
-        for item in loop.until_stop(range(5)):
-            loop.run()
-            if item == 2:
-                break
-    assert over(after_a_break(tmp_path), range(5)) == [3, 4]
-
-
-def test_an_inner_loop_that_was_left_is_over(tmp_path: Path) -> None:
-    def train(loop: MonitoredLoop[None]) -> list[tuple[int, str, int]]:
-        made = []
-        with loop:
-            for epoch in loop.until_stop(range(2)):
-                for batch in loop.until_stop([0, 1, 2]):
-                    loop.run()
-                    made.append((epoch, "a", batch))
-                    if batch == 1:
-                        break
-                for batch in loop.until_stop([0, 1, 2]):
-                    loop.run()
-                    made.append((epoch, "b", batch))
-        return made
-
-    whole = train(looped(tmp_path / "whole"))
-    for stop in range(1, len(whole)):
-        train(looped(tmp_path / f"{stop}", stop))
-        resumed = whole[:stop] + train(looped(tmp_path / f"{stop}"))
-        assert resumed == whole
 
 
 @pytest.mark.parametrize("enough", [1, 3, 5])
@@ -789,25 +745,6 @@ def test_loops_that_were_left_at_once_continue_with_the_next_item_of_the_outermo
     assert train(after_a_break(tmp_path), 99) == left
 
 
-def test_with_a_look_at_should_stop_the_code_after_the_batches_is_left_to_the_next_process(tmp_path: Path) -> None:
-    validated: list[int] = []
-
-    def train(loop: MonitoredLoop[None]) -> None:
-        with loop:
-            for epoch in loop.until_stop(range(2)):
-                for _ in loop.until_stop([0, 1]):
-                    loop.run()
-                if loop.should_stop():
-                    break
-                for _ in loop.until_stop([0, 1]):
-                    validated.append(epoch)
-
-    train(looped(tmp_path, 2))
-    assert validated == []
-    train(looped(tmp_path))
-    assert validated == [0, 0, 1, 1]
-
-
 @pytest.mark.usefixtures("_harmless_signal")
 def test_after_a_stop_that_comes_after_the_batches_the_epoch_is_done(tmp_path: Path) -> None:
     with looped(tmp_path, signals=["SIGUSR1"]) as loop:
@@ -817,25 +754,6 @@ def test_after_a_stop_that_comes_after_the_batches_the_epoch_is_done(tmp_path: P
             os.kill(os.getpid(), signal.SIGUSR1)
     with looped(tmp_path) as loop:
         assert execute(loop, [("range", 3, [("list", 2, [])])])[0] == (0, 1, 0, 0)
-
-
-@pytest.mark.parametrize("batches", [2, 5])
-def test_a_run_after_the_batches_belongs_to_the_item_of_the_epoch(batches: int, tmp_path: Path) -> None:
-    def train(loop: MonitoredLoop[None]) -> list[Any]:
-        made: list[Any] = []
-        with loop:
-            for epoch in loop.until_stop(range(2)):
-                for batch in loop.until_stop(list(range(batches))):
-                    loop.run()
-                    made.append((epoch, batch))
-                    if batch == 1:
-                        break
-                loop.run()
-                made.append(epoch)
-        return made
-
-    train(looped(tmp_path, save_steps=1))
-    assert train(looped(killed_at(tmp_path, 3))) == [(1, 0), (1, 1), 1]
 
 
 def test_a_loop_closed_in_an_epoch_continues_in_that_epoch(tmp_path: Path) -> None:
@@ -1114,6 +1032,7 @@ def test_loaders_that_are_gone_are_not_kept(tmp_path: Path) -> None:
     assert list(saved["position"]["loaders"]) == []
 
 
+@pytest.mark.slow
 def test_with_persistent_workers_the_order_is_the_same(tmp_path: Path) -> None:
     def train(loop: MonitoredLoop[None], seed: int) -> list[int]:
         torch.manual_seed(seed)
