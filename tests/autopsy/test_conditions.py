@@ -305,7 +305,7 @@ def test_an_error_that_a_script_handles_around_the_loop_is_none_of_the_step() ->
     except ValueError:
         with log_lines() as lines:
             train(new_model(), 10, last_step=9)
-    assert ("WARNING", "no autopsy was made: the loop ended at step 9, before step 10") in lines
+    assert any(level == "WARNING" and "ended at step 9, before step 10" in text for level, text in lines)
 
 
 def test_a_nan_that_comes_back_earlier_has_its_report_where_it_was_asked_for() -> None:
@@ -357,7 +357,7 @@ def test_an_interrupt_of_a_run_that_is_watched_is_no_finding() -> None:
     model.register_forward_pre_hook(interrupt)
     with log_lines() as lines, pytest.raises(KeyboardInterrupt):
         train(model, 9)
-    assert "no autopsy was made: the loop ended at step 8" in str(lines)
+    assert "ended at step 8" in str(lines)
     assert Path("run", "nan.json").exists()
 
 
@@ -634,6 +634,7 @@ def test_the_request_of_the_first_of_several_ranks_is_kept(monkeypatch: pytest.M
     assert json.loads(Path("run", "nan.json").read_text())["rank"] == 0
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("_forgets_compilations")
 def test_what_compiled_code_broke_before_is_looked_at_by_the_third_process() -> None:
     """A weight becomes NaN in step 9, of which only the last run before the NaN is not compiled."""
@@ -657,7 +658,7 @@ def test_what_compiled_code_broke_before_is_looked_at_by_the_third_process() -> 
         assert isinstance(train(torch.compile(model, backend="aot_eager"), 7, rooted=model[1]), Exception)
         hook.remove()
     assert report(8)["origin"]["tensor"] == "parameter 0.weight"
-    assert "Start the script again to look at step 7" in str(report(8)["lines"])
+    assert "again to look at step 7" in str(report(8)["lines"])
     assert report(7)["origin"]["operation"] == "aten.fill_.Scalar"
 
 

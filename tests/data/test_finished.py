@@ -134,7 +134,7 @@ def test_more_data_than_before_continue_when_the_data_had_ended(tmp_path: Path, 
     made = [EarlyStopping(tmp_path, 99, epochs).train() for epochs in (2, 2, 4)]
     assert made == [[0, 1], [], [2, 3]]
     (warning,) = messages(lines, "WARNING")
-    assert warning.startswith("this training run is finished: the data ended, at step 4.")
+    assert "finished: the data ended, at step 4" in warning
     assert "give it more data than before, such as a longer range" in warning
 
 
@@ -153,7 +153,7 @@ def test_a_loop_whose_generator_a_variable_holds_was_left_too(tmp_path: Path) ->
         items = loop.until_stop(range(5))
         next(items)
         loop.run()
-    assert finishes(tmp_path)[-1] == "the script left the outermost loop at item 1 of 5"
+    assert "at item 1 of 5" in str(finishes(tmp_path)[-1])
 
 
 @pytest.mark.parametrize("ends", ["stop", "request_stop", "error", "no run", "close"])
@@ -213,7 +213,7 @@ def delivered() -> Iterable[list[int]]:
 def test_a_signal_in_the_last_validation_is_delivered_after_the_save(tmp_path: Path, delivered: list[int]) -> None:
     EarlyStopping(tmp_path, signals=["SIGUSR1"]).train(interrupt, lambda: delivered.append(0))
     assert delivered == [0, signal.SIGUSR1]
-    assert finishes(tmp_path)[-1] == "the script left the outermost loop in epoch 3 of 9"
+    assert "in epoch 3 of 9" in str(finishes(tmp_path)[-1])
 
 
 def test_if_the_data_ended_there_only_the_manifest_changes(tmp_path: Path, delivered: list[int]) -> None:
@@ -284,7 +284,7 @@ def test_of_several_ranks_the_chief_says_that_the_training_run_is_finished(tmp_p
     assert in_threads(2, train) == [3, 3]
     with log_lines() as lines:
         assert in_threads(2, train) == [3, 3]
-    assert len([text for _, text in lines if text.startswith("this training run is finished: the data ended")]) == 1
+    assert len([text for _, text in lines if "is finished: the data ended" in text]) == 1
 
 
 # -- what a finished training run reports -----------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def test_an_error_of_the_body_propagates_and_ends_the_loop(kind: type[BaseExcept
             raise error
         assert raised.value is error
         assert hooks_on(model) == []
-        with pytest.raises(LifecycleError, match=r"step\(\) was called after a run that failed"), loop.step():
+        with pytest.raises(LifecycleError, match=r"step\(\) .* failed"), loop.step():
             pytest.fail("the body was entered")
     assert methods(hook) == ["begin", "after_create_session", "before_run", "teardown"]
     assert loop.global_step == 0

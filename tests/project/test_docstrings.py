@@ -6,10 +6,8 @@ lines of torchhooks are printed. ``...`` matches anything.
 
 from __future__ import annotations
 
-import ast
 import doctest
 import inspect
-import itertools
 import logging
 import re
 import types
@@ -132,13 +130,3 @@ def test_a_context_shows_what_a_hook_has_a_use_for() -> None:
         "when_ready",
         "why_stopped",
     }
-
-
-def test_a_difference_from_tensorflow_is_said_last() -> None:
-    """Not before the reader knows what the thing does."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("torchhooks/**/*.py")]
-    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            about = [part.startswith("Unlike TensorFlow,") for part in (ast.get_docstring(node) or "").split("\n\n")]
-            assert about == sorted(about), ast.get_docstring(node)
-            assert (ast.get_docstring(node) or "").count("Unlike TensorFlow") == sum(about), ast.get_docstring(node)
