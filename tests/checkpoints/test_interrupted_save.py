@@ -155,6 +155,7 @@ def own_code() -> list[Callable[..., Any]]:
 
 
 # Tracing also stops at the end of a "with", before it closes the file. A signal does not.
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from support.defects import DEFECTS, try_defect
 from support.packages import import_or_skip
 from support.paths import ROOT
 from support.patterns import PATTERNS, Job, try_pattern
-from support.processes import start
+from support.processes import Process, start
 
 TABLE = ROOT / "docs" / "loops.md"
 
@@ -37,20 +36,17 @@ class Attempts:
     def __init__(self, directory: Path, names: list[str]) -> None:
         self.directory, self.names = directory, names
         self.ahead = 1 if "PYTEST_XDIST_WORKER" in os.environ else os.cpu_count() or 1
-        self.processes: dict[str, BaseProcess] = {}
+        self.processes: dict[str, Process] = {}
 
     def results(self, name: str) -> dict[str, Any]:
         """Return the results of a pattern, by scenario, once it is done."""
         index = self.names.index(name)
         for each in self.names[index : index + self.ahead]:
             if each not in self.processes:
-                self.processes[each] = start(
-                    self.output(each),
-                    try_defect if each in DEFECTS else try_pattern,
-                    self.directory,
-                    each,
-                    ignored=IGNORED,
-                )
+                arguments: tuple[Any, ...] = (try_defect, self.directory, each)
+                if each not in DEFECTS:
+                    arguments = (try_pattern, self.directory, each, each in OFTEN)
+                self.processes[each] = start(self.output(each), *arguments, ignored=IGNORED)
         process = self.processes[name]
         process.join()
         assert process.exitcode == 0, self.output(name).read_text()
@@ -63,7 +59,6 @@ class Attempts:
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.join()
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +78,18 @@ def rows() -> list[tuple[list[str], str]]:
     return [(names[1].split(), line.split(" | ")[1].strip()) for names, line in named if names]
 
 
-# A plain pytest tries a pattern of every fifth row, and a few more kinds of data: each takes five processes.
-QUICK = {names[0] for names, outcome in rows()[::5] if outcome == "exact"}
-QUICK |= {"async_save", "infinite_in_state", "stateful_loader", "workers"}
-CASES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.exhaustive]) for name in PATTERNS]
+# A plain pytest tries the usual loop, and a few kinds of data and of saving: each takes five processes.
+QUICK = {"nested_range", "async_save", "stateful_loader"}
+# The gate tries those of every third row, and pytest --all all of them.
+GATE = {names[0] for names, outcome in rows()[::3] if outcome == "exact"}
+# Those that are also killed and signalled again and again, in processes of their own.
+OFTEN = QUICK | {names[0] for names, outcome in rows()[::8] if outcome == "exact"} | {"workers"}
+CASES = [
+    pytest.param(
+        name, marks=[] if name in QUICK else [pytest.mark.exhaustive] if name in GATE else [pytest.mark.release]
+    )
+    for name in PATTERNS
+]
 
 
 NOT_FOUND_BY_CHECK = ["signal_in_validation_before_a_guard"]

@@ -489,6 +489,7 @@ def outputs(folder: Path, kills: list[int]) -> list[str]:
     return printed
 
 
+@pytest.mark.slow
 def test_a_training_run_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
     [whole] = outputs(tmp_path / "whole", [])
     killed = outputs(tmp_path / "killed", [3, 20, 22, 49])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.examples import shared
 from support.forks import check_in_a_process, use_forks
 from support.schemas import answer
 from torch import nn
@@ -164,6 +165,7 @@ def test_a_script_that_ends_within_the_steps_makes_no_run_when_it_is_started_onc
     assert verdict.resumed_at[-1] == 15
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("items", [5, 0])
 def test_epochs_are_shortened_if_none_ends_within_the_steps(items: int, tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_epochs_are_shortened_if_none_ends_within_the_steps(items: int, tmp_path
     assert ("(epochs of 5 items)" in printed(verdict)) == bool(items)
 
 
-@pytest.mark.parametrize("defect", ["", "on rank 1"])
+@pytest.mark.parametrize("defect", shared(["on rank 1", ""], 2))
 def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     found = check_in_a_process(tmp_path, 10, "train.py", "--defect", defect, ranks=2)
@@ -182,6 +184,7 @@ def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Pa
         assert found["comparison"]["difference"]["rank"] == 1
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("steps", [24, 40])
 def test_the_runs_of_several_loops_are_counted_together(steps: int, tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_files_that_the_script_writes_itself_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forks")
-@pytest.mark.parametrize("way", ["reads", "prints", "has a status", "is sent its classes"])
+@pytest.mark.parametrize("way", shared(["is sent its classes", "reads", "prints", "has a status"], 2))
 def test_what_a_script_may_do_is_no_difference(way: str, tmp_path: Path) -> None:
     """It reads its input, prints after each run, has a status for a stop, or gets objects from spawned workers."""
     assert verdict_of(tmp_path, way, steps=10).is_exact
@@ -252,6 +255,7 @@ def test_what_cannot_be_checked_is_said(defect: str, steps: int, message: str, t
         verdict_of(tmp_path, defect, steps)
 
 
+@pytest.mark.release
 def test_the_command_prints_a_verdict_for_people_or_for_a_program(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support import defects, forgetful
 from support.defects import DEFECTS
+from support.examples import shared
 from support.forgetful import FORGETFUL
 from support.forks import check_in_a_process
 from support.paths import ROOT
@@ -16,7 +17,7 @@ from support.paths import ROOT
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", FORGETFUL)
+@pytest.mark.parametrize("name", shared(FORGETFUL, 6))
 def test_a_defect_of_a_script_is_found_and_named(name: str, tmp_path: Path) -> None:
     found = check_in_a_process(tmp_path, 16, forgetful.__file__, name, forks=name != "order_of_a_set")
     assert not found["exact"]
@@ -38,7 +39,7 @@ def row_of(name: str) -> str:
     return row
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", shared(DEFECTS, 6))
 def test_a_defect_of_a_loop_is_found_as_the_documentation_says(name: str, tmp_path: Path) -> None:
     found = check_in_a_process(tmp_path, 10, defects.__file__, name)
     said = re.search(r"`check`: ([^.]*)\.", row_of(name))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import random_scripts
+from support.examples import shared
 from support.forks import check_in_a_process
 from support.paths import ROOT
 
@@ -36,7 +37,7 @@ def test_every_recipe_that_resumes_is_checked() -> None:
     assert {each.partition("\n")[0] for each in resumed} == {*CALLS}
 
 
-@pytest.mark.parametrize("heading", CALLS)
+@pytest.mark.parametrize("heading", shared(CALLS, 2))
 def test_a_recipe_resumes_exactly(heading: str, tmp_path: Path) -> None:
     text = RECIPES.read_text(encoding="utf-8")
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -45,11 +46,11 @@ def test_a_recipe_resumes_exactly(heading: str, tmp_path: Path) -> None:
     assert_exact(tmp_path, "recipe.py", steps=30)
 
 
-@pytest.mark.parametrize("name", ["usual", "gpt"])
+@pytest.mark.parametrize("name", shared(["usual", "gpt"], 2))
 def test_an_example_resumes_exactly(name: str, tmp_path: Path) -> None:
     assert_exact(tmp_path, str(ROOT / "examples" / f"{name}.py"), steps=10)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", shared(NUMBERS, 3))
 def test_a_script_of_random_parts_resumes_exactly(number: int, tmp_path: Path) -> None:
     assert_exact(tmp_path, random_scripts.__file__, str(number), steps=24)

@@ -50,7 +50,14 @@ def exact_with_a_run_before_the_inner_loop(folder: Path) -> None:
                 loop.run(inputs, targets)
 
 
-@pytest.mark.parametrize("train", [exact, exact_with_a_body_and_accumulation, exact_with_a_run_before_the_inner_loop])
+@pytest.mark.parametrize(
+    "train",
+    [
+        exact_with_a_body_and_accumulation,
+        pytest.param(exact, marks=pytest.mark.exhaustive),
+        pytest.param(exact_with_a_run_before_the_inner_loop, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_exact_script_passes(train: Train, tmp_path: Path) -> None:
     assert_resumes_exactly(train, tmp_path, steps=STEPS, stops=STOPS)
 
@@ -59,12 +66,12 @@ def test_an_exact_script_passes(train: Train, tmp_path: Path) -> None:
     ("train", "quantity"),
     [
         (forgetful.list_shuffled_in_place, "item"),
-        (forgetful.variable_of_the_body, "arguments"),
         (forgetful.draws_outside_of_the_loop, "arguments"),
         (forgetful.counter_of_the_trainer, "outputs"),
-        (forgetful.iterator_in_the_step, "outputs"),
-        (forgetful.second_optimizer, "parameters"),
         (forgetful.scheduler_per_step, "parameters"),
+        pytest.param(forgetful.variable_of_the_body, "arguments", marks=pytest.mark.exhaustive),
+        pytest.param(forgetful.iterator_in_the_step, "outputs", marks=pytest.mark.exhaustive),
+        pytest.param(forgetful.second_optimizer, "parameters", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_defect_is_found_and_named(train: Train, quantity: str, tmp_path: Path) -> None:

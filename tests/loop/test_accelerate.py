@@ -144,8 +144,8 @@ def test_the_steps_of_the_wrapped_optimizer_count(kind: str, tmp_path: Path) -> 
     assert [step for step, _ in seen] == [run // 2 for run in range(1, EPOCHS * BATCHES + 1)]
 
 
-@pytest.mark.parametrize("step_unit", ["run", "optimizer_step"])
-@pytest.mark.parametrize("stop", [2, 6])
+@pytest.mark.parametrize("step_unit", [pytest.param("run", marks=pytest.mark.exhaustive), "optimizer_step"])
+@pytest.mark.parametrize("stop", [2, pytest.param(6, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prepared_loader_is_resumed_by_skipping_with_one_warning(
     kind: str, stop: int, step_unit: str, tmp_path: Path, lines: Lines

@@ -316,6 +316,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings(  # the compiler itself looks at it where a compiled function goes on after its backward()
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
@@ -371,6 +372,7 @@ def test_a_module_may_be_the_step() -> None:
     assert inputs_of(Doubling(), 1.5) == {"inputs": 1.5, "scale": 2.0}
 
 
+@pytest.mark.compile
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_module_may_be_the_step() -> None:
     step: Any = torch.compile(Doubling(), backend="eager")

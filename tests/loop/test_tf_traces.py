@@ -344,9 +344,10 @@ def covering(ways: list[Way]) -> list[Way]:
 
 
 def cases(number: int, scenario: Scenario) -> Iterator[Any]:
-    """Return a scenario in a few ways, of which a plain pytest takes every second one, in turn with its neighbours."""
-    for way_number, way in enumerate(covering(list(ways(scenario)))):
-        marks = [pytest.mark.exhaustive] if (number + way_number) % 2 else []
+    """Return a scenario in a few ways, of which a plain pytest takes one, another one than for its neighbours."""
+    covered = covering(list(ways(scenario)))
+    for way_number, way in enumerate(covered):
+        marks = [pytest.mark.exhaustive] if (number + way_number) % len(covered) else []
         yield pytest.param(scenario, way, marks=marks, id=f"{scenario['name']}-{way}")
 
 

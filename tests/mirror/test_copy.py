@@ -471,6 +471,7 @@ def test_a_damaged_index_is_named_and_costs_an_upload(tmp_path: Path, lines: Lin
     assert json.loads(place.read("files.json")).keys() == json.loads(whole_index).keys()
 
 
+@pytest.mark.slow
 def test_the_command_copies_to_the_store_and_from_it_and_says_what_it_could_not_copy(
     s3: S3Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,6 +538,7 @@ def test_an_address_without_a_copy_has_no_status(tmp_path: Path, capsys: pytest.
     assert "has no mirror.json, so it is no copy of a training run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_status_of_a_copy_is_read_from_a_small_part_of_it(
     s3: S3Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,8 @@ class Ran(NamedTuple):
     document: dict[str, Any]
 
 
-QUICK = "histograms", "overhead"
+# A plain pytest runs one, and pytest --all the others.
+MARKS: dict[str, list[Any]] = {"histograms": []}
 
 
 def run(name: str) -> Ran:
@@ -52,7 +53,7 @@ def run(name: str) -> Ran:
         return Ran(printed, json.loads(output.with_suffix(".json").read_text()))
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ARGUMENTS])
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, [pytest.mark.release])) for name in ARGUMENTS])
 def ran(request: pytest.FixtureRequest) -> Ran:
     return run(request.param)
 
@@ -72,7 +73,7 @@ def first_hour(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return done
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_first_hour_on_a_gpu_runs_on_a_cpu_as_far_as_it_can(tmp_path: Path) -> None:
     parts = ["first_save", "tests", "graph", "streams", "saving", "in_place", "lost"]
     done = first_hour(tmp_path, "--gigabytes", "0.01", "--only", *parts)
@@ -96,18 +97,18 @@ def slow(options):
     time.sleep(300)
 
 if __name__ == "__main__":
-    run(slow, Options(repeat=1, gigabytes=1.0, results=Path(), secs=20.0), Report(Path("report.md")))
+    run(slow, Options(repeat=1, gigabytes=1.0, results=Path(), secs=5.0), Report(Path("report.md")))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_part_of_the_first_hour_is_ended_with_all_that_it_has_started_when_its_time_is_up(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SLOW_PART)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT)])}
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, check=True)
     report = (tmp_path / "report.md").read_text()
     assert "found until then" in report
-    assert "**slow: ended after 20 s**" in report
+    assert "**slow: ended after 5 s**" in report
     child = int((tmp_path / "started").read_text())
     wait_until(lambda: not is_alive(child))
 
@@ -119,7 +120,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_parts_of_the_first_hour_for_which_no_time_is_left_are_not_run(tmp_path: Path) -> None:
     done = first_hour(tmp_path, "--minutes", "0.01", "--only", "transformer", "saves")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -54,34 +54,41 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Digits:
     return Digits(accuracy, [text for _, text in lines], read(logdir))
 
 
+@pytest.mark.slow
 def test_digits_learns_digits(digits: Digits) -> None:
     assert digits.accuracy > 0.9
 
 
+@pytest.mark.slow
 def test_digits_logs_a_line_every_100_steps(digits: Digits) -> None:
     steps = [match[1] for line in digits.lines if (match := re.match(r"step +(\d+): loss .* accuracy .* lr ", line))]
     assert steps == ["100"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["train/loss", "train/accuracy", "train/lr"])
 def test_digits_writes_curves_that_tensorboard_reads(digits: Digits, tag: str) -> None:
     assert [point.step for point in digits.events.Scalars(tag)] == [*range(20, STEPS, 20)]
 
 
+@pytest.mark.slow
 def test_the_loss_of_digits_falls(digits: Digits) -> None:
     losses = [point.value for point in digits.events.Scalars("train/loss")]
     assert losses[-1] < 0.5 < losses[0]
 
 
+@pytest.mark.slow
 def test_digits_writes_steps_per_second(digits: Digits) -> None:
     assert [point.step for point in digits.events.Scalars("global_step/sec")] == [101]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["conv1/weight", "conv1/gradient", "head/output"])
 def test_digits_writes_histograms(digits: Digits, tag: str) -> None:
     assert [histogram.step for histogram in digits.events.Histograms(tag)] == [*range(20, STEPS, 20)]
 
 
+@pytest.mark.slow
 def test_digits_writes_a_picture_of_16_digits(digits: Digits) -> None:
     assert {(picture.width, picture.height) for picture in digits.events.Images("images")} == {(8 * 8, 2 * 8)}
 
@@ -104,24 +111,29 @@ def printed_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_digits_fails_when_it_has_not_learned_enough(printed_too_early: str) -> None:
     assert "Test accuracy: 0." in printed_too_early
 
 
+@pytest.mark.slow
 def test_digits_says_what_stopped_it(printed_too_early: str) -> None:
     assert "Stopped by StopAtStepHook: step 20.\n" in printed_too_early
 
 
+@pytest.mark.slow
 def test_digits_says_how_to_view_its_curves(printed_too_early: str, tmp_path: Path) -> None:
     logdir = printed_too_early.split("tensorboard --logdir ")[1].strip()
     assert read(tmp_path / logdir).Scalars("train/loss")
 
 
+@pytest.mark.slow
 def test_digits_writes_to_a_folder_that_git_ignores(printed_too_early: str, tmp_path: Path) -> None:
     assert [folder.name for folder in tmp_path.iterdir()] == ["runs"]
     assert "runs/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 def test_digits_without_scikit_learn_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit, match="pip install scikit-learn"):
@@ -214,6 +226,7 @@ def both_on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     return run_ranks(tmp_path_factory.mktemp("ranks"), 2, both_scripts)
 
 
+@pytest.mark.ranks
 def test_the_wrapped_script_for_several_ranks_ends_with_the_same_bits(both_on_two_ranks: list[Ended]) -> None:
     assert [each.code for each in both_on_two_ranks] == [0, 0], both_on_two_ranks
     plain, wrapped = both_on_two_ranks[0].value
@@ -221,6 +234,7 @@ def test_the_wrapped_script_for_several_ranks_ends_with_the_same_bits(both_on_tw
     assert both_on_two_ranks[1].value == both_on_two_ranks[0].value
 
 
+@pytest.mark.ranks
 def test_the_wrapped_script_for_several_ranks_logs_the_loss_of_all_ranks_once(both_on_two_ranks: list[Ended]) -> None:
     chief, other = (re.findall(r"^INFO:torchhooks:loss = (\S+)", each.output, re.M) for each in both_on_two_ranks)
     assert (len(chief), other) == (4, [])
@@ -238,14 +252,15 @@ def printed_by_torchrun() -> str:
     return ran.stdout + ran.stderr
 
 
-@pytest.mark.ranks
+@pytest.mark.release
+@pytest.mark.release
 def test_fsdp2_logs_the_norm_of_sharded_gradients_once(printed_by_torchrun: str) -> None:
     logged = re.findall(r"loss = (\S+), gradient norm = (\S+)", printed_by_torchrun)
     assert len(logged) == 3
     assert float(logged[-1][0]) < float(logged[0][0])
 
 
-@pytest.mark.ranks
+@pytest.mark.release
 def test_fsdp2_has_the_same_final_values_on_all_ranks(printed_by_torchrun: str) -> None:
     # Not line by line: where output is not buffered, print() writes the newline by itself, and ranks print at once.
     final = re.findall(r"rank (\d): (loss \S+, the first weights have the shape \[64, 1\])", printed_by_torchrun)
@@ -285,12 +300,12 @@ def printed_by_resume() -> str:
     return printed.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_resume_is_ended_by_sigterm_and_started_again(printed_by_resume: str) -> None:
     assert re.findall("exit code (.*)", printed_by_resume) == ["0", "-15", "0"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_resume_ends_with_the_same_bits_as_an_uninterrupted_run(printed_by_resume: str) -> None:
     assert (
         "Bit-identical: classes, global_step, model, optimizer, position, random, runs, scheduler.\n"
@@ -298,7 +313,7 @@ def test_resume_ends_with_the_same_bits_as_an_uninterrupted_run(printed_by_resum
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_resume_ends_at_the_same_loss_as_an_uninterrupted_run(printed_by_resume: str) -> None:
     assert len(set(re.findall("loss (.*) at step 300", printed_by_resume))) == 1
 
@@ -349,9 +364,11 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @each_library
-@pytest.mark.parametrize(("backward", "signum"), [(45, signal.SIGKILL), (71, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("backward", "signum"), [(45, signal.SIGKILL), pytest.param(71, signal.SIGTERM, marks=pytest.mark.release)]
+)
 def test_a_script_with_fabric_or_accelerate_ends_with_the_same_bits_when_it_is_killed(
     name: str, backward: int, signum: int, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -375,7 +392,7 @@ def trials(folder: Path) -> list[tuple[Any, ...]]:
     return [(trial.params, trial.state.name, trial.values, trial.intermediate_values) for trial in finished]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_sweep_prunes_some_trials_and_completes_others(uninterrupted: Callable[[str], Path]) -> None:
     states = [state for _, state, _, _ in trials(uninterrupted("optuna_sweep"))]
     assert len(states) == example("optuna_sweep").TRIALS
@@ -383,7 +400,7 @@ def test_the_sweep_prunes_some_trials_and_completes_others(uninterrupted: Callab
     assert set(states) == {"COMPLETE", "PRUNED"}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(("backward", "number", "step"), [(96 + 50, 1, 40), (4 * 96 + 12, 4, 10)])
 def test_a_sweep_continues_the_trial_in_which_it_was_killed(
     backward: int, number: int, step: int, uninterrupted: Callable[[str], Path], tmp_path: Path
@@ -464,15 +481,21 @@ def test_model_and_data_of_gpt_are_the_same_lines_with_and_without_torchhooks() 
     assert parts[0] == parts[1] != []
 
 
+@pytest.mark.slow
 @on_the_cpu
 def test_gpt_trains_the_same_bits_with_and_without_torchhooks(gpts: dict[str, Path]) -> None:
     with_hooks, without = (trained(name, folder) for name, folder in gpts.items())
     example("resume").compare(with_hooks, without)  # raises SystemExit if they differ
 
 
+@pytest.mark.slow
 @on_the_cpu
 @each_gpt
-@pytest.mark.parametrize("step", [14, EPOCH], ids=["middle_of_an_epoch", "end_of_an_epoch"])
+@pytest.mark.parametrize(
+    "step",
+    [14, pytest.param(EPOCH, marks=pytest.mark.exhaustive)],
+    ids=["middle_of_an_epoch", "end_of_an_epoch"],
+)
 def test_gpt_ends_with_the_same_bits_when_it_is_interrupted(
     name: str, step: int, gpts: dict[str, Path], sigterms: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,6 +519,7 @@ def test_gpt_ends_with_the_same_bits_when_it_is_interrupted(
     example("resume").compare(trained(name, gpts[name]), trained(name, tmp_path))
 
 
+@pytest.mark.slow
 @each_gpt
 def test_gpt_stops_when_the_validation_loss_no_longer_decreases(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -511,18 +535,21 @@ def test_gpt_stops_when_the_validation_loss_no_longer_decreases(
     assert "Stopped at step 8 by " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @each_gpt
 @pytest.mark.parametrize("tag", ["loss", "lr", "grad_norm"])
 def test_gpt_writes_curves_of_training(name: str, tag: str, gpts: dict[str, Path]) -> None:
     assert [point.step for point in read(gpts[name]).Scalars(tag)] == [1, 11, 21]
 
 
+@pytest.mark.slow
 @each_gpt
 @pytest.mark.parametrize("tag", ["tokens/sec"])
 def test_gpt_writes_curves_of_its_throughput(name: str, tag: str, gpts: dict[str, Path]) -> None:
     assert [point.step for point in read(gpts[name]).Scalars(tag)] == [21]
 
 
+@pytest.mark.slow
 @each_gpt
 def test_the_validation_loss_of_gpt_falls(name: str, gpts: dict[str, Path]) -> None:
     points = read(gpts[name]).Scalars("validation_loss")
@@ -530,6 +557,7 @@ def test_the_validation_loss_of_gpt_falls(name: str, gpts: dict[str, Path]) -> N
     assert points[-1].value < points[0].value
 
 
+@pytest.mark.slow
 @each_gpt
 def test_gpt_keeps_its_best_state(name: str, gpts: dict[str, Path]) -> None:
     best = gpts[name] / {"gpt": "best/model.1.ckpt-30/state.pt", "gpt_plain": "best.pt"}[name]

@@ -1262,6 +1262,7 @@ def sharded_on_the_chief(rank: int) -> str:
     return "ended"
 
 
+@pytest.mark.ranks
 def test_a_dtensor_is_refused_in_a_hook_of_the_chief_alone(tmp_path: Path) -> None:
     ended = run_ranks(tmp_path, 2, sharded_on_the_chief)
     assert [each.code for each in ended] == [0, 0], ended

@@ -14,7 +14,8 @@ import torch
 
 from torchhooks import MlflowWriter, MonitoredLoop, SummarySaverHook, summary
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of its own dependencies
+# MLflow takes seconds to import, and its dependencies warn.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 mlflow: Any = None
 
 

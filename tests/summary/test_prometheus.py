@@ -47,6 +47,7 @@ def test_a_running_loop_answers_with_its_newest_values() -> None:
     assert abs(found["torchhooks_time_seconds"][0] - time.time()) < 60
 
 
+@pytest.mark.slow
 def test_the_port_is_opened_by_the_first_point_and_again_by_one_after_close() -> None:
     writer = PrometheusWriter(0, rank=3, addr="127.0.0.1")
     assert writer.port == 0
@@ -61,6 +62,7 @@ def test_the_port_is_opened_by_the_first_point_and_again_by_one_after_close() ->
         assert scrape(writer.port)["torchhooks_loss"][0] == 2.0
 
 
+@pytest.mark.slow
 def test_two_writers_can_have_the_same_tag() -> None:
     with PrometheusWriter(0, run="a", addr="127.0.0.1") as one, PrometheusWriter(0, run="b", addr="127.0.0.1") as other:
         one.add_scalar("loss", 1.0, 1)
@@ -69,7 +71,14 @@ def test_two_writers_can_have_the_same_tag() -> None:
         assert scrape(other.port)["torchhooks_loss"] == (2.0, {"run": "b", "rank": "0"})
 
 
-@pytest.mark.parametrize(("tag", "other"), [("val/loss", "val_loss"), ("loss", "step"), ("loss", "time_seconds")])
+@pytest.mark.parametrize(
+    ("tag", "other"),
+    [
+        ("val/loss", "val_loss"),
+        pytest.param("loss", "step", marks=pytest.mark.exhaustive),
+        pytest.param("loss", "time_seconds", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_two_tags_of_one_name_are_refused(tag: str, other: str) -> None:
     with PrometheusWriter(0, addr="127.0.0.1") as writer:
         writer.add_scalar(tag, 1.0, 1)

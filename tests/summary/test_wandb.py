@@ -88,6 +88,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb.teardown()  # it reads the environment once in a process, and another test may have used it
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_wandb_gets_each_value_with_the_global_step_and_resumes_its_run(tmp_path: Path) -> None:
     def train(steps: int, begin: int) -> None:
@@ -116,6 +117,7 @@ def test_wandb_gets_each_value_with_the_global_step_and_resumes_its_run(tmp_path
     assert {("lr", "0.1"), ("model.width", "3")} <= set(config)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_wandb_gets_nan_text_and_figures_and_a_failed_run_says_so(tmp_path: Path) -> None:
     def fail() -> None:
