@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import shapes
 from support.devices import FakeDevice
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -95,6 +96,57 @@ def saves(listener: Listener) -> list[int]:
 # -- when -------------------------------------------------------------------------------------------------------------
 
 
+# The script (see support.shapes), the period, the last step of each process but the last one, and what happens. S4 is a
+# checkpoint of step 4. The last one is saved again if the training run is finished, which the checkpoint then says.
+SAVED: list[tuple[str, str, dict[str, int], str, str]] = [
+    ("at the start, in its period, at the end", "10{r}", {"save_steps": 4}, "", "S0 0 1 2 3 S4 4 5 6 7 S8 8 9 S10"),
+    ("at the start of a loop without a run", "", {"save_steps": 4}, "", "S0"),
+    ("at the end only", "2{3{r},}", {"save_steps": 99}, "", "S0 00 01 02 , 10 11 12 , S6"),
+    ("again what was restored", "10{r}", {"save_steps": 4}, "5", "S0 0 1 2 3 S4 4 S5 / S5 5 6 7 8 S9 9 S10"),
+    ("not again at a stop what was just saved", "8{r}", {"save_steps": 4}, "4", "S0 0 1 2 3 S4 / S4 4 5 6 7 S8 S8"),
+    (
+        "in an epoch, and behind it",
+        "2{3{r},}",
+        {"save_steps": 2},
+        "",
+        "S0 00 01 S2 02 , 10 S4 11 12 , S6 S6",
+    ),
+    ("behind the code of the epoch", "2{3{r},}", {"save_steps": 3}, "", "S0 00 01 02 , S3 10 11 12 , S6 S6"),
+    ("by epochs", "2{3{r},}", {"every_n_epochs": 1}, "", "S0 00 01 02 , S3 10 11 12 , S6 S6"),
+    ("by two epochs", "4{2{r},}", {"every_n_epochs": 2}, "5", "S0 00 01 , 10 11 , S4 20 S5 , / S5 21 , 30 31 , S8 S8"),
+    ("at a stop", "2{2{r},}", {"every_n_epochs": 1}, "2", "S0 00 01 S2 , / S2 , S2 10 11 , S4 S4"),
+    ("behind an item of several runs", "2{ppp}", {"save_steps": 2}, "", "S0 0 0 0 S3 1 1 1 S6 S6"),
+    ("in the middle of an item longer than the period", "1{r2{r}}", {"save_steps": 1}, "", "S0 0 S2 00 S2 01 S3 S3"),
+    ("behind a break", "2{3{r!1},}", {"save_steps": 2}, "", "S0 00 01 , S2 10 11 , S4 S4"),
+    ("behind a break out of the outermost loop", "4{!2r}", {"save_steps": 2}, "", "S0 0 1 S2 S2"),
+    ("in two loops", "3{r}2{r}", {"save_steps": 2}, "", "S0 0 1 S2 2 0 S4 1 S5"),
+]
+
+
+class Traced(CheckpointSaverListener):
+    """Adds each checkpoint, with its step, to a trace."""
+
+    def __init__(self, trace: list[str]) -> None:
+        self._trace = trace
+
+    def after_save(self, session: Session, step: int) -> None:
+        self._trace.append(f"S{step}")
+
+
+@pytest.mark.parametrize(
+    ("script", "period", "stops", "done"), [row[1:] for row in SAVED], ids=[row[0] for row in SAVED]
+)
+def test_saves(script: str, period: dict[str, Any], stops: str, done: str, tmp_path: Path) -> None:
+    traces = []
+    for stop in [*map(int, stops.split()), None]:
+        trace: list[str] = []
+        hooks: list[SessionRunHook] = [CheckpointSaverHook(tmp_path, listeners=[Traced(trace)], **period)]
+        hooks += [] if stop is None else [StopAtStepHook(last_step=stop)]
+        shapes.train(MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path), script, trace)
+        traces.append(" ".join(trace))
+    assert " / ".join(traces) == done
+
+
 class _StoppingGuard(SessionRunHook):
     """Raises StopIteration from a guard of checkpoints, each time it is asked for which ``stops(count)`` is true."""
 
@@ -170,13 +222,6 @@ def test_the_end_waits_for_a_saver_of_the_script_that_can_only_wait(tmp_path: Pa
     assert saver.calls == ["save 0", "save 1", "wait"]
 
 
-def test_a_loop_without_a_run_saves_once(tmp_path: Path) -> None:
-    listener = Listener()
-    hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])
-    trace(hook, losses=[], checkpoint_dir=tmp_path)
-    assert saves(listener) == [0]
-
-
 def test_a_period_begins_at_the_step_that_was_saved_last(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
 
@@ -190,14 +235,6 @@ def test_a_period_begins_at_the_step_that_was_saved_last(tmp_path: Path) -> None
         for _ in range(4):
             loop.run()
     assert steps(tmp_path) == [0, 6, 12]
-
-
-def test_saves_again_what_it_restored(tmp_path: Path) -> None:
-    for _ in range(2):
-        listener = Listener()
-        hook = CheckpointSaverHook(tmp_path, save_steps=4, listeners=[listener])
-        trace(StopAtStepHook(num_steps=5), hook, losses=[0.1] * 9, checkpoint_dir=tmp_path)
-    assert saves(listener) == [5, 9, 10]
 
 
 @pytest.mark.parametrize("in_an_item", [False, True])
