@@ -194,24 +194,6 @@ def test_a_folder_with_the_name_of_a_checkpoint_is_not_one(tmp_path: Path) -> No
 # Which ones are kept.
 
 
-def test_the_oldest_by_writing_is_removed(tmp_path: Path) -> None:
-    save_steps(tmp_path, 9, 10, 100, 8, saver=Saver(max_to_keep=3))
-    assert steps(tmp_path) == [10, 100, 8]
-    assert not (tmp_path / "model.ckpt-9").exists()
-
-
-@pytest.mark.parametrize("everything", [None, 0])
-def test_all_of_them_are_kept_on_request(tmp_path: Path, everything: int | None) -> None:
-    save_steps(tmp_path, *range(8), saver=Saver(everything))
-    assert steps(tmp_path) == list(range(8))
-
-
-def test_checkpoints_of_an_earlier_process_count(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3)
-    save_steps(tmp_path, 4, saver=Saver(2))
-    assert steps(tmp_path) == [3, 4]
-
-
 def test_checkpoints_of_another_name_are_counted_separately(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     save_steps(tmp_path, 7, 8, saver=Saver(1), prefix="best")
@@ -235,60 +217,42 @@ class Clock(Disk):
         return self.secs
 
 
-def save_every_half_hour(folder: Path, saver: Saver, count: int, clock: Clock) -> None:
-    """Save ``count`` checkpoints; their steps are the half hours of the clock."""
-    saver.disk = clock
-    for _ in range(count):
-        save_steps(folder, round(clock.secs / 1800), saver=saver)
+# Savers, one after the other, as in processes that resume: how many they keep, one in how many hours for good, and the
+# steps that they save, each so many half hours after midnight; and which are left.
+KEPT: list[tuple[str, list[tuple[int | None, int | None, list[int]]], list[int]]] = [
+    ("the newest by writing", [(3, None, [9, 10, 100, 8])], [10, 100, 8]),
+    ("all", [(None, None, [0, 1, 2, 3, 4, 5, 6, 7])], [0, 1, 2, 3, 4, 5, 6, 7]),
+    ("all, with 0", [(0, None, [0, 1, 2, 3, 4, 5, 6, 7])], [0, 1, 2, 3, 4, 5, 6, 7]),
+    ("those of an earlier process count", [(5, None, [1, 2, 3]), (2, None, [4])], [3, 4]),
+    ("the first, and one an hour", [(2, 1, [0, 1, 2, 3, 4, 5, 6, 7])], [0, 2, 4, 6, 7]),
+    ("the hours continue in the next process", [(2, 1, [0, 1]), (2, 1, [2, 3]), (2, 1, [4, 5])], [0, 2, 4, 5]),
+    ("one after a pause of many hours", [(1, 1, [0, 101, 102, 103, 104])], [0, 101, 103, 104]),
+    ("for good, also by a saver that keeps none", [(1, 1, [0, 1, 2, 3]), (1, None, [50])], [0, 2, 50]),
+    ("for good, also with a longer period", [(1, 1, [0, 1, 2, 3, 4]), (1, 2, [5, 6, 7, 8, 9, 10])], [0, 2, 4, 8, 10]),
+    ("for good by a period that comes later", [(None, None, [0, 1, 2, 3, 4]), (1, 1, [5, 6])], [0, 2, 4, 6]),
+    ("for good when the clock is set back", [(1, 1, [100, 101, 0, 1, 2, 3])], [100, 0, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("savers", "left"), [row[1:] for row in KEPT], ids=[row[0] for row in KEPT])
+def test_keeps(savers: list[tuple[int | None, int | None, list[int]]], left: list[int], tmp_path: Path) -> None:
+    clock = Clock(0)
+    for number, hours, saved in savers:
+        saver = Saver(number, keep_checkpoint_every_n_hours=hours)
+        saver.disk = clock
+        for step in saved:
+            clock.secs = 1800.0 * step
+            save_steps(tmp_path, step, saver=saver)
+    assert steps(tmp_path) == left
+
+
+def test_a_checkpoint_says_whether_it_is_kept_for_good(tmp_path: Path) -> None:
+    saver = Saver(1, keep_checkpoint_every_n_hours=1)
+    saver.disk = clock = Clock(0)
+    for step in range(2):
+        save_steps(tmp_path, step, saver=saver)
         clock.secs += 1800
-
-
-def test_the_first_and_then_one_every_n_hours_is_kept_for_good(tmp_path: Path) -> None:
-    save_every_half_hour(tmp_path, Saver(2, keep_checkpoint_every_n_hours=1), 10, Clock(0))
-    assert steps(tmp_path) == [0, 2, 4, 6, 8, 9]
-
-
-def test_the_hours_continue_in_the_next_process(tmp_path: Path) -> None:
-    clock = Clock(0)
-    for _ in range(5):
-        save_every_half_hour(tmp_path, Saver(2, keep_checkpoint_every_n_hours=1), 2, clock)
-    assert steps(tmp_path) == [0, 2, 4, 6, 8, 9]
-
-
-def test_after_a_pause_of_many_periods_one_is_kept_and_not_one_for_each(tmp_path: Path) -> None:
-    clock, saver = Clock(0), Saver(1, keep_checkpoint_every_n_hours=1)
-    save_every_half_hour(tmp_path, saver, 1, clock)
-    clock.secs += 1800 * 100
-    save_every_half_hour(tmp_path, saver, 4, clock)
-    assert steps(tmp_path) == [0, 101, 103, 104]
-
-
-def test_what_is_kept_for_good_is_kept_by_a_saver_that_keeps_none(tmp_path: Path) -> None:
-    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=1), 4, Clock(0))
-    save_steps(tmp_path, 50, saver=Saver(1))
-    assert [(found.step, found.kept) for found in list_checkpoints(tmp_path)] == [(0, True), (2, True), (50, False)]
-
-
-def test_a_longer_period_removes_nothing_that_is_kept_for_good(tmp_path: Path) -> None:
-    clock = Clock(0)
-    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=1), 5, clock)
-    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=2), 6, clock)
-    assert steps(tmp_path) == [0, 2, 4, 8, 10]
-
-
-def test_a_period_that_is_switched_on_later_counts_for_the_checkpoints_that_are_there(tmp_path: Path) -> None:
-    clock = Clock(0)
-    save_every_half_hour(tmp_path, Saver(None), 8, clock)
-    save_every_half_hour(tmp_path, Saver(1, keep_checkpoint_every_n_hours=1), 2, clock)
-    assert steps(tmp_path) == [0, 2, 4, 6, 8, 9]
-
-
-def test_the_period_continues_when_the_clock_is_set_back(tmp_path: Path) -> None:
-    clock, saver = Clock(1800 * 100), Saver(1, keep_checkpoint_every_n_hours=1)
-    save_every_half_hour(tmp_path, saver, 2, clock)
-    clock.secs = 0
-    save_every_half_hour(tmp_path, saver, 4, clock)
-    assert steps(tmp_path) == [100, 0, 2, 3]
+    assert [(found.step, found.kept) for found in list_checkpoints(tmp_path)] == [(0, True), (1, False)]
 
 
 def test_each_name_has_its_own_checkpoints_that_are_kept_for_good(tmp_path: Path) -> None:

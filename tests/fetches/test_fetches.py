@@ -490,71 +490,43 @@ def test_a_closure_gets_live_values() -> None:
 # -- once a run -----------------------------------------------------------------------------------------------------
 
 
-def run_with(*fetches: Any) -> None:
+def run_with(*fetches: Any, runs: int = 1) -> None:
     with MonitoredLoop(int, hooks=[RecordingHook(each) for each in fetches]) as loop:
-        loop.run()
+        for _ in range(runs):
+            loop.run()
 
 
-def test_a_closure_that_two_hooks_ask_for_is_called_once() -> None:
-    closure = Counted()
-    run_with(closure.__call__, closure.__call__)
-    assert closure.calls == 1
+class Unhashable(Counted):
+    __hash__ = None  # type: ignore[assignment]
 
 
-def test_a_closure_that_one_hook_asks_for_twice_is_called_once() -> None:
-    closure = Counted()
-    run_with([closure, {"again": closure}])
-    assert closure.calls == 1
+partial = functools.partial
+
+# What is asked for, what each hook asks for, the number of runs, and how often it is called.
+CALLED: list[tuple[str, Callable[[], Any], Callable[[Any], list[Any]], int, int]] = [
+    ("by two hooks", Counted, lambda closure: [closure.__call__, closure.__call__], 1, 1),
+    ("by one hook twice", Counted, lambda closure: [[closure, {"again": closure}]], 1, 1),
+    ("bound methods that are equal", Counted, lambda counted: [counted.get, counted.get], 1, 1),
+    ("without a hash", Unhashable, lambda closure: [closure, closure], 1, 1),
+    ("one partial", Counted, lambda counted: [partial(counted.get)] * 2, 1, 1),
+    ("equal partials", Counted, lambda counted: [partial(counted.get), partial(counted.get)], 1, 2),
+    ("in two runs", Counted, lambda closure: [closure], 2, 2),
+    ("with the value None", lambda: Counted(None), lambda closure: [closure, closure], 1, 1),
+    ("an object with compute()", Metric, lambda metric: [metric, [metric]], 1, 1),
+]
 
 
-def test_bound_methods_that_are_equal_are_one_closure() -> None:
-    counted = Counted()
-    first, second = counted.get, counted.get
-    assert first is not second
-    run_with(first, second)
-    assert counted.calls == 1
+@pytest.mark.parametrize(("make", "asks", "runs", "calls"), [row[1:] for row in CALLED], ids=[row[0] for row in CALLED])
+def test_a_closure_is_called(make: Callable[[], Any], asks: Callable[[Any], list[Any]], runs: int, calls: int) -> None:
+    closure = make()
+    run_with(*asks(closure), runs=runs)
+    assert closure.calls == calls
 
 
 def test_methods_of_two_objects_are_two_closures() -> None:
     one, other = Counted(), Counted()
     run_with(one.get, other.get)
     assert (one.calls, other.calls) == (1, 1)
-
-
-def test_a_closure_that_cannot_be_hashed_is_called_once() -> None:
-    class Unhashable(Counted):
-        __hash__ = None  # type: ignore[assignment]
-
-    closure = Unhashable()
-    run_with(closure, closure)
-    assert closure.calls == 1
-
-
-def test_equal_partials_are_two_closures_and_one_partial_is_one() -> None:
-    counted = Counted()
-    partial = functools.partial(counted.get)
-    run_with(partial, partial, functools.partial(counted.get))
-    assert counted.calls == 2
-
-
-def test_a_closure_is_called_again_in_the_next_run() -> None:
-    closure = Counted()
-    with MonitoredLoop(int, hooks=[RecordingHook(closure)]) as loop:
-        loop.run()
-        loop.run()
-    assert closure.calls == 2
-
-
-def test_a_closure_whose_value_is_none_is_called_once() -> None:
-    closure = Counted(None)
-    run_with(closure, closure)
-    assert closure.calls == 1
-
-
-def test_an_object_with_compute_that_two_hooks_ask_for_computes_once() -> None:
-    metric = Metric()
-    run_with(metric, [metric])
-    assert metric.calls == 1
 
 
 class Reads(Mapping[str, Any]):
