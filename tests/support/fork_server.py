@@ -81,13 +81,18 @@ while True:
                     connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
     if listener in ready:
         connection, _ = listener.accept()
-        with connection.makefile("rb") as file:
-            request = pickle.load(file)
+        try:
+            with connection.makefile("rb") as file:
+                request = pickle.load(file)
+        except (EOFError, OSError, pickle.UnpicklingError):  # the client is gone
+            connection.close()
+            continue
         process = os.fork()
         if not process:
             break
         connections[process] = connection
-        connection.sendall(b"%d\n" % process)
+        with suppress(OSError):
+            connection.sendall(b"%d\n" % process)
 
 signal.set_wakeup_fd(-1)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
