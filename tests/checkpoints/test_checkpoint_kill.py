@@ -68,6 +68,7 @@ def make_training() -> tuple[Session, Numbers, Note]:
 def train_for_ever(folder: str, async_save: bool) -> None:
     """Continue from the newest checkpoint, change everything in place at each step, and report what is saved."""
     session, model, note = make_training()
+    say("begins", 0)
     saver = Saver(MAX_TO_KEEP, async_save=async_save)
     saver.restore_latest(session, folder)
     while True:
@@ -92,6 +93,7 @@ class Reports(CheckpointSaverListener):
 def train_in_a_loop(folder: str) -> None:
     """Continue from the newest checkpoint. The step leaves the state wrong, and the body makes it right."""
     _, model, note = make_training()
+    say("begins", 0)
 
     def step(number: int) -> None:
         model.fill(-1)
@@ -119,6 +121,7 @@ def train_and_kill(how: str, folder: Path, reports: int, secs: float) -> int:
     arguments = (train_in_a_loop, str(folder)) if how == "items" else (train_for_ever, str(folder), how == "async")
     process = start(folder.with_name("reports"), *arguments, ignored=None)
     try:
+        wait_until(lambda: "begins" in process.output.read_text(), process.output.read_text)
         wait_until(lambda: len(steps_in(process.output)) >= reports, process.output.read_text)
         time.sleep(secs)
         assert process.is_alive(), process.output.read_text()

@@ -343,7 +343,7 @@ def test_a_change_of_the_current_directory_in_training_changes_no_folder(
     assert best_checkpoint(here / "run" / "best") == f"{here}/run/best/model.1.ckpt-2"
     assert any("tfevents" in name for name in os.listdir(here / "curves"))
     assert any("tfevents" in name for name in os.listdir(here / "run"))
-    assert any("step 4 into run" in text for _, text in lines)
+    assert any(level == "INFO" and "step 4 into run" in text for level, text in lines)
 
 
 def test_a_recovery_restores_from_the_folder_in_which_the_loop_began(tmp_path: Path, away: Path, lines: Lines) -> None:

@@ -43,10 +43,8 @@ class Attempts:
         index = self.names.index(name)
         for each in self.names[index : index + self.ahead]:
             if each not in self.processes:
-                arguments: tuple[Any, ...] = (try_defect, self.directory, each)
-                if each not in DEFECTS:
-                    arguments = (try_pattern, self.directory, each, each in OFTEN)
-                self.processes[each] = start(self.output(each), *arguments, ignored=IGNORED)
+                function = try_defect if each in DEFECTS else try_pattern
+                self.processes[each] = start(self.output(each), function, self.directory, each, ignored=IGNORED)
         process = self.processes[name]
         process.join()
         assert process.exitcode == 0, self.output(name).read_text()
@@ -82,8 +80,6 @@ def rows() -> list[tuple[list[str], str]]:
 QUICK = {"nested_range", "async_save", "stateful_loader"}
 # The gate tries one of every row, and pytest --all all of them.
 GATE = {names[0] for names, outcome in rows() if outcome == "exact"}
-# Those that are also killed and signalled again and again, in processes of their own.
-OFTEN = QUICK | {names[0] for names, outcome in rows()[::8] if outcome == "exact"} | {"workers"}
 CASES = [
     pytest.param(
         name, marks=[] if name in QUICK else [pytest.mark.exhaustive] if name in GATE else [pytest.mark.release]

@@ -269,8 +269,9 @@ def test_wherever_it_is_stopped_the_rest_is_done(script: str, tmp_path: Path) ->
         assert made == whole, stop
 
 
-def test_a_run_that_is_made_again_is_undone(tmp_path: Path) -> None:
-    shapes.train(looped(tmp_path, 2), "ab{r2{r}}", [])
+@pytest.mark.parametrize("stop", [1, 2, 5])
+def test_a_run_that_is_made_again_is_undone(stop: int, tmp_path: Path) -> None:
+    shapes.train(looped(tmp_path, stop), "ab{r2{r}}", [])
     loop = looped(tmp_path)
     shapes.train(loop, "ab{r2{r}}", [])
     assert loop.global_step == 6

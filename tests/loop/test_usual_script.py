@@ -202,12 +202,15 @@ def kill(folder: Path, saves: str, kills: int, seed: int, by_clock: bool = False
     moments = int(expected[-1].split()[1])
     rng = random.Random(seed)
     seen: set[str] = set()
+    killed = 0
     for number in range(kills + 1):
         kill_at = 0 if by_clock or number == kills else rng.randint(1, rng.choice([20, moments // (2 * kills)]))
         kill_after = rng.random() * 0.2 if by_clock and number < kills else 0.0
         code, lines = attempt(train, str(folder / "parts"), 2 + number, saves, False, (), kill_at, kill_after)
         assert {line for line in lines if line.startswith("LINE")} <= set(expected), (number, lines, expected)
         seen |= set(lines)
+        killed += code == -signal.SIGKILL
+    assert killed == kills or (by_clock and killed)  # a time may come after the end
     assert code == 0
     assert result(lines) == result(expected)
     assert {line for line in seen if line.startswith("LINE")} == set(expected[:-1])

@@ -59,24 +59,24 @@ for name in IMPORTED:
     importlib.import_module(name)
 gc.freeze()  # a collection in a forked process would copy the memory that it shares with this one
 # select() returns when a process has ended.
-ended, woken = os.pipe()
-for end in (ended, woken):
-    os.set_blocking(end, False)
+signalled, signals = os.pipe()
+for descriptor in (signalled, signals):
+    os.set_blocking(descriptor, False)
 signal.signal(signal.SIGCHLD, lambda *_: None)
-signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
 connections: dict[int, socket.socket] = {}  # by the process, until it has ended
 
 while True:
-    ready = select.select([sys.stdin, listener, ended], [], [])[0]
+    ready = select.select([sys.stdin, listener, signalled], [], [])[0]
     if sys.stdin in ready:
         for process in connections:
             os.kill(process, signal.SIGKILL)
         sys.exit()
-    if ended in ready:
-        os.read(ended, 1 << 16)
+    if signalled in ready:
+        os.read(signalled, 1 << 16)
         for process in [*connections]:
-            found, status = os.waitpid(process, os.WNOHANG)
-            if found:
+            waited_for, status = os.waitpid(process, os.WNOHANG)
+            if waited_for == process:
                 with connections.pop(process) as connection, suppress(OSError):  # its client may be gone
                     connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
     if listener in ready:
@@ -97,10 +97,10 @@ while True:
 signal.set_wakeup_fd(-1)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for each in (listener, connection, *connections.values()):
-    each.close()
-for end in (ended, woken):
-    os.close(end)
+for of_server in (listener, connection, *connections.values()):
+    of_server.close()
+for descriptor in (signalled, signals):
+    os.close(descriptor)
 if request.new_session:
     os.setsid()
 os.environ.clear()
