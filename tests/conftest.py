@@ -83,6 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons = {item: next(filter(item.get_closest_marker, LEFT_OUT), None) for item in items}
     if config.option.rest:  # a property is tried with more examples than in a plain pytest
         chosen = [item for item, reason in reasons.items() if (reason or has_examples(item)) and reason != "release"]
+        for item in chosen:
+            if reasons[item] in (None, "exhaustive"):  # one more of what a plain pytest covers
+                item.add_marker("no_cover")
     else:
         chosen = [item for item, reason in reasons.items() if not reason]
         config.stash[left_out_key] = dict(Counter(reason for reason in reasons.values() if reason))

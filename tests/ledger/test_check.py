@@ -112,7 +112,7 @@ if chosen.defect == "has a status" and loop.global_step < chosen.epochs * chosen
 """
 
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 
 @pytest.fixture
@@ -147,6 +147,7 @@ def printed(verdict: Verdict) -> str:
     return "\n".join(text_of(verdict))
 
 
+@slow
 @pytest.mark.usefixtures("forks")
 def test_an_exact_script_passes_and_is_resumed_in_several_places(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, steps=14, kills=2)
@@ -158,6 +159,7 @@ def test_an_exact_script_passes_and_is_resumed_in_several_places(tmp_path: Path)
     assert printed(verdict).splitlines()[-1].startswith("resumes exactly: 14 runs: item, arguments, random, outputs")
 
 
+@slow
 @pytest.mark.usefixtures("forks")
 def test_a_script_that_ends_within_the_steps_makes_no_run_when_it_is_started_once_more(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, steps=30, epochs=3, items=5)
@@ -174,6 +176,7 @@ def test_epochs_are_shortened_if_none_ends_within_the_steps(items: int, tmp_path
     assert ("(epochs of 5 items)" in printed(verdict)) == bool(items)
 
 
+@slow
 @pytest.mark.parametrize("defect", shared(["on rank 1", ""], 2))
 def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -201,6 +204,7 @@ def test_files_that_the_script_writes_itself_are_named(tmp_path: Path) -> None:
     assert "log.csv" in printed(verdict)
 
 
+@slow
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("way", shared(["is sent its classes", "reads", "prints", "has a status"], 2))
 def test_what_a_script_may_do_is_no_difference(way: str, tmp_path: Path) -> None:
@@ -208,6 +212,7 @@ def test_what_a_script_may_do_is_no_difference(way: str, tmp_path: Path) -> None
     assert verdict_of(tmp_path, way, steps=10).is_exact
 
 
+@slow
 @pytest.mark.usefixtures("forks")
 def test_a_process_that_the_script_leaves_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_LEFT_SECS", 0.05)
@@ -221,6 +226,7 @@ def test_a_process_that_the_script_leaves_is_ended(tmp_path: Path, monkeypatch: 
         assert pipe.read() == b""
 
 
+@slow
 @pytest.mark.usefixtures("forks")
 def test_threads_processes_and_temporary_folders_of_a_script_end_as_without_check(tmp_path: Path) -> None:
     assert verdict_of(tmp_path, "ends late", steps=30, epochs=2, items=6).is_exact
@@ -229,6 +235,7 @@ def test_threads_processes_and_temporary_folders_of_a_script_end_as_without_chec
     assert not os.path.exists(first[-3])
 
 
+@slow
 @pytest.mark.usefixtures("forks")
 def test_what_does_not_come_again_is_said_to_be_not_deterministic(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, "once", steps=10)
@@ -240,13 +247,13 @@ def test_what_does_not_come_again_is_said_to_be_not_deterministic(tmp_path: Path
 @pytest.mark.parametrize(
     ("defect", "steps", "message"),
     [
-        ("no saver", 10, "saves no checkpoints"),
-        ("no folder", 10, "restores no checkpoints"),
+        pytest.param("no saver", 10, "saves no checkpoints", marks=slow),
+        pytest.param("no folder", 10, "restores no checkpoints", marks=slow),
         ("no run", 10, "made no run, and ended with status 0"),
         ("no loop", 10, "made no loop of torchhooks, and ended with status 1:\nno data"),
-        ("raises", 10, "ended with status 1 without a kill"),
-        ("saves late", 10, "no process continued from a checkpoint, so nothing is proved"),
-        ("fails", 10, "RuntimeError: no second start"),
+        pytest.param("raises", 10, "ended with status 1 without a kill", marks=slow),
+        pytest.param("saves late", 10, "no process continued from a checkpoint, so nothing is proved", marks=slow),
+        pytest.param("fails", 10, "RuntimeError: no second start", marks=slow),
         ("", 3, "must be 10 or more"),
     ],
 )
@@ -275,7 +282,9 @@ def test_the_command_prints_a_verdict_for_people_or_for_a_program(
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(number, marks=slow) for number in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_a_command_that_a_signal_ends_leaves_nothing(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -26,6 +27,12 @@ settings.register_profile("all", derandomize=True, deadline=None)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=25)  # see support.examples
 
 
+def stop_tracing() -> None:
+    sys.settrace(None)
+    threading.settrace(None)
+
+
+os.register_at_fork(after_in_child=stop_tracing)  # what coverage measures there is lost, and takes twice as long
 os.fsync = lambda fd: None  # no test simulates a power failure, and a kill loses nothing that was written
 
 
@@ -45,6 +52,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs an accelerator: pytest --simulated has one")
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Measure no coverage of a test marked no_cover, as pytest-cov does where there is only one process.
+
+    In a process of xdist it has two tracers, and to stop one resumes the other.
+    """
+    if not item.get_closest_marker("no_cover"):
+        return (yield)
+    of_this_thread, of_others = sys.gettrace(), threading.gettrace()
+    stop_tracing()
+    try:
+        return (yield)
+    finally:
+        sys.settrace(of_this_thread)
+        threading.settrace(of_others)
 
 
 @pytest.fixture
