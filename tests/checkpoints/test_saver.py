@@ -21,6 +21,7 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 from unittest.mock import ANY
@@ -128,14 +129,6 @@ def test_a_manifest_says_what_the_checkpoint_is_to_any_reader_of_json(tmp_path: 
     }
 
 
-@pytest.mark.parametrize("other", [3, 5])
-def test_a_manifest_of_another_format_is_not_read(other: int, tmp_path: Path, lines: Lines) -> None:
-    (path,) = save_steps(tmp_path, 1)
-    rewrite_manifest(path, format=other)
-    assert steps(tmp_path) == []
-    assert f"it has format {other}, and this version of torchhooks reads 4" in warnings_in(lines)
-
-
 def test_the_folder_is_created_by_the_first_checkpoint(tmp_path: Path) -> None:
     assert save_steps(tmp_path / "a" / "b", 1) == [latest_checkpoint(tmp_path / "a" / "b")]
 
@@ -163,11 +156,6 @@ def test_the_list_has_step_path_size_and_time(tmp_path: Path) -> None:
     assert (found.step, found.path, found.bytes, found.time) == (4, path, os.path.getsize(f"{path}/state.pt"), 99.0)
 
 
-def test_a_pipe_with_the_name_of_a_checkpoint_is_not_one(tmp_path: Path, lines: Lines) -> None:
-    os.mkfifo(tmp_path / "model.ckpt-2")
-    assert latest_checkpoint(tmp_path) is None  # without waiting for a writer
-
-
 def test_the_latest_is_the_one_written_last_not_the_one_of_the_highest_step(tmp_path: Path) -> None:
     save_steps(tmp_path, 30, 9, 10)
     assert (steps(tmp_path), latest_checkpoint(tmp_path)) == ([30, 9, 10], str(tmp_path / "model.ckpt-10"))
@@ -184,11 +172,6 @@ def test_a_file_in_place_of_the_folder_has_no_checkpoints(tmp_path: Path) -> Non
 
 def test_there_is_nothing_to_restore_in_an_empty_folder(tmp_path: Path) -> None:
     assert Saver().restore_latest(boxed(1), tmp_path) is None
-
-
-def test_a_folder_with_the_name_of_a_checkpoint_is_not_one(tmp_path: Path) -> None:
-    (tmp_path / "version-2").mkdir()
-    assert latest_checkpoint(tmp_path) is None
 
 
 # Which ones are kept.
@@ -648,13 +631,14 @@ def test_all_keys_of_a_model_that_do_not_match_are_listed(tmp_path: Path) -> Non
     path = Saver().save(make_session(nn.Sequential(nn.Linear(2, 3), nn.PReLU())), tmp_path / "model.ckpt", 1)
     with pytest.raises(CheckpointError) as caught:
         Saver().restore(make_session(nn.Sequential(nn.Linear(2, 4, bias=False), nn.Identity(), nn.PReLU())), path)
-    assert str(caught.value).splitlines() == [
-        f"{path} does not match this session:",
+    first, *differences, last = str(caught.value).splitlines()
+    assert str(path) in first
+    assert differences == [
         "  model: missing in the file: '2.weight'",
         "  model: only in the file: '0.bias', '1.weight'",
         "  model: of another shape than in the file: '0.weight' (4, 2) instead of (3, 2)",
-        "Make them match, or load what matches: MonitoredLoop(..., scaffold=Scaffold(saver=Saver(strict=False)))",
     ]
+    assert "strict=False" in last
 
 
 def test_groups_of_an_optimizer_that_do_not_match_are_shown(tmp_path: Path) -> None:
@@ -743,71 +727,177 @@ def restored(folder: Path) -> Any:
     return None if path is None else box_of(session).value
 
 
-def cut(path: str, size: int) -> None:
-    with open(path, "r+b") as file:
-        file.truncate(size)
+def cut(path: Path, size: int) -> None:
+    os.truncate(path, size % path.stat().st_size)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
-@pytest.mark.parametrize("left", [0, 1, 100, -1])
-def test_a_half_file_is_skipped_and_named(tmp_path: Path, lines: Lines, name: str, left: int) -> None:
-    *_, path = save_steps(tmp_path, 1, 2)
-    cut(f"{path}/{name}", left % os.path.getsize(f"{path}/{name}"))
-    assert (latest_checkpoint(tmp_path), restored(tmp_path)) == (str(tmp_path / "model.ckpt-1"), 1)
-    assert path in warnings_in(lines)
-    assert name in warnings_in(lines)
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x20
+    path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
-def test_a_checkpoint_without_one_of_its_files_is_skipped_and_named(tmp_path: Path, lines: Lines, name: str) -> None:
-    first, path = save_steps(tmp_path, 1, 2)
-    os.remove(f"{path}/{name}")
-    assert (latest_checkpoint(tmp_path), restored(tmp_path)) == (str(tmp_path / "model.ckpt-1"), 1)
-    assert path in warnings_in(lines)
-    os.remove(f"{first}/{name}")
-    with pytest.raises(CheckpointError, match="damaged"):
+def rewrite_manifest(path: Path, **entries: Any) -> None:
+    """Change entries of a manifest, and its checksum."""
+    manifest = json.loads(path.read_text())
+    del manifest["crc32"]
+    path.write_bytes(encoded({**manifest, **entries}))
+
+
+def write_manifest(path: Path, text: str, with_checksum: bool) -> None:
+    data = text.encode("latin1")
+    path.write_bytes(data + (b', "crc32": %d}\n' % zlib.crc32(data) if with_checksum else b""))
+
+
+def leave_temporary(folder: Path, process: str = "elsewhere-1-2") -> Path:
+    path = folder / f".model.ckpt-9.{process}-01234567.tmp"
+    path.mkdir()
+    (path / "state.pt").write_bytes(b"half")
+    return path
+
+
+STATE, MANIFEST = "model.ckpt-2/state.pt", "model.ckpt-2/manifest.json"
+DAMAGED = "model.ckpt-2 has a damaged manifest.json"
+
+# What happens to a folder with checkpoints of steps 1 and 2, the steps that it lists then, the one that is restored,
+# and what a warning says, if there is one.
+FOLDERS: list[tuple[str, Callable[[Path], object], list[int], int, str]] = [
+    ("nothing", lambda folder: None, [1, 2], 2, ""),
+    ("a changed byte", lambda folder: flip(folder / STATE, 1000), [1, 2], 1, "damaged: state.pt is not what was"),
+    ("no state", lambda folder: os.remove(folder / STATE), [1], 1, "state.pt"),
+    ("no manifest", lambda folder: os.remove(folder / MANIFEST), [1], 1, "manifest.json"),
+    ("no byte of the state", lambda folder: cut(folder / STATE, 0), [1], 1, "state.pt"),
+    ("one byte of the state", lambda folder: cut(folder / STATE, 1), [1], 1, "state.pt"),
+    ("100 bytes of the state", lambda folder: cut(folder / STATE, 100), [1], 1, "state.pt"),
+    ("all but one byte of the state", lambda folder: cut(folder / STATE, -1), [1], 1, "state.pt"),
+    ("no byte of the manifest", lambda folder: cut(folder / MANIFEST, 0), [1], 1, DAMAGED),
+    ("one byte of the manifest", lambda folder: cut(folder / MANIFEST, 1), [1], 1, DAMAGED),
+    ("100 bytes of the manifest", lambda folder: cut(folder / MANIFEST, 100), [1], 1, DAMAGED),
+    ("all but one byte of the manifest", lambda folder: cut(folder / MANIFEST, -1), [1], 1, DAMAGED),
+    *(
+        (
+            f"a manifest of {text[:9]}{' and a checksum' * of}",
+            partial(lambda text, of, folder: write_manifest(folder / MANIFEST, text, of), text, of),
+            [1],
+            1,
+            DAMAGED,
+        )
+        for text in ("", "{", "[]", "[" * 100_000, '{"a": 1', "\xff")
+        for of in (False, True)
+    ),
+    ("the same manifest", lambda folder: rewrite_manifest(folder / MANIFEST), [1, 2], 2, ""),
+    *(
+        (
+            f"a manifest with {str(entry)[:40]}",
+            partial(lambda entry, folder: rewrite_manifest(folder / MANIFEST, **entry), entry),
+            [1],
+            1,
+            f"it has format {entry['format']}, " if "format" in entry else DAMAGED,
+        )
+        for entry in (
+            {"format": 3},
+            {"format": 5},
+            {"order": "2"},
+            {"step": "2"},
+            {"step": True},
+            {"step": 1.0},
+            {"time": None},
+            {"time": 10**400},
+            {"time": 1e300},
+            {"score": "good"},
+            {"files": None},
+            {"files": ["state.pt"]},
+            {"files": {"state.pt": 3}},
+            {"files": {"state.pt": ["many", 3]}},
+        )
+    ),
+    (
+        "a copy under another name",
+        lambda folder: shutil.copytree(folder / "model.ckpt-1", folder / "model.ckpt-999"),
+        [1, 2],
+        2,
+        "model.ckpt-999 is a copy of model.ckpt-1",
+    ),
+    ("a file", lambda folder: torch.save({}, folder / "model.ckpt-0"), [1, 2], 2, "model.ckpt-0 is no folder"),
+    ("a pipe", lambda folder: os.mkfifo(folder / "model.ckpt-9"), [1, 2], 2, ""),
+    ("a folder of something else", lambda folder: (folder / "version-9").mkdir(), [1, 2], 2, ""),
+    ("a temporary folder", leave_temporary, [1, 2], 2, ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("happens", "listed", "restores", "said"), [row[1:] for row in FOLDERS], ids=[row[0] for row in FOLDERS]
+)
+def test_what_is_no_checkpoint_is_skipped_and_named(
+    happens: Callable[[Path], object], listed: list[int], restores: int, said: str, tmp_path: Path, lines: Lines
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    happens(tmp_path)
+    assert (steps(tmp_path), restored(tmp_path)) == (listed, restores)
+    assert bool(warnings_in(lines)) == bool(said)
+    assert said in warnings_in(lines)
+    save_steps(tmp_path, 3)
+    assert (steps(tmp_path), restored(tmp_path)) == ([*listed, 3], 3)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: flip(path / "state.pt", 1000),
+        lambda path: os.remove(path / "state.pt"),
+        lambda path: os.remove(path / "manifest.json"),
+    ],
+    ids=["a changed byte", "no state", "no manifest"],
+)
+def test_starting_over_is_refused_where_every_checkpoint_is_damaged(
+    damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    for path in save_steps(tmp_path, 1, 2):
+        damage(Path(path))
+    with pytest.raises(CheckpointError, match=r"all of them are damaged.* To start over, move them away"):
         Saver().restore_latest(boxed(None), tmp_path)
 
 
-def rewrite_manifest(path: str, **entries: Any) -> None:
-    """Change entries of a manifest, and its checksum."""
-    file = Path(path, "manifest.json")
-    manifest = json.loads(file.read_text())
-    del manifest["crc32"]
-    file.write_bytes(encoded({**manifest, **entries}))
+# The process that a temporary folder is of, whether somebody has locked the folder around it, and whether a save in
+# this process removes it. A container may have the name of this machine, and then its process looks like an earlier
+# one of the same number.
+TEMPORARY = [
+    ("of another machine", "elsewhere-1-2", False, True),
+    ("of a process that lives", "{parent}", False, False),
+    ("of an earlier process of the same number", "{parent}1", False, True),
+    ("of another machine, which has locked it", "elsewhere-1-2", True, False),
+    ("of a container, which has locked it", "{parent}1", True, False),
+]
 
 
-def flip(path: str, place: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 0x20]))
+@pytest.mark.parametrize(
+    ("process", "locked", "removed"), [row[1:] for row in TEMPORARY], ids=[row[0] for row in TEMPORARY]
+)
+def test_a_temporary_folder_is_removed_and_named_if_nobody_writes_it(
+    process: str, locked: bool, removed: bool, tmp_path: Path, lines: Lines
+) -> None:
+    path = leave_temporary(tmp_path, process.format(parent=process_name(os.getppid())))
+    file = os.open(tmp_path, os.O_RDONLY)  # as a process that saves into the folder has it
+    if locked:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    save_steps(tmp_path, 1)
+    os.close(file)
+    assert path.exists() != removed
+    assert (str(path) in warnings_in(lines)) == removed
+    if locked:
+        save_steps(tmp_path, 2)
+        assert not path.exists()
 
 
 def test_a_changed_byte_is_found_wherever_it_is(tmp_path: Path) -> None:
     path = Saver().save(boxed(torch.arange(50)), tmp_path / "model.ckpt", 1)
     for name, every in [("state.pt", 29), ("manifest.json", 3)]:
         for place in range(0, os.path.getsize(f"{path}/{name}"), every):
-            flip(f"{path}/{name}", place)
+            flip(Path(path, name), place)
             with pytest.raises(DamagedCheckpointError, match=re.escape(path)):
                 Saver().restore(boxed(None), path)
-            flip(f"{path}/{name}", place)
+            flip(Path(path, name), place)
     assert value_in(path).sum() == sum(range(50))
-
-
-def test_a_damaged_newest_one_is_skipped_and_named(tmp_path: Path, lines: Lines) -> None:
-    *_, path = save_steps(tmp_path, 1, 2)
-    flip(f"{path}/state.pt", 1000)
-    assert restored(tmp_path) == 1
-    assert f"{path} is damaged: state.pt is not what was written" in warnings_in(lines)
-
-
-def test_starting_over_is_refused_where_every_checkpoint_is_damaged(tmp_path: Path, lines: Lines) -> None:
-    for path in save_steps(tmp_path, 1, 2):
-        flip(f"{path}/state.pt", 1000)
-    with pytest.raises(CheckpointError, match=r"all of them are damaged.* To start over, move them away"):
-        Saver().restore_latest(boxed(None), tmp_path)
 
 
 def test_a_missing_file_is_an_error_that_says_so(tmp_path: Path) -> None:
@@ -819,13 +909,6 @@ def test_a_file_of_plain_torch_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     torch.save({"model": {}}, tmp_path / "model.ckpt-1")
     with pytest.raises(DamagedCheckpointError, match="is no folder"):
         Saver().restore(boxed(None), tmp_path / "model.ckpt-1")
-
-
-def test_a_copy_under_another_name_is_skipped_and_named(tmp_path: Path, lines: Lines) -> None:
-    first, _ = save_steps(tmp_path, 1, 2)
-    shutil.copytree(first, tmp_path / "model.ckpt-999")
-    assert restored(tmp_path) == 2
-    assert "model.ckpt-999 is a copy of model.ckpt-1" in warnings_in(lines)
 
 
 def test_an_old_file_put_back_is_not_the_newest(tmp_path: Path, lines: Lines) -> None:
@@ -850,45 +933,6 @@ def test_a_file_that_is_not_a_checkpoint_is_never_removed(tmp_path: Path, lines:
     save_steps(tmp_path, 1, 2, saver=Saver(1))
     assert names(tmp_path) == ["model.ckpt-0", "model.ckpt-2"]
     assert "model.ckpt-0 is no folder" in warnings_in(lines)
-
-
-ODD_ENTRIES: list[dict[str, Any]] = [
-    {"order": "2"},
-    {"step": "2"},
-    {"step": True},
-    {"step": 1.0},
-    {"time": None},
-    {"time": 10**400},
-    {"time": 1e300},
-    {"score": "good"},
-    {"files": None},
-    {"files": ["state.pt"]},
-    {"files": {"state.pt": 3}},
-    {"files": {"state.pt": ["many", 3]}},
-]
-
-
-@pytest.mark.parametrize("entries", ODD_ENTRIES, ids=repr)
-def test_a_checkpoint_with_an_odd_manifest_is_skipped_and_named(
-    tmp_path: Path, lines: Lines, entries: dict[str, Any]
-) -> None:
-    *_, path = save_steps(tmp_path, 1, 2)
-    rewrite_manifest(path)
-    assert steps(tmp_path) == [1, 2]
-    rewrite_manifest(path, **entries)
-    save_steps(tmp_path, 3)
-    assert (steps(tmp_path), restored(tmp_path)) == ([1, 3], 3)
-    assert "model.ckpt-2 has a damaged manifest.json" in warnings_in(lines)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '{"a": 1', "\xff"])
-def test_a_manifest_that_is_none_is_skipped_and_named(tmp_path: Path, lines: Lines, text: str) -> None:
-    *_, path = save_steps(tmp_path, 1, 2)
-    data = text.encode("latin1")
-    for each in (data, data + b', "crc32": %d}\n' % zlib.crc32(data)):
-        Path(path, "manifest.json").write_bytes(each)
-        assert (steps(tmp_path), restored(tmp_path)) == ([1], 1)
-        assert "model.ckpt-2 has a damaged manifest.json" in warnings_in(lines)
 
 
 def test_a_file_of_an_earlier_version_is_named_in_one_line(tmp_path: Path, lines: Lines) -> None:
@@ -922,47 +966,6 @@ def test_a_file_that_was_changed_between_two_saves_is_read_again(tmp_path: Path,
     save_steps(tmp_path, 3, 4, saver=saver)
     assert names(tmp_path) == ["model.ckpt-1", "model.ckpt-3", "model.ckpt-4"]
     assert warnings_in(lines).count(first) == 1
-
-
-def leave_temporary(folder: Path, process: str = "elsewhere-1-2") -> Path:
-    path = folder / f".model.ckpt-9.{process}-01234567.tmp"
-    path.mkdir()
-    (path / "state.pt").write_bytes(b"half")
-    return path
-
-
-def test_a_temporary_folder_of_a_dead_process_is_removed_and_named(tmp_path: Path, lines: Lines) -> None:
-    path = leave_temporary(tmp_path)
-    save_steps(tmp_path, 1)
-    assert not path.exists()
-    assert str(path) in warnings_in(lines)
-
-
-def test_a_temporary_folder_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
-    path = leave_temporary(tmp_path, process_name(os.getppid()))
-    save_steps(tmp_path, 1)
-    assert path.exists()
-
-
-def test_a_temporary_folder_of_an_earlier_process_of_the_same_number_is_removed(tmp_path: Path) -> None:
-    path = leave_temporary(tmp_path, process_name(os.getppid()) + "1")
-    save_steps(tmp_path, 1)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("is_container", [False, True])
-def test_a_temporary_folder_of_another_machine_is_removed_unless_somebody_has_locked_the_folder(
-    is_container: bool, tmp_path: Path
-) -> None:
-    # A container may have the name of this one, and then its process looks like an earlier one of the same number.
-    path = leave_temporary(tmp_path, process_name(os.getppid()) + "1" if is_container else "elsewhere-1-2")
-    file = os.open(tmp_path, os.O_RDONLY)  # as the process that saves into the folder has it
-    fcntl.flock(file, fcntl.LOCK_EX)
-    save_steps(tmp_path, 1)
-    assert path.exists()
-    os.close(file)
-    save_steps(tmp_path, 2)
-    assert not path.exists()
 
 
 def test_without_proc_a_process_is_looked_up_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1000,11 +1003,6 @@ def test_a_checkpoint_that_another_process_has_just_moved_aside_is_not_put_back(
     assert aside.exists()
     os.rename(aside, tmp_path / ".model.ckpt-1.elsewhere-1-2-01234567.old")
     assert restored(tmp_path) == 1
-
-
-def test_a_temporary_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
-    leave_temporary(tmp_path)
-    assert latest_checkpoint(tmp_path) is None
 
 
 class Evil:
@@ -1720,13 +1718,13 @@ def test_a_checkpoint_is_written_though_the_one_of_the_same_step_cannot_be_remov
 
 def test_a_file_where_the_folder_should_be_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    with pytest.raises(CheckpointError, match="A file has the name of the folder"):
+    with pytest.raises(CheckpointError, match="A file has the name"):
         save_steps(tmp_path / "run", 1)
 
 
 def test_a_folder_where_the_checkpoint_should_be_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt-1" / "theirs").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="A folder has the name of the checkpoint"):
+    with pytest.raises(CheckpointError, match="A folder has the name"):
         save_steps(tmp_path, 1)
     assert names(tmp_path) == ["model.ckpt-1"]
 
@@ -1774,7 +1772,7 @@ def test_a_real_limit_is_an_error_that_leaves_the_older_one_and_nothing_else(tmp
 
 @pytest.mark.parametrize("number", [-1, 2.5, True, "ten"])
 def test_refuses_an_invalid_number_of_checkpoints(number: Any) -> None:
-    with pytest.raises(ValueError, match=f"max_to_keep={number!r}: must be a whole number"):
+    with pytest.raises(ValueError, match=f"max_to_keep={number!r}: .* whole"):
         Saver(number)
 
 
@@ -1786,7 +1784,7 @@ def test_refuses_an_invalid_number_of_hours(hours: Any) -> None:
 
 @pytest.mark.parametrize("step", [-1, 2.5, True, "ten", None])
 def test_refuses_an_invalid_step(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(ValueError, match=f"global_step={step!r}: must be a whole number"):
+    with pytest.raises(ValueError, match=f"global_step={step!r}: .* whole"):
         Saver().save(boxed(1), tmp_path / "model.ckpt", step)
 
 

@@ -238,6 +238,10 @@ RESUMED = [
     ("in an inner loop that is left", "2{L3{r!1}xyz{r}}", "1", "00 / 01 0x 0y 0z 10 11 1x 1y 1z"),
     ("after an inner loop that is left", "2{L3{r!1}xyz{r}}", "2", "00 01 / 0x 0y 0z 10 11 1x 1y 1z"),
     ("in the loop after one that is left", "2{L3{r!1}xyz{r}}", "3", "00 01 0x / 0y 0z 10 11 1x 1y 1z"),
+    # A break out of both loops goes on with the next item of the outermost.
+    ("both left in the first batch", "3{L2{r!0}!0} / 3{L2{r}}", "b", "00 / 10 11 20 21"),
+    ("both left in the last batch", "3{L2{r!1}!0} / 3{L2{r}}", "b", "00 01 / 10 11 20 21"),
+    ("both left in a later epoch", "3{L2{r!1}!1} / 3{L2{r}}", "b", "00 01 10 11 / 20 21"),
     ("before the code behind the batches", "2{L2{r}?L2{,}}", "2", "00 01 / , , 10 11 , ,"),
 ]
 
@@ -722,28 +726,6 @@ def test_an_item_that_was_passed_over_is_done(tmp_path: Path) -> None:
 
     train(looped(tmp_path, 2))
     assert train(looped(tmp_path)) == [4, 6]
-
-
-@pytest.mark.parametrize("enough", [1, 3, 5])
-def test_loops_that_were_left_at_once_continue_with_the_next_item_of_the_outermost(enough: int, tmp_path: Path) -> None:
-    def train(loop: MonitoredLoop[None], last: int) -> list[tuple[int, int]]:
-        made = []
-        with loop:
-            for epoch in loop.until_stop(range(3)):
-                for batch in loop.until_stop([0, 1, 2]):
-                    loop.run()
-                    made.append((epoch, batch))
-                    if loop.global_step == last:
-                        break
-                if loop.global_step == last:
-                    break
-        return made
-
-    made = train(looped(tmp_path), enough)
-    assert len(made) == enough
-    ended = made[-1][0]
-    left = [(epoch, batch) for epoch in range(ended + 1, 3) for batch in range(3)]
-    assert train(after_a_break(tmp_path), 99) == left
 
 
 @pytest.mark.usefixtures("_harmless_signal")

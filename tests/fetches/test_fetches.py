@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -147,16 +148,124 @@ def fetch_error(fetches: Any, outputs: Any = None, **loop_arguments: Any) -> str
     return str(caught.value)
 
 
+# -- values: one line each ------------------------------------------------------------------------------------------
+
+
+class CallableMetric(Metric):
+    def __call__(self) -> str:
+        return "called"
+
+
+class ModuleMetric(nn.Module):
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(0.5)
+
+
+@dataclasses.dataclass
+class Ratio:
+    hits: int
+    total: int
+
+    def compute(self) -> float:
+        return self.hits / self.total
+
+
+class AsksForGradients:
+    def compute(self) -> bool:
+        return torch.is_grad_enabled()
+
+
+def computing(kind: type) -> Any:
+    """Return an empty structure with the interface of a metric."""
+    return type("Metrics", (kind,), {"compute": lambda self: 0.5})()
+
+
+class Polar(Point):
+    """A named tuple with a constructor of its own."""
+
+    def __new__(cls) -> Polar:
+        return super().__new__(cls, "loss", "global_step")
+
+
+@dataclasses.dataclass
+class Late:
+    loss: float
+    extra: float = dataclasses.field(init=False)
+
+
+class Detached(nn.Module):
+    @property
+    def trainer(self) -> Any:
+        raise RuntimeError("not attached to a trainer")
+
+
+HALF, LOSS = summary.scalar("half", lambda loss: loss / 2), summary.scalar("loss", "loss")
+ROW = torch.tensor([1.0, 2.0])
+WEIGHT = nn.Parameter(torch.ones(1))
+with torch.inference_mode():
+    OF_INFERENCE = torch.ones(1)
+
+
+def named(optimizer: torch.optim.Optimizer, *names: str) -> torch.optim.Optimizer:
+    for group, name in zip(optimizer.param_groups, names, strict=True):
+        group["name"] = name
+    return optimizer
+
+
+# What is asked for, what the step returned, the other arguments of the loop, and the value.
+VALUES: list[tuple[str, Any, Any, dict[str, Any], Any]] = [
+    ("nothing", None, 1, {}, None),
+    ("a single tensor is the loss", "loss", ROW, {}, ROW),
+    ("what max returns, by index", ["0", "1"], torch.tensor([3.0, 7.0]).max(0), {}, [7.0, 1]),
+    ("a field beside one that was never set", "loss", Late(0.5), {}, 0.5),
+    ("the outputs as a whole", lambda outputs: outputs, {"a": [1, {"deep": 2}]}, {}, {"a": [1, {"deep": 2}]}),
+    ("a tensor of inference mode", "loss", OF_INFERENCE, {}, torch.ones(1)),
+    ("a shape", lambda loss: loss.shape, torch.ones(2, 3), {}, torch.Size([2, 3])),
+    ("the rate of one group", "lr", None, {"optimizer": sgd(0.1)}, 0.1),
+    ("the rates of groups", "lr", None, {"optimizer": sgd(0.1, 0.2)}, [0.1, 0.2]),
+    ("the rates of groups that agree", "lr", None, {"optimizer": sgd(0.1, 0.1)}, [0.1, 0.1]),
+    ("a rate that is a tensor", "lr", None, {"optimizer": sgd(torch.tensor(0.5))}, torch.tensor(0.5)),
+    ("rates that are tensors", "lr", None, {"optimizer": sgd(*ROW)}, [1.0, 2.0]),
+    ("the rate of one group by its index", "lr/0", None, {"optimizer": sgd(0.3)}, 0.3),
+    ("rates by their index", ["lr/0", "lr/1"], None, {"optimizer": sgd(0.1, 0.2)}, [0.1, 0.2]),
+    ("a rate by its name", "lr/head", None, {"optimizer": named(sgd(0.1, 0.2), "body", "head")}, 0.2),
+    ("a gradient that is not there", "fc1.weight.grad", None, {"model": Net()}, None),
+    ("a default for a property that raises", lambda trainer="none": trainer, None, {"model": Detached()}, "none"),
+    ("an output before the step and the rate", ["global_step", "lr"], {"global_step": 7, "lr": 8}, {}, [7, 8]),
+    ("an output before a gradient", "fc1.weight.grad", {"fc1.weight.grad": 2}, {"model": Net()}, 2),
+    ("a closure, without gradients", lambda: (WEIGHT * 2).requires_grad, None, {}, False),
+    ("compute()", Metric(), None, {}, 0.75),
+    ("compute(), without gradients", AsksForGradients(), None, {}, False),
+    ("compute() of what can be called", CallableMetric(), None, {}, 0.75),
+    ("compute() of a module", ModuleMetric(), None, {}, torch.tensor(0.5)),
+    ("compute() of a dict", computing(dict), None, {}, 0.5),
+    ("compute() of a tuple", computing(tuple), None, {}, 0.5),
+    ("compute() of a list", computing(list), None, {}, 0.5),
+    ("compute() of a dataclass", Ratio(1, 2), None, {}, 0.5),
+    ("a parameter", nn.Parameter(ROW), None, {}, ROW),
+    ("a summary op, with the value of its fetch", HALF, 3, {}, (HALF, 1.5)),
+    ("summary ops in a structure", {"all": [LOSS, "loss"]}, 3, {}, {"all": [(LOSS, 3), 3]}),
+    ("a mapping that is not a plain one", defaultdict(list, a="loss"), 3, {}, {"a": 3}),
+    ("a named tuple with a constructor", Polar(), 3, {}, (3, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("fetches", "outputs", "arguments", "value"), [row[1:] for row in VALUES], ids=[row[0] for row in VALUES]
+)
+def test_the_value(fetches: Any, outputs: Any, arguments: dict[str, Any], value: Any) -> None:
+    result = fetch(fetches, outputs, **arguments)
+    assert plain(result) == plain(value)
+    assert isinstance(result, type(value))
+    assert not isinstance(result, defaultdict)
+
+
 # -- what a step returns --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", [0.5, 3, True, np.float32(0.5), np.array(0.5), 1 + 2j])
 def test_a_single_number_is_the_loss(loss: Any) -> None:
     assert fetch("loss", loss) == loss
-
-
-def test_a_single_tensor_is_the_loss() -> None:
-    assert torch.equal(fetch("loss", torch.tensor([1.0, 2.0])), torch.tensor([1.0, 2.0]))
 
 
 @pytest.mark.parametrize(
@@ -178,28 +287,6 @@ def test_the_fields_or_the_indices_of_what_the_step_returned_are_names(outputs: 
     assert fetch(names, outputs) == [2, 1]
 
 
-def test_what_max_returns_is_fetched_by_index() -> None:
-    assert fetch(["0", "1"], torch.tensor([3.0, 7.0]).max(0)) == [7.0, 1]
-
-
-@pytest.mark.parametrize("outputs", [None, "text", object(), {1, 2}, Box])
-def test_other_outputs_have_no_names(outputs: Any) -> None:
-    assert "asked for 'loss', which does not exist" in fetch_error("loss", outputs)
-
-
-def test_a_field_that_was_never_set_is_not_a_name() -> None:
-    @dataclasses.dataclass
-    class Late:
-        loss: float
-        extra: float = dataclasses.field(init=False)
-
-    assert fetch("loss", Late(0.5)) == 0.5
-
-
-def test_a_closure_gets_outputs_of_any_structure_as_a_whole() -> None:
-    assert fetch(lambda outputs: outputs, {"nested": [1, {"deep": 2}]}) == {"nested": [1, {"deep": 2}]}
-
-
 # -- step and learning rate -----------------------------------------------------------------------------------------
 
 
@@ -209,17 +296,6 @@ def test_global_step_counts_this_run() -> None:
         loop.run()
         loop.run()
     assert hook.results == [1, 2]
-
-
-def test_lr_is_one_number_for_one_group() -> None:
-    assert fetch("lr", optimizer=sgd(0.1)) == 0.1
-
-
-@pytest.mark.parametrize("rates", [(0.1, 0.2), (0.1, 0.1)])
-def test_lr_is_a_list_for_several_groups_whether_they_differ_or_agree(rates: Any) -> None:
-    value = fetch("lr", optimizer=sgd(*rates))
-    assert isinstance(value, list)
-    assert value == list(rates)
 
 
 def test_lr_keeps_its_type_when_the_rates_of_the_groups_meet() -> None:
@@ -234,42 +310,11 @@ def test_lr_keeps_its_type_when_the_rates_of_the_groups_meet() -> None:
     assert [before, *hook.results] == [[0.2, 0.1], [0.1, 0.1]]
 
 
-def test_lr_can_be_a_tensor() -> None:
-    assert torch.equal(fetch("lr", optimizer=sgd(torch.tensor(0.1))), torch.tensor(0.1))
-
-
-def test_lr_of_several_groups_can_be_tensors() -> None:
-    assert fetch("lr", optimizer=sgd(torch.tensor(0.5), torch.tensor(0.25))) == [0.5, 0.25]
-
-
 def test_lr_does_not_read_rates_on_a_device() -> None:
     # Reading a value of a meta tensor is an error; reading one of a CUDA tensor would block the host.
     optimizer = sgd(torch.tensor(0.5, device="meta"), torch.tensor(0.5, device="meta"))
     with MonitoredLoop(int, optimizer=optimizer) as loop:
         assert [rate.device.type for rate in loop.session.run("lr")] == ["meta", "meta"]
-
-
-def test_the_rate_of_a_group_is_known_by_its_index_and_its_name() -> None:
-    optimizer = sgd(0.1, 0.2)
-    optimizer.param_groups[1]["name"] = "head"
-    assert fetch(["lr/0", "lr/1", "lr/head"], optimizer=optimizer) == [0.1, 0.2, 0.2]
-    assert fetch("lr/0", optimizer=sgd(0.3)) == 0.3
-
-
-def test_the_error_for_a_group_that_is_not_there_names_the_groups() -> None:
-    message = fetch_error("lr/2", optimizer=sgd(0.1, 0.2))
-    assert "asked for 'lr/2', which does not exist. Did you mean 'lr/1' or 'lr/0' or 'lr'?" in message
-
-
-@pytest.mark.parametrize("lacks", ["an optimizer", "a group", "a rate"])
-def test_lr_needs(lacks: str) -> None:
-    optimizer = sgd(0.1)
-    if lacks == "a group":
-        optimizer.param_groups.clear()
-    else:
-        del optimizer.param_groups[0]["lr"]
-    given = None if lacks == "an optimizer" else optimizer
-    assert "asked for 'lr', which does not exist" in fetch_error("lr", optimizer=given)
 
 
 # -- the model ------------------------------------------------------------------------------------------------------
@@ -309,24 +354,6 @@ def test_a_gradient_by_name() -> None:
     with MonitoredLoop(step, model, hooks=[hook]) as loop:
         loop.run()
     assert torch.equal(hook.results[0], torch.tensor([[3.0, 4.0]]))
-
-
-def test_the_gradient_is_none_if_there_is_none() -> None:
-    assert fetch("fc1.weight.grad", model=Net()) is None
-
-
-@pytest.mark.parametrize("name", ["fc9.weight.grad", "fc1"])
-def test_neither_the_gradient_of_what_does_not_exist_nor_a_submodule_is_a_fetch(name: str) -> None:
-    assert f"asked for {name!r}, which does not exist" in fetch_error(name, model=Net())
-
-
-def test_a_property_of_the_model_that_raises_is_not_a_name() -> None:
-    class Detached(nn.Module):
-        @property
-        def trainer(self) -> Any:
-            raise RuntimeError("not attached to a trainer")
-
-    assert fetch(lambda trainer="none": trainer, model=Detached()) == "none"
 
 
 # -- the run's inputs and feeds -------------------------------------------------------------------------------------
@@ -475,11 +502,6 @@ def test_a_class_as_a_closure_is_called() -> None:
     assert fetch(Counted, {"value": 8}).value == 8
 
 
-def test_a_closure_runs_without_gradients() -> None:
-    weight = nn.Parameter(torch.ones(1))
-    assert fetch(lambda: (weight * 2).requires_grad) is False
-
-
 def test_a_closure_gets_live_values() -> None:
     loss = torch.tensor(1.0)
     seen: list[torch.Tensor] = []
@@ -587,55 +609,6 @@ def test_temporary_objects_are_not_mistaken_for_one_another() -> None:
 # -- compute(), tensors, summary ops ------------------------------------------------------------------------------
 
 
-def test_an_object_with_compute() -> None:
-    assert fetch(Metric()) == 0.75
-
-
-def test_compute_wins_over_calling() -> None:
-    class CallableMetric(Metric):
-        def __call__(self) -> str:
-            return "called"
-
-    assert fetch(CallableMetric()) == 0.75
-
-
-def test_compute_wins_over_a_modules_forward() -> None:
-    class ModuleMetric(nn.Module):
-        def compute(self) -> torch.Tensor:
-            return torch.tensor(0.5)
-
-    assert fetch(ModuleMetric()) == 0.5
-
-
-@pytest.mark.parametrize("kind", [dict, tuple, list])
-def test_compute_wins_over_being_a_structure(kind: Any) -> None:
-    class Metrics(kind):  # type: ignore[misc]
-        def compute(self) -> float:
-            return 0.5
-
-    assert fetch(Metrics()) == 0.5
-
-
-def test_compute_wins_over_being_a_dataclass() -> None:
-    @dataclasses.dataclass
-    class Ratio:
-        hits: int
-        total: int
-
-        def compute(self) -> float:
-            return self.hits / self.total
-
-    assert fetch(Ratio(1, 2)) == 0.5
-
-
-def test_compute_runs_without_gradients() -> None:
-    class Grad:
-        def compute(self) -> bool:
-            return torch.is_grad_enabled()
-
-    assert fetch(Grad()) is False
-
-
 def test_a_tensor_is_its_value_after_the_run() -> None:
     total = torch.zeros(())
     hook = RecordingHook(total)
@@ -643,20 +616,6 @@ def test_a_tensor_is_its_value_after_the_run() -> None:
         loop.run()
         loop.run()
     assert plain(hook.results) == [1.0, 2.0]
-
-
-def test_a_parameter_is_a_tensor_fetch() -> None:
-    assert torch.equal(fetch(nn.Parameter(torch.ones(2))), torch.ones(2))
-
-
-def test_a_summary_op_comes_back_with_the_value_of_its_fetch() -> None:
-    op = summary.scalar("half", lambda loss: loss / 2)
-    assert fetch(op, 3) == (op, 1.5)
-
-
-def test_summary_ops_nest_as_other_fetches_do() -> None:
-    op = summary.scalar("loss", "loss")
-    assert fetch({"all": [op, "loss"]}, 3) == {"all": [(op, 3), 3]}
 
 
 def test_an_error_in_a_summary_op_names_the_hook() -> None:
@@ -689,23 +648,10 @@ def test_results_have_the_structure_of_the_fetches(fetches: Any, values: Any) ->
     assert (type(results), results) == (type(values), values)
 
 
-def test_another_mapping_is_returned_as_a_dict() -> None:
-    results = fetch(defaultdict(list, a="loss"), 3)
-    assert (type(results), results) == (dict, {"a": 3})
-
-
 def test_the_fetches_themselves_are_not_changed() -> None:
     box = Box(["loss"])
     fetch(box, 3)
     assert box == Box(["loss"], "global_step")
-
-
-def test_a_named_tuple_with_a_constructor_of_its_own() -> None:
-    class Polar(Point):
-        def __new__(cls) -> Polar:
-            return super().__new__(cls, "loss", "global_step")
-
-    assert fetch(Polar(), 3) == (3, 1)
 
 
 names = st.text("ab ", max_size=3)
@@ -807,20 +753,12 @@ def test_feeds_win_over_outputs_over_step_and_rate_over_the_model_over_inputs(
     assert fetch_with_all([name, closure]) == [value, value]
 
 
-def test_an_output_wins_over_the_global_step_and_the_learning_rate() -> None:
-    assert fetch(["global_step", "lr"], {"global_step": 7, "lr": 8}, optimizer=sgd(0.1)) == [7, 8]
-
-
 def test_a_measured_speed_wins_over_an_argument_of_the_same_name_where_it_is_measured() -> None:
     for counters, expected in (([], 5.0), ([StepCounterHook(log=False)], math.nan)):
         hook = RecordingHook("data_secs")
         with MonitoredLoop(lambda data_secs: None, hooks=[*counters, hook]) as loop:
             loop.run(5.0)
         assert hook.results == pytest.approx([expected], nan_ok=True)
-
-
-def test_an_output_wins_over_a_gradient_of_the_same_name() -> None:
-    assert fetch("fc1.weight.grad", {"fc1.weight.grad": 2}, model=Net()) == 2
 
 
 # -- snapshots ------------------------------------------------------------------------------------------------------
@@ -850,77 +788,49 @@ def test_an_output_that_is_updated_in_place_keeps_the_value_of_its_run(fetches: 
     assert plain(hook.results[0]) == first
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda array: array, lambda array: [array], lambda array: {"a": (array,)}, lambda array: Point(array, 1)]
-)
-def test_numpy_arrays_from_closures_are_copied(wrap: Callable[[Any], Any]) -> None:
-    array = np.zeros(2)
-    value = fetch(lambda: wrap(array))
-    array += 1
-    assert plain(value) == plain(wrap(np.zeros(2)))
-
-
-def test_what_compute_returns_is_copied() -> None:
-    metric = Metric(torch.zeros(1))
-    value = fetch(metric)
-    metric.value += 1
-    assert value == 0
-
-
-def test_the_named_tuple_that_max_returns_is_copied() -> None:
-    tensor = torch.tensor([[3.0, 7.0]])
-    pair = tensor.max(1)
-    value = fetch(lambda: pair)
-    pair.values.add_(1)
-    assert (type(value), plain(value.values)) == (type(pair), [7.0])
-
-
-def test_a_shape_is_returned_as_a_shape() -> None:
-    assert isinstance(fetch(lambda loss: loss.shape, torch.ones(2, 3)), torch.Size)
-
-
-def test_subclasses_of_list_are_copied() -> None:
-    class Tensors(list[torch.Tensor]):
-        pass
-
-    tensors = Tensors([torch.zeros(1)])
-    value = fetch(lambda: tensors)
-    tensors[0].add_(1)
-    assert value == [0]
-
-
-def test_a_packed_sequence_is_copied() -> None:
-    packed = nn.utils.rnn.pack_sequence([torch.zeros(2)])
-    value = fetch(lambda: packed)
-    packed.data.add_(1)
-    assert (type(value), plain(value.data)) == (type(packed), [0.0, 0.0])
-
-
 def test_snapshots_are_detached() -> None:
     weight = nn.Parameter(torch.ones(1))
     assert not fetch("loss", weight * 2).requires_grad
 
 
-def test_a_tensor_from_inference_mode_can_be_fetched() -> None:
-    with torch.inference_mode():
-        loss = torch.ones(1)
-    assert fetch("loss", loss) == 1
+class Tensors(list[torch.Tensor]):
+    pass
+
+
+pack = nn.utils.rnn.pack_sequence
+
+# What a closure returns of something, how that is changed afterwards, and what the fetch still is.
+COPIED: list[tuple[str, Any, Callable[[Any], Any], Callable[[Any], object], Any]] = [
+    ("an array", np.zeros(2), lambda array: array, lambda array: array.fill(1), [0, 0]),
+    ("an array in a list", np.zeros(2), lambda array: [array], lambda array: array.fill(1), [[0, 0]]),
+    ("an array in a dict", np.zeros(2), lambda array: {"a": (array,)}, lambda array: array.fill(1), {"a": ([0, 0],)}),
+    ("an array in a named tuple", np.zeros(2), lambda a: Point(a, 1), lambda array: array.fill(1), Point([0, 0], 1)),
+    ("what max returns", torch.tensor([[3.0]]).max(1), lambda pair: pair, lambda pair: pair.values.add_(1), ([3], [0])),
+    (
+        "a list of a class of its own",
+        Tensors([torch.zeros(1)]),
+        lambda tensors: tensors,
+        lambda tensors: tensors[0].add_(1),
+        [[0]],
+    ),
+    ("a packed sequence", pack([torch.zeros(2)]), lambda packed: packed, lambda packed: packed.data.add_(1), [0, 0]),
+    ("what compute() returns", Metric(torch.zeros(1)), lambda metric: metric.compute(), lambda m: m.value.add_(1), [0]),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "closure", "change", "was"), [row[1:] for row in COPIED], ids=[row[0] for row in COPIED]
+)
+def test_what_a_closure_returned_is_a_copy(
+    source: Any, closure: Callable[[Any], Any], change: Callable[[Any], object], was: Any
+) -> None:
+    value = fetch(lambda: closure(source))
+    assert type(value) in (type(closure(source)), list)
+    change(source)
+    assert plain(value.data if isinstance(value, nn.utils.rnn.PackedSequence) else value) == was
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_error_for_an_unknown_name_names_the_hook() -> None:
-    assert fetch_error("los", 1).startswith("RecordingHook('los') (hook 0) asked for 'los', which does not exist")
-
-
-def test_the_error_for_an_unknown_name_suggests_a_similar_name() -> None:
-    assert "Did you mean 'loss'?" in fetch_error("los", 1)
-
-
-def test_the_error_for_an_unknown_name_lists_the_available_names() -> None:
-    message = fetch_error("?", {"logits": 1}, model=nn.Linear(1, 1), optimizer=sgd(0.1))
-    assert message.endswith("Available: logits, global_step, lr, weight, bias.")
 
 
 def test_the_error_for_an_unknown_name_lists_the_inputs_too() -> None:
@@ -928,17 +838,59 @@ def test_the_error_for_an_unknown_name_lists_the_inputs_too() -> None:
         fetch_in(lambda images, labels: None, "?", 1, 2)
 
 
-def test_a_long_list_of_available_names_is_shortened() -> None:
-    assert fetch_error("?", dict.fromkeys(map(str, range(50)))).endswith("22, 23 and 27 more.")
+def without(optimizer: torch.optim.Optimizer, what: str) -> torch.optim.Optimizer:
+    if what == "groups":
+        optimizer.param_groups.clear()
+    else:
+        del optimizer.param_groups[0][what]
+    return optimizer
 
 
-def test_the_error_for_a_parameter_that_does_not_exist_names_the_closure() -> None:
-    def accuracy(logit: Any) -> None: ...
+def accuracy(logit: Any) -> None: ...
 
-    message = fetch_error(accuracy, {"logits": 1})
-    assert "accuracy (" in message
-    assert "test_fetches.py:" in message
-    assert "whose parameter 'logit' is not an available name. Did you mean 'logits'?" in message
+
+# What is asked for, what the step returned, the other arguments of the loop, and what the error says.
+UNKNOWN: list[tuple[str, Any, Any, dict[str, Any], str]] = [
+    ("names the hook", "los", 1, {}, r"^RecordingHook\('los'\) \(hook 0\) asked for 'los', which does not exist"),
+    ("a similar name", "los", 1, {}, r"Did you mean 'loss'\?"),
+    ("a similar group", "lr/2", None, {"optimizer": sgd(0.1, 0.2)}, r"'lr/1' or 'lr/0' or 'lr'\?"),
+    (
+        "the available names",
+        "?",
+        {"logits": 1},
+        {"model": nn.Linear(1, 1), "optimizer": sgd(0.1)},
+        r"Available: logits, global_step, lr, weight, bias\.$",
+    ),
+    ("some of many names", "?", dict.fromkeys(map(str, range(50))), {}, r"22, 23 and 27 more\.$"),
+    (
+        "a parameter of a closure",
+        accuracy,
+        {"logits": 1},
+        {},
+        r"accuracy \(test_fetches\.py:\d+\).*parameter 'logit' is .* Did you mean 'logits'\?",
+    ),
+    ("None", "loss", None, {}, "'loss'"),
+    ("a text", "loss", "text", {}, "'loss'"),
+    ("an object", "loss", object(), {}, "'loss'"),
+    ("a set", "loss", {1, 2}, {}, "'loss'"),
+    ("a dataclass, not an instance", "loss", Box, {}, "'loss'"),
+    ("a rate without an optimizer", "lr", None, {}, "'lr'"),
+    ("a rate without a group", "lr", None, {"optimizer": without(sgd(0.1), "groups")}, "'lr'"),
+    ("a rate of a group without one", "lr", None, {"optimizer": without(sgd(0.1), "lr")}, "'lr'"),
+    ("a gradient of nothing", "fc9.weight.grad", None, {"model": Net()}, r"'fc9\.weight\.grad'"),
+    ("a submodule", "fc1", None, {"model": Net()}, "'fc1'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fetches", "outputs", "arguments", "words"), [row[1:] for row in UNKNOWN], ids=[row[0] for row in UNKNOWN]
+)
+def test_the_error_for_a_name_that_does_not_exist(
+    fetches: Any, outputs: Any, arguments: dict[str, Any], words: str
+) -> None:
+    message = fetch_error(fetches, outputs, **arguments)
+    assert re.search(words, message)
+    assert "does not exist" in message or "not an available name" in message
 
 
 @pytest.mark.parametrize("bad", [None, 3, 0.5, {1}, b"loss", np.zeros(2), object(), [None], {"a": 1}])
@@ -946,10 +898,6 @@ def test_the_error_for_something_that_is_not_a_fetch_says_what_is(bad: Any) -> N
     with pytest.raises(FetchError, match="which is not a fetch: a fetch is a name, a closure") as caught:
         fetch(["loss", bad], 1)
     assert "RecordingHook(" in str(caught.value)
-
-
-def test_fetching_nothing_gives_none() -> None:
-    assert fetch(None, 1) is None
 
 
 def fail(loss: float) -> None:

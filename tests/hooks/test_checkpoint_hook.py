@@ -114,11 +114,15 @@ SAVED: list[tuple[str, str, dict[str, int], str, str]] = [
     ("behind the code of the epoch", "2{3{r},}", {"save_steps": 3}, "", "S0 00 01 02 , S3 10 11 12 , S6 S6"),
     ("by epochs", "2{3{r},}", {"every_n_epochs": 1}, "", "S0 00 01 02 , S3 10 11 12 , S6 S6"),
     ("by two epochs", "4{2{r},}", {"every_n_epochs": 2}, "5", "S0 00 01 , 10 11 , S4 20 S5 , / S5 21 , 30 31 , S8 S8"),
+    ("by epochs without an outer loop", "2{r}2{r}", {"every_n_epochs": 1}, "", "S0 0 1 S2 0 1 S4 S4"),
+    ("by epochs that a break ends", "2{3{r!1},}", {"every_n_epochs": 1}, "", "S0 00 01 , S2 10 11 , S4 S4"),
     ("at a stop", "2{2{r},}", {"every_n_epochs": 1}, "2", "S0 00 01 S2 , / S2 , S2 10 11 , S4 S4"),
     ("behind an item of several runs", "2{ppp}", {"save_steps": 2}, "", "S0 0 0 0 S3 1 1 1 S6 S6"),
     ("in the middle of an item longer than the period", "1{r2{r}}", {"save_steps": 1}, "", "S0 0 S2 00 S2 01 S3 S3"),
     ("behind a break", "2{3{r!1},}", {"save_steps": 2}, "", "S0 00 01 , S2 10 11 , S4 S4"),
     ("behind a break out of the outermost loop", "4{!2r}", {"save_steps": 2}, "", "S0 0 1 S2 S2"),
+    ("behind the runs after an inner loop", "2{2{r}r}", {"save_steps": 1}, "", "S0 00 S1 01 0 S3 10 S4 11 1 S6 S6"),
+    ("once at a stop in the last item", "3{2{r}}", {"save_steps": 2}, "4", "S0 00 01 S2 10 11 S4 / S4 20 21 S6 S6"),
     ("in two loops", "3{r}2{r}", {"save_steps": 2}, "", "S0 0 1 S2 2 0 S4 1 S5"),
 ]
 
@@ -300,32 +304,36 @@ def test_the_name_of_a_checkpoint_can_be_chosen(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == f"{tmp_path}/net-1"
 
 
-def test_it_warns_where_nothing_would_be_restored(tmp_path: Path, lines: Lines) -> None:
-    hook = CheckpointSaverHook(tmp_path, save_steps=4)
-    MonitoredLoop(lambda: None, hooks=[hook]).close()
-    (warning,) = warnings_in(lines)
-    assert warning == (
-        f"{hook!r} saves checkpoints, but nothing will be restored: give "
-        f"MonitoredLoop(..., checkpoint_dir='{tmp_path}') too"
-    )
+# The folders of the hooks that save, the one of the loop, None without, and the warning.
+WARNINGS: list[tuple[str, list[str | None], str | None, str]] = [
+    ("saves what is not restored", ["a"], None, r"saves checkpoints, but .* MonitoredLoop\(.*, checkpoint_dir='a'\)"),
+    ("saves and restores", ["a"], "a", ""),
+    ("saves into the folder of the loop", [None], "a", ""),
+    ("saves into another folder", ["a"], "b", "^checkpoint_dir='b': the loop will never resume from .*CheckpointSaver"),
+    ("saves into another folder too", ["a", "b"], "b", ""),
+    ("saves into another one and that of the loop", ["a", None], "b", ""),
+    ("saves nothing", [], "a", r"^a has no checkpoint, and no .* CheckpointSaverHook\('a', save_secs=600\)"),
+    ("restores only", [], "full", ""),
+]
 
 
-def test_it_does_not_warn_where_something_would_be(tmp_path: Path, lines: Lines) -> None:
-    MonitoredLoop(lambda: None, hooks=[CheckpointSaverHook(tmp_path, save_steps=4)], checkpoint_dir=tmp_path).close()
-    assert not warnings_in(lines)
-
-
-def test_a_loop_with_a_folder_that_no_hook_saves_into_warns(tmp_path: Path, lines: Lines) -> None:
-    MonitoredLoop(lambda: None, checkpoint_dir=tmp_path).close()
-    way_out = f"add CheckpointSaverHook('{tmp_path}', save_secs=600)"
-    assert warnings_in(lines) == [f"{tmp_path} has no checkpoint, and no hook saves one: {way_out}"]
-
-
-def test_a_loop_that_only_restores_does_not_warn(tmp_path: Path, lines: Lines) -> None:
-    hook = CheckpointSaverHook(tmp_path, save_steps=4)
-    trace(hook, losses=[0.1], checkpoint_dir=tmp_path)
-    MonitoredLoop(lambda: None, checkpoint_dir=tmp_path).close()
-    assert not warnings_in(lines)
+@pytest.mark.parametrize(
+    ("folders", "restores", "warning"), [row[1:] for row in WARNINGS], ids=[row[0] for row in WARNINGS]
+)
+def test_a_loop_warns_if_nothing_would_be_resumed(
+    folders: list[str | None],
+    restores: str | None,
+    warning: str,
+    tmp_path: Path,
+    lines: Lines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Saver().save(Session(), "full/model.ckpt", 1)
+    hooks = [CheckpointSaverHook(folder, save_steps=9) for folder in folders]
+    MonitoredLoop(lambda: 0.5, hooks=hooks, checkpoint_dir=restores).close()
+    said = "".join(warnings_in(lines))
+    assert re.search(warning, said) if warning else not said
 
 
 class NotingSaver(Saver):
@@ -340,32 +348,24 @@ class NotingSaver(Saver):
         return super().save(session, path, global_step, **arguments)
 
 
-def test_uses_the_saver_of_the_session(tmp_path: Path) -> None:
-    saver = NotingSaver()
-    hook = CheckpointSaverHook(tmp_path, save_steps=1)
-    MonitoredLoop(lambda: None, hooks=[hook], scaffold=Scaffold(saver=saver), checkpoint_dir=tmp_path).close()
-    assert saver.saved == [0]
-
-
-def test_or_the_one_it_was_given(tmp_path: Path) -> None:
-    own, sessions = NotingSaver(), NotingSaver()
-    hook = CheckpointSaverHook(tmp_path, save_steps=1, saver=own)
-    MonitoredLoop(lambda: None, hooks=[hook], scaffold=Scaffold(saver=sessions), checkpoint_dir=tmp_path).close()
-    assert (own.saved, sessions.saved) == ([0], [])
-
-
-def test_or_that_of_the_scaffold_it_was_given(tmp_path: Path) -> None:
-    own, sessions = NotingSaver(), NotingSaver()
-    hook = CheckpointSaverHook(tmp_path, save_steps=1, scaffold=Scaffold(saver=own))
-    MonitoredLoop(lambda: None, hooks=[hook], scaffold=Scaffold(saver=sessions), checkpoint_dir=tmp_path).close()
-    assert (own.saved, sessions.saved) == ([0], [])
-
-
-def test_a_scaffold_without_a_saver_leaves_it_to_the_session(tmp_path: Path) -> None:
-    saver = NotingSaver()
-    hook = CheckpointSaverHook(tmp_path, save_steps=1, scaffold=Scaffold())
-    MonitoredLoop(lambda: None, hooks=[hook], scaffold=Scaffold(saver=saver), checkpoint_dir=tmp_path).close()
-    assert saver.saved == [0]
+@pytest.mark.parametrize(
+    ("of_the_hook", "saves"),
+    [
+        (lambda saver: {}, "session"),
+        (lambda saver: {"saver": saver}, "hook"),
+        (lambda saver: {"scaffold": Scaffold(saver=saver)}, "hook"),
+        (lambda saver: {"scaffold": Scaffold()}, "session"),
+    ],
+    ids=["neither", "a saver", "a scaffold with one", "a scaffold without one"],
+)
+def test_the_saver_of_the_hook_comes_before_that_of_the_session(
+    of_the_hook: Callable[[Saver], dict[str, Any]], saves: str, tmp_path: Path
+) -> None:
+    savers = {"hook": NotingSaver(), "session": NotingSaver()}
+    hook = CheckpointSaverHook(tmp_path, save_steps=1, **of_the_hook(savers["hook"]))
+    scaffold = Scaffold(saver=savers["session"])
+    MonitoredLoop(lambda: None, hooks=[hook], scaffold=scaffold, checkpoint_dir=tmp_path).close()
+    assert {name: saver.saved for name, saver in savers.items() if saver.saved} == {saves: [0]}
 
 
 def test_a_saver_and_a_scaffold_together_are_refused(tmp_path: Path) -> None:
@@ -1170,16 +1170,3 @@ def test_hooks_without_a_folder_take_the_one_of_the_loop(chosen: bool, tmp_path:
 def test_a_hook_without_a_folder_needs_a_loop_with_one(hook: SessionRunHook) -> None:
     with pytest.raises(ValueError, match=r"^\w+\(.*\) has no checkpoint_dir, and the loop has none"):
         MonitoredLoop(lambda: 0.5, hooks=[hook])
-
-
-@pytest.mark.parametrize(("folders", "warns"), [(["a"], True), (["a", "b"], False), (["a", None], False)])
-def test_a_loop_that_never_resumes_from_what_is_saved_says_so(
-    folders: list[str | None], warns: bool, tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    hooks = [CheckpointSaverHook(folder, save_steps=9) for folder in folders]
-    MonitoredLoop(lambda: 0.5, hooks=hooks, checkpoint_dir="b").close()
-    said = [text for _, text in lines if "will never resume" in text]
-    assert [
-        text.startswith("checkpoint_dir='b': the loop will never resume from what CheckpointSaver") for text in said
-    ] == ([True] * warns)

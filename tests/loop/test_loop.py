@@ -4,14 +4,17 @@ The order of calls, stops, what a hook is given, nested use, threads, what count
 """
 
 import contextlib
+import functools
 import itertools
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from support import shapes
 from support.devices import FakeDevice
 
 import torchhooks
@@ -186,6 +189,175 @@ def test_the_session_still_works_at_the_end() -> None:
     assert hook.final_ops_values == {"loss": 0.5, "step": 1}
 
 
+# -- the life of a loop -----------------------------------------------------------------------------------------------
+
+# The script (see support.shapes), what happens where in its first run, at its end or in a thread, the calls of the hook
+# behind, and the reason why the loop has stopped.
+#
+# In a script, r is a run, y is run_step_fn() with a run in it, c is close(), w waits until the thread has acted, and a
+# dot before one of them catches its error, which is traced. The calls are B for begin, C for after_create_session, b
+# for before_run, s for the step, a for after_run, E for end and T for teardown. An error that the with statement raises
+# comes last.
+LIVES: list[tuple[str, str, dict[str, str], str, str]] = [
+    ("without a run", "", {}, "BC ET", "closed"),
+    ("two runs", "rr", {}, "BC bsa bsa ET", "closed"),
+    ("a step function", "ry", {}, "BC bsa bsa ET", "closed"),
+    ("over data", "2{r}", {}, "BC bsa bsa ET", "data ended"),
+    ("closed", "rc", {}, "BC bsa ET", "closed"),
+    ("closed twice", "rcc", {}, "BC bsa ET", "closed"),
+    ("a run after the end", "rc.r", {}, "BC bsa ET closed", "closed"),
+    ("a step function after the end", "rc.y", {}, "BC bsa ET closed", "closed"),
+    ("a stop before the step", "9{r}", {"before_run": "stop"}, "BC bsa ET", "Acting: enough"),
+    ("a stop behind the step", "9{r}", {"after_run": "stop"}, "BC bsa ET", "Acting: enough"),
+    ("a run after a stop", "r.r.r", {"before_run": "stop"}, "BC bsa after-stop after-stop ET", "Acting: enough"),
+    ("a step function after a stop", "r.y", {"after_run": "stop"}, "BC bsa after-stop ET", "Acting: enough"),
+    ("an error before the step", "r", {"before_run": "KeyError"}, "BC T KeyError", "KeyError: 'x'"),
+    ("an error in the step", "r", {"step": "KeyError"}, "BC b T KeyError", "KeyError: 'x'"),
+    ("an error behind the step", "r", {"after_run": "KeyError"}, "BC bs T KeyError", "KeyError: 'x'"),
+    ("an error at the end", "r", {"end": "KeyError"}, "BC bsa ET KeyError", "closed"),
+    ("an error after a stop", "r", {"before_run": "stop", "step": "KeyError"}, "BC b T KeyError", "KeyError: 'x'"),
+    ("the end of the data of the step", "9{r}", {"step": "StopIteration"}, "BC b ET", "StopIteration: x"),
+    ("a run before the step", "r", {"before_run": "run"}, "BC T inside-run", "LifecycleError"),
+    ("a run in the step", "r", {"step": "run"}, "BC b T inside-run", "LifecycleError"),
+    ("a run behind the step", "r", {"after_run": "run"}, "BC bs T inside-run", "LifecycleError"),
+    ("a run at the end", "r", {"end": "run"}, "BC bsa ET closed", "closed"),
+    ("closed before the step", "r", {"before_run": "close"}, "BC T inside-run", "LifecycleError"),
+    ("closed in the step", "r", {"step": "close"}, "BC b T inside-run", "LifecycleError"),
+    ("closed behind the step", "r", {"after_run": "close"}, "BC bs T inside-run", "LifecycleError"),
+    ("a stop by a thread", "9{rw}", {"thread": "stop"}, "BC bsa ET", "thread background"),
+    # A thread cannot know where the loop is, so its stop between should_stop() and run() is no error.
+    ("a stop by a thread before a run", "9{wr}", {"thread": "stop"}, "BC bsa ET", "thread background"),
+    ("two runs after a stop by a thread", "rwr.r", {"thread": "stop"}, "BC bsa bsa after-stop ET", "thread background"),
+    ("a stop by a thread in a run", "9{r}", {"step": "wait", "thread": "stop"}, "BC bsa ET", "thread background"),
+    ("an error in a thread", "9{rw}", {"thread": "KeyError"}, "BC bsa ET KeyError", "thread background"),
+    ("a run after an error in a thread", "rwr", {"thread": "KeyError"}, "BC bsa T KeyError", "thread background"),
+    (
+        "an error in a thread in a run",
+        "rr",
+        {"step": "wait", "thread": "KeyError"},
+        "BC bsa T KeyError",
+        "thread background",
+    ),
+    ("an error in a thread, twice", "w.rc", {"thread": "KeyError"}, "BC KeyError T KeyError", "thread background"),
+]
+
+
+class Acting(SessionRunHook):
+    """Does once what a line says, in its methods, in the step, and in a thread that begins when it is waited for."""
+
+    loop: MonitoredLoop[float]
+
+    def __init__(self, acts: dict[str, str]) -> None:
+        self.acts = dict(acts)
+
+    def act(self, where: str, stop: Callable[[], object]) -> None:
+        match self.acts.pop(where, ""):
+            case "stop":
+                stop()
+            case "run":
+                self.loop.run()
+            case "close":
+                self.loop.close()
+            case "wait":
+                self.wait()
+            case "KeyError":
+                raise KeyError("x")
+            case "StopIteration":
+                raise StopIteration("x")
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        act = functools.partial(self.act, "thread", coord.request_stop)
+        self.thread = LooperThread(coord, None, target=act)
+        self.thread.name = "background"
+
+    def wait(self) -> None:
+        if self.thread.ident is None:
+            self.thread.start()
+            self.thread.join()
+
+    def step(self) -> None:
+        self.act("step", pytest.fail)
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        self.act("before_run", lambda: run_context.request_stop("enough"))
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.act("after_run", lambda: run_context.request_stop("enough"))
+
+    def end(self, session: Session) -> None:
+        self.act("end", pytest.fail)
+
+
+class Traced(SessionRunHook):
+    """Adds a letter for each call to a trace."""
+
+    def __init__(self, trace: list[str]) -> None:
+        self.trace = trace
+
+    def begin(self) -> None:
+        self.trace.append(" B")
+
+    def after_create_session(self, session: Session, coord: Coordinator) -> None:
+        self.trace.append("C")
+
+    def before_run(self, run_context: SessionRunContext) -> None:
+        self.trace.append(" b")
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self.trace.append("a")
+
+    def end(self, session: Session) -> None:
+        self.trace.append(" E")
+
+    def teardown(self) -> None:
+        self.trace.append("T" if self.trace[-1] == " E" else " T")
+
+
+def shown(error: Exception) -> str:
+    """Return the kind of an error in one word."""
+    if not isinstance(error, LifecycleError):
+        return type(error).__name__
+    said = re.search("inside a run|after a stop|closed", str(error))
+    assert said, error
+    return said[0].replace(" a ", "-")
+
+
+@pytest.mark.parametrize(
+    ("script", "acts", "calls", "reason"), [row[1:] for row in LIVES], ids=[row[0] for row in LIVES]
+)
+def test_the_life_of_a_loop(script: str, acts: dict[str, str], calls: str, reason: str) -> None:
+    calls_made: list[str] = []
+    acting = Acting(acts)
+
+    def step() -> float:
+        acting.step()
+        calls_made.append("s")
+        return 0.5
+
+    loop = acting.loop = MonitoredLoop(step, hooks=[acting, Traced(calls_made)])
+
+    def step_fn(context: StepContext[float]) -> None:
+        context.run_with_hooks()
+
+    def catching(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (KeyError, LifecycleError) as error:
+            calls_made.append(f" {shown(error)}")
+
+    letters: dict[str, Callable[[], object]] = {
+        "r": loop.run,
+        "y": lambda: loop.run_step_fn(step_fn),
+        "c": loop.close,
+        "w": acting.wait,
+    }
+    letters |= {f".{letter}": functools.partial(catching, call) for letter, call in letters.items()}
+    catching(lambda: shapes.train(loop, script, [], letters))
+    assert "".join(calls_made).strip() == calls
+    assert str(loop.stop_reason).startswith(reason)
+    assert loop.should_stop()
+
+
 # -- what may be a hook -----------------------------------------------------------------------------------------------
 
 
@@ -212,7 +384,7 @@ def test_hooks_are_copied() -> None:
         ([half], r"hooks\[0\]=<function half.*is not a hook"),
         ([[RecordingHook()]], r"hooks\[0\]=.* is not a hook: pass one list, and put a star before a list in it"),
         ([RecordingHook], r"hooks\[0\] is the class RecordingHook: pass an instance, RecordingHook\(\.\.\.\)"),
-        (RecordingHook(), r"pass a list of hooks, such as \[RecordingHook\(\)\]"),
+        (RecordingHook(), r"hooks=.*, such as \[RecordingHook\(\)\]"),
         (None, "hooks=None"),
         (RecordingHook, "hooks=.*RecordingHook"),
     ],
@@ -405,15 +577,6 @@ def test_a_feed_that_the_step_does_not_take_is_refused_by_the_name_of_the_hook()
 # -- stop -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["before_run", "after_run"])
-def test_a_stop_lets_the_run_finish(method: str) -> None:
-    calls: Calls = []
-    hooks = [Asking(method), RecordingHook(calls=calls)]
-    with MonitoredLoop(half, hooks=hooks) as loop:
-        assert loop.run() == 0.5
-    assert [call[0] for call in calls][2:] == ["before_run", "after_run", "end", "teardown"]
-
-
 def test_a_stop_takes_effect_after_the_last_after_run() -> None:
     seen: list[bool] = []
     loop: MonitoredLoop[float]
@@ -440,15 +603,6 @@ def test_another_run_after_a_stop_is_a_runtime_error() -> None:
             loop.run()
 
 
-def test_a_run_that_was_refused_after_a_stop_is_no_failure() -> None:
-    hook = RecordingHook(stop_at=1)
-    with MonitoredLoop(half, hooks=[hook]) as loop:
-        loop.run()
-        with pytest.raises(LifecycleError):
-            loop.run()
-    assert ("end", 1) in hook.calls
-
-
 def test_the_reason_names_the_hook_and_why() -> None:
     assert trace(StopAtStepHook(last_step=2)).stop_reason == "StopAtStepHook: step 2"
 
@@ -466,22 +620,6 @@ def test_there_is_no_reason_while_the_loop_goes_on() -> None:
     with MonitoredLoop(half) as loop:
         loop.run()
         assert loop.stop_reason is None
-
-
-def test_a_loop_that_was_closed_while_it_went_on_says_so() -> None:
-    with MonitoredLoop(half) as loop:
-        loop.run()
-    assert loop.stop_reason == "closed"
-    assert loop.should_stop()
-
-
-def test_an_error_is_the_reason() -> None:
-    assert trace(losses=[ValueError("bad batch")], catch=ValueError).stop_reason == "ValueError: bad batch"
-
-
-def test_an_error_in_the_run_in_which_a_stop_was_asked_for_is_the_reason() -> None:
-    seen = trace(Asking("before_run"), losses=[ValueError("bad batch")], catch=ValueError)
-    assert seen.stop_reason == "ValueError: bad batch"
 
 
 # -- the context of a run ---------------------------------------------------------------------------------------------
@@ -908,20 +1046,8 @@ def test_a_run_inside_of_a_run_is_refused_and_the_outer_one_goes_on(where: str) 
     with MonitoredLoop(step, hooks=[During(**{where: lambda: nested(loop, errors)})]) as loop:
         loop.run()
         loop.run()
-    assert [str(error).split(":")[0] for error in errors] == ["run() was called inside a run"] * 2
+    assert ["inside a run" in str(error) for error in errors] == [True, True]
     assert loop.global_step == 2
-
-
-@pytest.mark.parametrize("where", ["before_run", "step", "after_run"])
-def test_a_run_inside_of_a_run_that_nobody_catches_fails_the_loop(where: str) -> None:
-    loop: MonitoredLoop[Any]
-    recorder = RecordingHook()
-    step = (lambda: loop.run()) if where == "step" else half
-    hooks = [During(**{where: lambda: loop.run()}), recorder]
-    with pytest.raises(LifecycleError, match="inside a run"), MonitoredLoop(step, hooks=hooks) as loop:
-        loop.run()
-    assert [call[0] for call in recorder.calls][-1] == "teardown"
-    assert "end" not in [call[0] for call in recorder.calls]
 
 
 def test_run_step_fn_inside_of_a_run_is_refused() -> None:
@@ -946,57 +1072,10 @@ def test_a_run_in_another_thread_meanwhile_is_refused_and_the_first_one_goes_on(
     assert loop.global_step == 1
 
 
-@pytest.mark.parametrize("where", ["before_run", "step", "after_run"])
-def test_nobody_is_called_after_teardown_when_a_run_closes_its_own_loop(where: str) -> None:
-    calls: Calls = []
-    loop: MonitoredLoop[Any]
-
-    def close() -> None:
-        loop.close()
-
-    hooks = [During(**{where: close}), RecordingHook(calls=calls)]
-    with pytest.raises(LifecycleError), MonitoredLoop(close if where == "step" else half, hooks=hooks) as loop:
-        loop.run()
-    assert [call[0] for call in calls][-1] == "teardown"
-
-
-def test_a_run_from_the_end_of_a_hook_is_refused() -> None:
-    loop: MonitoredLoop[float]
-    loop = MonitoredLoop(half, hooks=[During(end=lambda: loop.run())])
-    with pytest.raises(LifecycleError, match="closed"):
-        loop.close()
-
-
-@pytest.mark.parametrize("use", [lambda loop: loop.run(), lambda loop: loop.run_step_fn(lambda context: None)])
-def test_use_after_close_is_refused(use: Callable[[MonitoredLoop[float]], object]) -> None:
-    loop = MonitoredLoop(half)
-    loop.close()
-    with pytest.raises(LifecycleError, match="closed loop: make a new one"):
-        use(loop)
-
-
 def test_a_closed_loop_still_says_how_far_it_got() -> None:
     with MonitoredLoop(half) as loop:
         loop.run()
     assert (loop.global_step, loop.session.global_step, loop.should_stop()) == (1, 1, True)
-
-
-def test_closing_again_is_harmless() -> None:
-    hook = RecordingHook()
-    with MonitoredLoop(half, hooks=[hook]) as loop:
-        loop.run()
-        loop.close()
-    loop.close()
-    assert [call[0] for call in hook.calls].count("end") == 1
-    assert [call[0] for call in hook.calls].count("teardown") == 1
-
-
-def test_close_without_a_with_ends_the_loop() -> None:
-    hook = RecordingHook()
-    loop = MonitoredLoop(half, hooks=[hook])
-    loop.run()
-    loop.close()
-    assert hook.calls[-2:] == [("end", 1), ("teardown",)]
 
 
 # -- run_step_fn ------------------------------------------------------------------------------------------------------
@@ -1072,13 +1151,6 @@ def test_a_method_may_be_a_step_fn() -> None:
 
     with MonitoredLoop(half) as loop:
         assert loop.run_step_fn(Trainer().step_fn) == 0.5
-
-
-def test_a_step_fn_after_a_stop_is_refused_without_being_called() -> None:
-    with MonitoredLoop(half, hooks=[StopAtStepHook(last_step=1)]) as loop:
-        loop.run()
-        with pytest.raises(LifecycleError, match="after a stop"):
-            loop.run_step_fn(lambda context: pytest.fail("was called"))
 
 
 # -- what counts as a step --------------------------------------------------------------------------------------------
@@ -1206,7 +1278,7 @@ def test_a_loop_that_could_not_begin_has_left_the_optimizer() -> None:
 
 
 def test_an_unknown_step_unit_is_refused() -> None:
-    with pytest.raises(ValueError, match='step_unit=\'epoch\': must be "run" or "optimizer_step"'):
+    with pytest.raises(ValueError, match="step_unit='epoch': "):
         MonitoredLoop(half, step_unit="epoch")
 
 
@@ -1267,31 +1339,6 @@ def run_and_run_again(hook: Background, *others: SessionRunHook, step: Callable[
         loop.run()
 
 
-def test_an_error_in_a_thread_comes_out_of_the_next_run() -> None:
-    recorder = RecordingHook()
-    with pytest.raises(KeyError, match="disk"):
-        run_and_run_again(Background(fail), recorder)
-    assert [call[0] for call in recorder.calls][2:] == ["before_run", "after_run", "teardown"]
-
-
-def test_an_error_in_a_thread_stops_the_loop_and_comes_out_of_close() -> None:
-    hook = Background(fail)
-    loop = MonitoredLoop(half, hooks=[hook])
-    for _ in loop.until_stop(range(9)):
-        loop.run()
-        hook.wait()
-    assert loop.global_step == 1
-    with pytest.raises(KeyError, match="disk"):
-        loop.close()
-
-
-def test_an_error_in_a_thread_during_a_run_lets_the_run_finish() -> None:
-    hook, recorder = Background(fail), RecordingHook()
-    with pytest.raises(KeyError, match="disk"):
-        run_and_run_again(hook, recorder, step=hook.wait)
-    assert [call[0] for call in recorder.calls][2:] == ["before_run", "after_run", "teardown"]
-
-
 @pytest.mark.function_only
 def test_an_error_in_a_thread_keeps_the_traceback_of_the_thread_and_of_the_run() -> None:
     with pytest.raises(KeyError) as raised:
@@ -1299,27 +1346,6 @@ def test_an_error_in_a_thread_keeps_the_traceback_of_the_thread_and_of_the_run()
     names = [entry.name for entry in raised.traceback]
     assert names[1:3] == ["run_and_run_again", "run"]
     assert names[-1] == "fail"
-
-
-def test_an_error_in_a_thread_that_was_swallowed_comes_out_of_close_again() -> None:
-    hook = Background(fail)
-    loop = MonitoredLoop(half, hooks=[hook])
-    hook.wait()
-    with pytest.raises(KeyError):
-        loop.run()
-    with pytest.raises(KeyError, match="disk"):
-        loop.close()
-
-
-def test_after_a_stop_by_a_thread_one_run_is_still_made_and_no_more() -> None:
-    hook = Background(stop)
-    with MonitoredLoop(half, hooks=[hook]) as loop:
-        loop.run()
-        hook.wait()
-        loop.run()
-        with pytest.raises(LifecycleError, match="after a stop \\(thread background\\)"):
-            loop.run()
-    assert loop.global_step == 2
 
 
 def test_or_one_call_of_run_step_fn_however_many_runs_it_makes() -> None:
@@ -1380,16 +1406,6 @@ def test_an_error_in_a_thread_beside_one_in_the_step_is_noted_and_logged(lines: 
     assert ("ERROR", "while the loop was closed after an error") in lines
 
 
-def test_a_thread_may_stop_the_loop() -> None:
-    hook, recorder = Background(stop), RecordingHook()
-    with MonitoredLoop(half, hooks=[hook, recorder]) as loop:
-        for _ in loop.until_stop(range(9)):
-            loop.run()
-            hook.wait()
-    assert (loop.global_step, loop.stop_reason) == (1, "thread background")
-    assert recorder.calls[-2:] == [("end", 1), ("teardown",)]
-
-
 def test_an_item_that_is_fetched_while_a_thread_stops_is_the_last_and_still_used() -> None:
     hook = Background(stop)
 
@@ -1406,15 +1422,6 @@ def test_an_item_that_is_fetched_while_a_thread_stops_is_the_last_and_still_used
 
 
 # A thread cannot know where the loop is: a stop between the look at should_stop() and run() must not be an error.
-
-
-def test_a_thread_that_stops_between_the_item_and_its_run_stops_cleanly() -> None:
-    hook, recorder = Background(stop), RecordingHook()
-    with MonitoredLoop(half, hooks=[hook, recorder]) as loop:
-        for _ in loop.until_stop(range(9)):
-            hook.wait()
-            loop.run()
-    assert recorder.calls[-2:] == [("end", loop.global_step), ("teardown",)]
 
 
 def test_a_thread_that_stops_between_should_stop_and_run_stops_cleanly() -> None:

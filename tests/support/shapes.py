@@ -12,24 +12,27 @@
 =========  =========================================================================================
 
 So ``2{L2{r},}`` are two epochs of two batches, with a validation behind each of them, and its trace is
-``00 01 , 10 11 ,``.
+``00 01 , 10 11 ,``. What another letter does, the test says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchhooks import MonitoredLoop
 
-TOKEN = re.compile(r"L?\d+\{|[a-z]+\{|\}|!\w|[rp,?]")
+Letters = Mapping[str, Callable[[], object]]
+"""What other letters do, each with a dot before it or without."""
+
+TOKEN = re.compile(r"L?\d+\{|[a-z]+\{|\}|!\w|\.?[a-z]|[,?]")
 
 
-def train(loop: MonitoredLoop[Any], shape: str, trace: list[str]) -> None:
+def train(loop: MonitoredLoop[Any], shape: str, trace: list[str], letters: Letters | None = None) -> None:
     """Run the script in the context of ``loop``, and add what it does to ``trace``."""
     with loop:
-        _body(loop, _parsed(iter(TOKEN.findall(shape))), "", trace)
+        _body(loop, _parsed(iter(TOKEN.findall(shape))), "", trace, letters or {})
 
 
 def _parsed(tokens: Iterator[str]) -> list[Any]:
@@ -47,14 +50,16 @@ def _items(text: str) -> Any:
     return [*range(int(text[1:]))] if text[1:].isdigit() else [*text]
 
 
-def _body(loop: MonitoredLoop[Any], body: list[Any], place: str, trace: list[str]) -> bool:
+def _body(loop: MonitoredLoop[Any], body: list[Any], place: str, trace: list[str], letters: Letters) -> bool:
     """Return whether the loop is left by ``break``."""
     for part in body:
         match part:
             case (items, inner):
                 for item in loop.until_stop(_items(items)):
-                    if _body(loop, inner, f"{place}{item}", trace):
+                    if _body(loop, inner, f"{place}{item}", trace, letters):
                         break
+            case str() if part in letters:
+                letters[part]()
             case "r" | "p":
                 if part == "p" and loop.should_stop():
                     return False
