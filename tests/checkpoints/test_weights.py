@@ -116,12 +116,10 @@ def test_a_model_that_does_not_match_is_an_error_that_changes_nothing(tmp_path: 
     model = filled(0, one=nn.Linear(2, 2), two=nn.Linear(1, 1), three=nn.Linear(1, 1, bias=False))
     with pytest.raises(CheckpointError) as raised:
         load_weights(path, model)
-    assert str(raised.value) == (
-        f"{path} does not match the model:\n"
-        "  missing in the file: 'three.weight'\n"
-        "  of another shape than in the file: 'two.weight' (1, 1) instead of (1, 3)\n"
-        "Make them match, or load what matches with strict=False."
-    )
+    message = str(raised.value)
+    assert message.startswith(f"{path} does not match the model:\n  missing in the file: 'three.weight'\n")
+    assert "'two.weight' (1, 1) instead of (1, 3)\n" in message
+    assert message.endswith("with strict=False.")
     assert numbers(model) == {0}
 
 

@@ -116,7 +116,7 @@ def test_a_return_out_of_it_finishes_it_too(tmp_path: Path) -> None:
 
     for _ in range(2):
         train(looped(tmp_path))
-    assert finishes(tmp_path)[-1] == "the script left the outermost loop at item 3 of 4"
+    assert str(finishes(tmp_path)[-1]).endswith("loop at item 3 of 4")
 
 
 @pytest.mark.parametrize(

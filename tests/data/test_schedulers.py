@@ -230,7 +230,7 @@ def test_the_error_about_a_scheduler_that_only_the_checkpoint_has_says_how_to_na
 def test_a_restore_that_is_not_strict_says_it_too(tmp_path: Path, lines: Lines) -> None:
     checkpoint_with(tmp_path, "scheduler")
     MonitoredLoop(half, checkpoint_dir=tmp_path, scaffold=Scaffold(saver=Saver(strict=False))).close()
-    assert "only in the file: 'scheduler'. Give the loop state={\"scheduler\": scheduler}" in forgotten(lines)[0]
+    assert "only in the file: 'scheduler'. Give the loop state" in forgotten(lines)[0]
 
 
 def test_a_model_or_a_hook_that_only_the_checkpoint_has_is_not_one_to_name_in_the_state(tmp_path: Path) -> None:

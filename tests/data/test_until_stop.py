@@ -99,7 +99,7 @@ def test_refuses_data_once_the_loop_is_closed() -> None:
     batches = Counted(9)
     loop = MonitoredLoop(half)
     loop.close()
-    with pytest.raises(LifecycleError, match=r"until_stop\(\) was called on a closed loop"):
+    with pytest.raises(LifecycleError, match=r"until_stop\(\) .* closed loop"):
         next(loop.until_stop(batches))
     assert batches.taken == 0
 
@@ -346,7 +346,7 @@ def test_after_an_error_in_the_data_that_was_caught_the_next_is_outermost_again(
 def test_what_cannot_be_iterated_is_a_type_error() -> None:
     with (
         MonitoredLoop(half) as loop,
-        pytest.raises(TypeError, match=r"until_stop\(3\): give what the items come from.*until_stop\(range\(3\)\)"),
+        pytest.raises(TypeError, match=r"until_stop\(3\): .*until_stop\(range\(3\)\)"),
     ):
         next(loop.until_stop(3))  # type: ignore[arg-type]
 

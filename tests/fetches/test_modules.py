@@ -36,7 +36,7 @@ def test_a_parameter_that_a_parametrization_computes_is_refused_with_the_stored_
     model: Any = nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 4)))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     message = fetch_error("0.weight", model)
-    assert "A parametrization computes it, and a fetch runs no code of the model" in message
+    assert "A parametrization computes it" in message
     assert "such as '0.parametrizations.weight.original', or return it from the step" in message
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     name = "0.parametrizations.weight.original"
@@ -164,4 +164,4 @@ def test_a_torchscript_module_cannot_be_watched_and_the_error_says_why(make: Cal
     with pytest.raises(FetchError) as caught, MonitoredLoop(lambda: None, model, hooks=[hook]) as loop:
         loop.run()
     assert str(caught.value).startswith(f"RecordingHook({name!r}) (hook 0) asked for {name!r}, but ")
-    assert "is compiled, and compiled code calls no module hooks: return the value" in str(caught.value)
+    assert "is compiled" in str(caught.value)

@@ -313,12 +313,12 @@ def test_a_submodule_that_does_not_exist() -> None:
 
 def test_a_submodule_of_a_model_without_submodules() -> None:
     message = watch_error("fc:output", nn.Linear(1, 1))
-    assert message.endswith("the model has no submodule 'fc'. It has no submodules.")
+    assert message.endswith("'fc'. It has no submodules.")
 
 
 @pytest.mark.parametrize("name", ["twice.weight:output", "forward:output", "twice.deeper:grad"])
 def test_something_else_than_a_submodule(name: str) -> None:
-    assert "the model has no submodule" in watch_error(name)
+    assert "no submodule" in watch_error(name)
 
 
 def test_a_submodule_of_a_loop_without_model() -> None:
@@ -338,7 +338,7 @@ def test_a_submodule_that_was_called_only_in_the_last_run_has_no_value() -> None
     model = Net()
     loop = MonitoredLoop(lambda call: model(INPUTS) if call else None, model, hooks=[RecordingHook("twice:output")])
     loop.run(True)
-    with pytest.raises(FetchError, match="not called in this run"), loop:
+    with pytest.raises(FetchError, match="was not called"), loop:
         loop.run(False)
 
 
@@ -364,7 +364,7 @@ def test_a_submodule_that_does_not_exist_fails_the_first_run_before_any_after_ru
     made: list[int] = []
     first, second = RecordingHook(), RecordingHook("nowhere:output")
     with (
-        pytest.raises(FetchError, match="the model has no submodule 'nowhere'"),
+        pytest.raises(FetchError, match="no submodule 'nowhere'"),
         MonitoredLoop(lambda: made.append(1), Net(), hooks=[first, second]) as loop,
     ):
         loop.run()
@@ -721,7 +721,7 @@ def test_in_a_compiled_step_nothing_can_be_watched_before_or_after_compilation(k
 def test_a_model_that_is_compiled_without_the_loop_knowing_is_an_error() -> None:
     model = Net()
     step = backward(eager(model))
-    assert "Calls from compiled code are not seen" in watch_error("twice:output", model, step)
+    assert "compiled code" in watch_error("twice:output", model, step)
 
 
 @compiled

@@ -162,9 +162,7 @@ def any_arguments(*args: Any, **kwargs: Any) -> None: ...
     ids=["print", "args and kwargs", "args", "kwargs", "an option"],
 )
 def test_a_function_that_takes_any_arguments_and_names_none_is_refused(function: Callable[..., object]) -> None:
-    with pytest.raises(
-        TypeError, match=r"^function=.*: it would be called without arguments, .* such as lambda loss: print\(loss\)$"
-    ):
+    with pytest.raises(TypeError, match=r"^function=.*: .* such as lambda loss: print\(loss\)$"):
         CallFnHook(function, 4)
 
 

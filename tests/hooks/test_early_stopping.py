@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -355,12 +354,12 @@ def test_a_value_on_a_device_is_not_waited_for_and_stops_a_few_runs_later() -> N
         (lambda: StopIfLowerHook("loss", None), "threshold=None: must be a number"),  # type: ignore[arg-type]
         (
             lambda: StopIfLowerHook("loss", 1, every_n_steps=2, timer=EverySteps(3)),
-            "every_n_steps=2, timer=EverySteps(3): give a period or a timer, not both",
+            r"every_n_steps=2, timer=EverySteps\(3\): .* not both",
         ),
     ],
 )
 def test_refuses_invalid_arguments_and_shows_them(create: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         create()
 
 

@@ -291,7 +291,7 @@ def test_a_single_number_has_the_name_of_the_function(evaluate: Callable[[], flo
 
 @pytest.mark.parametrize("value", [torch.ones(3), "good", None, [1.0]], ids=repr)
 def test_a_result_that_is_not_one_number_is_an_error_of_that_run(value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"returned \{'accuracy': .*: an evaluation returns one number"):
+    with pytest.raises((TypeError, ValueError), match=r"returned \{'accuracy': .* one number"):
         trace(EvaluationHook(Evaluating(accuracy=value), every_n_steps=2))
 
 

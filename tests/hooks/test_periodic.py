@@ -330,9 +330,9 @@ def test_the_repr_has_the_period() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "Report has no period: give one of every_n_steps=, every_n_secs=, every_n_epochs= and timer="),
-        ({"every_n_steps": 2, "every_n_secs": 3}, "every_n_steps=2, every_n_secs=3: give a period or a timer, not two"),
-        ({"every_n_steps": 0}, "every_n_steps=0: must be a whole number, 1 or more"),
+        ({}, "Report has no period: .* every_n_steps=, every_n_secs=, every_n_epochs= and timer="),
+        ({"every_n_steps": 2, "every_n_secs": 3}, "every_n_steps=2, every_n_secs=3: .* not two"),
+        ({"every_n_steps": 0}, "every_n_steps=0: .* 1 or more"),
     ],
     ids=str,
 )

@@ -565,10 +565,10 @@ def test_without_tqdm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("create", "error", "message"),
     [
-        (lambda: ProgressBarHook(0), ValueError, "total=0: must be a whole number, 1 or more"),
-        (lambda: ProgressBarHook(log_every_secs=-1), ValueError, "log_every_secs=-1: a period is a number of seconds"),
-        (lambda: ProgressBarHook(values="loss"), TypeError, "'loss': give a dict from tag to fetch, or a list"),
-        (lambda: ProgressBarHook(values=["loss", "loss"]), ValueError, "two would be logged as 'loss'"),
+        (lambda: ProgressBarHook(0), ValueError, "total=0: .* 1 or more"),
+        (lambda: ProgressBarHook(log_every_secs=-1), ValueError, "log_every_secs=-1: .* seconds"),
+        (lambda: ProgressBarHook(values="loss"), TypeError, "'loss': give a dict"),
+        (lambda: ProgressBarHook(values=["loss", "loss"]), ValueError, "logged as 'loss'"),
         (lambda: ProgressBarHook(per="step"), ValueError, "per='step': must be \"epoch\", for a bar for each epoch"),
         (lambda: ProgressBarHook(9, per="epoch"), ValueError, "total=9, per='epoch': the data tell how many items"),
         (lambda: ProgressBarHook(values=[":output"], per="epoch"), ValueError, "':output' is available only while"),
@@ -577,7 +577,7 @@ def test_without_tqdm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 def test_refuses_invalid_arguments_and_shows_them(
     create: Callable[[], object], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error, match=message):
         create()
 
 

@@ -367,7 +367,7 @@ def test_what_is_not_logged_is_not_evaluated() -> None:
 
 @pytest.mark.parametrize("tensors", ["loss", None, 5, {"loss"}, torch.ones(2)])
 def test_rejects_tensors_that_are_neither_a_dict_nor_a_list(tensors: Any) -> None:
-    with pytest.raises(TypeError, match=r"tensors=.*give a dict from tag to fetch, or a list of fetches"):
+    with pytest.raises(TypeError, match=r"tensors=.*give a dict"):
         LoggingTensorHook(tensors, every_n_iter=1)
 
 
@@ -378,14 +378,14 @@ def test_rejects_tensors_without_a_fetch(tensors: Any) -> None:
 
 
 def test_rejects_a_formatter_that_is_not_callable() -> None:
-    with pytest.raises(TypeError, match="formatter='%s': must be a function that turns a dict"):
+    with pytest.raises(TypeError, match=r"formatter='%s': .* that turns a dict"):
         LoggingTensorHook(["loss"], every_n_iter=1, formatter="%s")  # type: ignore[arg-type]
 
 
 def test_rejects_neither_a_period_nor_at_end() -> None:
     with pytest.raises(
         ValueError,
-        match="never logs: give every_n_iter, every_n_steps, every_n_secs, every_n_epochs, timer or at_end=True",
+        match=r"never logs: .*every_n_epochs, timer or at_end=True",
     ):
         LoggingTensorHook(["loss"])
 

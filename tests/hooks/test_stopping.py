@@ -123,7 +123,7 @@ def test_rejects_both_arguments_and_shows_them(num_steps: int) -> None:
 
 
 def test_rejects_neither_argument() -> None:
-    with pytest.raises(ValueError, match=r"StopAtStepHook\(\): give one of num_steps and last_step$"):
+    with pytest.raises(ValueError, match=r"^StopAtStepHook\(\): give one"):
         StopAtStepHook()
 
 
@@ -491,7 +491,7 @@ def test_waits_again_in_a_second_loop() -> None:
 
 @pytest.mark.parametrize("step", [None, 2.5, True, "10", NAN])
 def test_rejects_an_invalid_step_to_wait_for(step: Any) -> None:
-    with pytest.raises(ValueError, match=f"wait_until_step={step!r}: must be a whole number"):
+    with pytest.raises(ValueError, match=f"wait_until_step={step!r}: .* whole"):
         GlobalStepWaiterHook(step)
 
 

@@ -235,7 +235,7 @@ def test_a_script_in_no_folder_is_of_no_commit(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"what": ["weights"]}, "'weights' is none of"), ({"output_dir": 3}, "must be the path of a folder")],
+    [({"what": ["weights"]}, "'weights' is none of"), ({"output_dir": 3}, "output_dir=3: .* folder")],
 )
 def test_a_wrong_argument_is_an_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
@@ -406,7 +406,7 @@ def test_of_several_ranks_the_one_that_differs_first_is_named(
 @pytest.mark.parametrize(
     ("of_other", "message"),
     [
-        ('{"ledger": 2}', "has format 2, and this version of torchhooks reads 1"),
+        ('{"ledger": 2}', "has format 2, "),
         ('{"ledger": 1}\n{"run": 1, "of_a_later_version": true}', "have no run in common"),
     ],
 )

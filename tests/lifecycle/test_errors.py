@@ -613,7 +613,7 @@ def test_stop_iteration_while_the_session_is_initialised_comes_out_and_nobodys_e
 @pytest.mark.parametrize("answer", [False, "no weights", None])
 def test_a_session_that_is_not_ready_is_torn_down(answer: Any) -> None:
     hook = RecordingHook()
-    with pytest.raises(LifecycleError, match=r"the session is not ready: (no weights|ready_fn returned (False|None))"):
+    with pytest.raises(LifecycleError, match=r"not ready: (no weights|ready_fn returned (False|None))"):
         MonitoredLoop(half, hooks=[hook], scaffold=Scaffold(ready_fn=lambda session: answer))
     assert methods(hook) == ["begin", "teardown"]
 

@@ -94,7 +94,7 @@ def test_the_step_may_be_set_to_any_whole_number(step: Any) -> None:
 @pytest.mark.parametrize("step", [-1, 0.5, "7", None])
 def test_the_step_is_a_whole_number_and_not_negative(step: Any) -> None:
     session = Session()
-    with pytest.raises(ValueError, match=r"global_step=.*: must be a whole number, 0 or more"):
+    with pytest.raises(ValueError, match=r"global_step=.*: .* 0 or more"):
         session.global_step = step
     assert session.global_step == 0
 

@@ -122,7 +122,7 @@ def test_a_signal_ends_the_pause_before_a_recovery(tmp_path: Path, delivered: li
     loop = MonitoredLoop(lambda: 0.5, MODEL, hooks=[saver, failing], checkpoint_dir=tmp_path, signals=["SIGTERM"])
     with pytest.raises(AbortedError) as caught, loop:
         run()
-    assert caught.value.__notes__[-1] == "torchhooks: not recovered from, because signal SIGTERM arrived"
+    assert caught.value.__notes__[-1].endswith("because signal SIGTERM arrived")
     assert delivered == ["SIGTERM"]
 
 
@@ -222,7 +222,7 @@ def test_a_signal_that_cannot_be_handled_is_rejected_by_name(name: Any) -> None:
 
 
 def test_a_single_name_is_rejected() -> None:
-    with pytest.raises(TypeError, match="give a list of names"):
+    with pytest.raises(TypeError, match="list of names"):
         MonitoredLoop(lambda: 0.5, signals="SIGTERM")
 
 
@@ -292,7 +292,7 @@ def test_a_checkpoint_that_could_not_be_written_is_not_called_the_newest(
     hooks = [CheckpointSaverHook(tmp_path, save_steps=100, saver=saver)]
     with pytest.raises(CheckpointError, match="No space left"):
         train()
-    assert ("INFO", "stopped by signal SIGTERM at step 1: there were errors while the loop was closed") in lines
+    assert any(level == "INFO" and "SIGTERM at step 1: there were errors" in text for level, text in lines)
     assert delivered == ["SIGTERM"]
 
 
@@ -387,7 +387,7 @@ def test_a_run_after_a_signal_outside_of_every_until_stop_is_an_error(delivered:
             loop.run()
             loop.run()
 
-    with pytest.raises(LifecycleError, match="was called after a stop"):
+    with pytest.raises(LifecycleError, match="after a stop"):
         train()
 
 

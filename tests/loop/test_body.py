@@ -215,13 +215,13 @@ def test_the_outputs_do_not_exist_before_the_body_has_ended() -> None:
         make(loop, 1)
         with loop.step() as outputs:
             outputs["loss"] = 2
-            with pytest.raises(FetchError, match="exist only after a run"):
+            with pytest.raises(FetchError, match="only after a run"):
                 loop.session.run("loss")
 
 
 def test_a_fetch_that_the_body_did_not_put_into_the_outputs_is_an_error_that_says_how() -> None:
     with (
-        pytest.raises(FetchError, match=r'outputs are an empty dict: .* outputs\["loss"\] = loss'),
+        pytest.raises(FetchError, match=r'outputs are an empty .* outputs\["loss"\] = loss'),
         MonitoredLoop(hooks=[RecordingHook("loss")]) as loop,
         loop.step() as outputs,
     ):
@@ -535,7 +535,7 @@ def test_a_run_inside_a_body_is_refused_and_the_outer_one_continues(nested: Any,
         with pytest.raises(LifecycleError) as raised:
             nested(loop)
         outputs["loss"] = 0.5
-    assert str(raised.value).startswith(f"{call} was called inside a run: a step, a hook or the body of step() cannot")
+    assert str(raised.value).startswith(f"{call} was called inside")
     assert hook.results == [0.5]
 
 
@@ -544,7 +544,7 @@ def test_a_body_inside_a_run_is_refused(where: str) -> None:
     loop: MonitoredLoop[Any]
 
     def nest(*_: object) -> None:
-        with pytest.raises(LifecycleError, match=r"^step\(\) was called inside a run"):
+        with pytest.raises(LifecycleError, match=r"^step\(\) .* inside a run"):
             nested_body(loop)
 
     hooks = [During(**{where: nest})] if where != "step" else []
@@ -624,7 +624,7 @@ def test_data_without_a_run_are_warned_about(lines: Lines) -> None:
     with MonitoredLoop() as loop:
         for _ in loop.until_stop(range(3)):
             pass
-    assert "put the step into with loop.step()" in lines[-1][1]
+    assert "with loop.step()" in lines[-1][1]
 
 
 def test_a_loop_returns_the_same_object_each_time() -> None:

@@ -406,7 +406,7 @@ def test_an_error_that_is_not_recovered_from_ends_the_loop(tmp_path: Path) -> No
     with pytest.raises(AbortedError):
         loop.run()
     assert (loop.should_stop(), loop.stop_reason) == (True, "AbortedError: gone")
-    with pytest.raises(LifecycleError, match="a run that failed with AbortedError: gone"):
+    with pytest.raises(LifecycleError, match="failed with AbortedError: gone"):
         loop.run()
     loop.close()
     assert [call[0] for call in hook.calls[2:]] == ["before_run", "teardown"]
@@ -591,9 +591,7 @@ def test_recoveries_are_limited(tmp_path: Path) -> None:
     training = Training(dict.fromkeys(range(2, 99), AbortedError))
     error = fails(training.loop(tmp_path, saving(tmp_path), max_recoveries=3), AbortedError)
     assert training.calls == 2 + 3
-    assert notes(error) == (
-        "torchhooks: not recovered from, because of max_recoveries=3: 3 were made within the last 3600 s"
-    )
+    assert notes(error).endswith("because of max_recoveries=3: 3 were made within the last 3600 s")
 
 
 def test_no_recovery_is_made_if_none_is_allowed(tmp_path: Path) -> None:
@@ -686,7 +684,7 @@ def test_an_error_with_such_an_error_in_its_chain_is_not_recovered_from(cause: b
             raise AbortedError("the GPU failed")  # noqa: B904
 
     error = fails(MonitoredLoop(step, hooks=[saving(tmp_path)], checkpoint_dir=tmp_path), AbortedError)
-    assert "the process may have lost its CUDA context" in notes(error)
+    assert "lost its CUDA context" in notes(error)
 
 
 def test_a_cycle_of_causes_is_examined_once() -> None:

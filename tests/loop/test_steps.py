@@ -449,7 +449,7 @@ def test_a_feed_that_the_step_does_not_take_says_what_it_takes() -> None:
     "step", [lambda: 1, lambda a, /: a, lambda *a: a], ids=["no parameters", "positional only", "variable"]
 )
 def test_what_cannot_be_given_by_keyword_cannot_be_fed(step: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match=r"which the step does not take\. It takes no arguments by name\.$"):
+    with pytest.raises(TypeError, match=r"It takes no arguments by name\.$"):
         run_fed(step, [{"a": 1}])
 
 
@@ -459,9 +459,7 @@ def test_a_step_with_variable_keywords_takes_any_feed() -> None:
 
 @pytest.mark.parametrize(("args", "kwargs"), [((), {"a": 1}), ((1,), {}), ((1, 2), {})])
 def test_a_feed_that_the_caller_gave_too_is_refused(args: Any, kwargs: Any) -> None:
-    with pytest.raises(
-        FeedError, match=r"RecordingHook\(.*\) \(hook 0\) feeds 'a', which the caller of run\(\) passed"
-    ):
+    with pytest.raises(FeedError, match=r"RecordingHook\(.*\) \(hook 0\) feeds 'a', which the caller"):
         run_fed(both, [{"a": 1}], *args, **kwargs)
 
 

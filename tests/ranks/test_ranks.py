@@ -700,7 +700,9 @@ def test_an_error_at_a_meeting_names_the_meeting() -> None:
 
     error = in_threads(2, main)[0]
     assert isinstance(error, PeerError)
-    assert error.__notes__ == ["torchhooks: rank 0 waited for the others where it came to the end of its data"]
+    (note,) = error.__notes__
+    assert note.startswith("torchhooks: rank 0 waited for the others where it ")
+    assert note.endswith("end of its data")
 
 
 def test_gather_on_a_rank_that_has_failed_raises_instead_of_waiting() -> None:
@@ -836,7 +838,7 @@ def test_the_time_without_an_answer_counts_for_a_stuck_rank(monkeypatch: pytest.
 
     in_threads(2, main, stuck_secs=50)
     assert ended.is_set()
-    assert all(reason.endswith("The training thread has not come back for 50 s from a call") for reason in reasons)
+    assert all(reason.endswith("not come back for 50 s from a call") for reason in reasons)
 
 
 def test_a_rank_that_does_not_come_back_between_epochs_is_reported_and_not_ended(
@@ -1207,7 +1209,7 @@ def test_values_cannot_be_gathered_after_the_loop_without_a_process_group(
 def test_a_rank_that_connects_alone_gets_a_lifecycle_error(group_of_one: None) -> None:
     ranks = LoopRanks(Ranks(join_secs=0.3))
     ranks.size = 2
-    with pytest.raises(LifecycleError, match=r"not every one of the 2 ranks did so within 0\.3 s"):
+    with pytest.raises(LifecycleError, match=r"2 ranks did so within 0\.3 s"):
         ranks.connect(lambda: None)
 
 
@@ -1370,7 +1372,7 @@ def one_goes(rank: int, way: str) -> str:
         pytest.param("exit", "1, 4: SystemExit: 3", 3, marks=pytest.mark.release),
         pytest.param("exit at once", "1, 3: ", 3, marks=pytest.mark.release),
         pytest.param("break", "1, 3: left the loop", 0, marks=pytest.mark.ranks),
-        pytest.param("fewer", "1, 3: came to the end of its data", 0, marks=pytest.mark.release),
+        pytest.param("fewer", "1, 3: came to the end", 0, marks=pytest.mark.release),
     ],
 )
 def test_when_one_rank_goes_the_others_end_with_a_peer_error(tmp_path: Path, way: str, seen: str, code: int) -> None:

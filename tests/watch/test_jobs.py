@@ -87,7 +87,7 @@ def the_line(ended: Ended) -> str:
             "left out",
             2,
             2,
-            r"Rank 1 is not there: it is in run 5: waits for the other ranks, .*\. "
+            r"Rank 1 is not there: .* in run 5: waits for the other ranks, .*\. "
             r"Rank 0 waits in run 4: all_reduce, test_jobs.py:\d+ \(step\)\.",
         ),
         pytest.param(
@@ -101,7 +101,7 @@ def the_line(ended: Ended) -> str:
             "data",
             4,
             2,
-            r"Rank 1 is not there: it is in run 4: waits for data at depth 1, test_jobs.py:\d+ \(items\)\. "
+            r"Rank 1 is not there: .* in run 4: waits for data at depth 1, test_jobs.py:\d+ \(items\)\. "
             r"Ranks 0, 2, 3 wait in run 4: all_reduce, test_jobs.py:\d+ \(step\)\.",
             marks=pytest.mark.ranks,
         ),
@@ -109,7 +109,7 @@ def the_line(ended: Ended) -> str:
             "evaluation",
             3,
             1,
-            r"Rank 1 is not there: it is in run 4: in an evaluation, test_jobs.py:\d+ \(evaluate\)\. "
+            r"Rank 1 is not there: .* in run 4: in an evaluation, test_jobs.py:\d+ \(evaluate\)\. "
             r"Ranks 0, 2 are in run 5: waits for the other ranks, test_jobs.py:\d+ \(train\)\.",
             marks=pytest.mark.release,
         ),
@@ -117,7 +117,7 @@ def the_line(ended: Ended) -> str:
             "disk",
             2,
             1,
-            r"Rank 0 is not there: it is in run 1: in a save, test_jobs.py:\d+ \(create_blocked\)\. "
+            r"Rank 0 is not there: .* in run 1: in a save, test_jobs.py:\d+ \(create_blocked\)\. "
             r"Rank 1 is in run 1: in a save, .*",
             marks=pytest.mark.release,
         ),
@@ -283,6 +283,6 @@ def test_a_process_that_stands_still_says_why_and_ends(fault: str, place: str, t
 def test_a_call_that_keeps_the_global_lock_is_in_the_report_of_faulthandler(tmp_path: Path) -> None:
     ended = processes.call(train_alone, str(tmp_path), "global lock")
     assert ended.code == 0, ended.output
-    assert "a call kept Python's global lock for more than 2 s" in ended.output
+    assert "lock for more than 2 s" in ended.output
     (file,) = tmp_path.glob("stall-*/rank-0.lock.txt")
     assert re.search(r"test_jobs.py\", line \d+ in step", file.read_text())

@@ -369,7 +369,7 @@ def test_an_abort_ends_the_process_after_the_report(tmp_path: Path, monkeypatch:
 def test_arguments_that_are_not_valid() -> None:
     with pytest.raises(ValueError, match='stall_action=\'ends\': must be "report" or "abort"'):
         MonitoredLoop(bool, stall_action="ends")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="stall_secs=-1: a period is a number of seconds, 0 or more"):
+    with pytest.raises(ValueError, match=r"stall_secs=-1: .* 0 or more"):
         MonitoredLoop(bool, stall_secs=-1)
 
 
@@ -626,13 +626,11 @@ def test_ranks_that_all_wait_or_do_not_are_named_the_fewest_first() -> None:
     assert first_line(idle).startswith("Rank 0 is in run 7: in the step, broadcast")
     assert first_line([one, one]) == "All ranks wait in run 7: all_reduce, a.py:1 (step)."
     meeting = RankState(8, 9, "waits for the other ranks", "", AT_MEETING)
-    assert first_line([meeting, one]).startswith(
-        "Rank 0 is not there: it is in run 8: waits for the other ranks. Rank 1 waits"
-    )
+    assert first_line([meeting, one]).startswith("Rank 0 is not there")
+    assert " in run 8: waits for the other ranks. Rank 1 waits" in first_line([meeting, one])
     states = [meeting, meeting, one]
-    assert first_line(states).startswith(
-        "Ranks 0, 1 are not there: they are in run 8: waits for the other ranks. Rank 2"
-    )
+    assert first_line(states).startswith("Ranks 0, 1 are not there: they are in run 8")
+    assert ". Rank 2" in first_line(states)
 
 
 def test_a_state_survives_its_way_as_text() -> None:
