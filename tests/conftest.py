@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item, reason in reasons.items() if (reason or has_examples(item)) and reason != "release"]
         for item in chosen:
             if reasons[item] in (None, "exhaustive"):  # one more of what a plain pytest covers
-                item.add_marker("no_cover")
+                item.add_marker("not_measured")
     else:
         chosen = [item for item, reason in reasons.items() if not reason]
         config.stash[left_out_key] = dict(Counter(reason for reason in reasons.values() if reason))

@@ -156,7 +156,7 @@ def own_code() -> list[Callable[..., Any]]:
 
 # Tracing also stops at the end of a "with", before it closes the file. A signal does not.
 @pytest.mark.slow
-@pytest.mark.no_cover
+@pytest.mark.not_measured
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("async_save", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_ctrl_c_at_any_line_of_a_save_comes_out_as_it_is_and_leaves_the_folder_readable(

@@ -1555,7 +1555,7 @@ def check(history: History) -> None:
 FAULTS = {"kill": Crash(), "full": FULL, "read-only": OSError(errno.EROFS, "Read-only file system")}
 
 
-@pytest.mark.no_cover
+@pytest.mark.not_measured
 @pytest.mark.parametrize("fault", ["kill", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_nothing_that_was_reported_is_lost_whichever_operation_fails(tmp_path: Path, fault: str, lines: Lines) -> None:
     saved = [1, 2, 1]
@@ -1565,7 +1565,7 @@ def test_nothing_that_was_reported_is_lost_whichever_operation_fails(tmp_path: P
         check(History(tmp_path / str(place), FaultyDisk(place, FAULTS[fault]), saved, max_to_keep=1))
 
 
-@pytest.mark.no_cover
+@pytest.mark.not_measured
 @given(
     saved=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     max_to_keep=st.integers(1, 3),

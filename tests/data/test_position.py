@@ -179,7 +179,7 @@ class SavingAt(SessionRunHook):
             run_context.session.saver.save(run_context.session, self.directory / "model.ckpt", self.step)
 
 
-@pytest.mark.no_cover
+@pytest.mark.not_measured
 @examples(50)
 @given(program=PROGRAMS, choice=st.data())
 def test_whatever_the_nesting_a_resumed_loop_makes_the_runs_that_were_not_made(

@@ -13,10 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from support.forks import forget_tests
 from torch import nn
 
 from torchhooks.ledger.probe import Found, Probed, Suspect, forgotten, reachable, suspects
+
+
+@pytest.fixture(autouse=True)
+def _no_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_tests(monkeypatch, but=__name__)
 
 
 class Meter:

@@ -104,7 +104,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.no_cover  # which would take three times as long
+@pytest.mark.not_measured  # which would take three times as long
 def test_many_steps_with_all_hooks_leave_no_objects_behind(tmp_path: Path) -> None:
     try:
         # Five bytes a step: no object is so small, and the caches of the interpreter may fill up meanwhile.
@@ -114,7 +114,7 @@ def test_many_steps_with_all_hooks_leave_no_objects_behind(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.no_cover
+@pytest.mark.not_measured
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say in /proc how much it gave")
 def test_fifty_thousand_steps_with_all_hooks_leave_the_process_as_big_as_it_was(tmp_path: Path) -> None:
     assert growth(tmp_path, 50_000, resident_bytes) < 2 << 20

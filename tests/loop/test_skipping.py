@@ -383,7 +383,7 @@ def test_a_hook_that_is_not_due_is_not_called(distance: Distance, called: int) -
     assert hook.called == called
 
 
-@pytest.mark.no_cover
+@pytest.mark.not_measured
 @examples(150)
 @given(
     cookbook=hook_lists,

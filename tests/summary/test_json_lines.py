@@ -302,7 +302,7 @@ def test_the_file_keeps_its_mode_and_a_link_stays_a_link(mode: int, path: Path, 
     assert (path.stat().st_mode & 0o777, link.is_symlink(), steps(path)) == (mode, True, [1])
 
 
-@pytest.mark.no_cover  # which would take twice as long
+@pytest.mark.not_measured  # which would take twice as long
 def test_a_large_file_is_not_read_into_memory(path: Path) -> None:
     path.write_bytes(b"".join(LINE.replace(b"1", b"%d" % step, 1) for step in range(40_000)))
     tracemalloc.start()

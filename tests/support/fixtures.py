@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +28,19 @@ settings.register_profile("all", derandomize=True, deadline=None)
 settings.register_profile("quick", settings.get_profile("all"), max_examples=25)  # see support.examples
 
 
-def stop_tracing() -> None:
-    sys.settrace(None)
-    threading.settrace(None)
+tracers: tuple[Any, Any] = None, None
+"""What measures coverage while a test is called, in this thread and in others."""
 
 
-os.register_at_fork(after_in_child=stop_tracing)  # what coverage measures there is lost, and takes twice as long
+def trace(of_this_thread: Any = None, of_others: Any = None) -> tuple[Any, Any]:
+    """Replace what traces, and return it."""
+    before = sys.gettrace(), threading.gettrace()
+    sys.settrace(of_this_thread)
+    threading.settrace(of_others)
+    return before
+
+
+os.register_at_fork(after_in_child=trace)  # what is measured there is lost, and takes twice as long
 os.fsync = lambda fd: None  # no test simulates a power failure, and a kill loses nothing that was written
 
 
@@ -40,10 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("all" if config.option.all else "quick")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what exists by now, a million objects, out of all collections, each of which would take 0.3 s."""
+    global tracers
     gc.collect()
     gc.freeze()
+    if session.config.getoption("cov_source", None):
+        tracers = trace()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("cov_source", None):
+        trace(*tracers)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of modules
@@ -56,19 +73,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Measure no coverage of a test marked no_cover, as pytest-cov does where there is only one process.
+    """Measure coverage here, and not in what pytest does around it, which would take longer than most tests.
 
-    In a process of xdist it has two tracers, and to stop one resumes the other.
+    A test marked not_measured goes without. The marker of pytest-cov for that has no effect in a process of xdist.
     """
-    if not item.get_closest_marker("no_cover"):
+    if tracers == (None, None) or item.get_closest_marker("not_measured"):
         return (yield)
-    of_this_thread, of_others = sys.gettrace(), threading.gettrace()
-    stop_tracing()
+    trace(*tracers)
     try:
         return (yield)
     finally:
-        sys.settrace(of_this_thread)
-        threading.settrace(of_others)
+        trace()
 
 
 @pytest.fixture
