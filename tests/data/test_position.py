@@ -281,6 +281,25 @@ def test_a_run_that_is_made_again_is_undone(stop: int, tmp_path: Path) -> None:
     assert loop.global_step == 6
 
 
+@pytest.mark.parametrize("stop", [3, 7])
+def test_numbers_that_are_drawn_between_two_loops_of_an_item_come_again(stop: int, tmp_path: Path) -> None:
+    def train(loop: MonitoredLoop[None], seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        made = []
+        with loop:
+            for _ in loop.until_stop(range(2)):
+                for _ in loop.until_stop([0, 1]):
+                    loop.run()
+                number = torch.rand(()).item()
+                for _ in loop.until_stop([0, 1]):
+                    loop.run()
+                    made.append(number)
+        return made
+
+    whole = train(looped(tmp_path / "whole"), 1)
+    assert train(looped(tmp_path / "parts", stop), 1) + train(looped(tmp_path / "parts"), 2) == whole
+
+
 # -- ranges -----------------------------------------------------------------------------------------------------------
 
 
@@ -409,15 +428,15 @@ def test_data_that_come_in_another_order_are_warned_of_once(
 ) -> None:
     def train(loop: MonitoredLoop[None]) -> None:
         data, shuffled = (make() if make is Epochs else None), random.Random(1)
-        values = list(range(100))
+        values = list(range(20))
         with loop:
             for _ in loop.until_stop(range(3)):
                 shuffled.shuffle(values)  # in place: what comes out depends on how often this was done
                 for _ in loop.until_stop(make(values) if data is None else data):
                     loop.run()
 
-    train(looped(tmp_path, 103 if make is not Epochs else 6, save_steps=save_steps))
-    train(looped(tmp_path, 105 if make is not Epochs else 7))
+    train(looped(tmp_path, 23 if make is not Epochs else 6, save_steps=save_steps))
+    train(looped(tmp_path, 25 if make is not Epochs else 7))
     kind = {list: "list", Epochs: "Epochs"}.get(make, "tuple")
     number = 2 if make is Epochs else 3
     assert [line for line in logged(lines) if line[0] == "WARNING"] == [
