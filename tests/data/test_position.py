@@ -324,21 +324,120 @@ def test_the_rest_of_a_range_is_what_comes_after_a_value(
     assert list(rest_of_range(values, last, done)) == left
 
 
-# -- skipping, and what it costs --------------------------------------------------------------------------------------
+# -- data that are resumed, and what is said -------------------------------------------------------------------------
+
+
+class Unlimited(IterableDataset[int]):
+    """An iterable dataset that yields more items than its length says."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def loader_of(data: Any, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=None, **arguments)
+
+
+def unlimited() -> DataLoader[Any]:
+    return loader_of(Unlimited())
+
+
+def unsized() -> DataLoader[Any]:
+    return loader_of([0, 1, 2, 3], sampler=Unsized())
+
+
+def batches_of_two() -> Iterable[Any]:
+    return DataLoader(range(6), 2, collate_fn=list)  # type: ignore[arg-type]
+
 
 NO_NEED = "A loader with state_dict(), such as torchdata's StatefulDataLoader, resumes without skipping."
+FOR_AN_ITERATOR = (
+    "is an iterator, so it continues where it is. To have it resumed, pass until_stop an iterable, such as the loader "
+    "itself or a list, and write epochs as until_stop(range(...)) around it."
+)
+
+# What a resume says of its data, by the word that stands for it below.
+SENTENCES = {
+    "continues": ("INFO", r"until_stop's NAME continues at item (\d+); sums over its items must be in Variables"),
+    "skipped": ("INFO", rf"skipped (\d+) items of until_stop's NAME in [\d.]+ sec\. {re.escape(NO_NEED)}"),
+    "fewer": (
+        "WARNING",
+        r"the checkpoint was saved after \d+ items of until_stop's NAME, which now has only (\d+): it is treated as "
+        r"ended",
+    ),
+    "none": (
+        "WARNING",
+        r"no run was made, because until_stop's NAME has no item after the last one of the checkpoint\. To train on, "
+        r"give it more items, or use until_stop\(\.\.\., resume=False\)()",
+    ),
+    "iterator": ("WARNING", rf"until_stop's NAME {re.escape(FOR_AN_ITERATOR)}()"),
+    "islice": (
+        "WARNING",
+        rf"until_stop's NAME {re.escape(FOR_AN_ITERATOR)} For its first n items, use until_stop\(loader, limit=n\)\.()",
+    ),
+    "finished": ("WARNING", r"this training run is finished: the data ended, at step (\d+)\. So until_stop yields .*"),
+}
+
+# The data of two processes, the step at which the first one stops, arguments of until_stop in the second one, the items
+# that it makes runs with, and what it says.
+RESUMES: list[tuple[str, Callable[[], Any], Callable[[], Any], int | None, dict[str, Any], list[Any], str]] = [
+    ("range", lambda: range(5), lambda: range(5), 2, {}, [2, 3, 4], "continues 2"),
+    ("list", lambda: [*range(5)], lambda: [*range(5)], 2, {}, [2, 3, 4], "continues 2"),
+    ("tuple", lambda: (*range(5),), lambda: (*range(5),), 2, {}, [2, 3, 4], "continues 2"),
+    ("loader", batches_of_two, batches_of_two, 2, {}, [[4, 5]], "continues 2, skipped 2"),
+    ("range at its end", lambda: range(4), lambda: range(4), 4, {}, [], "none"),
+    ("list at its end", lambda: [0, 1, 2], lambda: [0, 1, 2], 3, {}, [], "none"),
+    ("tuple at its end", lambda: (0, 1, 2), lambda: (0, 1, 2), 3, {}, [], "none"),
+    ("loader at its end", lambda: loader_of([0, 1]), lambda: loader_of([0, 1]), 2, {}, [], "skipped 2, none"),
+    ("limit", unlimited, unlimited, 4, {"limit": 4}, [], "skipped 4, none"),
+    ("more items", lambda: range(4), lambda: range(5), 4, {}, [4], "continues 4"),
+    ("fewer items", lambda: [*range(5)], lambda: [*range(3)], 4, {}, [], "continues 4, fewer 3, none"),
+    ("fewer keys", lambda: {0: 0, 1: 1, 2: 2}, lambda: {0: 0}, 2, {}, [], "continues 2, fewer 1, none"),
+    ("no items", lambda: [0, 1, 2], list, 2, {}, [], "continues 2, fewer 0, none"),
+    # They may yield more.
+    ("sampler without a length", unsized, unsized, 4, {}, [], "continues 4, skipped 4, none"),
+    ("iterable dataset", unlimited, unlimited, 4, {}, [4, 5, 6, 7, 8], "continues 4, skipped 4"),
+    ("iterator", lambda: iter([0, 1, 2, 3]), lambda: iter("ab"), 2, {}, ["a", "b"], "iterator"),
+    ("islice", lambda: itertools.islice([0, 1, 2], 3), lambda: itertools.islice("ab", 3), 2, {}, ["a", "b"], "islice"),
+    ("iterator that had ended", lambda: iter([0, 1]), lambda: iter([0, 1]), None, {}, [], "finished 2"),
+    ("not resumed", lambda: range(4), lambda: range(4), 2, {"resume": False}, [0, 1, 2, 3], ""),
+]
 
 
-def test_skipped_items_are_logged_with_what_they_cost(tmp_path: Path, lines: Lines) -> None:
-    in_two(tmp_path, 2, DataLoader(Points(False), 2), DataLoader(Points(False), 2))
-    assert logged(lines) == [("INFO", f"skipped 2 items of until_stop's DataLoader in ... sec. {NO_NEED}")]
-
-
-@pytest.mark.parametrize("kind", ["range", "list", "tuple"])
-def test_nothing_is_logged_where_skipping_costs_nothing(kind: str, tmp_path: Path, lines: Lines) -> None:
-    values = {"range": range(5), "list": [0, 1, 2, 3, 4], "tuple": (0, 1, 2, 3, 4)}[kind]
-    assert in_two(tmp_path, 2, values, values) == [2, 3, 4]
-    assert logged(lines) == []
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("first", "second", "stop", "arguments", "made", "said"),
+    [row[1:] for row in RESUMES],
+    ids=[row[0] for row in RESUMES],
+)
+def test_what_a_resume_makes_of_data_and_says_of_them(
+    first: Callable[[], Any],
+    second: Callable[[], Any],
+    stop: int | None,
+    arguments: dict[str, Any],
+    made: list[Any],
+    said: str,
+    tmp_path: Path,
+    lines: Lines,
+) -> None:
+    over(looped(tmp_path, stop), first())
+    lines.clear()
+    assert over(looped(tmp_path), second(), **arguments) == made
+    name, words = type(second()).__name__, []
+    for level, text in lines:
+        if "until_stop" in text:
+            sentences = {word: line[1].replace("NAME", name) for word, line in SENTENCES.items() if line[0] == level}
+            found = {word: re.fullmatch(sentence, text) for word, sentence in sentences.items()}
+            words += [f"{word} {match[1]}".strip() for word, match in found.items() if match] or [text]
+    assert ", ".join(words) == said
 
 
 def test_nothing_is_logged_where_nothing_was_skipped(tmp_path: Path, lines: Lines) -> None:
@@ -349,23 +448,6 @@ def test_nothing_is_logged_where_nothing_was_skipped(tmp_path: Path, lines: Line
     with looped(tmp_path) as loop:
         assert len(execute(loop, [("range", 3, [("loader", 2, [])])])) == 4
     assert [text.split(" in ")[0] for _, text in logged(lines)] == ["skipped 2 items of until_stop's DataLoader"] * 2
-
-
-def none_left(name: str) -> str:
-    return (
-        f"no run was made, because until_stop's {name} has no item after the last one of the checkpoint. To train on, "
-        "give it more items, or use until_stop(..., resume=False)"
-    )
-
-
-@pytest.mark.parametrize("make", [list, lambda values: dict.fromkeys(values)])
-def test_data_that_have_become_fewer_are_warned_of(make: Any, tmp_path: Path, lines: Lines) -> None:
-    assert in_two(tmp_path, 4, make(range(5)), make(range(3))) == []
-    name = type(make([])).__name__
-    text = (
-        f"the checkpoint was saved after 4 items of until_stop's {name}, which now has only 3: it is treated as ended"
-    )
-    assert logged(lines) == [("WARNING", text), ("WARNING", none_left(name))]
 
 
 class Interrupted:
@@ -513,65 +595,9 @@ def test_an_item_is_not_kept_longer_than_the_loop_has_it() -> None:
 # -- the reminder of variables ----------------------------------------------------------------------------------------
 
 
-class Unlimited(IterableDataset[int]):
-    """An iterable dataset that yields more items than its length says."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
-
-    def __len__(self) -> int:
-        return 4
-
-
-class Unsized(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
-def loader_of(data: Any, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(data, batch_size=None, **arguments)
-
-
 def reminders(lines: Lines) -> list[str]:
     """Return the lines that say where the data continue."""
     return [text for _, text in lines if "continues a" in text]
-
-
-FINISHED: dict[str, tuple[Callable[[], Iterable[Any]], dict[str, int]]] = {
-    "list": (lambda: [0, 1, 2, 3], {}),
-    "tuple": (lambda: (0, 1, 2, 3), {}),
-    "range": (lambda: range(4), {}),
-    "DataLoader": (lambda: loader_of([0, 1, 2, 3]), {}),
-    "DataLoader with a limit": (lambda: loader_of(Unlimited()), {"limit": 4}),
-}
-
-
-@pytest.mark.parametrize(("data", "arguments"), FINISHED.values(), ids=FINISHED)
-def test_a_loop_that_stopped_at_its_last_item_is_not_said_to_continue(
-    data: Callable[[], Iterable[Any]], arguments: dict[str, int], tmp_path: Path, lines: Lines
-) -> None:
-    assert in_two(tmp_path, 4, data(), data(), **arguments) == []
-    assert reminders(lines) == []
-    assert logged(lines)[-1] == ("WARNING", none_left(type(data()).__name__))
-
-
-UNFINISHED: dict[str, Callable[[], Iterable[Any]]] = {
-    "it has grown": lambda: range(5),
-    "a sampler without a length": lambda: loader_of([0, 1, 2, 3], sampler=Unsized()),
-    "an iterable dataset": lambda: loader_of(Unlimited()),
-}
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("data", UNFINISHED.values(), ids=UNFINISHED)
-def test_a_loop_that_may_yield_more_items_is_not_said_to_be_at_its_last_one(
-    data: Callable[[], Iterable[Any]], tmp_path: Path, lines: Lines
-) -> None:
-    first = range(4) if isinstance(data(), range) else data()
-    in_two(tmp_path, 4, first, data())
-    name = type(data()).__name__
-    (text,) = reminders(lines)
-    assert text.startswith(f"until_stop's {name} continues at item 4;")
 
 
 def test_an_inner_loop_at_its_last_item_is_not_said_to_be_at_its_end(tmp_path: Path, lines: Lines) -> None:
@@ -596,24 +622,6 @@ def test_a_loop_after_one_that_stopped_at_its_last_item_is_not_said_to_continue(
 # -- iterators --------------------------------------------------------------------------------------------------------
 
 
-def test_the_line_about_an_islice_names_limit(tmp_path: Path, lines: Lines) -> None:
-    assert in_two(tmp_path, 2, itertools.islice([0, 1, 2, 3], 3), itertools.islice("ab", 3)) == ["a", "b"]
-    ((_, text),) = logged(lines)
-    assert text.endswith(" For its first n items, use until_stop(loader, limit=n).")
-
-
-def test_an_iterator_continues_where_it_is_which_is_logged(tmp_path: Path, lines: Lines) -> None:
-    assert in_two(tmp_path, 2, iter([0, 1, 2, 3]), iter("ab")) == ["a", "b"]
-    assert logged(lines) == [
-        (
-            "WARNING",
-            "until_stop's str_ascii_iterator is an iterator, so it continues where it is. To have it resumed, pass "
-            "until_stop an iterable, such as the loader itself or a list, and write epochs as until_stop(range(...)) "
-            "around it.",
-        )
-    ]
-
-
 def test_an_iterator_that_continues_in_a_later_epoch_is_warned_of_once(tmp_path: Path, lines: Lines) -> None:
     for epochs in (1, 4):
         lines.clear()
@@ -625,14 +633,6 @@ def test_an_iterator_that_continues_in_a_later_epoch_is_warned_of_once(tmp_path:
                     loop.run()
     said = [level for level, text in lines if "is an iterator" in text]
     assert said == ["WARNING"]
-
-
-def test_an_iterator_that_had_ended_yields_nothing(tmp_path: Path, lines: Lines) -> None:
-    over(looped(tmp_path), iter([0, 1]))
-    assert over(looped(tmp_path), iter([0, 1])) == []
-    ((level, text),) = logged(lines)
-    assert level == "WARNING"
-    assert "finished: the data ended, at step 2" in text
 
 
 @pytest.mark.parametrize("make", [list, lambda values: DataLoader(values, batch_size=1)])
@@ -676,10 +676,6 @@ def test_epochs_that_are_an_iterator_leave_the_batches_where_they_were(tmp_path:
 
 
 # -- resume=False -----------------------------------------------------------------------------------------------------
-
-
-def test_with_resume_false_data_are_iterated_as_they_are(tmp_path: Path) -> None:
-    assert in_two(tmp_path, 2, range(4), range(4), resume=False) == [0, 1, 2, 3]
 
 
 def test_inside_of_data_that_are_not_resumed_the_inner_data_are(tmp_path: Path) -> None:
