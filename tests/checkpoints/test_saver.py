@@ -757,19 +757,19 @@ def leave_temporary(folder: Path, process: str = "elsewhere-1-2") -> Path:
 
 
 STATE, MANIFEST = "model.ckpt-2/state.pt", "model.ckpt-2/manifest.json"
-DAMAGED = "model.ckpt-2 has a damaged manifest.json"
+CUT, DAMAGED = "model.ckpt-2 is damaged: state.pt", "model.ckpt-2 has a damaged manifest.json"
 
 # What happens to a folder with checkpoints of steps 1 and 2, the steps that it lists then, the one that is restored,
 # and what a warning says, if there is one.
 FOLDERS: list[tuple[str, Callable[[Path], object], list[int], int, str]] = [
     ("nothing", lambda folder: None, [1, 2], 2, ""),
-    ("a changed byte", lambda folder: flip(folder / STATE, 1000), [1, 2], 1, "damaged: state.pt is not what was"),
-    ("no state", lambda folder: os.remove(folder / STATE), [1], 1, "state.pt"),
-    ("no manifest", lambda folder: os.remove(folder / MANIFEST), [1], 1, "manifest.json"),
-    ("no byte of the state", lambda folder: cut(folder / STATE, 0), [1], 1, "state.pt"),
-    ("one byte of the state", lambda folder: cut(folder / STATE, 1), [1], 1, "state.pt"),
-    ("100 bytes of the state", lambda folder: cut(folder / STATE, 100), [1], 1, "state.pt"),
-    ("all but one byte of the state", lambda folder: cut(folder / STATE, -1), [1], 1, "state.pt"),
+    ("a changed byte", lambda folder: flip(folder / STATE, 1000), [1, 2], 1, f"{CUT} is not what was"),
+    ("no state", lambda folder: os.remove(folder / STATE), [1], 1, CUT),
+    ("no manifest", lambda folder: os.remove(folder / MANIFEST), [1], 1, "model.ckpt-2 has no manifest.json"),
+    ("no byte of the state", lambda folder: cut(folder / STATE, 0), [1], 1, CUT),
+    ("one byte of the state", lambda folder: cut(folder / STATE, 1), [1], 1, CUT),
+    ("100 bytes of the state", lambda folder: cut(folder / STATE, 100), [1], 1, CUT),
+    ("all but one byte of the state", lambda folder: cut(folder / STATE, -1), [1], 1, CUT),
     ("no byte of the manifest", lambda folder: cut(folder / MANIFEST, 0), [1], 1, DAMAGED),
     ("one byte of the manifest", lambda folder: cut(folder / MANIFEST, 1), [1], 1, DAMAGED),
     ("100 bytes of the manifest", lambda folder: cut(folder / MANIFEST, 100), [1], 1, DAMAGED),

@@ -231,7 +231,13 @@ VALUES: list[tuple[str, Any, Any, dict[str, Any], Any]] = [
     ("a rate by its name", "lr/head", None, {"optimizer": named(sgd(0.1, 0.2), "body", "head")}, 0.2),
     ("a gradient that is not there", "fc1.weight.grad", None, {"model": Net()}, None),
     ("a default for a property that raises", lambda trainer="none": trainer, None, {"model": Detached()}, "none"),
-    ("an output before the step and the rate", ["global_step", "lr"], {"global_step": 7, "lr": 8}, {}, [7, 8]),
+    (
+        "an output before the step and the rate",
+        ["global_step", "lr"],
+        {"global_step": 7, "lr": 8},
+        {"optimizer": sgd(0.1)},
+        [7, 8],
+    ),
     ("an output before a gradient", "fc1.weight.grad", {"fc1.weight.grad": 2}, {"model": Net()}, 2),
     ("a closure, without gradients", lambda: (WEIGHT * 2).requires_grad, None, {}, False),
     ("compute()", Metric(), None, {}, 0.75),
@@ -793,6 +799,13 @@ def test_snapshots_are_detached() -> None:
     assert not fetch("loss", weight * 2).requires_grad
 
 
+def test_what_compute_returns_is_copied() -> None:
+    metric = Metric(torch.zeros(1))
+    value = fetch(metric)
+    metric.value += 1
+    assert value == 0
+
+
 class Tensors(list[torch.Tensor]):
     pass
 
@@ -814,7 +827,6 @@ COPIED: list[tuple[str, Any, Callable[[Any], Any], Callable[[Any], object], Any]
         [[0]],
     ),
     ("a packed sequence", pack([torch.zeros(2)]), lambda packed: packed, lambda packed: packed.data.add_(1), [0, 0]),
-    ("what compute() returns", Metric(torch.zeros(1)), lambda metric: metric.compute(), lambda m: m.value.add_(1), [0]),
 ]
 
 
