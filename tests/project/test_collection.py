@@ -23,7 +23,7 @@ sys.exit(pytest.main([*options, "tests"]))
 """
 
 
-@pytest.mark.release
+@pytest.mark.slow
 def test_all_tests_are_collected_without_the_packages_that_some_of_them_need() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTEST_ADDOPTS", "CI")}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
