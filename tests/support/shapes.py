@@ -31,8 +31,10 @@ TOKEN = re.compile(r"L?\d+\{|[a-z]+\{|\}|!\w|\.?[a-z]|[,?]")
 
 def train(loop: MonitoredLoop[Any], shape: str, trace: list[str], letters: Letters | None = None) -> None:
     """Run the script in the context of ``loop``, and add what it does to ``trace``."""
+    tokens = TOKEN.findall(shape)
+    assert "".join(tokens) == shape, f"{shape} has more than {tokens}"
     with loop:
-        _body(loop, _parsed(iter(TOKEN.findall(shape))), "", trace, letters or {})
+        _body(loop, _parsed(iter(tokens)), "", trace, letters or {})
 
 
 def _parsed(tokens: Iterator[str]) -> list[Any]:
@@ -70,6 +72,9 @@ def _body(loop: MonitoredLoop[Any], body: list[Any], place: str, trace: list[str
             case "?":
                 if loop.should_stop():
                     return True
-            case _ if place[-1] == part[1]:
-                return True
+            case _ if part[0] == "!":
+                if place[-1] == part[1]:
+                    return True
+            case _:
+                raise ValueError(f"{part}: nothing says what this letter does")
     return False
