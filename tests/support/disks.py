@@ -9,7 +9,7 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -103,8 +103,13 @@ def killing_at(moment: Moment, pids: Sequence[int]) -> Callable[[Moment], None]:
 
 def copy_folder(folder: str, copy: str) -> None:
     """Copy what a kill would leave in ``folder`` now: nothing that is only in the memory of the process."""
+
+    def copy_file(source: str, target: str) -> None:
+        with suppress(FileNotFoundError):  # renamed meanwhile by another thread, as the record of a training run is
+            shutil.copy2(source, target, follow_symlinks=False)
+
     os.makedirs(folder, exist_ok=True)
-    shutil.copytree(folder, copy, symlinks=True, ignore_dangling_symlinks=True)
+    shutil.copytree(folder, copy, symlinks=True, copy_function=copy_file)
 
 
 class FailingDisk:
