@@ -757,30 +757,30 @@ def leave_temporary(folder: Path, process: str = "elsewhere-1-2") -> Path:
 
 
 STATE, MANIFEST = "model.ckpt-2/state.pt", "model.ckpt-2/manifest.json"
-CUT, DAMAGED = "model.ckpt-2 is damaged: state.pt", "model.ckpt-2 has a damaged manifest.json"
+BAD_STATE, BAD_MANIFEST = "model.ckpt-2 is damaged: state.pt", "model.ckpt-2 has a damaged manifest.json"
 
 # What happens to a folder with checkpoints of steps 1 and 2, the steps that it lists then, the one that is restored,
 # and what a warning says, if there is one.
 FOLDERS: list[tuple[str, Callable[[Path], object], list[int], int, str]] = [
     ("nothing", lambda folder: None, [1, 2], 2, ""),
-    ("a changed byte", lambda folder: flip(folder / STATE, 1000), [1, 2], 1, f"{CUT} is not what was"),
-    ("no state", lambda folder: os.remove(folder / STATE), [1], 1, CUT),
+    ("a changed byte", lambda folder: flip(folder / STATE, 1000), [1, 2], 1, f"{BAD_STATE} is not what was"),
+    ("no state", lambda folder: os.remove(folder / STATE), [1], 1, BAD_STATE),
     ("no manifest", lambda folder: os.remove(folder / MANIFEST), [1], 1, "model.ckpt-2 has no manifest.json"),
-    ("no byte of the state", lambda folder: cut(folder / STATE, 0), [1], 1, CUT),
-    ("one byte of the state", lambda folder: cut(folder / STATE, 1), [1], 1, CUT),
-    ("100 bytes of the state", lambda folder: cut(folder / STATE, 100), [1], 1, CUT),
-    ("all but one byte of the state", lambda folder: cut(folder / STATE, -1), [1], 1, CUT),
-    ("no byte of the manifest", lambda folder: cut(folder / MANIFEST, 0), [1], 1, DAMAGED),
-    ("one byte of the manifest", lambda folder: cut(folder / MANIFEST, 1), [1], 1, DAMAGED),
-    ("100 bytes of the manifest", lambda folder: cut(folder / MANIFEST, 100), [1], 1, DAMAGED),
-    ("all but one byte of the manifest", lambda folder: cut(folder / MANIFEST, -1), [1], 1, DAMAGED),
+    ("no byte of the state", lambda folder: cut(folder / STATE, 0), [1], 1, BAD_STATE),
+    ("one byte of the state", lambda folder: cut(folder / STATE, 1), [1], 1, BAD_STATE),
+    ("100 bytes of the state", lambda folder: cut(folder / STATE, 100), [1], 1, BAD_STATE),
+    ("all but one byte of the state", lambda folder: cut(folder / STATE, -1), [1], 1, BAD_STATE),
+    ("no byte of the manifest", lambda folder: cut(folder / MANIFEST, 0), [1], 1, BAD_MANIFEST),
+    ("one byte of the manifest", lambda folder: cut(folder / MANIFEST, 1), [1], 1, BAD_MANIFEST),
+    ("100 bytes of the manifest", lambda folder: cut(folder / MANIFEST, 100), [1], 1, BAD_MANIFEST),
+    ("all but one byte of the manifest", lambda folder: cut(folder / MANIFEST, -1), [1], 1, BAD_MANIFEST),
     *(
         (
             f"a manifest of {text[:9]}{' and a checksum' * of}",
             partial(lambda text, of, folder: write_manifest(folder / MANIFEST, text, of), text, of),
             [1],
             1,
-            DAMAGED,
+            BAD_MANIFEST,
         )
         for text in ("", "{", "[]", "[" * 100_000, '{"a": 1', "\xff")
         for of in (False, True)
@@ -792,7 +792,7 @@ FOLDERS: list[tuple[str, Callable[[Path], object], list[int], int, str]] = [
             partial(lambda entry, folder: rewrite_manifest(folder / MANIFEST, **entry), entry),
             [1],
             1,
-            f"it has format {entry['format']}, " if "format" in entry else DAMAGED,
+            f"it has format {entry['format']}, " if "format" in entry else BAD_MANIFEST,
         )
         for entry in (
             {"format": 3},

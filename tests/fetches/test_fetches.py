@@ -259,7 +259,7 @@ VALUES: list[tuple[str, Any, Any, dict[str, Any], Any]] = [
 @pytest.mark.parametrize(
     ("fetches", "outputs", "arguments", "value"), [row[1:] for row in VALUES], ids=[row[0] for row in VALUES]
 )
-def test_the_value(fetches: Any, outputs: Any, arguments: dict[str, Any], value: Any) -> None:
+def test_fetches(fetches: Any, outputs: Any, arguments: dict[str, Any], value: Any) -> None:
     result = fetch(fetches, outputs, **arguments)
     assert plain(result) == plain(value)
     assert isinstance(result, type(value))

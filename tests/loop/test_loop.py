@@ -251,7 +251,9 @@ class Acting(SessionRunHook):
         self.acts = dict(acts)
 
     def act(self, where: str, stop: Callable[[], object]) -> None:
-        match self.acts.pop(where, ""):
+        match self.acts.pop(where, None):
+            case None:
+                pass
             case "stop":
                 stop()
             case "run":
@@ -264,6 +266,8 @@ class Acting(SessionRunHook):
                 raise KeyError("x")
             case "StopIteration":
                 raise StopIteration("x")
+            case other:
+                raise ValueError(other)
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         act = functools.partial(self.act, "thread", coord.request_stop)
@@ -356,6 +360,7 @@ def test_the_life_of_a_loop(script: str, acts: dict[str, str], calls: str, reaso
     assert "".join(calls_made).strip() == calls
     assert str(loop.stop_reason).startswith(reason)
     assert loop.should_stop()
+    assert acting.acts == {}, "what has not happened"
 
 
 # -- what may be a hook -----------------------------------------------------------------------------------------------

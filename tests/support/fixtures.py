@@ -33,7 +33,7 @@ tracers: tuple[Any, Any] = None, None
 
 
 def trace(of_this_thread: Any = None, of_others: Any = None) -> tuple[Any, Any]:
-    """Replace what traces, and return it."""
+    """Set what traces Python code, by default nothing, and return what did so before."""
     before = sys.gettrace(), threading.gettrace()
     sys.settrace(of_this_thread)
     threading.settrace(of_others)

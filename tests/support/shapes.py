@@ -24,7 +24,7 @@ from typing import Any
 from torchhooks import MonitoredLoop
 
 Letters = Mapping[str, Callable[[], object]]
-"""What other letters do, each with a dot before it or without."""
+"""What another letter does, or a dot and a letter."""
 
 TOKEN = re.compile(r"L?\d+\{|[a-z]+\{|\}|!\w|\.?[a-z]|[,?]")
 
