@@ -20,7 +20,7 @@ from a hook or a closure get a note (``__notes__``) that names the hook, the met
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 
 class TorchHooksError(Exception):
@@ -212,6 +212,21 @@ def interrupt_in(error: BaseException) -> BaseException | None:
         seen.add(id(link))
         waiting += [link.__context__, link.__cause__]
     return None
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error``, the errors of a group, what it was raised from or while handling, like a printed traceback."""
+    seen: set[int] = set()  # a chain can be a cycle
+    links = [] if error is None else [error]
+    for link in links:
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        shows_context = link.__cause__ is None and not link.__suppress_context__
+        before = link.__context__ if shows_context else link.__cause__
+        links += [] if before is None else [before]  # extends the list that the loop iterates over
+        links += link.exceptions if isinstance(link, BaseExceptionGroup) else []
 
 
 def brief(error: BaseException) -> str:

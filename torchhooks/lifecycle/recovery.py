@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from torchhooks.common.errors import AbortedError, add_note, brief
+from torchhooks.common.errors import AbortedError, add_note, brief, chain
 from torchhooks.common.log import logger
 
 _FIRST_PAUSE_SECS = 1.0
@@ -88,20 +88,5 @@ def is_device_error(error: BaseException) -> bool:
     """Return whether ``error``, or one in its chain or in a group, is an error of the device itself."""
     return any(
         isinstance(one, _DEVICE_FAILED) or (isinstance(one, RuntimeError) and str(one).startswith("CUDA error"))
-        for one in _chain(error)
+        for one in chain(error)
     )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error``, the errors of a group, what it was raised from or while handling, like a printed traceback."""
-    seen: set[int] = set()  # a chain can be a cycle
-    links = [error]
-    for link in links:
-        if id(link) in seen:
-            continue
-        seen.add(id(link))
-        yield link
-        shows_context = link.__cause__ is None and not link.__suppress_context__
-        before = link.__context__ if shows_context else link.__cause__
-        links += [] if before is None else [before]  # extends the list that the loop iterates over
-        links += link.exceptions if isinstance(link, BaseExceptionGroup) else []
