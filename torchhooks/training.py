@@ -43,8 +43,8 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
     optimizer: torch.optim.Optimizer | None = None,
     *,
     checkpoint_dir: _Folder | None = None,
-    hooks: Iterable[SessionRunHook] = (),
-    chief_only_hooks: Iterable[SessionRunHook] = (),
+    hooks: Iterable[SessionRunHook] | None = (),
+    chief_only_hooks: Iterable[SessionRunHook] | None = (),
     scaffold: Scaffold | None = None,
     state: Mapping[str, Stateful] | None = None,
     save_checkpoint_secs: float | None = USE_DEFAULT,
@@ -174,9 +174,9 @@ class _Loop(MonitoredLoop[R]):
         super().__init__(*args, **arguments)
 
 
-def _checked(hooks: Iterable[SessionRunHook], name: str) -> list[SessionRunHook]:
+def _checked(hooks: Iterable[SessionRunHook] | None, name: str) -> list[SessionRunHook]:
     try:
-        return list(check_hooks(hooks))
+        return [] if hooks is None else list(check_hooks(hooks))
     except TypeError as error:
         add_note(error, f"torchhooks: in {name} of MonitoredTrainingLoop")
         raise

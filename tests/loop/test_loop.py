@@ -390,10 +390,9 @@ def test_hooks_are_copied() -> None:
         ([[RecordingHook()]], r"hooks\[0\]=.* is not a hook: pass one list, and put a star before a list in it"),
         ([RecordingHook], r"hooks\[0\] is the class RecordingHook: pass an instance, RecordingHook\(\.\.\.\)"),
         (RecordingHook(), r"hooks=.*, such as \[RecordingHook\(\)\]"),
-        (None, "hooks=None"),
         (RecordingHook, "hooks=.*RecordingHook"),
     ],
-    ids=["a name", "a function", "a list", "a class", "one hook alone", "None", "a class alone"],
+    ids=["a name", "a function", "a list", "a class", "one hook alone", "a class alone"],
 )
 def test_what_is_no_hook_is_refused_by_name(hooks: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):

@@ -42,7 +42,7 @@ class LoopArguments:
         step: Callable[..., Any] | None,
         model: torch.nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
-        hooks: Iterable[SessionRunHook],
+        hooks: Iterable[SessionRunHook] | None,
         chief_only: Collection[SessionRunHook],
         scaffold: Scaffold | None,
         state: Mapping[str, Stateful] | None,
@@ -71,7 +71,7 @@ class LoopArguments:
         self.scaffold = Scaffold() if scaffold is None else scaffold
         self.step = Step(step)
         self.state = check_state(state)
-        self.hooks = _with_added(check_hooks(hooks))
+        self.hooks = _with_added(check_hooks(() if hooks is None else hooks))
         self.chief_only = chief_only
         """The hooks that no other rank has, so that they are called alone, even if they are collective."""
         self.metadata = plain_metadata(metadata)

@@ -67,7 +67,7 @@ class MonitoredLoop(Generic[R]):
             </reference/fetches>`; a single tensor is ``"loss"``. Without it, runs are made with :meth:`step`.
         model: the module to save and restore, whose parameters, buffers and submodules hooks can fetch.
         optimizer: the optimizer to save and restore, whose learning rate is ``"lr"``.
-        hooks: any iterable of hooks. It is copied; its order is the order of every call.
+        hooks: any iterable of hooks, or ``None``. It is copied; its order is the order of every call.
         scaffold: how a session is initialized, and its saver.
         state: further objects with ``state_dict`` and ``load_state_dict`` to save and restore, by name.
         step_unit: what one global step is: ``"run"``, a run whose step returned, or ``"optimizer_step"``, a completed
@@ -108,7 +108,7 @@ class MonitoredLoop(Generic[R]):
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        hooks: Iterable[SessionRunHook] = (),
+        hooks: Iterable[SessionRunHook] | None = (),
         scaffold: Scaffold | None = None,
         state: Mapping[str, Stateful] | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
