@@ -129,19 +129,23 @@ def _export(path: str, file: str) -> None:
 
 
 def _nan(path: str, as_json: bool) -> int:
-    """Print the question to the next process in ``path``, and the newest report."""
+    """Print the question to the next process in ``path``, NaNs that the script has caught, and the newest report."""
     check_exists(path)
-    request = requests.read_request(path)
+    request, caught = requests.read_request(path), requests.caught_requests(path)
     reports = glob.glob(os.path.join(glob.escape(path), "nan-*", "report*.md"))
     report = max(reports, key=os.path.getmtime, default=None)
-    if request is None and report is None:
+    if request is None and report is None and not caught:
         raise CheckpointError(
             f"{path} has neither {requests.NAME} nor a report: no process that saves there has found a NaN"
         )
     text = None if report is None else Path(report).read_text(encoding="utf-8")
     if as_json:
-        print(json_text({"request": None if request is None else asdict(request), "file": report, "report": text}))
+        asked = None if request is None else asdict(request)
+        went_on = [asdict(one) for _, one in caught]
+        print(json_text({"request": asked, "caught": went_on, "file": report, "report": text}))
         return 0
+    for file, one in caught:
+        print(plain(f"{file}: {one.message}. The script caught the error, and the training went on."))
     if request is not None:
         where = os.path.join(path, requests.NAME)
         print(plain(f"{where}: {request.message}. Start the script again to find out where it came from."))

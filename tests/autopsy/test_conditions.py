@@ -500,7 +500,12 @@ def test_the_command_prints_the_request_and_then_the_report(capsys: pytest.Captu
     report = Path("run/nan-10/report.md").read_text()
     assert capsys.readouterr().out == report
     assert main(["nan", "run", "--json"]) == 0
-    assert answer("nan", capsys.readouterr().out) == {"request": None, "file": "run/nan-10/report.md", "report": report}
+    assert answer("nan", capsys.readouterr().out) == {
+        "request": None,
+        "caught": [],
+        "file": "run/nan-10/report.md",
+        "report": report,
+    }
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def kept_in(folder: Path) -> tuple[int, int]:
         ([(10, 1), (10, 0)], (10, 0)),
         ([(11, 0), (10, 1)], (10, 1)),
         ([(9, 1), (10, 0)], (9, 1)),
-        ([(9, 0), (10, 0)], (10, 0)),  # one rank has found a later one after a recovery
+        ([(9, 0), (10, 0)], (9, 0)),  # the script has caught the error of the first
     ],
 )
 def test_of_several_ranks_the_request_for_the_earliest_step_is_kept(
@@ -79,8 +79,9 @@ def test_of_several_ranks_the_request_for_the_earliest_step_is_kept(
     assert kept_in(tmp_path) == kept
 
 
-def test_the_request_of_another_rank_in_an_older_training_run_is_replaced(tmp_path: Path) -> None:
-    leave_as(session_of(1, tmp_path), 3)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_request_of_an_older_session_is_replaced(rank: int, tmp_path: Path) -> None:
+    leave_as(session_of(rank, tmp_path), 3)
     leave_as(session_of(0, tmp_path), 10)
     assert kept_in(tmp_path) == (10, 0)
 

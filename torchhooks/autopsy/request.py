@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import platform
@@ -111,20 +112,20 @@ def note_examined(session: Session, step: int) -> None:
     _examined[session] = step
 
 
-def leave(session: Session, step: int, message: str, hook: object, inputs: Mapping[str, object]) -> None:
+def leave(session: Session, step: int, message: str, hook: object, inputs: Mapping[str, object]) -> bool:
     """Write ``nan.json``: ``hook`` has found at ``step`` what ``message`` says, in a run with ``inputs``.
 
     Nothing is written without a ``checkpoint_dir``, or about a step whose autopsy has just been made, or has failed.
-    Of several ranks, the request about the earliest step is kept. An error is logged: the NaN itself is what the caller
-    has to see.
+    Of several ranks, and of several errors that the script has caught, the request about the earliest step is kept. An
+    error is logged: the NaN itself is what the caller has to see. Return whether there is a request.
     """
     folder = session.checkpoint_dir
     if folder is None or _examined.get(session) == step:
-        return
+        return False
     failed = os.path.join(folder_of(folder, step), _FAILED)
     if os.path.exists(failed):
         logger.info("step %d is not examined again: %s says why. Remove it to try once more", step, shown_path(failed))
-        return
+        return False
     path = os.path.join(folder, NAME)
     try:
         request = Request(
@@ -146,15 +147,16 @@ def leave(session: Session, step: int, message: str, hook: object, inputs: Mappi
             with contextlib.suppress(ValueError):  # of a damaged one, which is replaced
                 earlier = read_request(folder)
             began = time.time() - session.secs  # a request of before is about another training run
-            if earlier is not None and earlier.rank != request.rank and earlier.time >= began:
+            if earlier is not None and earlier.time >= began:
                 request = min(earlier, request, key=lambda one: (one.step, one.rank))
             write_json(path, request)
     except Exception as error:  # also of a repr() of the script
         logger.warning(
             "%s was not written, so the next process does not look for the cause: %s", shown_path(path), brief(error)
         )
-        return
+        return False
     logger.info("start the script again to find out where it came from: %s says what to look at", shown_path(path))
+    return True
 
 
 def alone_in(folder: str) -> AbstractContextManager[None]:
@@ -194,12 +196,18 @@ def read_request(folder: str) -> Request | None:
     Raises:
         ValueError: ``nan.json`` cannot be read, or :func:`leave` of this version would not write it.
     """
-    path = os.path.join(folder, NAME)
+    try:
+        return _read(os.path.join(folder, NAME))
+    except FileNotFoundError:
+        return None
+
+
+def _read(path: str) -> Request:
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
     except FileNotFoundError:
-        return None
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({brief(error)}): remove it") from error
     try:
@@ -217,6 +225,39 @@ def put_aside(folder: str, request: Request) -> None:
     os.makedirs(aside, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # another rank was faster
         os.replace(os.path.join(folder, NAME), os.path.join(aside, ASIDE))
+
+
+def put_aside_as_caught(session: Session) -> None:
+    """Put the request of this training run aside: the script has caught the error, and a later state is saved.
+
+    A process that looked for the cause now would begin before that state, and lose it.
+    """
+    folder = session.checkpoint_dir
+    if folder is None:
+        return
+    try:
+        with alone_in(folder):
+            request = read_request(folder)
+            if request is None:
+                return  # another rank was faster
+            put_aside(folder, request)
+    except (OSError, ValueError) as error:
+        logger.warning("%s was not put aside: %s", shown_path(os.path.join(folder, NAME)), brief(error))
+        return
+    logger.info(
+        "%s, and the training went on: %s is put aside into %s",
+        *(request.message, NAME, shown_path(folder_of(folder, request.step))),
+    )
+
+
+def caught_requests(folder: str) -> list[tuple[str, Request]]:
+    """Return the path and the contents of each request in ``folder`` that was put aside because training went on."""
+    found = []
+    for path in glob.glob(os.path.join(glob.escape(folder), "nan-*", ASIDE)):
+        if set(os.listdir(os.path.dirname(path))) == {ASIDE}:  # no report, and no reason why there is none
+            with contextlib.suppress(ValueError):
+                found.append((path, _read(path)))
+    return sorted(found, key=lambda one: one[1].step)
 
 
 def give_up(folder: str, request: Request, why: str) -> None:

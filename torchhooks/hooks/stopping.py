@@ -137,7 +137,8 @@ class NanTensorHook(StandardHook):
     Unlike TensorFlow, the host does not wait for a value on a GPU, so the loop ends a few runs after the NaN. The
     message names the step at which the value was NaN.
 
-    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed.
+    Unlike TensorFlow, no checkpoint is saved from the run with the NaN or a later one, wherever the saver is listed. If
+    the script catches the error and goes on, checkpoints are saved again after a run whose value is finite.
     """
 
     def __init__(
@@ -161,7 +162,9 @@ class NanTensorHook(StandardHook):
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         # A recovery restores a state from before the NaN.
         self._message: str | None = None
+        self._calls = self._reported_in = 0  # of after_run: the last one, and the one after which a NaN was reported
         self._check.found = None
+        self._left_request = False
         # What was found in runs that have not been reported on yet: the run's step and flags, by a running number.
         self._unreported: dict[int, _Finding] = {}
         # A subclass that overrides a run method expects it to be called in every run.
@@ -174,13 +177,17 @@ class NanTensorHook(StandardHook):
             functools.partial(self._why_no_checkpoint, session),
             background_refusal=functools.partial(self._refuse_in_background, session),
         )
+        session.on_checkpoint(functools.partial(self._checkpoint_saved, session))
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return self._request
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         found = run_values.results
-        if found is not None:
+        self._calls += 1
+        if found is None:
+            self._is_finite()
+        else:
             if self._max_lag_steps == 0:
                 found = to_host(found)
             # With the step of this run, because the callback may run several steps later.
@@ -215,18 +222,42 @@ class NanTensorHook(StandardHook):
         if type(value) is float and math.isfinite(value):
             self._check.found = None  # forget the finding of an earlier run
             return False
+        if self._check.found is None:
+            self._is_finite()  # in the runs since the NaN that was reported, if there was one
         # What is not a number on the CPU can only be checked by joining the run. Assume that it stays that way.
         self._joins_every_run = self._joins_every_run or type(value) is not float
         return True
 
+    @property
+    def _reported(self) -> str | None:
+        """What was found and reported; ``None`` again after a finite value, if the script has caught the error.
+
+        In a run that the hook does not join, a finite value only removes what the check has found.
+        """
+        is_kept = not self._fail_on_nan_loss or self._joins_every_run or self._check.found is not None
+        return self._message if is_kept else None
+
+    def _is_finite(self) -> None:
+        """Note that the value of a run is finite. Only a loop that fails can make one after a NaN."""
+        if self._fail_on_nan_loss:
+            self._message = None
+
+    def _checkpoint_saved(self, session: Session) -> None:
+        """Put ``nan.json`` aside: the script has caught the error, and the training has gone on from that state."""
+        if self._left_request:
+            self._left_request = False
+            from torchhooks.autopsy.request import put_aside_as_caught
+
+            put_aside_as_caught(session)
+
     def _why_no_checkpoint(self, session: Session) -> str | None:
         """Return why the current state must not be saved, or ``None``."""
-        return self._message or self._problem(to_host(self._all_unreported(session)))
+        return self._reported or self._problem(to_host(self._all_unreported(session)))
 
     def _refuse_in_background(self, session: Session) -> str | Refusal | None:
         """Return why the current state must not be saved, or ``None``, or a function that waits to find out."""
-        if self._message is not None:
-            return self._message
+        if self._reported is not None:
+            return self._reported
         arrival = Arrival(self._all_unreported(session))
         return self._problem(arrival.wait()) if arrival.on_host else lambda: self._problem(arrival.wait())
 
@@ -236,18 +267,26 @@ class NanTensorHook(StandardHook):
         return findings if self._check.found is None else [*findings, (session.global_step, self._check.found)]
 
     def _report(self, run_context: SessionRunContext, number: int, finding: _Finding) -> None:
-        """Fail or stop the loop if ``finding``, which is on the host now, is a problem and none was reported yet."""
+        """Fail or stop the loop if ``finding``, which is on the host now, is a problem.
+
+        Each is reported, as in TensorFlow, if the script catches the error and makes another run; otherwise the first.
+        """
         self._unreported.pop(number, None)
         message = self._problem([finding])
-        if message is None or self._message is not None:
+        if message is None:
+            self._is_finite()
             return
-        self._message = message
+        if self._message is not None and (not self._fail_on_nan_loss or self._reported_in == self._calls):
+            return
+        self._message, self._reported_in = message, self._calls
+        if not self._joins_every_run:  # so that the next finite value, which only removes this, is enough to go on
+            self._check.found = finding[1]
         # Not imported before there is a NaN.
         from torchhooks.autopsy.request import leave
 
         # A value that was on a device arrives after its run, whose arguments have been let go.
         inputs = {} if run_context.finished else run_context.inputs()
-        leave(run_context.session, finding[0], message, self, inputs)
+        self._left_request = leave(run_context.session, finding[0], message, self, inputs) or self._left_request
         if self._fail_on_nan_loss:
             logger.error("%s: training fails", message)
             raise NanLossDuringTrainingError(

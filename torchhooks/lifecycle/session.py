@@ -144,6 +144,8 @@ class Session:
         self.new_evaluator: type[Evaluator] = RanksEvaluator if self.ranks.may_have_dtensors else Evaluator
         self._loop_state = services.loop_state
         self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
+        self._saved_listeners: list[Callable[[], object]] = []
+        self._error_listeners: list[Callable[[BaseException], object]] = []
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[DeviceDuration], object]] = []
         self._created, self._paused_secs = time.monotonic(), 0.0
@@ -304,6 +306,24 @@ class Session:
         thread calls before it writes anything, and which may wait.
         """
         self._guards.append((refusal, background_refusal))
+
+    def on_checkpoint(self, listener: Callable[[], object]) -> None:
+        """Call ``listener()`` after each checkpoint of a CheckpointSaverHook. A thread may still be writing it."""
+        self._saved_listeners.append(listener)
+
+    def checkpoint_saved(self) -> None:
+        """Call the listeners of :meth:`on_checkpoint`."""
+        for listener in self._saved_listeners:
+            listener()
+
+    def on_error(self, listener: Callable[[BaseException], object]) -> None:
+        """Call ``listener(error)`` when a run fails from which the loop does not recover."""
+        self._error_listeners.append(listener)
+
+    def run_failed(self, error: BaseException) -> None:
+        """Call the listeners of :meth:`on_error`."""
+        for listener in self._error_listeners:
+            listener(error)
 
     def why_no_checkpoint(self, refusals: list[Refusal] | None = None) -> str | None:
         """Return the reason not to save a checkpoint now, or ``None``.
