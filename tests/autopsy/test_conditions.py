@@ -280,7 +280,7 @@ def test_an_error_of_the_step_itself_is_looked_at() -> None:
 
 
 def test_an_error_of_the_step_is_looked_at_in_a_loop_without_a_with_block() -> None:
-    """The error is not being handled when the loop is closed."""
+    """The script has caught it when the loop is closed."""
     train(new_model(), 10)
     model: Any = new_model()
 

@@ -85,7 +85,7 @@ def test_an_autopsy_that_is_interrupted_is_made_by_the_next_process(error: Any, 
             raise error
 
     train()
-    with log_lines() as lines, pytest.raises(BaseException, match=r"^(out of memory)?$"):
+    with log_lines() as lines, pytest.raises(BaseException, match=r"(?m)^(out of memory)?$"):
         train(interrupt)
     assert f"ended at step {at - 1}" in str(lines)
     assert Path("run/nan.json").exists()

@@ -77,7 +77,7 @@ def rows() -> list[tuple[list[str], str]]:
 
 
 # A plain pytest tries the usual loop, and a few kinds of data and of saving: each takes five processes.
-QUICK = {"nested_range", "async_save", "stateful_loader"}
+QUICK = {"nested_range", "async_save", "stateful_loader", "caught_out_of_the_run"}
 # The gate tries one of every row, and pytest --all all of them.
 GATE = {names[0] for names, outcome in rows() if outcome == "exact"}
 CASES = [

@@ -104,16 +104,6 @@ def test_refuses_data_once_the_loop_is_closed() -> None:
     assert batches.taken == 0
 
 
-def test_refuses_data_once_the_loop_has_failed_and_says_why() -> None:
-    first = ValueError("bad batch")
-    loop = MonitoredLoop(raising(first))
-    with pytest.raises(ValueError, match="bad batch"):
-        loop.run()
-    with pytest.raises(LifecycleError, match=r"until_stop\(\) .* failed") as caught:
-        next(loop.until_stop(range(3)))
-    assert caught.value.__cause__ is first
-
-
 @pytest.mark.parametrize("limit", [0, 1, 3, 5, 9])
 def test_yields_at_most_as_many_items_as_the_limit(limit: int) -> None:
     batches = Counted(5)

@@ -1055,12 +1055,12 @@ def mean_of_loss() -> Any:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (grad_norm, r"asked for grad_norm \(.*of type function: a value is neither .* call it: grad_norm\(\)$"),
-        (param_norm, r"asked for param_norm \(.*of type function: a value is neither .* call it: param_norm\(\)$"),
-        (double, r"asked for double \(.*of type function: a value is neither .* call it: double\(\)$"),
-        (mean_of_loss, r"of type RunningFetch: a value is neither .* call it: mean_of_loss\(\)$"),
-        (Metric, r"of type Metric: a value is neither .* call it: Metric\(\)$"),
-        (running_mean(grad_norm), r"a value is neither .* call it: grad_norm\(\)$"),
+        (grad_norm, r"asked for grad_norm \(.*of type function: a value is neither .* call it: grad_norm\(\)\n"),
+        (param_norm, r"asked for param_norm \(.*of type function: a value is neither .* call it: param_norm\(\)\n"),
+        (double, r"asked for double \(.*of type function: a value is neither .* call it: double\(\)\n"),
+        (mean_of_loss, r"of type RunningFetch: a value is neither .* call it: mean_of_loss\(\)\n"),
+        (Metric, r"of type Metric: a value is neither .* call it: Metric\(\)\n"),
+        (running_mean(grad_norm), r"a value is neither .* call it: grad_norm\(\)\n"),
         (running_mean, r"parameter 'fetch' is not an available name: call it, running_mean\(\.\.\.\)\. Available"),
         (over_ranks, r"parameter 'fetch' is not an available name: call it, over_ranks\(\.\.\.\)\. Available"),
         (summary.scalar, r"parameter 'tag' is not an available name: call it, scalar\(\.\.\.\)\. Available"),

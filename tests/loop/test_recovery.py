@@ -396,20 +396,33 @@ def test_without_a_checkpoint_the_error_is_raised_and_says_so(directory: str | N
     training = Training({2: AbortedError})
     checkpoint_dir = None if directory is None else tmp_path / directory
     error = fails(training.loop(tmp_path, checkpoint_dir=checkpoint_dir), AbortedError)
-    assert notes(error) == "torchhooks: not recovered from, because there is no checkpoint to restore"
+    assert notes(error).startswith("torchhooks: not recovered from, because there is no checkpoint to restore")
     assert training.calls == 2
 
 
-def test_an_error_that_is_not_recovered_from_ends_the_loop(tmp_path: Path) -> None:
+def test_an_error_that_is_not_recovered_from_ends_the_loop_if_it_leaves_it(tmp_path: Path) -> None:
     hook = RecordingHook()
-    loop = Training({1: AbortedError("gone")}).loop(tmp_path, hook)
-    with pytest.raises(AbortedError):
+    with pytest.raises(AbortedError), Training({1: AbortedError("gone")}).loop(tmp_path, hook) as loop:
         loop.run()
     assert (loop.should_stop(), loop.stop_reason) == (True, "AbortedError: gone")
-    with pytest.raises(LifecycleError, match="failed with AbortedError: gone"):
-        loop.run()
-    loop.close()
     assert [call[0] for call in hook.calls[2:]] == ["before_run", "teardown"]
+
+
+def test_after_a_recovery_that_failed_no_run_can_be_made_even_if_the_script_catches_it(tmp_path: Path) -> None:
+    hook = RecordingHook(raises={("after_create_session", 2): OSError("no space")})
+    loop = Training({2: AbortedError("gone")}).loop(tmp_path, saving(tmp_path), hook)
+    items = loop.until_stop(range(9))
+    next(items)
+    loop.run()
+    with pytest.raises(OSError, match="no space"):
+        loop.run()
+    assert (loop.should_stop(), loop.stop_reason) == (True, "OSError: no space")
+    for call in (loop.run, lambda: next(items), lambda: next(loop.until_stop("ab"))):
+        with pytest.raises(LifecycleError, match="after a recovery that failed with OSError: no space") as raised:
+            call()
+        assert isinstance(raised.value.__cause__, OSError)
+    loop.close()
+    assert not of_method(hook.calls, "end")
 
 
 def test_recovery_waits_for_a_checkpoint_that_is_still_being_written(tmp_path: Path) -> None:
@@ -591,7 +604,7 @@ def test_recoveries_are_limited(tmp_path: Path) -> None:
     training = Training(dict.fromkeys(range(2, 99), AbortedError))
     error = fails(training.loop(tmp_path, saving(tmp_path), max_recoveries=3), AbortedError)
     assert training.calls == 2 + 3
-    assert notes(error).endswith("because of max_recoveries=3: 3 were made within the last 3600 s")
+    assert "because of max_recoveries=3: 3 were made within the last 3600 s" in notes(error)
 
 
 def test_no_recovery_is_made_if_none_is_allowed(tmp_path: Path) -> None:
@@ -1027,13 +1040,16 @@ def test_a_completed_run_is_not_repeated_for_an_error_of_a_thread(tmp_path: Path
     assert (batches, hook.seen) == ([0, 1, 2, 3], [1, 2, 3, 4])
 
 
-def test_without_a_checkpoint_an_error_of_a_thread_is_raised_once(tmp_path: Path) -> None:
-    error = AbortedError("the queue is gone")
-    loop = Training({}).loop(tmp_path, Reporting(error))
+def test_without_a_checkpoint_an_error_of_a_thread_stops_the_loop_and_is_raised_when_it_closes(tmp_path: Path) -> None:
+    error, recorder = AbortedError("the queue is gone"), RecordingHook()
+    loop = Training({}).loop(tmp_path, Reporting(error), recorder)
+    assert list(loop.until_stop(range(9))) == []
     with pytest.raises(AbortedError) as caught:
-        loop.should_stop()
+        loop.close()
     assert caught.value is error
-    loop.close()
+    assert notes(error) == "torchhooks: not recovered from, because there is no checkpoint to restore"
+    assert (loop.global_step, loop.stop_reason) == (0, "a thread failed with AbortedError: the queue is gone")
+    assert [call[0] for call in recorder.calls[2:]] == ["end", "teardown"]
 
 
 def test_without_a_checkpoint_dir_an_error_of_a_thread_stops_the_loop() -> None:
@@ -1166,11 +1182,9 @@ def test_a_successful_step_fn_ends_a_row_of_recoveries(tmp_path: Path, lines: Li
 
 def test_a_step_fn_that_fails_without_a_checkpoint_ends_the_loop(tmp_path: Path) -> None:
     hook = RecordingHook()
-    loop = Training({1: AbortedError}).loop(tmp_path, hook)
-    with pytest.raises(AbortedError) as caught:
+    with pytest.raises(AbortedError) as caught, Training({1: AbortedError}).loop(tmp_path, hook) as loop:
         loop.run_step_fn(lambda context: context.run_with_hooks())
     assert "no checkpoint to restore" in notes(caught.value)
-    loop.close()
     assert not of_method(hook.calls, "end")
 
 

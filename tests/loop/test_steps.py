@@ -441,7 +441,7 @@ def test_a_feed_that_the_step_does_not_take_names_the_hook_and_what_it_takes() -
 
 
 def test_a_feed_that_the_step_does_not_take_says_what_it_takes() -> None:
-    with pytest.raises(TypeError, match=r"It takes: a, b\.$"):
+    with pytest.raises(TypeError, match=r"(?m)It takes: a, b\.$"):
         run_fed(both, [{"c": 1}], 1)
 
 
@@ -449,7 +449,7 @@ def test_a_feed_that_the_step_does_not_take_says_what_it_takes() -> None:
     "step", [lambda: 1, lambda a, /: a, lambda *a: a], ids=["no parameters", "positional only", "variable"]
 )
 def test_what_cannot_be_given_by_keyword_cannot_be_fed(step: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match=r"It takes no arguments by name\.$"):
+    with pytest.raises(TypeError, match=r"(?m)It takes no arguments by name\.$"):
         run_fed(step, [{"a": 1}])
 
 
@@ -478,7 +478,7 @@ def test_a_module_is_fed_what_its_forward_takes() -> None:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_module_refuses_a_feed_that_its_forward_does_not_take() -> None:
-    with pytest.raises(TypeError, match=r"It takes: inputs, scale\.$"):
+    with pytest.raises(TypeError, match=r"(?m)It takes: inputs, scale\.$"):
         run_fed(torch.compile(Doubling(), backend="eager"), [{"factor": 3.0}], 2.0)
 
 

@@ -36,7 +36,7 @@ def load(file: str) -> list[Scenario]:
     return scenarios
 
 
-SCENARIOS = load("loop.json") + load("random.json")
+SCENARIOS = load("loop.json") + load("random.json") + load("caught.json")
 INVALID = load("invalid.json")
 PROFILER = load("profiler.json")
 
@@ -62,8 +62,11 @@ class Training:
         self.model = Model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         self.inc = 1
+        self.fails = False
 
     def step(self, x: float, y: float = 0.0) -> torch.Tensor:
+        if self.fails:
+            raise ValueError("planned")
         loss = torch.tensor(x) + torch.tensor(y)
         self.model.w += loss
         for _ in range(self.inc):
@@ -224,7 +227,15 @@ def run_body(loop: Loop, training: Training, x: float, y: float = 0.0) -> None:
             outputs["loss"] = training.step(x, y)
 
 
-def drive(loop: Loop, way: Way, training: Training, scenario: Scenario, clock: FakeClock, runs: list[int]) -> None:
+def drive(
+    loop: Loop,
+    way: Way,
+    training: Training,
+    scenario: Scenario,
+    clock: FakeClock,
+    runs: list[int],
+    caught: list[list[Any]],
+) -> None:
     run = functools.partial(run_body, loop, training) if way.body else loop.run
     for turn in scenario["steps"]:
         if loop.should_stop():
@@ -232,9 +243,15 @@ def drive(loop: Loop, way: Way, training: Training, scenario: Scenario, clock: F
         if "raise" in turn:
             raise ERRORS[turn["raise"]]
         clock.advance(turn["secs"])
-        training.inc = turn.get("inc", 1)
-        run(float(turn["x"]), **({"y": turn["feed_y"]} if "feed_y" in turn else {}))
-        runs.append(loop.global_step)
+        training.inc, training.fails = turn.get("inc", 1), turn.get("fail", False)
+        try:
+            run(float(turn["x"]), **({"y": turn["feed_y"]} if "feed_y" in turn else {}))
+        except Exception as error:
+            if type(error) is StopIteration or not scenario.get("catch", False):
+                raise
+            caught.append([type(error).__name__, loop.global_step, loop.should_stop()])
+        else:
+            runs.append(loop.global_step)
 
 
 def replay(scenario: Scenario, way: Way, directory: str) -> dict[str, Any]:
@@ -245,12 +262,13 @@ def replay(scenario: Scenario, way: Way, directory: str) -> dict[str, Any]:
         hook.next_due = lambda: None  # type: ignore[method-assign]
     runs: list[int] = []
     stopped: list[bool] = []
+    caught_errors: list[list[Any]] = []
     error: BaseException | None = None
     training = Training()
     with FakeClock() as clock, log_lines() as lines:
         try:
             with make_loop(scenario, way, training, hooks, directory) as loop:
-                drive(loop, way, training, scenario, clock, runs)
+                drive(loop, way, training, scenario, clock, runs, caught_errors)
                 stopped.append(loop.should_stop())
         except Exception as caught:
             error = caught
@@ -258,6 +276,7 @@ def replay(scenario: Scenario, way: Way, directory: str) -> dict[str, Any]:
         "runs": runs,
         "stopped": stopped,
         "error": error,
+        "caught": caught_errors,
         "events": list(map(event, calls)),
         "log": values_and_rates(lines),
         "summaries": sorted(summaries(directory), key=json.dumps),
@@ -281,6 +300,8 @@ def event(call: tuple[Any, ...]) -> list[Any]:
 def values_and_rates(lines: list[tuple[str, str]]) -> list[list[str]]:
     found = []
     for level, text in lines:
+        if "the script caught" in text:
+            continue  # ours, which quotes the error
         if level in ("WARNING", "ERROR") and re.search(r"\bnan\b", text, re.IGNORECASE):
             found.append([level, "<nan loss>"])
         elif re.match(r"global_step/sec: |[\w.:]+ = ", text):
@@ -308,6 +329,7 @@ def expected(scenario: Scenario, way: Way) -> dict[str, Any]:
         "runs": expect["runs"],
         "stopped": expect["stopped"],
         "error": expect["error"],
+        "caught": expect.get("caught", []),
         "events": [event for event in expect["events"] if not (way.unwatched and event[0] in passive)],
         "log": expect["log"],
         "summaries": sorted(expect["summaries"], key=json.dumps),
@@ -393,5 +415,13 @@ def test_profiles_the_runs_that_tensorflow_profiled(scenario: Scenario, calls_al
 
 
 def test_all_scenarios_are_there() -> None:
-    counts = {file: len(load(file)) for file in ("loop.json", "random.json", "invalid.json", "profiler.json")}
-    assert counts == {"loop.json": 79, "random.json": 80, "invalid.json": 20, "profiler.json": 30}
+    files = [path.name for path in DATA.glob("*.json") if path.name != "errors_on_purpose.json"]
+    counts = {name: len(load(name)) for name in files}
+    assert counts == {
+        "loop.json": 79,
+        "random.json": 80,
+        "caught.json": 56,
+        "invalid.json": 20,
+        "timer.json": 20,
+        "profiler.json": 30,
+    }

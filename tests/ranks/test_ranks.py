@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,15 +30,19 @@ from torch.utils.data import DataLoader, IterableDataset
 import torchhooks.ranks.peers
 import torchhooks.ranks.ranks
 from torchhooks import (
+    AbortedError,
     CheckpointSaverHook,
+    Coordinator,
     LifecycleError,
     MonitoredLoop,
     PeerError,
     Ranks,
     Saver,
+    Session,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
+    SessionRunValues,
     StopAtStepHook,
     latest_checkpoint,
     over_ranks,
@@ -54,6 +58,7 @@ from torchhooks.ranks.agreement import (
     FAILED,
     FAILED_LATER,
     LEFT,
+    RUN_FAILED,
     STOP,
     Agreement,
     AllLeft,
@@ -65,10 +70,12 @@ from torchhooks.ranks.agreement import (
     Round,
     RoundPhase,
     Row,
+    RunFailed,
 )
 from torchhooks.ranks.peers import end_process
 from torchhooks.ranks.ranks import LoopRanks, checked_ranks
 from torchhooks.ranks.transport import ContactLostError, GlooTransport, mark_as_known
+from torchhooks.testing import RecordingHook
 
 QUICK = {"tick_secs": 0.01}
 
@@ -156,6 +163,55 @@ def test_the_rank_that_failed_first_is_named() -> None:
     assert Agreement().settle(rows) == [Failure(2, 5, (0, 2))]
 
 
+def failed_in(run: int, **counts: int) -> Row:
+    return Row(status=RUN_FAILED, made=run - 1, begun=run, counted=run - 1)._replace(**counts)
+
+
+def in_run(run: int) -> Row:
+    return Row(made=run - 1, begun=run)
+
+
+def after_run(run: int) -> Row:
+    return Row(made=run, begun=run)
+
+
+def test_the_ranks_go_on_after_a_run_that_failed_on_all_of_them() -> None:
+    agreement = Agreement()
+    for _ in range(3):
+        assert [agreement.settle([failed_in(4), in_run(4)]) for _ in range(10)] == [[]] * 10
+        assert agreement.settle([failed_in(4), failed_in(4)]) == [RunFailed()]
+
+
+@pytest.mark.parametrize(
+    ("other", "patience"),
+    [
+        (in_run(4), 10),  # it may still fail
+        (after_run(3), 300),  # it may still begin that run
+        (after_run(4), 0),
+        (in_run(5), 0),
+        (failed_in(5), 0),
+        (failed_in(4, counted=4), 0),  # on that rank, it counts
+        (Row(status=LEFT, made=3, begun=3), 0),
+        (Row(made=3, begun=3, meeting=1, kind=CLOSE), 0),
+    ],
+    ids=lambda value: "" if isinstance(value, Row) else str(value),
+)
+def test_and_not_after_one_that_failed_on_some(other: Row, patience: int) -> None:
+    agreement, rows = Agreement(), [other, failed_in(4)]
+    failed = (0, 1) if other.status == RUN_FAILED else (1,)
+    first = min(failed)
+    failure = Failure(first, rows[first].begun, failed, True)
+    assert [agreement.settle(rows) for _ in range(patience + 1)] == [[]] * patience + [[failure]]
+
+
+def test_a_rank_that_holds_for_a_round_is_released_before_it_fails_as_well() -> None:
+    agreement = Agreement()
+    agreement.settle([in_run(4), after_run(3)._replace(asked=STOP)])
+    rows = [failed_in(4, promise=4), after_run(3)._replace(asked=STOP, promise=3)]
+    assert agreement.settle(rows) == [Decision(4, STOP, (1,))]
+    assert agreement.settle([failed_in(4), failed_in(4)]) == [RunFailed()]
+
+
 def test_a_stop_that_this_rank_asks_for_is_asked_promised_decided_and_applied() -> None:
     round_ = Round()
     phases = [round_.phase]
@@ -201,6 +257,74 @@ def fast_switches() -> Iterator[None]:
 def test_random_schedules_end_the_same_on_all_ranks(first: int, fast_switches: None) -> None:
     ends = {check(Schedule.drawn(seed)) for seed in range(first, first + 50)}
     assert ends == {"stopped", "failed"}
+
+
+class BadBatches(NamedTuple):
+    """A training run in which batches are bad on all ranks, and perhaps one on a single rank."""
+
+    seed: int
+    size: int
+    items: int
+    common: frozenset[int]
+    single: tuple[int, int] | None
+    stop: tuple[int, int] | None
+    known: bool
+    by_hook: str | None
+
+    @classmethod
+    def drawn(cls, seed: int) -> BadBatches:
+        draw = random.Random(seed)
+        size, items = draw.choice([2, 2, 3]), draw.randint(4, 12)
+
+        def somewhere(share: float) -> tuple[int, int] | None:
+            return (draw.randrange(items), draw.randrange(size)) if draw.random() < share else None
+
+        common = frozenset(item for item in range(items) if draw.random() < 0.3)
+        method = draw.choice([None, "before_run", "after_run"])
+        return cls(seed, size, items, common, somewhere(0.4), somewhere(0.6), draw.random() < 0.7, method)
+
+    def train(self, ranks: ThreadRanks, hub: Hub) -> Any:
+        draw, items = random.Random(self.seed * 100 + ranks.rank), range(self.items)
+
+        class Acting(SessionRunHook):
+            def before_run(self, run_context: SessionRunContext) -> None:
+                fail_in("before_run")
+
+            def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+                fail_in("after_run")
+                if plan.stop == (run_context.session.global_step, ranks.rank):
+                    run_context.request_stop("enough")
+
+        def fail_in(method: str | None) -> None:
+            number = taken[-1]
+            if method == plan.by_hook and (number in plan.common or plan.single == (number, ranks.rank)):
+                raise ValueError("bad batch")
+
+        def step() -> None:
+            time.sleep(0.002 * draw.random())
+            fail_in(None)
+
+        plan, taken, skipped = self, [], []
+        with MonitoredLoop(step, hooks=[Acting()], ranks=ranks) as loop:
+            for number in loop.until_stop(items if self.known else iter(items)):
+                taken.append(number)
+                time.sleep(0.002 * draw.random())
+                try:
+                    loop.run()
+                except ValueError:
+                    skipped.append(number)
+        return taken, skipped, loop.global_step
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.exhaustive) for first in (30, 60, 90))])
+def test_bad_batches_are_skipped_on_all_ranks_or_end_all_of_them(first: int) -> None:
+    for plan in map(BadBatches.drawn, range(first, first + 30)):
+        results = in_threads(plan.size, plan.train, tick_secs=0.005)
+        if any(isinstance(result, PeerError) for result in results):
+            assert plan.single is not None, plan
+            assert all(isinstance(result, PeerError) for result in results), (plan, results)
+        else:
+            assert results == results[:1] * plan.size, plan
 
 
 @pytest.mark.ranks
@@ -370,6 +494,145 @@ def test_the_reason_of_a_loop_that_another_rank_ended_is_that_rank() -> None:
     peer, own = in_threads(2, main)
     assert peer.startswith("PeerError: rank 1 failed")
     assert own == "ValueError: boom"
+
+
+def methods(hook: RecordingHook) -> list[str]:
+    return [call[0] for call in hook.calls]
+
+
+def skipping(ranks: ThreadRanks, step: Callable[[int], object], *hooks: SessionRunHook) -> tuple[Any, list[int], int]:
+    """Train, and skip what raises a ValueError. Return the error that ended it, what was skipped, and the step."""
+    skipped, out = [], None
+    loop = MonitoredLoop(step, hooks=hooks, ranks=ranks)
+    try:
+        with loop:
+            for number in loop.until_stop(range(12)):
+                try:
+                    loop.run(number)
+                except ValueError:
+                    skipped.append(number)
+    except Exception as error:
+        out = error
+    return out, skipped, loop.global_step
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("secs", [0.0, 0.02], ids=["at once", "one after the other"])
+def test_a_batch_that_is_bad_on_all_ranks_is_skipped(size: int, secs: float) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def step(number: int) -> None:
+            time.sleep(secs * ranks.rank)
+            if number in (2, 3, 7):
+                raise ValueError("bad batch")
+
+        recorder = RecordingHook()
+        out, skipped, steps = skipping(ranks, step, StopAtStepHook(last_step=6), recorder)
+        return out, skipped, steps, methods(recorder)[-2:]
+
+    assert in_threads(size, main, tick_secs=0.01) == [(None, [2, 3, 7], 6, ["end", "teardown"])] * size
+
+
+def test_a_batch_that_is_bad_on_one_rank_ends_all_of_them() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def step(number: int) -> None:
+            if number == 2 and ranks.rank == 1:
+                raise ValueError("bad batch")
+
+        return skipping(ranks, step)
+
+    (peer, *of_peer), (own, *of_own) = in_threads(2, main)
+    said = "rank 1 failed in run 3: ValueError: bad batch"
+    assert (type(peer), str(peer), of_peer[0]) == (PeerError, said, [])
+    assert (type(own), str(own), of_own) == (PeerError, said, [[2], 2])
+    assert isinstance(own.__cause__, ValueError)
+    assert (own.rank, own.run, own.reason) == (1, 3, "ValueError: bad batch")
+
+
+def test_so_it_does_if_the_script_does_not_ask_for_another_run() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def step() -> None:
+            if ranks.rank == 1:
+                raise ValueError("bad batch")
+
+        recorder = RecordingHook()
+        with MonitoredLoop(step, hooks=[recorder], ranks=ranks) as loop, contextlib.suppress(ValueError):
+            loop.run()
+        return methods(recorder)
+
+    for out in in_threads(2, main):
+        assert isinstance(out, PeerError)
+        assert str(out) == "rank 1 failed in run 1: ValueError: bad batch"
+
+
+def test_batches_that_are_bad_in_different_runs_end_all_ranks() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def step(number: int) -> None:
+            if number == 2 + ranks.rank:
+                raise ValueError("bad batch")
+
+        return skipping(ranks, step)
+
+    for out, _, _ in in_threads(2, main):
+        assert isinstance(out, PeerError)
+        assert str(out) == "rank 0 failed in run 3: ValueError: bad batch"
+
+
+def test_an_error_of_a_hook_that_all_ranks_catch_ends_none() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        failing = RecordingHook(raises={("after_run", 3): ValueError, ("before_run", 5): ValueError})
+        return skipping(ranks, lambda number: None, failing, StopAtStepHook(last_step=8))
+
+    assert in_threads(2, main, tick_secs=0.01) == [(None, [2, 4], 8)] * 2
+
+
+def test_a_stop_is_exact_although_a_run_fails_on_all_ranks_while_they_agree_on_it() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        class Asking(SessionRunHook):
+            def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+                if ranks.rank and run_context.session.global_step == 3:
+                    run_context.request_stop("enough")
+
+        def step(number: int) -> None:
+            time.sleep(0.01 * ranks.rank)
+            if number >= 3:
+                raise ValueError("bad batch")
+
+        return skipping(ranks, step, Asking())
+
+    results = in_threads(2, main, tick_secs=0.01)
+    assert [out for out, _, _ in results] == [None, None]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("error", [AbortedError("connection lost"), ValueError("disk")])
+def test_an_error_of_a_thread_stops_all_ranks_after_the_same_run(error: Exception, tmp_path: Path) -> None:
+    class Reporting(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            self.coord = coord
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            if run_context.session.global_step == 3:
+                self.coord.request_stop(error)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        recorder, hooks = RecordingHook(), [Reporting()] if ranks.rank else []
+        loop = MonitoredLoop(lambda: time.sleep(0.002), hooks=[*hooks, recorder], ranks=ranks, checkpoint_dir=tmp_path)
+        out = None
+        try:
+            with loop:
+                for _ in loop.until_stop(range(100)):
+                    loop.run()
+        except Exception as raised:
+            out = raised
+        return out, loop.global_step, methods(recorder)[-2:]
+
+    (other, *ended), (own, *of_own) = in_threads(2, main)
+    assert (other, own) == (None, error)
+    assert ended == of_own
+    assert ended[0] < 100
+    assert ended[1] == ["end", "teardown"]
+    not_recovered = ["not recovered from" in note for note in getattr(error, "__notes__", [])]
+    assert not_recovered == [True] * isinstance(error, AbortedError)
 
 
 def test_a_rank_whose_process_ended_after_the_loop_is_not_lost() -> None:

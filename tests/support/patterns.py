@@ -1122,6 +1122,62 @@ def caught_and_continued(job: Job) -> None:
                     job.saw("caught", number)
 
 
+def half_of_a_step(job: Job, number: Tensor) -> Tensor:
+    """Make an ordinary training step, which fails in its middle for half of the numbers."""
+    job.saw(number)
+    job.optimizer.zero_grad()
+    loss = job.loss(number)
+    loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+    if abs(float(number)) > 0.6:
+        raise ValueError("a bad example")
+    job.optimizer.step()
+    return loss
+
+
+@pattern()
+def caught_out_of_the_run(job: Job) -> None:
+    loader = DataLoader(Points(), 1, shuffle=True)
+    with job.loop(lambda number: half_of_a_step(job, number)) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for number in loop.until_stop(loader):
+                try:
+                    loop.run(number)
+                except ValueError:
+                    job.saw("caught", number)
+            job.scheduler.step()
+
+
+@pattern()
+def caught_out_of_the_body(job: Job) -> None:
+    loader = DataLoader(Points(), 1, shuffle=True)
+    with job.loop() as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for number in loop.until_stop(loader):
+                try:
+                    with loop.step() as outputs:
+                        outputs["loss"] = half_of_a_step(job, number)
+                except ValueError:
+                    job.saw("caught", number)
+            job.validate()
+
+
+@pattern()
+def caught_out_of_a_hook(job: Job) -> None:
+    class Refusing(SessionRunHook):
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            if run_context.session.global_step in (3, 6):
+                raise ValueError("a bad loss")
+
+    loader = job.loader(shuffle=True)
+    with job.loop(after=[Refusing()]) as loop:
+        for _ in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(loader):
+                try:
+                    loop.run(batch)
+                except ValueError:
+                    job.saw("caught", batch)
+
+
 @pattern(steps=(2, 3, 4, 5), last=None)
 def caught_around_until_stop(job: Job) -> None:
     """An error ends one epoch early."""

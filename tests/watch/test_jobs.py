@@ -138,11 +138,11 @@ def test_ranks_that_stand_still_say_why_and_end(
     assert all("no run was completed" not in each.output for each in ended[1:])
 
 
-def caught(rank: int, folder: str) -> str:
-    """Train with an error in the third run of rank 1, which the script catches."""
+def caught(rank: int, folder: str, culprits: tuple[int, ...] = (CULPRIT,)) -> str:
+    """Train with an error in the third run of some ranks, which the script catches."""
 
     def step(number: int) -> None:
-        if number == 2 and rank == CULPRIT:
+        if number == 2 and rank in culprits:
             raise ValueError("bad item")
         distributed.all_reduce(torch.ones(1))
 
@@ -154,16 +154,21 @@ def caught(rank: int, folder: str) -> str:
             return str(error)
         except Exception:
             continue
-    time.sleep(10)  # as a script that goes on
-    os._exit(1)  # with the loop still open
+    return "no rank has failed"
 
 
 @pytest.mark.ranks
-def test_an_error_that_one_rank_raises_and_catches_ends_the_others(tmp_path: Path) -> None:
+def test_an_error_that_one_rank_raises_and_catches_ends_all_of_them(tmp_path: Path) -> None:
     other, culprit = run_ranks(tmp_path, 2, caught, str(tmp_path))
-    assert culprit.code == 1
+    assert culprit.value == "rank 1 failed in run 3: ValueError: bad item"
     assert other.code == 70 or isinstance(other.value, str)  # gloo may notice the end of the other process first
     assert "rank 1 failed in run 3: ValueError: bad item" in f"{other.output} {other.value}"
+
+
+@pytest.mark.ranks
+def test_one_that_all_ranks_raise_and_catch_ends_none(tmp_path: Path) -> None:
+    ended = run_ranks(tmp_path, 3, caught, str(tmp_path), (0, 1, 2))
+    assert [each.value for each in ended] == ["no rank has failed"] * 3, ended
 
 
 def train_until_asked(rank: int, folder: str) -> int:

@@ -205,6 +205,7 @@ class Examination(SessionRunHook):
         if self._watch is not None:  # of a session that failed in a run, from which the loop recovers
             self._watch.close()
         self._session, self._watch = session, Watch(session, self._counts_runs, self._attempt)
+        session.on_error(self._run_failed)
         self._report = Report(
             request=request, step=request.step, rank=session.ranks.rank, restored_step=session.global_step
         )
@@ -397,26 +398,42 @@ class Examination(SessionRunHook):
         watch.close()
         if self._is_over:
             return
-        self._attempt(self._end_early, session, watch)
+        self._attempt(self._end_early, session)
         if self._error is not None:
             self._give_up(session.ranks.rank, self._failure() or "")
 
-    def _end_early(self, session: Session, watch: Watch) -> None:
-        """Report on the run that raised an error, as an assertion of the script does, if something was not finite."""
-        # Not after a Ctrl-C, which leaves whatever the step was in the middle of.
-        is_raised = isinstance(session.failure, Exception)
-        report = self._report
-        report.origin = self._origin_of_error(session, watch) if watch.run is not None and is_raised else None
-        if report.origin is None:
-            logger.warning(
-                "no autopsy was made: the loop ended at step %d, before step %d",
-                *(session.global_step, self._request.step),
-            )
-            if session.ranks.is_chief and self._is_counted:
-                _remove_kept(self._folder)
-                if not is_raised:  # the watching has not ended the loop
-                    requests.write_json(os.path.join(self._checkpoint_dir, requests.NAME), self._request)
+    def _end_early(self, session: Session) -> None:
+        """Say that there is no report."""
+        logger.warning(
+            "no autopsy was made: the loop ended at step %d, before step %d",
+            *(session.global_step, self._request.step),
+        )
+        if session.ranks.is_chief and self._is_counted:
+            _remove_kept(self._folder)
+            if not isinstance(session.failure, Exception):  # the watching has not ended the loop
+                requests.write_json(os.path.join(self._checkpoint_dir, requests.NAME), self._request)
+
+    def _run_failed(self, error: BaseException) -> None:
+        """Report on the run that raised ``error``, as an assertion of the script does, if something was not finite.
+
+        Called at once: what the frames of the error refer to is gone when the script has caught it.
+        """
+        session, watch = self._session, self._watch
+        assert session is not None
+        assert watch is not None
+        if watch.run is None or self._is_over:
             return
+        # Not after a Ctrl-C, which leaves whatever the step was in the middle of.
+        origin = self._attempt(self._origin_of_error, session, watch, error) if isinstance(error, Exception) else None
+        if origin is not None:
+            self._attempt(self._report_error, session, watch, origin)
+        else:  # the script may catch the error, and go on
+            self._attempt(watch.end, watch.run.step)
+        watch.close()
+
+    def _report_error(self, session: Session, watch: Watch, origin: Origin) -> None:
+        report = self._report
+        report.origin = origin
         report.notes.append("The step did not return, so the cause is the first of what was not finite by then.")
         step = session.global_step + 1
         watch.end(step)
@@ -424,11 +441,11 @@ class Examination(SessionRunHook):
         report.problem = "the step raised an error"
         self._write([report])
 
-    def _origin_of_error(self, session: Session, watch: Watch) -> Origin | None:
+    def _origin_of_error(self, session: Session, watch: Watch, error: Exception) -> Origin | None:
         found = watch.operations.read() or watch.operations.first_alive()
         is_nan = found is not None and (found.kind == "NaN" or found.became_nan is not None)
         # The infinities of a mask say nothing about an error such as that of a full device, or of another rank.
-        is_own = session.global_step + 1 >= self._request.step and not isinstance(session.failure, PeerError)
+        is_own = session.global_step + 1 >= self._request.step and not isinstance(error, PeerError)
         return found if is_nan or is_own else None
 
     def _write(self, reports: list[Report]) -> None:

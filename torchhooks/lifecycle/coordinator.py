@@ -166,6 +166,11 @@ class Coordinator:
             self.later_errors.clear()
             self._stop_event.clear()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The first error that was reported, which :meth:`join` raises; ``None`` if there is none."""
+        return self._error
+
     def should_stop(self) -> bool:
         """Return whether a stop was requested."""
         return self._stop_event.is_set()

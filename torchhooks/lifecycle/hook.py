@@ -40,13 +40,16 @@ Stop
 
 Exceptions
 ----------
+Only what leaves the ``with`` block of the loop ends it. After an error that the script catches, the loop goes on. The
+interrupted run gets no further ``after_run`` either way.
+
 * Exactly ``StopIteration``, not a subclass, from a hook, the step, a closure or the body of the ``with`` block: the
-  loop ends cleanly. The interrupted run gets no further ``after_run``. Every ``end`` is called. The ``with`` block
-  raises nothing. The same holds for ``after_create_session`` in a recovery.
+  loop ends cleanly. Every ``end`` is called. The ``with`` block raises nothing. The same holds for
+  ``after_create_session`` in a recovery.
 * A ``StopIteration`` from the constructor of the loop, where hooks get ``begin`` and the first
   ``after_create_session``, or from ``end`` or ``teardown`` is an error like any other.
-* Any other exception, ``KeyboardInterrupt`` included: no further ``after_run`` and no ``end``. It propagates with its
-  type and traceback, and with a note that names the hook, the method and the step.
+* Any other exception, ``KeyboardInterrupt`` included: no ``end``. It propagates with its type and traceback, and with a
+  note that names the hook, the method and the step, or else the run, the epoch and the item.
 * Of the errors of ``end``, one propagates as it is, several as an ``ExceptionGroup``.
 * ``teardown`` is always called, so that a hook can close what it opened in ``begin``.
 
@@ -241,6 +244,8 @@ class SessionRunContext:
     """The hook whose method is running. The loop sets this before each call."""
     void: bool = False
     """Whether the run failed, so that a stop requested in it does not count."""
+    counts: bool = False
+    """Whether the run counts although it failed, because its ``after_run`` calls had begun."""
     step_before: int = -1
     """The global step when the run began; -1 at the end of an epoch, and in a run that hooks join after its step."""
     ends_epoch: bool = False
@@ -328,8 +333,8 @@ class SessionRunContext:
         That is when the next item is requested, when the data end, or when the loop closes. At the last item of an
         inner loop it is when the item of the outer loop is done, if the loop can know that the data end there. Outside
         of ``until_stop``, the callback is called at once. A callback that the same hook requested earlier is replaced.
-        An exception from ``callback`` counts as one of the run. If the loop recovers from it, the item is yielded
-        again.
+        An exception from ``callback`` comes out of the ``for`` statement. If the loop recovers from it, the item is
+        yielded again.
 
         With ``last``, the callback is called after the callbacks of the other hooks, wherever those are in the list. A
         checkpoint from which a process resumes is saved in such a callback, so that no other callback is missed.
@@ -385,9 +390,8 @@ class SessionRunHook:
     'StopWhenGood: loss 0...'
 
     The loop calls ``begin`` and ``after_create_session`` when it starts, ``before_run`` and ``after_run`` around the
-    step of each run, and ``end`` and ``teardown`` when it ends, in the order of the list of hooks. With an exception
-    from the step, from a hook or from the body of the ``with`` block, ``end`` is not called. A ``StopIteration`` ends
-    the loop as a stop does.
+    step of each run, and ``end`` and ``teardown`` when it ends, in the order of the list of hooks. If an exception
+    leaves the ``with`` block, ``end`` is not called. A ``StopIteration`` ends the loop as a stop does.
 
     One instance can serve several loops, one after the other: ``begin`` resets its counters.
     """

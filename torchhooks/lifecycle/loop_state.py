@@ -8,7 +8,7 @@ change                         where
 ``IDLE`` to ``RUNNING``        a run begins, or calls are made between two items, which must not begin a run
 ``RUNNING`` to ``IDLE``        the run is over, and no stop is decided
 any to ``STOPPING``            no run is in progress, and a hook, the caller, a thread or a signal has decided to stop
-any to ``FAILED``              a run, or the iteration over the data, raised an error that is not recovered from
+any to ``FAILED``              a recovery or another rank has failed, so that no further run can be made
 any to ``CLOSED``              the loop is closed
 ``STOPPING`` to ``RUNNING``    the one run that is allowed after a thread's stop, and the calls that a stop waits for
 =============================  ========================================================================================
@@ -28,7 +28,7 @@ from signal import Signals
 from typing import Any, NamedTuple, Protocol
 
 from torchhooks.common.checks import whole_number
-from torchhooks.common.errors import LifecycleError, brief
+from torchhooks.common.errors import LifecycleError, PeerError, brief
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.signals import SignalWatch
 
@@ -58,6 +58,8 @@ class StoppedBy(enum.Enum):
     HOOK = "hook"
     CALLER = "caller"
     THREAD = "thread"
+    COORDINATOR = "coordinator"
+    """A thread, through the coordinator of the session, whose request ends with the session."""
     SIGNAL = "signal"
     ERROR = "error"
     END = "end"
@@ -91,6 +93,8 @@ class RunInProgress(Protocol):
 
     void: bool
     """Whether the run failed, so that a stop requested in it does not count."""
+    counts: bool
+    """Whether the run counts although it failed, because its ``after_run`` calls had begun."""
 
     @property
     def why_stopped(self) -> str:
@@ -107,6 +111,7 @@ class CallerRequest:
 
     why_stopped: str
     void: bool = False
+    counts: bool = False
 
     def end(self) -> None:
         """Nothing belongs to the run."""
@@ -132,7 +137,7 @@ class LoopState:
         *("phase", "stop", "global_step", "idle_step", "runs", "idle_runs", "moment", "outputs", "function"),
         *("steps_per_run", "checks_after", "pending"),
         *("begun_at", "data_have_ended", "failure", "last_run_allowed", "propose", "stop_requests", "context"),
-        *("signals", "earlier_runs", "on_end"),
+        *("signals", "earlier_runs", "note_open"),
         *("__weakref__", "_thread"),
     )
 
@@ -150,8 +155,8 @@ class LoopState:
         """Whether the end of the run has something to handle."""
         self.runs = 0
         """How many runs were made. A run with hooks counts when its ``after_run`` calls begin."""
-        self.on_end: Callable[[], object] = bool
-        """Called once the loop has failed or is closed."""
+        self.note_open: Callable[[bool], object] = bool
+        """Called with whether ``end()`` of the hooks is still to be called, when that changes."""
         self.earlier_runs = 0
         """How many runs earlier processes made, less the runs of this loop that a restore took back."""
         self.idle_step = self.idle_runs = -1
@@ -285,7 +290,8 @@ class LoopState:
 
     def decide(self, stop: Stop) -> None:
         """Make no further run. Only the first reason counts. Any thread may call this."""
-        by_thread = stop.by is StoppedBy.THREAD and self.propose is None  # all ranks make the same last run
+        # With several ranks, all make the same last run.
+        by_thread = stop.by in (StoppedBy.THREAD, StoppedBy.COORDINATOR) and self.propose is None
         self.last_run_allowed = by_thread and (self.last_run_allowed or self.stop is None)
         if self.stop is None:
             self.stop = stop
@@ -297,22 +303,32 @@ class LoopState:
         if self.stop is not None and self.phase is IDLE and threading.get_ident() == self._thread:
             self.phase = Phase.STOPPING
 
-    def fail(self, error: BaseException) -> None:
-        """End the loop because of ``error``; exactly ``StopIteration`` is a clean end."""
+    def forget_stop_of_session(self) -> None:
+        """Drop a stop that a thread of the session asked for: the next session has other threads."""
+        if self.stop is not None and self.stop.by is StoppedBy.COORDINATOR:
+            self.stop, self.last_run_allowed = None, False
+            if self.phase is Phase.STOPPING:
+                self.phase = IDLE
+
+    def end_cleanly(self, error: StopIteration) -> None:
+        """Make no further run because of ``error``, which came where no code of the script can catch it."""
         self.run_is_over()
-        if type(error) is not StopIteration:
-            self.failure, self.phase = error, Phase.FAILED
-            self.on_end()
         self.decide(Stop(brief(error), StoppedBy.ERROR))
 
-    def blame(self, error: BaseException) -> None:
-        """Say that ``error``, of another rank, is what ended the loop. The error of this rank is its consequence."""
-        self.failure, self.stop = error, Stop(brief(error), StoppedBy.ERROR)
+    def fail(self, error: BaseException, cause: BaseException | None = None) -> None:
+        """End the loop because of ``error``, after which no run can be made, even if the script catches it.
+
+        ``cause`` is the error of this rank that has ended the loop, if that is what ``error`` says.
+        """
+        self.run_is_over()
+        self.failure, self.phase = error, Phase.FAILED
+        self.note_open(False)
+        self.decide(Stop(brief(error if cause is None else cause), StoppedBy.ERROR))
 
     def close(self, error: BaseException | None) -> None:
         """Close the loop, because of ``error`` if one left the ``with`` block; exactly ``StopIteration`` is clean."""
         self.phase = Phase.CLOSED
-        self.on_end()
+        self.note_open(False)
         if error is not None:
             self.decide(Stop(brief(error), StoppedBy.ERROR))
         if self.failure is None and type(error) is not StopIteration:
@@ -330,31 +346,38 @@ class LoopState:
         Raises:
             LifecycleError: a run is in progress, or the loop has stopped, failed or is closed.
         """
-        if self.phase is RUNNING:
-            raise LifecycleError(
-                f"{call} was called inside a run: a step, a hook or the body of step() cannot start another; "
-                "session.run(fetches) evaluates fetches without a step"
-            )
-        self.check_not_ended(call)
-        try:
-            raise_thread_error()
-        except BaseException as error:
-            self.fail(error)
-            raise
+        self.check_may_call(call)
         if not self.last_run_allowed:
+            raise_thread_error()
             raise LifecycleError(
                 f"{call} was called after a stop ({self.reason}): check should_stop() first, or iterate with "
                 "until_stop()"
             )
         self.last_run_allowed = in_step_fn
 
+    def check_may_call(self, call: str) -> None:
+        """Raise the reason why ``call`` cannot be made now, unless that is a stop."""
+        if self.phase is RUNNING:
+            raise LifecycleError(
+                f"{call} was called inside a run: a step, a hook or the body of step() cannot start another; "
+                "session.run(fetches) evaluates fetches without a step"
+            )
+        self.check_not_ended(call)
+
     def check_not_ended(self, call: str) -> None:
-        """Raise a LifecycleError that names ``call`` if the loop has failed or is closed."""
+        """Raise the reason why no run can be made any more, even if the script has caught it before.
+
+        Raises:
+            PeerError: another rank has failed, or this one alone.
+            LifecycleError: the loop is closed, or has failed in another way. The message names ``call``.
+        """
         if self.phase is Phase.CLOSED:
             raise LifecycleError(f"{call} was called on a closed loop: make a new one")
+        if isinstance(self.failure, PeerError):
+            raise self.failure
         if self.failure is not None:
             raise LifecycleError(
-                f"{call} was called after a run that failed with {brief(self.failure)}: the loop has ended, "
+                f"{call} was called after a recovery that failed with {brief(self.failure)}: the loop has ended, "
                 "make a new one"
             ) from self.failure
 

@@ -43,7 +43,7 @@ class Body:
             self._outputs = outputs
             return outputs
         except BaseException as error:
-            if not self._runner.recover_or_fail_before_next_run(error):
+            if not self._runner.recovers_before_next_run(error):
                 raise
         # Unlike an error of the body, one of a hook before it leaves the run to be begun again.
         self.offered = True
@@ -100,18 +100,14 @@ class Body:
         self._abandon_run(error)
         if type(error) is GeneratorExit:  # Python drops it without a message
             logger.error(
-                "a body of step() was not finished, because the generator that contains it was closed: the run failed, "
-                "and the loop has ended"
+                "a body of step() was not finished, because the generator that contains it was closed: the run does "
+                "not count"
             )
-        if type(error) is StopIteration:  # of the caller's own next(), for the caller's own try
-            self._state.void_run()
-            self._state.run_is_over()
-            return False
         return self._recovered(error)
 
     def _recovered(self, error: BaseException) -> bool:
-        """Recover from ``error``, or end the loop; return which."""
-        if not self._runner.recover_or_fail_before_next_run(error):
+        """Recover from ``error``, or leave it to the script; return which."""
+        if not self._runner.recovers_before_next_run(error):
             return False
         logger.warning(
             "the run that failed is not made again, because only a step function can be called again: the loop "

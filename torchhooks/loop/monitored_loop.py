@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self
 
@@ -158,7 +158,8 @@ class MonitoredLoop(Generic[R]):
             self._close(error)
             raise
         if any(overrides(slot.hook, "end") for slot in self._schedule.all_hooks):
-            self._state.on_end = _note_open()
+            self._state.note_open = _note_open()
+            self._state.note_open(True)
 
     # -- public methods -----------------------------------------------------------------------------------------------
 
@@ -199,8 +200,7 @@ class MonitoredLoop(Generic[R]):
                 return outputs
             self._runner.end_run()
         except BaseException as error:
-            self._runner.warn_of_stop_iteration(error)
-            if not self._runner.recover_or_fail(error):
+            if not self._runner.recovers(error):
                 raise
         else:
             state.run_is_over()
@@ -245,23 +245,19 @@ class MonitoredLoop(Generic[R]):
             raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
         state, runner = self._state, self._runner
         inside, allowed = runner.in_step_fn, state.last_run_allowed
+        state.check_may_call("run_step_fn()")  # also after a stop the function is called, and only its runs are refused
         while True:
-            if state.phase is not IDLE or state.stop is not None:
-                runner.refuse()
             runner.in_step_fn = True
             state.last_run_allowed = allowed  # the function may make more than one run
             try:
-                result = step_fn(StepContext(self))
+                result = step_fn(StepContext(self, runner))
             except BaseException as error:
                 runner.in_step_fn = inside
-                if state.stop is not None:
-                    runner.run_failed(error)
-                    raise
-                if not runner.recover_or_fail(error):
+                if not runner.recovers(error, of_function=True):
                     raise
             else:
                 runner.in_step_fn = inside
-                self._runner.recovery.run_went_well()
+                runner.recovery.run_went_well()
                 state.take_up_requests()
                 runner.recover_from_thread()
                 return result
@@ -269,10 +265,7 @@ class MonitoredLoop(Generic[R]):
                 state.last_run_allowed = state.last_run_allowed and not allowed
 
     def should_stop(self) -> bool:
-        """Return whether the loop is to end: a hook, a thread or a signal asked for it, a run failed, or it is closed.
-
-        Raises one of ``recoverable_errors`` if a background thread reported it and the loop does not recover from it.
-        """
+        """Return whether the loop is to end: a hook, a thread or a signal asked for it, or it is closed."""
         self._runner.deferred.make_owed_epoch_end()
         stopping = self._runner.check_for_stop()
         if stopping:
@@ -404,7 +397,10 @@ class MonitoredLoop(Generic[R]):
         return self._state.reason
 
     def close(self) -> None:
-        """End the loop: call every hook's ``end`` unless a run failed, then ``teardown``. Closing twice is harmless.
+        """End the loop: call every hook's ``end``, then ``teardown``. Closing twice is harmless.
+
+        If the error of the last run is on its way out, as in a ``finally``, the loop has failed: ``end`` is not called,
+        as after an error that leaves a ``with`` block.
 
         Raises:
             Exception: what an ``end``, a ``teardown`` or a background thread raised; several as an ExceptionGroup.
@@ -412,7 +408,12 @@ class MonitoredLoop(Generic[R]):
         """
         if self._state.phase is RUNNING:
             raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
-        self._close(None, finished=self._data.decide_finish(leaves_with_block=False))
+        error = self._runner.caught.on_its_way()
+        unraised = None if error is not None else self._data.unraised
+        cause = unraised if error is None else error
+        self._close(cause, finished=self._data.decide_finish(leaves_with_block=False) if cause is None else None)
+        if unraised is not None:
+            raise unraised
 
     def __iter__(self) -> NoReturn:
         raise TypeError(
@@ -440,11 +441,15 @@ class MonitoredLoop(Generic[R]):
                 print_no_traceback_of(interrupt)
                 raise interrupt.with_traceback(None) from None
             return True
-        unfinished = self._body.abandon(error)
-        cause = error if unfinished is None else unfinished
+        unraised: BaseException | None = self._body.abandon(error)
+        if unraised is None and (error is None or type(error) is StopIteration):
+            unraised = self._data.unraised
+        cause = error if unraised is None else unraised
+        if type(error) is StopIteration and self._runner.caught.is_of_step(error):
+            _warn_of_stop_iteration(error)
         self._close(cause, finished=self._data.decide_finish(leaves_with_block=True) if cause is None else None)
-        if unfinished is not None:
-            raise unfinished
+        if unraised is not None:
+            raise unraised
         return kind is StopIteration
 
     def _close_at_signal(self) -> KeyboardInterrupt | None:
@@ -521,15 +526,22 @@ class MonitoredLoop(Generic[R]):
         if rank_sync is not None and (failure := rank_sync.close(error)) is not None:
             self._close(failure)
             raise failure
+        self._runner.caught.look()
+        if error is None and state.failure is not None:
+            lost = "end() of the hooks is not called: the last save and the last reports are missing"
+            logger.warning("the script caught %s, which has ended the loop. So %s", brief(state.failure), lost)
+        cause = self._runner.cause_of_end(error)
         state.close(error)
         if type(error) is StopIteration:
             error = None
+        error = error if cause is None else cause
         traceback = None if error is None else error.__traceback__
         attempt = Attempts()
         try:
             self._close_everything(attempt, finished)
             self._runner.sessions.session.close()
             state.void_run()
+            self._runner.caught.close()
             if left_by_signal:  # only now: until its hook's end() has waited for it, a checkpoint may not be written
                 self._log_stop(failed=bool(attempt.errors))
             logged = state.log_before_delivery(error, attempt.errors)
@@ -550,6 +562,8 @@ class MonitoredLoop(Generic[R]):
                 add_note(error, f"torchhooks: and while the loop was closed after this: {brief(other)}")
                 if index >= logged:
                     logger.error("while the loop was closed after an error", exc_info=other)
+        if cause is not None:
+            raise cause  # with the error that it has caused as its context
 
     def _log_stop(self, failed: bool) -> None:
         """Log which signal stopped the loop, and from where another process continues."""
@@ -587,15 +601,27 @@ class MonitoredLoop(Generic[R]):
             attempt(runner.rank_sync.leave, list(attempt.errors))
 
 
+def _warn_of_stop_iteration(error: BaseException) -> None:
+    """Log where the step raised ``error``, which ends the loop without an error, as in TensorFlow."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    where = "" if tb is None else f" ({os.path.basename(tb.tb_frame.f_code.co_filename)}:{tb.tb_lineno})"
+    logger.warning(
+        "the step raised StopIteration%s, which ends the loop. If the data ended, iterate over them with "
+        "until_stop, which starts over with repeat=True",
+        where,
+    )
+
+
 _open: set[object] = set()  # one mark for each loop that has not ended, which keeps nothing of the loop alive
 
 
-def _note_open() -> Callable[[], object]:
-    """Note that a loop has begun; return what to call when it has ended."""
+def _note_open() -> Callable[[bool], object]:
+    """Return what to call with whether a loop is open."""
     _look_at_exit()
     mark = object()
-    _open.add(mark)
-    return partial(_open.discard, mark)
+    return lambda is_open: _open.add(mark) if is_open else _open.discard(mark)
 
 
 @cache
@@ -628,8 +654,8 @@ class StepContext(Generic[R]):
     'StopIteration: step_fn asked to stop'
     """
 
-    def __init__(self, loop: MonitoredLoop[R]) -> None:
-        self._loop = loop
+    def __init__(self, loop: MonitoredLoop[R], runner: Runner) -> None:
+        self._loop, self._runner = loop, runner
 
     @property
     def session(self) -> Session:
@@ -637,8 +663,12 @@ class StepContext(Generic[R]):
         return self._loop.session
 
     def run_with_hooks(self, *args: Any, **kwargs: Any) -> R:
-        """Make one run, like :meth:`torchhooks.MonitoredLoop.run`, and return what the step returned."""
-        return self._loop.run(*args, **kwargs)
+        """Make one run, like :meth:`torchhooks.MonitoredLoop.run`, and return what the step returned.
+
+        After a recovery from an error of this run, the whole function is called again.
+        """
+        outputs: R = self._runner.run_of_step_fn(self._loop.run, args, kwargs)
+        return outputs
 
     def request_stop(self) -> NoReturn:
         """End the loop cleanly: raise ``StopIteration``, which leaves the function and the ``with`` block."""

@@ -160,7 +160,9 @@ class RankSync:
         failure = self._state.failure if clean else error
         try:
             if failure is not None:
-                self.tell_failure(failure, in_run=False)
+                self._tell_failure(failure, self._state.runs, in_run=False)
+                if clean and failure.__traceback__ is None:  # it was never raised: the script has caught its cause
+                    return failure
             elif not self.peers.has_stopped:
                 reason = brief(error) if error is not None else self._state.reason or "closed"
                 self._meet(CLOSE, why=Stop(reason, StoppedBy.END).to_text())
@@ -168,26 +170,48 @@ class RankSync:
             return None if another is failure else another
         return None
 
-    def tell_failure(self, error: BaseException, *, in_run: bool = True) -> None:
-        """Tell the other ranks that this one failed with ``error``, in a run or else between two runs.
+    def run_failed(self, error: BaseException, *, in_run: bool) -> None:
+        """Tell the other ranks that a run, or a call between two runs, failed here with ``error``, and wait for them.
+
+        If the same failed on all ranks, all of them leave it to their scripts. Otherwise no rank can go on: the others
+        raise a PeerError, and so does the next call to this loop if the script catches ``error``.
 
         Raises:
             PeerError: ``error`` looks like the consequence of another rank's failure.
         """
-        peers, run = self.peers, self._state.runs
-        if not peers.is_connected or peers.has_stopped or peers.has_failed or type(error) is StopIteration:
-            return
+        state, run = self._state, self._state.runs
         if in_run:
             # While the step is made, the run is one more than were counted. With hooks, it is counted only when
             # after_run begins. Until then, begin_run() has noted its number.
-            run = max(run + (self._state.outputs is NO_OUTPUTS), self._last_number)
-        failure = peers.tell_failure(error, run, in_run)
+            run = max(run + (state.outputs is NO_OUTPUTS), self._last_number)
+        self.run_number = 0  # the run is over, also for the others
+        failure = self._tell_failure(error, run, in_run=in_run, counted=state.runs)
+        if self.peers.has_failed and not isinstance(error, PeerError):
+            if failure is None:
+                where = f"{'in' if in_run else 'after'} run {run}"
+                message = f"rank {self._ranks.rank} failed {where}: {brief(error)}"
+                failure = PeerError(message, self._ranks.rank, run, brief(error))
+            failure.__cause__ = error
+            state.fail(failure, error)
+
+    def _tell_failure(
+        self, error: BaseException, run: int, *, in_run: bool, counted: int | None = None
+    ) -> PeerError | None:
+        """Tell the other ranks that this one failed with ``error``; return the failure of another one.
+
+        Raises:
+            PeerError: ``error`` looks like the consequence of another rank's failure.
+        """
+        peers = self.peers
+        if not peers.is_connected or peers.has_stopped or peers.has_failed:
+            return None
+        failure = peers.tell_failure(error, run, in_run, counted)
         if failure is None or failure is error:
-            return
+            return None
         if not is_communication_error(error):
             add_note(error, f"torchhooks: meanwhile, {failure}")
-            return
-        self._state.blame(failure)
+            return failure
+        self._state.fail(failure)
         raise failure from error
 
     def align(self) -> None:

@@ -8,24 +8,27 @@ for it.
 
 Where an error came from decides which method of :class:`Runner` takes it, and what follows if the loop recovers:
 
-=====================================  ===================================  ================================
-an error of                            is taken by                          after the recovery
-=====================================  ===================================  ================================
-a run by ``loop.run()``                ``recover_or_fail``                  ``loop.run`` makes the run again
-``loop.run_step_fn()``                 ``recover_or_fail``                  the function is called again
-a hook before the body of ``step()``   ``recover_or_fail_before_next_run``  the run is begun again
-that body, or a hook after it          ``recover_or_fail_before_next_run``  the loop goes on without the run
-a background thread, between two runs  ``recover_from_thread``              the loop goes on
-a call between two items               ``make``                             the item is yielded again
-a hook at the end of an epoch          ``make``                             the hooks are called again
-the creation of the first session      ``may_recover`` and ``recover``      the session is created again
-=====================================  ===================================  ================================
+=====================================  ===============================  ================================
+an error of                            is taken by                      after the recovery
+=====================================  ===============================  ================================
+a run by ``loop.run()``                ``recovers``                     ``loop.run`` makes the run again
+a run by ``run_with_hooks``            ``leave``                        see ``run_step_fn``
+``loop.run_step_fn()``                 ``recovers``                     the function is called again
+a hook before the body of ``step()``   ``recovers_before_next_run``     the run is begun again
+that body, or a hook after it          ``recovers_before_next_run``     the loop goes on without the run
+a background thread, between two runs  ``recover_from_thread``          the loop goes on
+a call between two items               ``make``                         the item is yielded again
+a hook at the end of an epoch          ``make``                         the hooks are called again
+the creation of the first session      ``may_recover`` and ``recover``  the session is created again
+=====================================  ===============================  ================================
+
+An error that the loop does not recover from goes to the script. If the script catches it, the loop goes on: see
+:mod:`torchhooks.loop.caught`.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -34,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchhooks.common.errors import FeedError, LifecycleError, add_note
+from torchhooks.common.errors import FeedError, LifecycleError, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.common.text import shown
 from torchhooks.common.timers import EveryEpochs, first_due
@@ -59,6 +62,7 @@ from torchhooks.lifecycle.loop_state import NO_OUTPUTS, RUNNING, LoopState, Phas
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Session
 from torchhooks.loop.arguments import LoopArguments
+from torchhooks.loop.caught import CaughtErrors, Place
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import HookSlot, Schedule, by_index, note_hook
 from torchhooks.loop.sessions import Sessions
@@ -153,10 +157,14 @@ class Runner:
         self.readback = Readback(state.set_pending)
         self.rank_sync = RankSync(ranks, schedule, state) if ranks.size > 1 else None
         self.recovery = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
-        self.sessions = Sessions(arguments, state, schedule, self.readback, self.rank_sync)
+        self.sessions = Sessions(arguments, state, schedule, self.readback, self.rank_sync, self.recovery)
         self.deferred = self.sessions.deferred
+        self.caught = CaughtErrors(state, self.sessions.position)
         self.in_step_fn = False
-        """Whether the run is one of a function passed to ``run_step_fn``, which as a whole is made again."""
+        """Whether a function passed to ``run_step_fn`` is being called, which may make several runs."""
+        self.is_run_of_step_fn = False
+        """Whether that function makes the run with ``run_with_hooks``: after a recovery, the whole function is called
+        again, and not the run alone."""
         self._step = arguments.step
         self._accumulated = schedule.accumulated
         self._is_first = True  # the run to come
@@ -281,9 +289,7 @@ class Runner:
         self._complete(Run(context, [], [], None), outputs)
 
     def abandon(self, run: Run | None) -> None:
-        """Forget the run in progress, which does not count, and remove what watches and traces its step."""
-        if self.rank_sync is not None:
-            self.rank_sync.run_number = 0  # the body is not made again, so this run is over
+        """Remove what watches and traces the step of ``run``, whose body was left by an error."""
         if run is not None and run.recording is not None:
             run.recording.stop()
 
@@ -325,7 +331,7 @@ class Runner:
         if planned:
             schedule.ask(participants)
         if self.rank_sync is not None:
-            self.rank_sync.run_number = 0  # not after an error: loop.run() makes this run again, or the loop ends
+            self.rank_sync.run_number = 0  # not after an error: see leave()
 
     def _call_watchers(
         self,
@@ -409,6 +415,7 @@ class Runner:
                     step = state.global_step
                     schedule.insert_due(participants, slot, queue, step, number)
         except BaseException as error:
+            context.counts = True
             self._note(error, context.caller, "after_run")
             schedule.fail_at(context.caller)
             raise
@@ -467,6 +474,7 @@ class Runner:
         """Make the ``when_ready`` calls whose values have arrived, and notice stop requests. Only called if needed."""
         state, schedule, readback = self.state, self.schedule, self.readback
         state.pending = False  # cleared first, because a thread or a signal may set it at any time
+        self.caught.look()
         if state.runs <= self._checks_epochs_until and not self.in_step_fn:
             self._check_epochs()
         if self._is_first:
@@ -547,6 +555,7 @@ class Runner:
         """Notice requests to stop, recover from the error of a thread, and return whether the loop is to end."""
         state = self.state
         if state.stop is None and state.pending:
+            self.caught.look()
             state.take_up_requests()
             if self.rank_sync is not None:
                 self.rank_sync.check()
@@ -559,40 +568,99 @@ class Runner:
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
-    def recover_or_fail(self, error: BaseException) -> bool:
-        """Recover from ``error``, which interrupted a run, or end the loop. Return whether to make the run again."""
+    def recovers(self, error: BaseException, *, in_run: bool = True, of_function: bool = False) -> bool:
+        """Recover from ``error``, which interrupted a run, or leave it to the script. Return whether it recovered.
+
+        Args:
+            error: what was raised.
+            in_run: whether it interrupted a run, or else a call between two runs.
+            of_function: whether it comes out of a function of ``run_step_fn``.
+
+        Raises:
+            BaseException: what ``error`` is the consequence of: an error of a background thread, or of another rank. Or
+                else a recovery failed.
+        """
+        cause, place = self._cause_of(error), self.caught.place(in_run=in_run)
         self.state.void_run()
         try:
-            if not self.in_step_fn and self.may_recover(error):
-                self.recover(error)
-                self.state.run_is_over()
-                self.deferred.make_owed_epoch_end()  # if the error came from its hooks, before the run
-                return True
-        except BaseException as another:
-            self.run_failed(another)
+            may_recover = not self.is_run_of_step_fn and self.may_recover(cause)
+        except BaseException as another:  # of a save in the background
+            self.leave(another, place)
             raise
-        if not self.in_step_fn or not self.recovery.covers(error):
-            self.run_failed(error)
+        if not may_recover:
+            self.leave(error, place, of_function=of_function)
+            return False
+        try:
+            self.recover(cause, makes_run_again=True)
+        except BaseException as another:
+            self._recovery_failed(another)
+            raise
+        self.caught.recovered(error)
         self.state.run_is_over()
-        return False
+        self.deferred.make_owed_epoch_end()  # if the error came from its hooks, before the run
+        return True
+
+    def leave(self, error: BaseException, place: Place, *, of_function: bool = False) -> None:
+        """Leave ``error``, which was raised at ``place``, to the script and the other ranks.
+
+        Raises:
+            BaseException: what ``error`` is the consequence of: an error of a background thread, or of another rank.
+        """
+        self.state.run_is_over()
+        # Not once more when it leaves the function that made the run.
+        had_cause = self.sessions.coord.error is not None
+        if self.caught.leaves(error, place, of_function=of_function, had_cause=had_cause):
+            if self._is_first and not self.session.was_restored:
+                self.state.begun_at = self.state.global_step  # TensorFlow's START is that of a run that did not fail
+            self.session.run_failed(error)
+            if self.rank_sync is not None:
+                self.rank_sync.run_failed(error, in_run=place.in_run)
+        cause = self._cause_of(error)
+        if cause is not error:
+            raise cause
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Return the error of a background thread if ``error``, of a run, is its consequence; otherwise ``error``.
+
+        A thread that reads from a server may lose its connection, so that the step gets ``queue.Empty``. The rule is
+        TensorFlow's: of two errors of which the loop recovers from one, the one of the thread is the cause.
+        """
+        thread_error = self.sessions.coord.error
+        if thread_error is None or not isinstance(error, Exception):
+            return error
+        return error if self.recovery.covers(thread_error) is self.recovery.covers(error) else thread_error
+
+    def cause_of_end(self, error: BaseException | None) -> BaseException | None:
+        """Return the error of a background thread that came before ``error``, which ends the loop, or ``None``."""
+        thread_error = self.sessions.coord.error
+        if error is None or type(error) is StopIteration or thread_error is None or thread_error is error:
+            return None
+        is_earlier = not self.recovery.covers(thread_error) and not self.caught.came_before_thread(error)
+        return thread_error if is_earlier else None
 
     def may_recover(self, error: BaseException) -> bool:
         """Return whether to recover from ``error``, which a run or the creation of a session raised.
 
         If it is one of ``recoverable_errors`` and the loop does not recover, a note on the error says why.
         """
-        if self.state.stop is not None or not self.recovery.grant(error):
+        if not self.recovery.covers(error):
             return False
+        why, stop = None, self.state.stop
         if self.state.signal is not None:
-            add_note(error, f"torchhooks: not recovered from, because signal {self.state.signal} arrived")
+            why = f"signal {self.state.signal} arrived"
+        elif stop is not None and stop.by is not StoppedBy.COORDINATOR:  # which the next session knows nothing of
+            why = f"the loop stops ({stop.reason})"
+        elif not self.recovery.grant(error):
             return False
-        self.session.wait_for_savers()  # the newest checkpoint may still be being written
-        if not self.sessions.has_checkpoint():
-            add_note(error, "torchhooks: not recovered from, because there is no checkpoint to restore")
-            return False
-        return True
+        else:
+            self.session.wait_for_savers()  # the newest checkpoint may still be being written
+            if not self.sessions.has_checkpoint():
+                why = "there is no checkpoint to restore"
+        if why is not None:
+            add_note(error, f"torchhooks: not recovered from, because {why}")
+        return why is None
 
-    def recover(self, error: BaseException) -> None:
+    def recover(self, error: BaseException, *, makes_run_again: bool = False) -> None:
         """Close the session, pause unless this is the first recovery in a row, and create the next session.
 
         An error on the way is recovered from likewise, if that is allowed.
@@ -601,6 +669,8 @@ class Runner:
             try:
                 self.readback.drain()
                 self._leave_session(error)
+                if makes_run_again:
+                    self.sessions.position.run_is_made_again()
                 self.recovery.pause(error, self.state.wait_for_signal)
                 if self.state.signal is not None:
                     raise error
@@ -620,90 +690,98 @@ class Runner:
         """
         session, coord = self.session, self.sessions.coord
         self.deferred.clear()
+        self.state.forget_stop_of_session()
         self._renew()
         session.close()
-        try:
-            self.sessions.join_threads(coord)
-        except BaseException as another:
-            if another is not error:
-                raise
-        else:  # a run failed, not a thread: it is made again
-            self.sessions.position.run_is_made_again()
+        self.sessions.join_threads(coord, handled=error)
         for later in coord.later_errors:
             if not self.recovery.covers(later):
                 raise later
 
-    def warn_of_stop_iteration(self, error: BaseException) -> None:
-        """Log where the step raised ``error``, if it ends the loop without an error, as in TensorFlow."""
-        if type(error) is not StopIteration or getattr(error, "__notes__", None):  # a hook's has a note
-            return
-        tb = error.__traceback__
-        while tb is not None and tb.tb_next is not None:
-            tb = tb.tb_next
-        where = "" if tb is None else f" ({os.path.basename(tb.tb_frame.f_code.co_filename)}:{tb.tb_lineno})"
-        logger.warning(
-            "the step raised StopIteration%s, which ends the loop. If the data ended, iterate over them with "
-            "until_stop, which starts over with repeat=True",
-            where,
-        )
+    def recovers_before_next_run(self, error: BaseException) -> bool:
+        """Do what :meth:`recovers` does, for a run that is not made again. The next one that succeeds resets the pause.
 
-    def recover_or_fail_before_next_run(self, error: BaseException) -> bool:
-        """Recover from ``error``, or end the loop; return which. The next run that succeeds resets the pause."""
-        self._awaits_success = recovered = self.recover_or_fail(error)
+        In a function passed to ``run_step_fn``, the error is left to the function, which can be called again.
+        """
+        outside, self.is_run_of_step_fn = self.is_run_of_step_fn, self.in_step_fn
+        try:
+            self._awaits_success = recovered = self.recovers(error)
+        finally:
+            self.is_run_of_step_fn = outside
         self.state.set_pending()
         return recovered
 
+    def run_of_step_fn(self, run: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
+        """Make a run with ``run(*args, **kwargs)`` whose errors are left to the function passed to ``run_step_fn``."""
+        outside, self.is_run_of_step_fn = self.is_run_of_step_fn, True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.is_run_of_step_fn = outside
+
     def recover_from_thread(self) -> None:
-        """Recover from a background thread's error between two runs, if it is one to recover from."""
-        state, coord = self.state, self.sessions.coord
-        if state.stop is not None or state.phase is RUNNING or self.in_step_fn or not coord.should_stop():
+        """Recover from a background thread's error between two runs, if it is one to recover from.
+
+        If the loop does not recover from it, the error stops the loop, like any other error of a thread.
+        """
+        state, sessions = self.state, self.sessions
+        error = sessions.coord.error
+        if state.stop is not None or state.phase is RUNNING or self.in_step_fn or error is None:
+            return
+        if error is sessions.fatal or not self.recovery.covers(error):
+            return  # it stops the loop
+        # First the calls that belong to the session that is about to be replaced. Of several ranks, none replaces it.
+        if self.rank_sync is None and not self.make(self.deferred.make_all):
+            return
+        self._awaits_success = recovers = self.may_recover(error)
+        state.set_pending()
+        if not recovers:
+            sessions.fatal = error
+            state.propose_stop(f"a thread failed with {brief(error)}", StoppedBy.COORDINATOR)
             return
         try:
-            coord.raise_requested_exception()
-        except BaseException as error:
-            if not self.recovery.covers(error):
-                return  # the thread's stop request ends the loop
-            if state.failure is None:  # the session that they belong to is about to be replaced
-                self.make(self.deferred.make_all)
-            if not self.recover_or_fail_before_next_run(error):
-                self.sessions.coord.clear_stop()  # or joining the threads would raise it a second time
-                raise
+            self.recover(error)
+        except BaseException as another:
+            self._recovery_failed(another)
+            raise
 
-    def run_failed(self, error: BaseException) -> None:
-        """End the loop because of ``error``, and tell the other ranks.
-
-        Raises:
-            PeerError: ``error`` is the consequence of another rank's failure.
-        """
-        self.state.fail(error)
-        if self.rank_sync is not None:
-            self.rank_sync.tell_failure(error)
+    def _recovery_failed(self, error: BaseException) -> None:
+        """End the loop, which has no session any more, so that the script cannot go on after ``error``."""
+        if type(error) is StopIteration:
+            self.state.end_cleanly(error)
+        else:
+            self.state.fail(error)
 
     def make(self, calls: Callable[[], object]) -> bool:
-        """Make ``calls``, whose errors count as a run's; return whether they succeeded."""
+        """Make ``calls`` between two runs, whose errors count as a run's; return whether they succeeded."""
         self.state.phase = RUNNING  # none of them may start a run
         try:
             calls()
         except BaseException as error:
-            if self.recover_or_fail(error):
+            if type(error) is StopIteration:  # no code of the script is there to catch it
+                self.state.void_run()
+                self.state.end_cleanly(error)
+            elif self.recovers(error, in_run=False):
                 return False
-            if type(error) is not StopIteration:  # which ends the loop cleanly
+            else:
                 raise
         finally:
             self.state.run_is_over()
         return True
 
     def _thread_stopped(self, coord: Coordinator) -> None:
-        """Stop the loop because a background thread asked to, unless the loop will recover from the thread's error."""
-        if self.state.phase is Phase.CLOSED or coord is not self.sessions.coord:
+        """Stop the loop because a background thread asked to, unless the loop may recover from the thread's error."""
+        state, error = self.state, coord.error
+        if state.phase is Phase.CLOSED or coord is not self.sessions.coord:
             return
-        try:
-            coord.raise_requested_exception()
-        except BaseException as error:
-            if self.recovery.covers(error) and self.session.checkpoint_dir is not None:
-                self.state.set_pending()  # the end of the run, or should_stop(), recovers
+        if error is not None and self.recovery.covers(error):
+            if state.stop is not None or state.data_have_ended:
+                return  # the training is over: the error is logged when the threads are joined
+            if self.session.checkpoint_dir is not None:
+                state.set_pending()  # the end of the run, or should_stop(), recovers
                 return
-        self.state.propose_stop(f"thread {threading.current_thread().name}", StoppedBy.THREAD)
+            self.sessions.fatal = error
+        state.propose_stop(f"thread {threading.current_thread().name}", StoppedBy.COORDINATOR)
 
 
 def _check_request(requests: list[Request], slot: HookSlot, request: object) -> bool:

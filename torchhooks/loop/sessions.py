@@ -17,10 +17,13 @@ from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import StandardHook
 from torchhooks.lifecycle.loop_state import LoopState, StoppedBy
+from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import LoopServices, Session
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import HookSlot, Schedule, note_hook
+
+_ASKED_TO_STOP = (StoppedBy.HOOK, StoppedBy.CALLER, StoppedBy.THREAD, StoppedBy.COORDINATOR)
 
 
 class Sessions:
@@ -33,6 +36,8 @@ class Sessions:
     session: Session
     coord: Coordinator
     """The background threads of the current session."""
+    fatal: BaseException | None = None
+    """The error of a background thread that stopped the loop, although it is one of ``recoverable_errors``."""
     restored_from: str | None = None
     """The checkpoint that the current session began with, as the user writes it."""
 
@@ -43,6 +48,7 @@ class Sessions:
         schedule: Schedule,
         readback: Readback,
         rank_sync: RankSync | None,
+        recovery: Recovery,
     ) -> None:
         self._arguments = arguments
         # A script may change the current directory while it trains.
@@ -53,7 +59,7 @@ class Sessions:
         self._saved_to = arguments.saved_to or self._folder
         self._cache: FolderCache = {}
         self._order_before: int | None = None  # of the newest checkpoint there when the loop began
-        self._state, self._schedule, self._rank_sync = state, schedule, rank_sync
+        self._state, self._schedule, self._rank_sync, self._recovery = state, schedule, rank_sync, recovery
         self._savers: list[SavesCheckpoints[Session]] = []  # of the session before
         self.position = DataPosition(state, arguments.state)
         """How far the loop is in its data."""
@@ -183,7 +189,7 @@ class Sessions:
     def finish(self, why: str | None) -> None:
         """Have the checkpoints say from now on that the training run is finished, if it is on all ranks."""
         session, arguments, state = self.session, self._arguments, self._state
-        if state.stop is not None and state.stop.by in (StoppedBy.HOOK, StoppedBy.CALLER, StoppedBy.THREAD):
+        if state.stop is not None and state.stop.by in _ASKED_TO_STOP:
             return  # all ranks have agreed on the stop, so none is finished; one may have left with an error after it
         is_agreed = why == DATA_ENDED and not state.by_signal  # as all ranks agree on the end of their data
         reasons = [why] if is_agreed else session.ranks.gather(why, "whether the training run is finished")
@@ -212,11 +218,25 @@ class Sessions:
             self._rank_sync.align()
         self.call(slot, "end", slot.end, self.session)
 
-    def join_threads(self, coord: Coordinator | None = None) -> None:
-        """Stop the background threads, wait for them, and raise the error of the first that failed."""
+    def join_threads(self, coord: Coordinator | None = None, *, handled: BaseException | None = None) -> None:
+        """Stop the background threads, wait for them, and raise the error of the first that failed.
+
+        An error of ``recoverable_errors`` is logged instead, unless it has stopped the loop: the training is over, or a
+        recovery replaces the threads anyway. The rule is TensorFlow's.
+
+        Args:
+            coord: their coordinator; ``None`` for that of the current session.
+            handled: the error from which the loop recovers, which is neither raised nor logged.
+        """
         coord = self.coord if coord is None else coord
         coord.request_stop()
-        coord.join(stop_grace_period_secs=self._arguments.stop_grace_period_secs, ignore_live_threads=True)
+        try:
+            coord.join(stop_grace_period_secs=self._arguments.stop_grace_period_secs, ignore_live_threads=True)
+        except BaseException as error:
+            if error is not coord.error or error is self.fatal or not self._recovery.covers(error):
+                raise
+            if error is not handled:
+                logger.error("a background thread failed, and is not needed any more", exc_info=error)
 
     def _is_interrupted(self) -> bool:
         """Return whether a hook that waits has to give up.

@@ -53,6 +53,8 @@ class DataLoops:
         self._items_without_run = 0
         self._why_no_run: str | None = None
         self._asked_if_finished = False
+        self.unraised: BaseException | None = None
+        """An error that a generator cannot raise, so that the close of the loop does."""
         self.is_in_with_block = False
         """Whether the loop was entered with ``with``, which an exception can leave."""
 
@@ -76,7 +78,11 @@ class DataLoops:
                     while not self._between_items(cursor):
                         yield given  # again: a call failed, and the loop has recovered
                     if state.stop is not None:
+                        if state.phase is Phase.FAILED:
+                            state.check_not_ended("until_stop()")  # to end without a word would hide it
                         break
+        except StopIteration as error:
+            self._end_because_of(error)
         finally:
             self._waits.depth -= 1
             self._close(cursor)
@@ -108,9 +114,12 @@ class DataLoops:
     def _items(self, cursor: Cursor, iterable: Iterable[T], resume: bool) -> Generator[T, None, None]:
         """Take the items that are left, until the data end or a signal ends them, and measure how long that takes."""
         waited, depth = self._waits.secs, self._waits.depth  # the dict itself: it is never replaced by another
-        iterator = self._resume(cursor, iterable, resume)
-        self._stop_if_data_had_ended(cursor)
-        self._between_items(cursor)  # whatever it returns: there is no item yet that would have to be yielded again
+        try:
+            iterator = self._resume(cursor, iterable, resume)
+            self._stop_if_data_had_ended(cursor)
+            self._between_items(cursor)  # whatever it returns: there is no item yet that would have to be yielded again
+        except StopIteration as error:
+            self._end_because_of(error)
         if self._state.stop is not None:
             return
         try:
@@ -127,6 +136,14 @@ class DataLoops:
             self._between_items(cursor)
         else:
             self._data_ended(cursor, iterable)
+
+    def _end_because_of(self, error: StopIteration) -> None:
+        """End the loop because of ``error``, which no generator can raise; one of a subclass is raised at its close."""
+        if type(error) is StopIteration:
+            self._state.end_cleanly(error)
+        else:
+            self.unraised = error
+            self._state.fail(error)
 
     def _between_items(self, cursor: Cursor) -> bool:
         """Make the calls that wait for the end of an item, and take up a stop: nowhere else.
@@ -328,9 +345,7 @@ class DataLoops:
         try:
             iterator = self._position.resume(cursor, iterable, resume, self._notice_stop)
         except Exception as error:
-            if type(error) is StopIteration:  # in a generator, it would become a RuntimeError
-                self._state.fail(error)
-            elif not self._notice_stop(error):
+            if isinstance(error, StopIteration) or not self._notice_stop(error):
                 raise
             iterator = iter(())
         self._state.defer_lost_workers()  # now that a DataLoader has installed torch's handler
@@ -369,6 +384,8 @@ class DataLoops:
         if had_time:
             self._position.give_up_repeating()
         is_explained = not had_time or self._position.passed_over or self._position.why_finished is not None
+        if self._runner.caught.count:
+            return  # there were runs, which failed
         if self._items_without_run and not self._state.global_step:
             logger.warning(
                 "until_stop yielded %d items until the data ended, but there was no run, so no hook was called and no "

@@ -20,8 +20,12 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LIVE, LEFT, FAILED, FAILED_LATER = range(4)
-"""What a rank is: in its loop, out of it after a clean end, failed, or failed in a call that needed another rank."""
+LIVE, LEFT, FAILED, RUN_FAILED, FAILED_LATER = range(5)
+"""What a rank is: in its loop, out of it after a clean end, failed, or failed in a call that needed another rank.
+
+``RUN_FAILED`` says that a run failed on the rank, whose script may catch the error. If it failed on all ranks, they go
+on.
+"""
 
 STOP = 1
 """The bit that asks for a stop. The higher bits ask for collective hooks."""
@@ -38,7 +42,7 @@ class Row(NamedTuple):
     """What one rank says in one tick.
 
     Args:
-        status: one of LIVE, LEFT, FAILED and FAILED_LATER.
+        status: one of LIVE, LEFT, FAILED, RUN_FAILED and FAILED_LATER.
         asked: the bits that the rank asks for.
         promise: the number of the run after which the rank holds; only read in the tick after one with new bits.
         made: how many runs the rank has made.
@@ -47,6 +51,7 @@ class Row(NamedTuple):
         kind: the kind of the last of them.
         value: at ENTER, the number of items, or UNKNOWN_LENGTH.
         states: how many times the ranks have told each other where they are; one more if this rank asks for it.
+        counted: if a run failed, how many runs count. Otherwise 0.
     """
 
     status: int = LIVE
@@ -58,6 +63,7 @@ class Row(NamedTuple):
     kind: int = 0
     value: int = UNKNOWN_LENGTH
     states: int = 0
+    counted: int = 0
 
 
 class CallForPromises(NamedTuple):
@@ -107,11 +113,20 @@ class Failure(NamedTuple):
     in_run: bool = True
 
 
+class RunFailed(NamedTuple):
+    """The same run failed on all ranks. Each may go on, if its script catches the error."""
+
+
 class AllLeft(NamedTuple):
     """All ranks have left their loops."""
 
 
-Event = CallForPromises | Decision | Meeting | Conflict | Failure | AllLeft
+Event = CallForPromises | Decision | Meeting | Conflict | Failure | RunFailed | AllLeft
+
+
+def _failure(row: Row) -> tuple[int, ...]:
+    """Return what is equal on all ranks if the same run failed on them."""
+    return row.status, row.made, row.begun, row.counted
 
 
 _OPEN, _PROMISING, _SETTLED = range(3)
@@ -119,6 +134,11 @@ _OPEN, _PROMISING, _SETTLED = range(3)
 # How many ticks to wait for the row that explains another one. That is a second with the default tick_secs: long enough
 # for the rank that failed first to say so, and short against lost_after_secs, if it cannot.
 _PATIENCE_TICKS = 10
+
+# How many ticks a rank whose run failed waits for one that has not begun that run: half a minute by default.
+_LONG_PATIENCE_TICKS = 300
+
+_MADE_AND_BEGUN = slice(Row._fields.index("made"), Row._fields.index("begun") + 1)
 
 
 class Agreement:
@@ -134,7 +154,7 @@ class Agreement:
         self.stopped = False
         """Whether every rank has made the last run."""
         self._phase = _OPEN
-        self._patience = _PATIENCE_TICKS
+        self._patience, self._long_patience = _PATIENCE_TICKS, _LONG_PATIENCE_TICKS
 
     @property
     def promising(self) -> bool:
@@ -149,6 +169,11 @@ class Agreement:
             if table[first].status == FAILED_LATER and len(failed) < len(table) and self._patience:
                 self._patience -= 1  # the rank that failed first will say so, or contact with it will be lost
                 return []
+            if table[first].status == RUN_FAILED and len({_failure(row) for row in table}) == 1:
+                self._patience, self._long_patience = _PATIENCE_TICKS, _LONG_PATIENCE_TICKS
+                return [RunFailed()]
+            if table[first].status == RUN_FAILED and self._may_all_fail(table, failed):
+                return self._settle_round(table)  # which may be what holds the other ranks
             return [Failure(first, table[first].begun, failed, table[first].made < table[first].begun)]
         if all(row.status == LEFT for row in table):
             return [AllLeft()]
@@ -156,6 +181,22 @@ class Agreement:
             return []
         events = self._settle_round(table)
         return events if self.stopped else events + self._settle_meeting(table)
+
+    def _may_all_fail(self, table: Sequence[Row], failed: Sequence[int]) -> bool:
+        """Return whether the ranks that have not failed may still fail where the others did, and wait a tick for that.
+
+        A rank that is in the same run fails soon, or not at all. One that has not begun it may still load its data.
+        """
+        run = table[failed[0]][_MADE_AND_BEGUN]
+        others = [row for row in table if row.status != RUN_FAILED]
+        if len({_failure(table[rank]) for rank in failed}) > 1 or any(row.status != LIVE for row in others):
+            return False
+        if any(row[_MADE_AND_BEGUN] > run or row.meeting > self.meetings for row in others):
+            return False
+        if any(row[_MADE_AND_BEGUN] == run for row in others):
+            self._patience -= 1
+        self._long_patience -= 1
+        return self._patience >= 0 and self._long_patience >= 0
 
     def _settle_round(self, table: Sequence[Row]) -> list[Event]:
         events: list[Event] = []

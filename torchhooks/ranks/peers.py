@@ -41,6 +41,7 @@ from torchhooks.ranks.agreement import (
     FAILED_LATER,
     LEFT,
     LIVE,
+    RUN_FAILED,
     STOP,
     UNKNOWN_LENGTH,
     WHERE,
@@ -55,6 +56,7 @@ from torchhooks.ranks.agreement import (
     Round,
     RoundPhase,
     Row,
+    RunFailed,
 )
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.transport import ContactLostError, GlooTransport, is_communication_error
@@ -114,6 +116,8 @@ class _Outcome(NamedTuple):
     run: int = 0
     in_run: bool = False
     """Whether it failed in that run, or else after it."""
+    counted: int = 0
+    """How many runs count, if a run failed whose error the script may catch."""
 
 
 class Peers:
@@ -268,14 +272,28 @@ class Peers:
                 applied.append(self._round)
             return None if self.has_stopped else met, applied
 
-    def tell_failure(self, error: BaseException, run: int, in_run: bool) -> PeerError | None:
-        """Tell the other ranks that this one failed, and wait until they know; return the failure of another one."""
-        is_later = is_communication_error(error) or isinstance(error, PeerError)
-        self._outcome = _Outcome(FAILED_LATER if is_later else FAILED, brief(error), run, in_run)
-        self._failure_is_seen.set()
-        self._tick_now.set()
-        # The lock is not held: the tick thread needs it. It ends with this failure, or gives up after lost_after_secs.
-        self._ticks_ended.wait()
+    def tell_failure(
+        self, error: BaseException, run: int, in_run: bool, counted: int | None = None
+    ) -> PeerError | None:
+        """Tell the other ranks that this one failed, and wait until they know; return the failure of another one.
+
+        With ``counted``, the number of runs that count, a run failed, and the script may catch ``error``. If the run
+        failed on all ranks, :attr:`has_failed` is false afterwards, and the ranks go on.
+        """
+        if is_communication_error(error) or isinstance(error, PeerError):
+            status = FAILED_LATER
+        else:
+            status = FAILED if counted is None else RUN_FAILED
+        with self._changed:
+            self._outcome = _Outcome(status, brief(error), run, in_run, counted or 0)
+            if status != RUN_FAILED:
+                self._failure_is_seen.set()
+            self._tick_now.set()
+            # The tick thread ends with this failure, or gives up after lost_after_secs.
+            while self.has_failed and not self._ticks_ended.is_set():
+                self._changed.wait()
+            if self.has_failed:
+                self._failure_is_seen.set()
         return self.failure
 
     def leave(self, errors: list[BaseException]) -> None:
@@ -367,7 +385,7 @@ class Peers:
         If the training thread waits, a rank in a later run, at a later meeting or out of its loop will never take part.
         """
         outcome, this = self._outcome, self._ranks.rank
-        if self.failure is None and outcome.status >= FAILED:
+        if self.failure is None and outcome.status >= FAILED and outcome.status != RUN_FAILED:
             return PeerError(f"this rank failed: {outcome.reason}", this, outcome.run, outcome.reason)
         if self.failure is not None or threading.get_ident() != self._training_thread:
             return self.failure
@@ -462,7 +480,8 @@ class Peers:
             outcome = self._outcome
             if outcome.status >= FAILED:
                 made, begun = outcome.run - outcome.in_run, outcome.run
-            return Row(outcome.status, self._round.bits, promise, made, begun, *self._arrival, self._states_wanted)
+            what = outcome.status, self._round.bits, promise, made, begun
+            return Row(*what, *self._arrival, self._states_wanted, outcome.counted)
 
     def _run_numbers(self) -> _RunNumbers:
         """Return how far this rank tells the others it is.
@@ -508,11 +527,15 @@ class Peers:
                 )
                 return True
             case Failure(rank, run, _, in_run):
+                if self._outcome.status == RUN_FAILED:
+                    self._outcome = self._outcome._replace(status=FAILED)
                 if not self.has_failed or rank != self._ranks.rank:
                     after = f"after run {run}" if run else "before its first run"
                     where = f"in run {run}" if in_run else after
                     self._fail(rank, f"rank {rank} failed {where}: {reasons[rank]}", reasons[rank], run)
                 return True
+            case RunFailed():
+                self._outcome = _Outcome()
             case AllLeft():
                 return True
         return False
