@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -332,3 +333,20 @@ def test_nothing_waits_for_a_device_but_the_profiler(tmp_path: Path) -> None:
 def test_refuses_invalid_arguments_and_shows_them(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ProfilerHook(**arguments)
+
+
+def test_after_a_run_that_failed_and_was_caught_the_next_one_is_profiled(tmp_path: Path) -> None:
+    failures = iter([False, True, False, False])
+
+    def step() -> float:
+        if next(failures):
+            raise ValueError("bad batch")
+        return 0.5
+
+    hooks = [ProfilerHook(every_n_steps=2, output_dir=folder) for folder in (tmp_path, tmp_path / "b")]
+    with MonitoredLoop(step, hooks=hooks) as loop:
+        for _ in loop.until_stop(range(4)):
+            with contextlib.suppress(ValueError):
+                loop.run()
+    assert [path.name for path in tmp_path.glob("timeline-*")] == ["timeline-2.json"]
+    assert [path.name for path in tmp_path.glob("b/timeline-*")] == ["timeline-3.json"]

@@ -87,6 +87,8 @@ class ProfilerHook(PeriodicHook):
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         session = run_context.session
         self._step_before = session.global_step
+        if self in self._in_use and self._profiler is None:
+            self._in_use.remove(self)  # the run that was to be profiled failed, and the script has caught the error
         if run_context.ends_epoch or not self.writes or self._profiler is not None or self._next_step is None:
             return None
         if not self._is_due(session):
