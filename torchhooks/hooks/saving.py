@@ -550,7 +550,7 @@ class CheckpointSaverHook(PeriodicHook):
             asked_later, in_background = refusals or (), bool(self._async_save)
             path = self._saver.save(session, self.path, step, refusals=asked_later, async_save=in_background)
             self._handled = self.saved_step, self.saved_finish = step, finish
-            session.checkpoint_saved()
+            session.checkpoint_saved(os.path.dirname(self.path))
             for writer in self._target.writers:  # only the chief has one
                 writer.add_session_log("CHECKPOINT", step, path)
             # A list, not a generator for any(): every listener is called, even after one asked to stop.

@@ -242,9 +242,9 @@ class NanTensorHook(StandardHook):
         if self._fail_on_nan_loss:
             self._message = None
 
-    def _checkpoint_saved(self, session: Session) -> None:
+    def _checkpoint_saved(self, session: Session, folder: str) -> None:
         """Put ``nan.json`` aside: the script has caught the error, and the training has gone on from that state."""
-        if self._left_request:
+        if self._left_request and folder == session.checkpoint_dir:  # where the next process resumes
             self._left_request = False
             from torchhooks.autopsy.request import put_aside_as_caught
 

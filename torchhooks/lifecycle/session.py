@@ -144,7 +144,7 @@ class Session:
         self.new_evaluator: type[Evaluator] = RanksEvaluator if self.ranks.may_have_dtensors else Evaluator
         self._loop_state = services.loop_state
         self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
-        self._saved_listeners: list[Callable[[], object]] = []
+        self._saved_listeners: list[Callable[[str], object]] = []
         self._error_listeners: list[Callable[[BaseException], object]] = []
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[DeviceDuration], object]] = []
@@ -307,14 +307,14 @@ class Session:
         """
         self._guards.append((refusal, background_refusal))
 
-    def on_checkpoint(self, listener: Callable[[], object]) -> None:
-        """Call ``listener()`` after each checkpoint of a CheckpointSaverHook. A thread may still be writing it."""
+    def on_checkpoint(self, listener: Callable[[str], object]) -> None:
+        """Call ``listener(folder)`` after each save of a CheckpointSaverHook, which a thread may still be writing."""
         self._saved_listeners.append(listener)
 
-    def checkpoint_saved(self) -> None:
-        """Call the listeners of :meth:`on_checkpoint`."""
+    def checkpoint_saved(self, folder: str) -> None:
+        """Call the listeners of :meth:`on_checkpoint`: a checkpoint was saved in ``folder``, an absolute path."""
         for listener in self._saved_listeners:
-            listener()
+            listener(folder)
 
     def on_error(self, listener: Callable[[BaseException], object]) -> None:
         """Call ``listener(error)`` when a run fails from which the loop does not recover."""
