@@ -298,6 +298,32 @@ def test_an_error_of_the_step_is_looked_at_in_a_loop_without_a_with_block() -> N
     assert report()["origin"]["operation"] == "aten.sqrt.default"
 
 
+def test_after_another_error_that_the_script_has_caught_the_autopsy_goes_on() -> None:
+    train(new_model(), 10)
+    model: Any = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    failures = iter([True])
+
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        if loop.global_step == 8 and next(failures, False):
+            raise ValueError("bad batch")
+        model[1].bad = loop.global_step == 9
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    hooks = [NanTensorHook("loss")]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir="run/model.ckpt-4") as loop:
+        for inputs in loop.until_stop(torch.ones(20, 8, 4), resume=False):
+            with contextlib.suppress(ValueError, NanLossDuringTrainingError):
+                loop.run(inputs)
+    assert loop.global_step == 4 + 19
+    assert report()["origin"]["operation"] == "aten.sqrt.default"
+    assert report()["state"] == "model.ckpt-9"
+
+
 def test_an_error_that_a_script_handles_around_the_loop_is_none_of_the_step() -> None:
     train(new_model(), 10)
     try:

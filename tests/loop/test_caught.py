@@ -20,6 +20,7 @@ from torchhooks import (
     AbortedError,
     CheckpointSaverHook,
     Coordinator,
+    Due,
     LifecycleError,
     MonitoredLoop,
     NanLossDuringTrainingError,
@@ -289,6 +290,25 @@ def test_after_runs_that_all_failed_nothing_is_said_of_data_without_a_run(lines:
     assert [text for text in warnings(lines) if "there was no run" in text] == []
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before it", "behind it"])
+def test_a_hook_is_due_again_only_if_it_was_not_called_because_another_one_failed(first: bool) -> None:
+    class EveryThird(SessionRunHook):
+        def begin(self) -> None:
+            self.next_step, self.seen = 3, [0]
+
+        def next_due(self) -> Due:
+            return Due(step=self.next_step)
+
+        def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+            self.seen.append(run_context.session.global_step)
+            self.next_step += 3
+
+    every_third, failing = EveryThird(), RecordingHook(raises={("after_run", 3): ValueError})
+    loop: Loop = MonitoredLoop(step, hooks=[every_third, failing] if first else [failing, every_third])
+    assert skipping(loop, list(range(9))) == [2]
+    assert every_third.seen == ([0, 3, 6, 9] if first else [0, 4, 6, 9])
+
+
 # -- between two runs -------------------------------------------------------------------------------------------------
 
 
@@ -387,6 +407,7 @@ def test_a_run_that_fails_because_a_thread_lost_its_connection_is_recovered_from
             make(loop, number)
     assert (loop.global_step, loop.stop_reason) == (4, "data ended")
     assert any("recovering now from AbortedError: connection lost" in text for text in warnings(lines))
+    assert [text for level, text in lines if level == "ERROR"] == []
 
 
 @pytest.mark.parametrize("error", [ValueError("disk"), AbortedError("no checkpoint to restore")])
@@ -407,6 +428,20 @@ def test_an_error_of_a_thread_while_a_batch_is_loaded_loses_nothing(error: Excep
     assert loop.global_step == 2
     assert methods(recorder)[-3:] == ["after_run", "end", "teardown"]
     assert list_checkpoints(tmp_path)[-1].step == 2
+
+
+@pytest.mark.parametrize("make", [by_run, by_step_fn])
+def test_a_run_raises_the_error_of_a_thread_if_the_loop_would_recover_from_its_own(make: Make, tmp_path: Path) -> None:
+    consequence = RecordingHook(raises={("before_run", 2): AbortedError})
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=1), Reporting(2, KeyError("thread")), consequence]
+    loop = MonitoredLoop(step, hooks=hooks, checkpoint_dir=tmp_path)
+    make(loop, 1)
+    with pytest.raises(KeyError, match="thread") as raised:
+        make(loop, 2)
+    assert isinstance(raised.value.__context__, AbortedError)
+    assert loop.should_stop()
+    with pytest.raises(KeyError, match="thread"):
+        loop.close()
 
 
 def test_an_error_of_the_constructor_after_one_in_a_thread_is_its_context() -> None:
@@ -582,6 +617,26 @@ def test_so_it_is_on_a_device(lag: int, tmp_path: Path) -> None:
     assert saved[-1] == 7
 
 
+def test_a_finite_loss_that_arrives_after_the_nan_that_stops_a_loop_makes_no_state_good(tmp_path: Path) -> None:
+    nan = NanTensorHook("loss", fail_on_nan_loss=False, max_lag_steps=3)
+    saver = CheckpointSaverHook(tmp_path, save_steps=100)  # a save would wait for the device
+    with FakeDevice(lag=2), MonitoredLoop(Losses([1.0, 1.0, math.nan, *[1.0] * 9]), hooks=[nan, saver]) as loop:
+        for _ in loop.until_stop(range(12)):
+            loop.run()
+    assert 3 < loop.global_step < 12
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0]
+
+
+def test_a_finite_loss_counts_also_if_the_next_one_is_no_number(tmp_path: Path) -> None:
+    losses = iter([1.0, math.nan, 1.0, torch.ones(2)])
+    saver = CheckpointSaverHook(tmp_path, save_steps=1)
+    with MonitoredLoop(lambda: next(losses), hooks=[saver, NanTensorHook("loss")]) as loop:
+        for _ in range(4):
+            with contextlib.suppress(NanLossDuringTrainingError):
+                loop.run()
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0, 1, 3, 4]
+
+
 def test_a_nan_at_the_end_that_was_caught_is_not_saved(tmp_path: Path) -> None:
     caught, _ = train_on([1.0, 1.0, math.nan], tmp_path, NanTensorHook("loss"))
     assert caught == 1
@@ -610,6 +665,17 @@ def test_the_question_of_a_nan_that_was_caught_is_put_aside_with_the_next_checkp
     _, loop = train_on([1.0], tmp_path, NanTensorHook("loss"), runs=7)  # another process begins where that one ended
     assert loop.global_step == 7
     assert any(text.startswith("restored step 6") for _, text in lines)
+
+
+def test_a_checkpoint_in_another_folder_puts_no_question_aside(tmp_path: Path) -> None:
+    hooks = [NanTensorHook("loss"), CheckpointSaverHook(tmp_path / "other", save_steps=1)]
+    loop = MonitoredLoop(Losses([math.nan, 1.0, 1.0]), hooks=hooks, checkpoint_dir=tmp_path / "run")
+    with loop:
+        for _ in loop.until_stop(range(3)):
+            with contextlib.suppress(NanLossDuringTrainingError):
+                loop.run()
+    assert list_checkpoints(tmp_path / "other")[-1].step == 3
+    assert (tmp_path / "run" / "nan.json").exists()
 
 
 def test_the_question_stays_if_the_process_ends_before_the_next_checkpoint(tmp_path: Path, lines: Lines) -> None:

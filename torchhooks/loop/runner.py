@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -417,7 +417,10 @@ class Runner:
         except BaseException as error:
             context.counts = True
             self._note(error, context.caller, "after_run")
+            done = [slot for slot in participants if slot.seen == number]
             schedule.fail_at(context.caller)
+            with suppress(Exception):  # one that fails now is asked again after its next run
+                schedule.ask(done)  # if the script goes on, they are not due in the next run, and the others are
             raise
         return planned
 
