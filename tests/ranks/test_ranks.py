@@ -45,8 +45,10 @@ from torchhooks import (
     SessionRunValues,
     StopAtStepHook,
     latest_checkpoint,
+    list_checkpoints,
     over_ranks,
 )
+from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.loop_state import LoopState, Stop, StoppedBy
 from torchhooks.loop.rank_sync import RankSync
@@ -562,6 +564,78 @@ def test_so_it_does_if_the_script_does_not_ask_for_another_run() -> None:
     for out in in_threads(2, main):
         assert isinstance(out, PeerError)
         assert str(out) == "rank 1 failed in run 1: ValueError: bad batch"
+
+
+def test_an_error_of_all_ranks_that_one_of_them_does_not_catch_ends_the_others() -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def step(number: int) -> None:
+            time.sleep(0.002)
+            if number == 2:
+                raise ValueError("bad batch") if ranks.rank == 0 else KeyError("bad batch")
+
+        return skipping(ranks, step)
+
+    (other, skipped, _), (own, *_) = in_threads(2, main, tick_secs=0.01)
+    assert (type(other), skipped) == (PeerError, [2])
+    assert (type(own), str(other)) == (KeyError, "rank 1 failed after run 2: KeyError: 'bad batch'")
+
+
+@pytest.mark.parametrize("status", [RUN_FAILED, FAILED])
+def test_a_thread_that_saves_waits_for_the_others_until_it_is_known_that_this_rank_has_failed(status: int) -> None:
+    ranks = LoopRanks(Ranks())
+    ranks.size = 2
+    state = LoopState()
+    peers = RankSync(ranks, HookSchedule(state, [], ranks), state).peers
+    peers._outcome = peers._outcome._replace(status=status)  # noqa: SLF001 - no test can time a save to wait just then
+    assert (peers._why_not_to_wait() is None) is (status == RUN_FAILED)  # noqa: SLF001
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("culprits", [(0, 1), (1,)], ids=["all ranks", "one rank"])
+def test_a_save_in_the_background_outlasts_a_run_that_failed_on_all_ranks(
+    culprits: tuple[int, ...], tmp_path: Path
+) -> None:
+    class SlowDisk(Disk):
+        def sync(self, file: Any) -> None:
+            time.sleep(0.3)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def step(number: int) -> None:
+            if number in (1, 2) and ranks.rank in culprits:
+                time.sleep(0 if ranks.rank else 0.15)  # rank 1 waits for it, while its thread waits for the chief
+                raise ValueError("bad batch")
+
+        saver = Saver(async_save=True)
+        saver.disk = SlowDisk()
+        saving = CheckpointSaverHook(tmp_path, save_steps=1, saver=saver)
+        return skipping(ranks, step, saving, StopAtStepHook(last_step=2))
+
+    results = in_threads(2, main, tick_secs=0.05)
+    if culprits == (0, 1):
+        assert results == [(None, [1, 2], 2)] * 2
+        assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)][-2:] == [1, 2]
+    else:
+        assert all(isinstance(out, PeerError) for out, _, _ in results)
+
+
+def test_a_loop_that_closes_after_its_script_has_caught_the_failure_of_another_rank_says_so(
+    lines: list[tuple[str, str]],
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> Any:
+        def step() -> None:
+            if ranks.rank == 1:
+                raise ValueError("bad batch")
+
+        with MonitoredLoop(step, ranks=ranks) as loop, contextlib.suppress(PeerError):
+            while True:
+                loop.run()
+
+    _, own = in_threads(2, main)
+    assert isinstance(own, ValueError)
+    said = [text for level, text in lines if level == "WARNING"]
+    assert len(said) == 1
+    failure = "PeerError: rank 1 failed in run 1: ValueError: bad batch"
+    assert said[0].startswith(f"the script caught {failure}, which has ended the loop")
 
 
 def test_batches_that_are_bad_in_different_runs_end_all_ranks() -> None:
