@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchhooks import (
     AbortedError,
@@ -15,6 +16,7 @@ from torchhooks import (
     CheckpointSaverListener,
     Coordinator,
     Due,
+    EvaluationHook,
     FeedError,
     FetchError,
     LifecycleError,
@@ -464,6 +466,38 @@ def test_another_error_while_an_iteration_begins_comes_out(error: Exception) -> 
     assert "end" not in methods(recorder)
 
 
+@pytest.mark.parametrize("kind", [Exhausted, StopIteration])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("left", [True, False], ids=["by break", "at its end"])
+def test_and_one_out_of_a_hook_at_the_end_of_an_epoch(kind: type[StopIteration], nested: bool, left: bool) -> None:
+    def fail(model: object) -> float:
+        raise error
+
+    def train() -> None:
+        with loop:
+            for epoch in loop.until_stop(range(2)) if nested else range(2):
+                for _ in loop.until_stop(range(3)):
+                    loop.run()
+                    if left:
+                        break
+                epochs.append(epoch)
+
+    error, recorder = kind("no quota"), RecordingHook()
+    epochs: list[int] = []
+    hooks = [EvaluationHook(fail, every_n_epochs=1), recorder]
+    loop = MonitoredLoop(half, torch.nn.Linear(1, 1), hooks=hooks)
+    if kind is StopIteration:
+        train()
+        assert methods(recorder)[-2:] == ["end", "teardown"]
+        assert loop.stop_reason == "StopIteration: no quota"
+    else:
+        with pytest.raises(Exhausted) as caught:
+            train()
+        assert caught.value is error
+        assert "end" not in methods(recorder)
+    assert epochs == ([0] if nested else [0, 1])
+
+
 @pytest.mark.parametrize("closes", [True, False], ids=["close", "with"])
 def test_a_subclass_of_stop_iteration_out_of_a_save_between_two_items_comes_out_when_the_loop_closes(
     closes: bool, tmp_path: Path
@@ -476,7 +510,7 @@ def test_a_subclass_of_stop_iteration_out_of_a_save_between_two_items_comes_out_
     def train() -> None:
         for _ in loop.until_stop(range(9)):
             loop.run()
-        with pytest.raises(LifecycleError, match="Exhausted: no quota"):
+        with pytest.raises(Exhausted, match="no quota"):
             loop.run()
 
     error, recorder = Exhausted("no quota"), RecordingHook()

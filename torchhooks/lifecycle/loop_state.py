@@ -369,11 +369,12 @@ class LoopState:
 
         Raises:
             PeerError: another rank has failed, or this one alone.
+            StopIteration: one of a subclass, which an iteration could not raise.
             LifecycleError: the loop is closed, or has failed in another way. The message names ``call``.
         """
         if self.phase is Phase.CLOSED:
             raise LifecycleError(f"{call} was called on a closed loop: make a new one")
-        if isinstance(self.failure, PeerError):
+        if isinstance(self.failure, PeerError | StopIteration):
             raise self.failure
         if self.failure is not None:
             raise LifecycleError(

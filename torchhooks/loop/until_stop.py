@@ -62,36 +62,37 @@ class DataLoops:
         self, iterable: Iterable[T], resume: bool, limit: int | None, start: int | None = None
     ) -> Generator[Any, None, None]:
         """Yield the items of ``iterable`` until the loop stops or the data end; with ``start``, numbered from it."""
-        cursor = self._open(iterable, limit)
-        if cursor is None:
-            return
-        state, waiting = self._state, self._deferred.waiting  # the dict itself: it is never replaced by another
         try:
-            for item in self._items(cursor, iterable, resume):
-                # An item that was taken is always yielded, even if a stop was requested meanwhile: it would be lost.
-                cursor.take(item, state.runs)
-                state.data_have_ended = False
-                given = item if start is None else (start + cursor.taken - 1, item)
-                yield given
-                # The body asks for the next item. Most of the time, nothing has to be done before that.
-                if cursor.may_nest or state.pending or waiting or state.stop is not None:
-                    while not self._between_items(cursor):
-                        yield given  # again: a call failed, and the loop has recovered
-                    if state.stop is not None:
-                        if state.phase is Phase.FAILED:
-                            state.check_not_ended("until_stop()")  # to end without a word would hide it
-                        break
-        except StopIteration as error:
+            cursor = self._open(iterable, limit)
+            if cursor is None:
+                return
+            state, waiting = self._state, self._deferred.waiting  # the dict itself: it is never replaced by another
+            try:
+                for item in self._items(cursor, iterable, resume):
+                    # An item that was taken is always yielded, even if a stop was requested meanwhile, or it is lost.
+                    cursor.take(item, state.runs)
+                    state.data_have_ended = False
+                    given = item if start is None else (start + cursor.taken - 1, item)
+                    yield given
+                    # The body asks for the next item. Most of the time, nothing has to be done before that.
+                    if cursor.may_nest or state.pending or waiting or state.stop is not None:
+                        while not self._between_items(cursor):
+                            yield given  # again: a call failed, and the loop has recovered
+                        if state.stop is not None:
+                            if state.phase is Phase.FAILED:
+                                state.check_not_ended("until_stop()")  # to end without a word would hide it
+                            break
+            finally:
+                self._waits.depth -= 1
+                self._close(cursor)
+            # Not after a break, at which Python closes the generator: then the next call to the loop, or its close,
+            # makes the call for the end of the epoch.
+            if self._position.is_at_stop:
+                self._leave_at_signal()
+            else:
+                self._deferred.make_owed_epoch_end()
+        except StopIteration as error:  # of a call, in any of these places
             self._end_because_of(error)
-        finally:
-            self._waits.depth -= 1
-            self._close(cursor)
-        # Not after a break, at which Python closes the generator: then the next call to the loop, or its close, makes
-        # the call for the end of the epoch.
-        if self._position.is_at_stop:
-            self._leave_at_signal()
-        else:
-            self._deferred.make_owed_epoch_end()
 
     def _open(self, iterable: Iterable[T], limit: int | None) -> Cursor | None:
         """Return the cursor of a loop that begins; ``None`` if a stop keeps it from beginning."""
@@ -118,24 +119,24 @@ class DataLoops:
             iterator = self._resume(cursor, iterable, resume)
             self._stop_if_data_had_ended(cursor)
             self._between_items(cursor)  # whatever it returns: there is no item yet that would have to be yielded again
+            if self._state.stop is not None:
+                return
+            try:
+                asked = time.monotonic() if depth in waited else None
+                for item in iterator:
+                    if asked is not None:
+                        waited[depth] += time.monotonic() - asked
+                    yield item
+                    if waited:
+                        asked = time.monotonic() if depth in waited else None
+            except Exception as error:
+                if not self._notice_stop(error):
+                    raise
+                self._between_items(cursor)
+            else:
+                self._data_ended(cursor, iterable)
         except StopIteration as error:
             self._end_because_of(error)
-        if self._state.stop is not None:
-            return
-        try:
-            asked = time.monotonic() if depth in waited else None
-            for item in iterator:
-                if asked is not None:
-                    waited[depth] += time.monotonic() - asked
-                yield item
-                if waited:
-                    asked = time.monotonic() if depth in waited else None
-        except Exception as error:
-            if not self._notice_stop(error):
-                raise
-            self._between_items(cursor)
-        else:
-            self._data_ended(cursor, iterable)
 
     def _end_because_of(self, error: StopIteration) -> None:
         """End the loop because of ``error``, which no generator can raise; one of a subclass is raised at its close."""
@@ -341,7 +342,7 @@ class DataLoops:
             accumulated.epoch_ended()  # of what the recovery restored
 
     def _resume(self, cursor: Cursor, iterable: Iterable[T], resume: bool) -> Iterator[T]:
-        """Return what is left of ``iterable``; nothing if a signal, or exactly ``StopIteration``, prevents it."""
+        """Return what is left of ``iterable``; nothing if a signal prevents it."""
         try:
             iterator = self._position.resume(cursor, iterable, resume, self._notice_stop)
         except Exception as error:
