@@ -43,7 +43,7 @@ class Body:
             self._outputs = outputs
             return outputs
         except BaseException as error:
-            if not self._runner.recovers_before_next_run(error):
+            if not self._runner.recover_or_leave_before_next_run(error):
                 raise
         # Unlike an error of the body, one of a hook before it leaves the run to be begun again.
         self.offered = True
@@ -107,7 +107,7 @@ class Body:
 
     def _recovered(self, error: BaseException) -> bool:
         """Recover from ``error``, or leave it to the script; return which."""
-        if not self._runner.recovers_before_next_run(error):
+        if not self._runner.recover_or_leave_before_next_run(error):
             return False
         logger.warning(
             "the run that failed is not made again, because only a step function can be called again: the loop "

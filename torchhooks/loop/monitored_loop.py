@@ -200,7 +200,7 @@ class MonitoredLoop(Generic[R]):
                 return outputs
             self._runner.end_run()
         except BaseException as error:
-            if not self._runner.recovers(error):
+            if not self._runner.recover_or_leave(error):
                 raise
         else:
             state.run_is_over()
@@ -253,7 +253,7 @@ class MonitoredLoop(Generic[R]):
                 result = step_fn(StepContext(self, runner))
             except BaseException as error:
                 runner.in_step_fn = inside
-                if not runner.recovers(error, of_function=True):
+                if not runner.recover_or_leave(error, of_function=True):
                     raise
             else:
                 runner.in_step_fn = inside

@@ -8,19 +8,19 @@ for it.
 
 Where an error came from decides which method of :class:`Runner` takes it, and what follows if the loop recovers:
 
-=====================================  ===============================  ================================
-an error of                            is taken by                      after the recovery
-=====================================  ===============================  ================================
-a run by ``loop.run()``                ``recovers``                     ``loop.run`` makes the run again
-a run by ``run_with_hooks``            ``leave``                        see ``run_step_fn``
-``loop.run_step_fn()``                 ``recovers``                     the function is called again
-a hook before the body of ``step()``   ``recovers_before_next_run``     the run is begun again
-that body, or a hook after it          ``recovers_before_next_run``     the loop goes on without the run
-a background thread, between two runs  ``recover_from_thread``          the loop goes on
-a call between two items               ``make``                         the item is yielded again
-a hook at the end of an epoch          ``make``                         the hooks are called again
-the creation of the first session      ``may_recover`` and ``recover``  the session is created again
-=====================================  ===============================  ================================
+=====================================  ====================================  ================================
+an error of                            is taken by                           after the recovery
+=====================================  ====================================  ================================
+a run by ``loop.run()``                ``recover_or_leave``                  ``loop.run`` makes the run again
+``loop.run_step_fn()``                 ``recover_or_leave``                  the function is called again
+a run that this function makes         ``recover_or_leave``, which leaves    the function is called again
+a hook before the body of ``step()``   ``recover_or_leave_before_next_run``  the run is begun again
+that body, or a hook after it          ``recover_or_leave_before_next_run``  the loop goes on without the run
+a background thread, between two runs  ``recover_from_thread``               the loop goes on
+a call between two items               ``make``                              the item is yielded again
+a hook at the end of an epoch          ``make``                              the hooks are called again
+the creation of the first session      ``may_recover`` and ``recover``       the session is created again
+=====================================  ====================================  ================================
 
 An error that the loop does not recover from goes to the script. If the script catches it, the loop goes on: see
 :mod:`torchhooks.loop.caught`.
@@ -571,7 +571,7 @@ class Runner:
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
-    def recovers(self, error: BaseException, *, in_run: bool = True, of_function: bool = False) -> bool:
+    def recover_or_leave(self, error: BaseException, *, in_run: bool = True, of_function: bool = False) -> bool:
         """Recover from ``error``, which interrupted a run, or leave it to the script. Return whether it recovered.
 
         Args:
@@ -610,8 +610,8 @@ class Runner:
             BaseException: what ``error`` is the consequence of: an error of a background thread, or of another rank.
         """
         self.state.run_is_over()
-        # Not once more when it leaves the function that made the run.
         had_cause = self.sessions.coord.error is not None
+        # Not once more when it leaves the function that made the run.
         if self.caught.leaves(error, place, of_function=of_function, had_cause=had_cause):
             if self._is_first and not self.session.was_restored:
                 self.state.begun_at = self.state.global_step  # TensorFlow's START is that of a run that did not fail
@@ -701,14 +701,15 @@ class Runner:
             if not self.recovery.covers(later):
                 raise later
 
-    def recovers_before_next_run(self, error: BaseException) -> bool:
-        """Do what :meth:`recovers` does, for a run that is not made again. The next one that succeeds resets the pause.
+    def recover_or_leave_before_next_run(self, error: BaseException) -> bool:
+        """Do what :meth:`recover_or_leave` does, for a run that is not made again.
 
-        In a function passed to ``run_step_fn``, the error is left to the function, which can be called again.
+        The next run that succeeds resets the pause. In a function passed to ``run_step_fn``, the error is left to the
+        function, which can be called again.
         """
         outside, self.is_run_of_step_fn = self.is_run_of_step_fn, self.in_step_fn
         try:
-            self._awaits_success = recovered = self.recovers(error)
+            self._awaits_success = recovered = self.recover_or_leave(error)
         finally:
             self.is_run_of_step_fn = outside
         self.state.set_pending()
@@ -764,7 +765,7 @@ class Runner:
             if type(error) is StopIteration:  # no code of the script is there to catch it
                 self.state.void_run()
                 self.state.end_cleanly(error)
-            elif self.recovers(error, in_run=False):
+            elif self.recover_or_leave(error, in_run=False):
                 return False
             else:
                 raise

@@ -124,7 +124,7 @@ class AllLeft(NamedTuple):
 Event = CallForPromises | Decision | Meeting | Conflict | Failure | RunFailed | AllLeft
 
 
-def _failure(row: Row) -> tuple[int, ...]:
+def _place_of_failure(row: Row) -> tuple[int, ...]:
     """Return what is equal on all ranks if the same run failed on them."""
     return row.status, row.made, row.begun, row.counted
 
@@ -169,7 +169,7 @@ class Agreement:
             if table[first].status == FAILED_LATER and len(failed) < len(table) and self._patience:
                 self._patience -= 1  # the rank that failed first will say so, or contact with it will be lost
                 return []
-            if table[first].status == RUN_FAILED and len({_failure(row) for row in table}) == 1:
+            if table[first].status == RUN_FAILED and len({_place_of_failure(row) for row in table}) == 1:
                 self._patience, self._long_patience = _PATIENCE_TICKS, _LONG_PATIENCE_TICKS
                 return [RunFailed()]
             if table[first].status == RUN_FAILED and self._may_all_fail(table, failed):
@@ -189,7 +189,7 @@ class Agreement:
         """
         run = table[failed[0]][_MADE_AND_BEGUN]
         others = [row for row in table if row.status != RUN_FAILED]
-        if len({_failure(table[rank]) for rank in failed}) > 1 or any(row.status != LIVE for row in others):
+        if len({_place_of_failure(table[rank]) for rank in failed}) > 1 or any(row.status != LIVE for row in others):
             return False
         if any(row[_MADE_AND_BEGUN] > run or row.meeting > self.meetings for row in others):
             return False
