@@ -57,8 +57,9 @@ class StopAtStepHook(StandardHook):
 
     Args:
         num_steps: the number of steps to make, counted from the step at which the first session starts. A recovery does
-            not restart the count.
-        last_step: the global step to stop at.
+            not restart the count, but each process has a count of its own: with a ``checkpoint_dir``, this is a limit
+            of the process, and a training run that is resumed makes as many steps more.
+        last_step: the global step to stop at: the limit of the whole training run.
 
     Raises:
         ValueError: not exactly one of the two is given, or it is not a valid number of steps.

@@ -348,8 +348,8 @@ class MonitoredLoop(Generic[R]):
             whole_number(limit, "limit", 0)
             if repeat:
                 raise ValueError(
-                    f"limit={limit}, repeat=True: give one of them; to end after {limit} runs, use "
-                    f"StopAtStepHook(num_steps={limit})"
+                    f"limit={limit}, repeat=True: give one of them; to end at step {limit}, also after a restart, use "
+                    f"StopAtStepHook(last_step={limit})"
                 )
         data = self._data
         if repeat:
