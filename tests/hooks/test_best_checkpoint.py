@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import torch
+from support import events
 from support.devices import FakeDevice
 from support.disks import use_disk
 from support.states import Box
@@ -26,12 +27,15 @@ from torchhooks import (
     CheckpointSaverListener,
     Coordinator,
     EvaluationHook,
+    EverySteps,
     FetchError,
     MonitoredLoop,
     NanTensorHook,
     Saver,
     Session,
     SessionRunHook,
+    StopAtStepHook,
+    StopIfNoIncreaseHook,
     best_checkpoint,
     latest_checkpoint,
     list_checkpoints,
@@ -719,3 +723,65 @@ def test_the_best_is_saved_before_the_checkpoint_from_which_a_killed_process_res
 def test_refuses_invalid_arguments_and_shows_them(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         BestCheckpointHook("run", "accuracy", **arguments)
+
+
+def trained_by_epochs(
+    folder: Path, stops: list[int], *, at_end: bool = False, period: Any = None
+) -> tuple[list[int], list[tuple[int, float]]]:
+    """Train for five epochs of ten steps, with an interruption at each of ``stops``.
+
+    Returns:
+        The steps of the best checkpoints, and the points of the evaluation's curve. The score is best at step 15, which
+        is no end of an epoch.
+    """
+    for last_step in (*stops, None):
+        evaluation = EvaluationHook(
+            lambda global_step: {"score": 0.9 if global_step == 15 else 0.5 - abs(global_step - 30) / 100},
+            every_n_epochs=1,
+            at_end=at_end,
+            output_dir=folder,
+        )
+        best = BestCheckpointHook(metric=evaluation["score"], mode="max", keep=2, **(period or {}))
+        stopping = StopIfNoIncreaseHook(evaluation["score"], max_epochs_without_increase=9)
+        hooks: list[SessionRunHook] = [evaluation, stopping, CheckpointSaverHook(every_n_epochs=1), best]
+        if last_step is not None:
+            hooks.append(StopAtStepHook(last_step=last_step))
+        with MonitoredLoop(lambda: torch.ones(()), hooks=hooks, checkpoint_dir=folder) as loop:
+            for _ in loop.until_stop(range(5)):
+                for _ in loop.until_stop(range(10)):
+                    loop.run()
+    return kept(folder), events.curve(folder, "score")
+
+
+@pytest.mark.parametrize("stops", [[15], [10], [7, 15, 23], [30, 35], [49], [50]])
+def test_the_best_checkpoints_do_not_depend_on_interruptions(stops: list[int], tmp_path: Path) -> None:
+    plain_steps, plain_points = trained_by_epochs(tmp_path / "plain", [])
+    assert plain_steps == [20, 30]
+    assert trained_by_epochs(tmp_path / "interrupted", stops) == (plain_steps, plain_points)
+
+
+def test_with_an_evaluation_at_the_end_the_last_state_of_each_process_is_compared(tmp_path: Path) -> None:
+    steps, points = trained_by_epochs(tmp_path, [15], at_end=True)
+    assert 15 in steps
+    assert 15 in [step for step, _ in points]
+
+
+def test_with_a_period_of_its_own_the_last_state_is_compared_too(tmp_path: Path) -> None:
+    assert 15 in trained_by_epochs(tmp_path, [15], period={"every_n_steps": 10})[0]
+
+
+def test_the_timer_of_the_evaluation_is_no_period_of_its_own(tmp_path: Path) -> None:
+    every: list[dict[str, Any]] = [{"every_n_steps": 4}, {"timer": EverySteps(4)}, {"every_n_epochs": 1}]
+    for period in every:
+        evaluation = EvaluationHook(lambda: {"score": 1.0}, **period)
+        best = BestCheckpointHook(tmp_path, evaluation["score"], mode="max", timer=evaluation.given_timer)
+        assert not best.works_at_end
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_training_run_shorter_than_the_period_of_the_evaluation_has_no_best(at_end: bool, tmp_path: Path) -> None:
+    evaluation = EvaluationHook(lambda: {"score": 1.0}, every_n_steps=100, at_end=at_end)
+    best = BestCheckpointHook(tmp_path, evaluation["score"], mode="max")
+    ran = trace(evaluation, best, losses=[0.1] * 9)
+    assert kept(tmp_path) == ([9] if at_end else [])
+    assert any("was never due: the training run had 9 steps" in text for _, text in ran.lines) == (not at_end)

@@ -365,8 +365,8 @@ def test_the_best_checkpoint_is_due_with_the_evaluation(metric: str | None, tmp_
     value = evaluation["accuracy"] if metric is None else over_ranks(evaluation["accuracy"], "mean")
     best = BestCheckpointHook(tmp_path, value, mode="max", keep=9)
     trace(best, evaluation, losses=[0.1] * 9)
-    assert evaluate.steps == [4, 8, 9]
-    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "best")] == [4, 8, 9]
+    assert evaluate.steps == [4, 8]
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "best")] == [4, 8]
 
 
 def test_a_best_checkpoint_of_another_period_keeps_no_state_that_was_not_evaluated(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class EvaluationResult(Protocol):
 
     name: str
     timer: GivenTimer
+    evaluates_at_end: bool
 
     @property
     def now(self) -> Fetch: ...
@@ -86,6 +87,7 @@ class EvaluationOverRanks(OverRanks):
         self.name = fetch.name
         self.timer = fetch.timer
         """The timer of the evaluation."""
+        self.evaluates_at_end = fetch.evaluates_at_end
 
     @property
     def now(self) -> OverRanks:

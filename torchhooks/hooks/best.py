@@ -58,8 +58,9 @@ class BestCheckpointHook(PeriodicHook):
     >>> Saver().restore(Session(model, optimizer), best_checkpoint("run/best"))  # the state of step 4
 
     ``save_steps=1000`` evaluates the metric at steps 1000, 2000 and 3000, also in a training run that was resumed, and
-    at a clean end, unless a signal stopped the loop. A better state replaces the worst that is kept, once it is on
-    disk. :doc:`Load the best model </evaluation>` has the other rules.
+    at a clean end, unless a signal stopped the loop. Without a period, the hook compares the states that its
+    EvaluationHook evaluates, and no others: the last one if that has ``at_end=True``. A better state replaces the worst
+    that is kept, once it is on disk. :doc:`Load the best model </evaluation>` has the other rules.
 
     Args:
         checkpoint_dir: the folder of the training run's checkpoints; by default, the ``checkpoint_dir`` of the loop.
@@ -85,7 +86,6 @@ class BestCheckpointHook(PeriodicHook):
     collective = True
     """All ranks decide together, and save together."""
 
-    works_at_end = True
     saves_checkpoints = True
     """Hooks with a state have to precede this one, so that checkpoints contain their state after the run."""
 
@@ -131,6 +131,9 @@ class BestCheckpointHook(PeriodicHook):
                 f"metric={describe(metric)}: give BestCheckpointHook a period too, such as every_n_steps=100. Only a "
                 "value of an EvaluationHook has one of its own, as evaluation['val_loss'] does"
             )
+        # Another state at the end of each process would make the best one depend on where the run was interrupted.
+        follows = self._evaluated is not None and timer is self._evaluated.timer
+        self.works_at_end = self._evaluated is None or not follows or self._evaluated.evaluates_at_end
         self._sign = 1 if mode == "max" else -1
         self.set_timer(timer, at_multiples=True, save_secs=save_secs, save_steps=save_steps)
         # A Saver keeps the newest checkpoint of each name. So each place is a name, and a better state is written under
@@ -189,7 +192,7 @@ class BestCheckpointHook(PeriodicHook):
 
     def end(self, session: Session) -> None:
         is_compared = session.global_step == self.timer.last_triggered_step() or session.was_finished
-        if not is_compared and not session.stopped_by_signal:
+        if self.works_at_end and not is_compared and not session.stopped_by_signal:
             self._evaluate_at_end(session)
         self._saver.wait_for_all(session)
 

@@ -328,6 +328,8 @@ class EvaluationValue(ComposedFetch):
         self.name = self.__name__ = name
         self.timer = evaluation.given_timer
         """The timer of the evaluation."""
+        self.evaluates_at_end = evaluation.works_at_end
+        """Whether the evaluation has ``at_end``."""
         self._evaluation = evaluation
         self.fetch = results
 
