@@ -36,9 +36,11 @@ from torchhooks import (
     SessionRunHook,
     SessionRunValues,
     StopAtStepHook,
+    Variables,
     latest_checkpoint,
 )
 from torchhooks.common.files import Disk
+from torchhooks.data.cursor import SavedCursor
 from torchhooks.data.position import outer_position
 from torchhooks.data.resuming import rest_of_range
 from torchhooks.testing import RecordingHook
@@ -1119,3 +1121,104 @@ def test_a_checkpoint_restored_later_leaves_the_data_where_they_are(tmp_path: Pa
 def test_the_name_position_is_reserved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state\['position'\]: this name is reserved"):
         looped(tmp_path, state={"position": Stream()})
+
+
+# -- another length ----------------------------------------------------------------------------------------------------
+
+LENGTH = (
+    "So the loop that continues ends earlier or later than it would have. A length may depend on the number of the "
+    "epoch, as with sampler.set_epoch(epoch) in the body of the outer loop, and not on what code before the loop "
+    "changes: that code runs again when the loop is resumed."
+)
+
+
+def of_length(kind: str, length: int) -> tuple[Any, dict[str, Any]]:
+    """Return data of ``length`` items, and the arguments of ``until_stop``."""
+    values = range(20 if kind == "limit" else length)
+    makes: dict[str, Any] = {"list": list, "tuple": tuple, "limit": list, "loader": DataLoader}
+    return makes.get(kind, lambda values: values)(values), {"limit": length} if kind == "limit" else {}
+
+
+@ignore_set_vital
+@pytest.mark.parametrize("kind", ["range", "list", "tuple", "limit", "loader", "stateful"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("length", [3, 5, 8])
+def test_a_loop_that_continues_with_another_length_is_a_warning(
+    kind: str, nested: bool, length: int, tmp_path: Path, lines: Lines
+) -> None:
+    for number, last_step in ((5, 2), (length, None)):
+        data, arguments = of_length(kind, number)
+        if kind == "stateful":
+            stateful_dataloader: Any = import_or_skip("torchdata.stateful_dataloader")
+            data = stateful_dataloader.StatefulDataLoader(data)
+        with looped(tmp_path, last_step) as loop:
+            for _ in loop.until_stop(range(3)) if nested else [0]:
+                for _ in loop.until_stop(data, **arguments):
+                    loop.run()
+    name = {"range": "range", "loader": "DataLoader", "stateful": "StatefulDataLoader"}.get(kind, "list")
+    name = "tuple" if kind == "tuple" else "list with its limit" if kind == "limit" else name
+    # To train on, an outermost loop gets more items: of a loader, whose items may be others then, that is said too.
+    trains_on = not nested and length > 5 and kind not in ("loader", "stateful")
+    line = f"until_stop's {name} has {length} items now, and had 5 before. {LENGTH}"
+    expected = [] if length == 5 or trains_on else [line]
+    assert [text for level, text in lines if level == "WARNING"] == expected
+
+
+@pytest.mark.parametrize("length", [2, 4, 6])
+def test_the_length_is_that_of_all_processes(length: int, tmp_path: Path, lines: Lines) -> None:
+    for number, last_step in ((4, 1), (4, 2), (4, 3), (length, None)):
+        over(looped(tmp_path, last_step), range(number))
+    warned = [text for level, text in lines if level == "WARNING" and "now" in text]
+    assert warned == ([f"until_stop's range has 2 items now, and had 4 before. {LENGTH}"] if length == 2 else [])
+
+
+def test_a_range_that_begins_where_the_script_continues_has_the_same_end(tmp_path: Path, lines: Lines) -> None:
+    assert in_two(tmp_path, 2, range(5), range(2, 5)) == [2, 3, 4]
+    assert [text for level, text in lines if level == "WARNING"] == []
+
+
+def test_a_range_of_other_values_is_named_with_what_it_yields(tmp_path: Path, lines: Lines) -> None:
+    for values, last_step in ((range(5), 2), (range(3, 8), None)):
+        with looped(tmp_path, last_step) as loop:
+            for _ in loop.until_stop(range(1)):
+                for _ in loop.until_stop(values):
+                    loop.run()
+    assert [text for level, text in lines if level == "WARNING"] == [
+        f"until_stop's range has 7 items now, and had 5 before. {LENGTH}"
+    ]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_data_that_had_ended_and_are_shorter_now_are_finished_and_no_more(
+    limited: bool, tmp_path: Path, lines: Lines
+) -> None:
+    for length in (5, 3):
+        data, arguments = of_length("limit" if limited else "range", length)
+        assert len(over(looped(tmp_path), data, **arguments)) == (5 if length == 5 else 0)
+    (line,) = [text for level, text in lines if level == "WARNING"]
+    assert line.startswith("this training run is finished: the data ended")
+
+
+def test_a_checkpoint_without_the_length_is_resumed_as_before(tmp_path: Path, lines: Lines) -> None:
+    over(looped(tmp_path, 2), range(5))
+    path = latest_checkpoint(tmp_path)
+    assert path is not None
+    cursor = torch.load(f"{path}/state.pt", weights_only=True)["position"]["path"][0]
+    assert SavedCursor.from_saved(cursor).total == 5
+    del cursor["total"]
+    assert SavedCursor.from_saved(cursor).total is None
+
+
+def test_a_length_that_is_computed_from_the_state_is_a_warning(tmp_path: Path, lines: Lines) -> None:
+    for last_step in (4, None):
+        variables = Variables(done=[])
+        with looped(tmp_path, last_step, state={"vars": variables}) as loop:
+            for epoch in loop.until_stop(range(2)):
+                for _ in loop.until_stop(range(3)):
+                    loop.run()
+                variables.done.append(epoch)
+                for _ in loop.until_stop(range(1 + len(variables.done))):
+                    loop.run()
+    assert [text for level, text in lines if level == "WARNING"] == [
+        f"until_stop's range has 3 items now, and had 2 before. {LENGTH}"
+    ]

@@ -38,6 +38,7 @@ from support.patterns import (
     counted,
     guarded,
     late_signal,
+    lengths_of_history,
     nested,
     rollouts,
     try_pattern,
@@ -275,6 +276,12 @@ def phase_skipped_by_hand(job: Job) -> None:
                 loop.run(batch)
         for batch in loop.until_stop(job.loader(shuffle=True)):
             loop.run(batch)
+
+
+@defect("A length is computed from what the code before the loop changes.", steps=(5, 10), last=None)
+def length_of_a_list_in_state(job: Job) -> None:
+    """That code is repeated when the loop is resumed, before its effect is undone."""
+    lengths_of_history(job, is_guarded=False)
 
 
 @defect("The loops are not the same in every process.")

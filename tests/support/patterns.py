@@ -1359,6 +1359,25 @@ def two_phases_in_an_epoch(job: Job) -> None:
             job.scheduler.step()
 
 
+@pattern(steps=(2, 4, 5, 6, 9, 10), last=11)
+def length_of_a_list_that_a_guard_keeps(job: Job) -> None:
+    """The code between the loops is repeated, and does nothing the second time, so that the length is the same."""
+    lengths_of_history(job, is_guarded=True)
+
+
+def lengths_of_history(job: Job, is_guarded: bool) -> None:
+    """Two loops in each epoch, of which the second is as long as a list that the code before it makes longer."""
+    history = Variables(epochs=[])
+    with job.loop(state={"lengths": history}) as loop:
+        for epoch in loop.until_stop(range(EPOCHS)):
+            for batch in loop.until_stop(job.loader(shuffle=True)):
+                loop.run(batch)
+            if not is_guarded or len(history.epochs) <= epoch:
+                history.epochs.append(epoch)
+            for _ in loop.until_stop(range(len(history.epochs))):
+                loop.run(torch.randn(2, 1))
+
+
 @pattern(steps=(2, 4, 8, 10), last=16)
 def two_steps_in_one_run(job: Job) -> None:
     def step(batch: Tensor) -> Tensor:

@@ -43,6 +43,9 @@ class ShortEpochs(NamedTuple):
 
 short_epochs: ShortEpochs | None = None
 
+IN_MEMORY = (range, list, tuple)
+"""What draws no random numbers, and what a later process may pass with more items at its end."""
+
 
 def shortened_limit(depth: int, limit: int | None) -> int | None:
     """Return the greatest number of items that a loop may take, of ``limit`` and :data:`short_epochs`."""
@@ -92,6 +95,8 @@ class SavedCursor(NamedTuple):
     """The random states when the last item was yielded, if an inner loop may have begun in it."""
     random_between: Saved | None = None
     """The random states when the loop before this one ended, in the same item of the outer loop."""
+    total: int | None = None
+    """How many items the loop has from its first to its last, in all processes; ``None`` if that is not known."""
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> SavedCursor:
@@ -105,7 +110,8 @@ class SavedCursor(NamedTuple):
     def without_ranks(self) -> SavedCursor:
         """Return the cursor for any number of ranks: each rank has random states of its own."""
         names = ("before", "random_at_item", "random_between")
-        return self._replace(runs=0, **dict.fromkeys(names))  # type: ignore[arg-type]
+        total = None if self.last is None else self.total  # a loader has another length on another number of ranks
+        return self._replace(runs=0, total=total, **dict.fromkeys(names))  # type: ignore[arg-type]
 
     @property
     def has_begun(self) -> bool:
@@ -305,7 +311,20 @@ class Cursor:
             before=self.before,
             random_at_item=self.random_at_item,
             random_between=self.random_between,
+            total=self.total(None if self.before is None else self.before["length"]),
         )
+
+    def total(self, length: int | None) -> int | None:
+        """Return how many items the loop has from its first to its last, in all processes, without ``break``.
+
+        Args:
+            length: the length of the data, unless they are in memory: asking for it may call a sampler of the user.
+        """
+        if isinstance(self.iterable, IN_MEMORY):
+            length = len(self.iterable)
+            if isinstance(self.iterable, range):
+                length += self.resumed or 0  # after a resume, a range is only what was left of it
+        return min((each for each in (length, self.limit) if each is not None), default=None)
 
     def counts_as_done(self, runs: int) -> bool:
         """Return whether the current item counts as done, after ``runs`` runs, though the body still works on it.

@@ -34,6 +34,7 @@ from torchhooks.common.random_states import random_states, same_random_states, s
 from torchhooks.data.cursor import (
     ENDED,
     IN_ITEM,
+    IN_MEMORY,
     Cursor,
     Saved,
     SavedCursor,
@@ -50,9 +51,6 @@ from torchhooks.data.loaders import (
 )
 
 T = TypeVar("T")
-
-MAY_HAVE_GROWN = (range, list, tuple)
-"""What a later process may pass with more items at its end, and what draws no random numbers."""
 
 
 class Way(Enum):
@@ -204,7 +202,7 @@ def rest_of_range(values: range, last: int, done: bool) -> range:
 def _may_have_grown(iterable: Iterable[object], limit: int | None, taken: int) -> bool:
     """Return whether ``iterable``, which had ended after ``taken`` items, may have more now."""
     length = length_of(iterable)
-    return isinstance(iterable, MAY_HAVE_GROWN) or (
+    return isinstance(iterable, IN_MEMORY) or (
         length is not None and taken < (length if limit is None else min(length, limit))
     )
 
@@ -215,7 +213,9 @@ def is_over(plan: Plan, cursor: Cursor, iterable: Iterable[object]) -> bool:
         return True
     if plan.rest is not None:
         return not plan.rest
-    return plan.taken is not None and plan.taken in (cursor.limit, length_of(iterable))
+    if plan.taken is None:
+        return False
+    return plan.taken == length_of(iterable) or (cursor.limit is not None and plan.taken >= cursor.limit)
 
 
 # -- carrying the plan out ---------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def is_over(plan: Plan, cursor: Cursor, iterable: Iterable[object]) -> bool:
 def started(cursor: Cursor, iterable: Iterable[T]) -> Iterator[T]:
     """Return ``iter(iterable)``, after recording the random states if the iteration may draw random numbers."""
     # Also if it has a state, because asking for that may fail later.
-    if not (isinstance(iterable, MAY_HAVE_GROWN) or is_plain_iterator(iterable)):
+    if not (isinstance(iterable, IN_MEMORY) or is_plain_iterator(iterable)):
         cursor.before = {
             "random": random_states(),
             "generators": generator_states(iterable),
@@ -243,10 +243,13 @@ def remaining(plan: Plan, cursor: Cursor, iterable: Iterable[T], notice_stop: Ca
         return iter(())
     if plan.rest is not None:
         cursor.iterable = plan.rest
+        _warn_of_length(plan, cursor, iterable)
         rest: Iterable[Any] = plan.rest  # the items of a range are numbers, whatever T is
         return iter(rest)
     if plan.way is Way.SKIP:
         return skipped(plan, cursor, iterable, notice_stop)
+    if plan.way is Way.OWN_STATE:
+        _warn_of_length(plan, cursor, iterable)
     return iter(iterable)
 
 
@@ -280,11 +283,11 @@ def skipped(plan: Plan, cursor: Cursor, iterable: Iterable[T], notice_stop: Call
     # If the data set draws random numbers for each item, the skipped ones have other noise: nothing was run.
     noisy = bool(fetching) and not same_random_states(fetching, random_states())
     if item is not _NOTHING and plan.saved is not None and differ(plan.saved.digest, item_digest(item), noisy):
-        number, lengths = count + plan.repeats_item, _lengths_if_changed(cursor, iterable)
+        number, lengths = count + plan.repeats_item, _lengths_if_changed(plan, cursor, iterable)
         of = f"%s, which has {lengths[0]} items now and had {lengths[1]} before," if lengths else "%s"
         logger.warning(f"item %d of {of} is not the one it was before. %s", number, name_of(iterable), _OTHER_ITEMS)
-    elif count == cursor.taken and (lengths := _lengths_if_changed(cursor, iterable)):
-        logger.warning("%s has %d items now, and had %d before. %s", name_of(iterable), *lengths, _LENGTH)
+    elif count == cursor.taken:
+        _warn_of_length(plan, cursor, iterable)
     if count < cursor.taken:
         expected = f"the checkpoint was saved after {cursor.taken} items of {name_of(iterable)}"
         logger.warning("%s, which now has only %d: it is treated as ended", expected, count)
@@ -294,10 +297,28 @@ def skipped(plan: Plan, cursor: Cursor, iterable: Iterable[T], notice_stop: Call
     return itertools.chain(in_progress, iterator)
 
 
-def _lengths_if_changed(cursor: Cursor, iterable: Iterable[object]) -> tuple[int, int] | None:
-    """Return how many items ``iterable`` has, and how many it had in the checkpoint; ``None`` if these are the same."""
+def _warn_of_length(plan: Plan, cursor: Cursor, iterable: Iterable[object]) -> None:
+    """Log a warning if a loop that continues has another number of items than in the checkpoint."""
+    if lengths := _lengths_if_changed(plan, cursor, iterable):
+        limited = " with its limit" if cursor.limit in lengths else ""
+        logger.warning("%s%s has %d items now, and had %d before. %s", name_of(iterable), limited, *lengths, _LENGTH)
+
+
+def _lengths_if_changed(plan: Plan, cursor: Cursor, iterable: Iterable[object]) -> tuple[int, int] | None:
+    """Return how many items ``iterable`` has, and how many it had in the checkpoint; ``None`` if these are the same.
+
+    An outermost loop may have got more, as when training goes on for more epochs.
+    """
     length, before = length_of(iterable), None if cursor.before is None else cursor.before["length"]
-    return None if length is None or before is None or length == before else (length, before)
+    if length is not None and before is not None and length != before:
+        return length, before
+    total, total_before = cursor.total(length), None if plan.saved is None else plan.saved.total
+    if plan.saved is None or plan.saved.state is ENDED or total is None or total_before is None:
+        return None  # what had ended has another line, or trains on
+    if not (total < total_before if cursor.depth == 1 else total != total_before):
+        return None
+    own = min(each for each in (length, cursor.limit) if each is not None)  # what the script has written
+    return (total if own == total_before else own), total_before
 
 
 def _set_random_before(before: Saved, iterable: Iterable[object]) -> None:
@@ -311,8 +332,9 @@ def _set_random_before(before: Saved, iterable: Iterable[object]) -> None:
 
 _NOTHING: Any = object()
 _LENGTH = (
-    "So the epoch that continues ends earlier or later than it would have. If its length depends on the epoch, set the "
-    "epoch in the body of the outer loop, as with sampler.set_epoch(epoch)."
+    "So the loop that continues ends earlier or later than it would have. A length may depend on the number of the "
+    "epoch, as with sampler.set_epoch(epoch) in the body of the outer loop, and not on what code before the loop "
+    "changes: that code runs again when the loop is resumed."
 )
 _OTHER_ITEMS = (
     "So some items will be missed and others repeated. The usual causes are another batch size or another length of "
