@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch import nn
 from torch.profiler import profile
 
 from torchhooks import (
+    CheckpointSaverHook,
     FeedError,
     FeedFnHook,
     FinalOpsHook,
@@ -35,7 +38,7 @@ from torchhooks import (
     SummarySaverHook,
     summary,
 )
-from torchhooks.testing import RecordingHook, RecordingWriter
+from torchhooks.testing import RecordingHook, RecordingWriter, log_lines
 
 INPUTS, TARGETS = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8.0).reshape(8, 1)
 
@@ -571,3 +574,72 @@ def test_a_traced_step_that_raises_leaves_no_profiler_running() -> None:
     with pytest.raises(ZeroDivisionError), MonitoredLoop(step, hooks=[Asks(TRACE)]) as loop:
         loop.run()
     assert (running, is_profiling()) == ([True], False)
+
+
+# -- an optimizer that makes no step -----------------------------------------------------------------------------------
+
+
+def no_step(runs: int, step: int = 0) -> str:
+    return (
+        f'step_unit="optimizer_step": the step() of the SGD that the loop has was not called in {runs} runs, so the '
+        f"global step is still {step}, and what is due by steps never comes due. Pass the optimizer whose step() the "
+        'script calls, which for SAM is the one that it wraps, sam.base_optimizer, or use step_unit="run"'
+    )
+
+
+def warned(loop: MonitoredLoop[Any], *data: Iterable[Any]) -> list[str]:
+    """Make a run with each item of ``data``, one epoch after the other, and return the warnings."""
+    with log_lines() as lines, loop:
+        for items in data:
+            for _ in loop.until_stop(items):
+                loop.run()
+    return [text for level, text in lines if level == "WARNING"]
+
+
+@pytest.mark.parametrize("hooks", [[], [LoggingTensorHook(["global_step"], every_n_steps=5)], [RecordingHook()]])
+def test_an_optimizer_that_never_steps_is_a_warning_when_the_first_epoch_ends(hooks: list[Any]) -> None:
+    training, other = Training(), Training()
+    loop = MonitoredLoop(other.step, training.model, training.optimizer, hooks=hooks, step_unit="optimizer_step")
+    assert warned(loop, range(7), range(5)) == [no_step(7)]
+
+
+def test_without_an_end_of_an_epoch_it_comes_after_1000_runs() -> None:
+    training = Training()
+    loop = MonitoredLoop(lambda: None, training.model, training.optimizer, step_unit="optimizer_step")
+    with log_lines() as lines, loop:
+        for run in range(2500):
+            assert bool(lines) == (run >= 1000)
+            loop.run()
+    assert lines == [("WARNING", no_step(1000))]
+
+
+@pytest.mark.parametrize("accumulate", [2, 5])
+def test_gradients_that_accumulate_within_an_epoch_are_no_such_case(accumulate: int) -> None:
+    training, runs = Training(), itertools.count(1)
+
+    def step() -> None:
+        if next(runs) % accumulate == 0:
+            training.step()
+
+    loop = MonitoredLoop(step, training.model, training.optimizer, step_unit="optimizer_step")
+    assert warned(loop, range(6), range(6)) == []
+
+
+def test_an_epoch_that_was_resumed_before_its_last_run_is_none_either(tmp_path: Path) -> None:
+    for last in (True, False):
+        training, runs = Training(), itertools.count(1)
+
+        def step(training: Training = training, runs: Iterator[int] = runs, last: bool = last) -> None:
+            if last or next(runs) > 2:
+                training.step()
+
+        hooks = [CheckpointSaverHook(every_n_steps=100), *([StopAtStepHook(last_step=5)] if last else [])]
+        loop = MonitoredLoop(
+            step, training.model, training.optimizer, hooks=hooks, checkpoint_dir=tmp_path, step_unit="optimizer_step"
+        )
+        assert warned(loop, range(6), range(6)) == []
+
+
+def test_with_a_run_as_the_unit_nothing_is_said() -> None:
+    training = Training()
+    assert warned(MonitoredLoop(lambda: None, training.model, training.optimizer), range(1200), range(5)) == []

@@ -140,6 +140,9 @@ _NO_VALUES: Mapping[HookSlot, SessionRunValues] = {}
 _new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling the class
 
 
+_RUNS_WITHOUT_STEP = 1000  # more than anybody accumulates gradients over
+
+
 class Runner:
     """Makes the runs of one loop, takes up stops between them, and recovers from errors.
 
@@ -167,7 +170,8 @@ class Runner:
         again, and not the run alone."""
         self._step = arguments.step
         self._accumulated = schedule.accumulated
-        self._is_first = True  # the run to come
+        self._is_first = True  # the run to come; with step_unit="optimizer_step", until a run has counted a step
+        self._misses_step = not arguments.steps_per_run  # until that was logged
         self._checks_epochs_until = 2  # the run: only the second one in an item shows that the item has several
         # Whether the loop recovered, and has made no run since. Only for what is not made again at once, as by step():
         # loop.run() and run_step_fn() make the run again themselves, and then report that it went well.
@@ -485,6 +489,8 @@ class Runner:
             self._is_first = not state.steps_per_run and state.global_step == state.begun_at
             if self._is_first:
                 state.set_pending()
+                if state.runs >= _RUNS_WITHOUT_STEP:
+                    self.warn_of_no_step()
             else:
                 self._look_up_names()
         if readback.waiting:
@@ -540,6 +546,19 @@ class Runner:
             fetches = slot.hook.fetches_to_come if isinstance(slot.hook, StandardHook) else None
             for level, line in evaluator.names_to_come(fetches, slot):
                 logger.log(level, "%s", line)
+
+    def warn_of_no_step(self) -> None:
+        """Log a warning, once, that the optimizer whose steps count has made none, so that no hook is due by steps."""
+        state, optimizer = self.state, self.session.optimizer
+        if not (self._misses_step and state.runs and self.session.ranks.is_chief):
+            return
+        self._misses_step = False
+        logger.warning(
+            'step_unit="optimizer_step": the step() of the %s that the loop has was not called in %d runs, so the '
+            "global step is still %d, and what is due by steps never comes due. Pass the optimizer whose step() the "
+            'script calls, which for SAM is the one that it wraps, sam.base_optimizer, or use step_unit="run"',
+            *(type(optimizer).__name__, state.runs, state.global_step),
+        )
 
     def tell_never_due(self) -> None:
         """Log which hooks were never due, because the training run, which is over, was shorter than their period."""

@@ -327,6 +327,8 @@ class DataLoops:
 
     def _call_epoch_hooks(self, ended: int) -> None:
         """Call the hooks that are due at the end of an epoch, after which ``ended`` epochs have."""
+        if not self._state.global_step:  # in a later epoch, the few runs since a resume say nothing
+            self._runner.warn_of_no_step()
         accumulated, due = self._schedule.accumulated, self._schedule.due_at_end_of(ended)
         accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
         if not due:
